@@ -1,0 +1,30 @@
+"""ampaudit names the layers of a PyTorch model that overflow in 16 bits.
+
+The names below are loaded on first use, so that ``import ampaudit`` and ``ampaudit --help`` never
+import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ampaudit.errors import AuditError
+    from ampaudit.report.model import Report
+    from ampaudit.workflows.scan import scan
+
+__version__ = "0.1.0"
+__all__ = ["AuditError", "Report", "__version__", "scan"]
+
+_HOMES = {
+    "AuditError": "ampaudit.errors",
+    "Report": "ampaudit.report.model",
+    "scan": "ampaudit.workflows.scan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'ampaudit' has no attribute {name!r}")

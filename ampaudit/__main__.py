@@ -1,0 +1,8 @@
+"""``python -m ampaudit`` is the same program as ``ampaudit``."""
+
+from __future__ import annotations
+
+from ampaudit.cli.main import run
+
+if __name__ == "__main__":
+    run()

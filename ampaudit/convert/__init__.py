@@ -1,0 +1,7 @@
+"""The converted model: casts in the graph, 16-bit working weights, FP32 masters."""
+
+from __future__ import annotations
+
+from ampaudit.convert.model import ConvertedModel, convert
+
+__all__ = ["ConvertedModel", "convert"]

@@ -1,0 +1,101 @@
+"""Every error that a user can cause or meet, with its exit code and the next step to take.
+
+::
+
+    AuditError
+      UsageError        2  an option that cannot be honoured
+      SourceError       2  the model file, import path, directory or archive
+      InputError        2  example inputs that do not fit the model
+      WeightsError      2  a checkpoint that is corrupt, hostile or does not match
+      PolicyError       2  a rule file or policy name
+      OutputError       2  a file that cannot be written
+      CouldNotAudit     3  the audit itself could not be carried out
+        TraceFailed     3  torch.export refused the model
+        RunFailed       3  the run broke (out of memory, an op without a kernel)
+        ReferenceBroken 3  the FP32 model itself is not finite
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuditError",
+    "CouldNotAudit",
+    "InputError",
+    "OutputError",
+    "PolicyError",
+    "ReferenceBroken",
+    "RunFailed",
+    "SourceError",
+    "TraceFailed",
+    "UsageError",
+    "WeightsError",
+]
+
+
+class AuditError(Exception):
+    """What went wrong and where (the message), and what to do next (the hint)."""
+
+    exit_code = 2
+    default_hint = "see 'ampaudit --help'"
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint or self.default_hint
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n  next: {self.hint}"
+
+
+class UsageError(AuditError):
+    """An option or an argument that cannot be honoured."""
+
+
+class SourceError(AuditError):
+    """The model could not be loaded from where the user said it is."""
+
+    default_hint = "the model file needs get_model() and example_inputs(); see the README, 'Model files'"
+
+
+class InputError(AuditError):
+    """The example inputs do not fit the model."""
+
+    default_hint = "make example_inputs() return a tensor, a tuple, or a dict of keyword arguments"
+
+
+class WeightsError(AuditError):
+    """A checkpoint is corrupt, would run code, or does not match the model."""
+
+    default_hint = "pass a safetensors file, or a .pt file that holds a plain state_dict"
+
+
+class PolicyError(AuditError):
+    """A policy name or a rule file is wrong."""
+
+    default_hint = "name a shipped policy (torch-cuda, half) or the path of a rule file"
+
+
+class OutputError(AuditError):
+    """The report could not be written; nothing half-written is left behind."""
+
+    default_hint = "choose another path with -o, or free some space"
+
+
+class CouldNotAudit(AuditError):
+    """The input is in order, but the audit could not be carried out."""
+
+    exit_code = 3
+    default_hint = "run again with --debug for the full traceback"
+
+
+class TraceFailed(CouldNotAudit):
+    """``torch.export`` could not turn the model into a graph."""
+
+
+class RunFailed(CouldNotAudit):
+    """The traced model could not be run."""
+
+
+class ReferenceBroken(CouldNotAudit):
+    """The FP32 model produces NaN or infinity by itself, so there is nothing to compare with."""
+
+    default_hint = "repair the FP32 model or its inputs first; ampaudit compares 16 bits with FP32"

@@ -1,0 +1,230 @@
+"""Traces, converts and runs a model over all batches, and merges what was seen into one record."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampaudit.convert import ConvertedModel, convert
+from ampaudit.errors import InputError, ReferenceBroken, RunFailed
+from ampaudit.formats import NumberFormat
+from ampaudit.policy import RuleSet, plain_fp32
+from ampaudit.run.backends import Backend, choose_backend
+from ampaudit.run.blame import Faults
+from ampaudit.run.lockstep import LockStep, Pair
+from ampaudit.run.meter import Measured, Meter
+from ampaudit.run.program import compile_program
+from ampaudit.run.record import Origin, RunRecord
+from ampaudit.run.repair import RepairingMeter
+from ampaudit.source.interface import Batch
+from ampaudit.trace import Site, trace
+from ampaudit.trace.capture import input_signature
+from ampaudit.trace.entry import tensor_leaves
+
+__all__ = ["Audit", "Plan", "run_audit"]
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        rules: the policy, ``None`` for the FP32 run alone (``--ranges``).
+        author_rules: the meaning of the author's own autocast regions.
+        number_format: the 16-bit format.
+        device: where to run.
+        seed: of every random number drawn during the run.
+        backend: overrides the device's usual backend.
+    """
+
+    rules: RuleSet | None
+    author_rules: RuleSet
+    number_format: NumberFormat
+    device: torch.device
+    seed: int = 0
+    backend: Backend | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The record of a run with the sites it is about, in graph order."""
+
+    record: RunRecord
+    sites: tuple[Site, ...]
+    converted: ConvertedModel
+    parameter_free: frozenset[str]
+
+
+class _Runner:
+    """Keeps one executor per input signature: a batch of another shape is traced anew."""
+
+    def __init__(self, model: nn.Module, plan: Plan, record: RunRecord) -> None:
+        self._model = model
+        self._plan = plan
+        self._record = record
+        self._backend = plan.backend or choose_backend(plan.device)
+        self._executors: dict[tuple[Any, ...], LockStep] = {}
+        self.sites: dict[str, Site] = {}
+        self.parameter_free: set[str] = set()
+        self.converted: ConvertedModel | None = None
+        record.backend = self._backend.name
+
+    def run(self, batch: Batch, number: int) -> None:
+        """Trace if need be, run, and run again with repairs if something went wrong."""
+        executor = self._executor(batch)
+        tensors = tensor_leaves(batch.args, batch.kwargs)
+        _refuse_broken_inputs(tensors, number)
+        started = time.perf_counter()
+        meter = self._meter()
+        outputs = self._pass(executor, tensors, meter, number)
+        measured = list(meter.results())
+        self._refuse_broken_reference(outputs, measured, number)
+        faults = Faults(executor.program, measured, self._plan.number_format.max)
+        self._record.masks |= faults.masks
+        if faults.need_repair:
+            repairing = RepairingMeter(self._meter(), faults.masks)
+            self._pass(executor, tensors, repairing, number)
+            meter, measured = repairing.meter, list(repairing.meter.results())
+            self._note_origins(repairing.origins, faults, number)
+        self._merge(meter, measured)
+        self._add_seconds("run", started)
+
+    def _executor(self, batch: Batch) -> LockStep:
+        signature = input_signature(batch.args, batch.kwargs)
+        if signature in self._executors:
+            return self._executors[signature]
+        started = time.perf_counter()
+        plan = self._plan
+        rules = plan.rules or plain_fp32()
+        author_rules = plan.author_rules if plan.rules else plain_fp32()
+        traced = trace(self._model, batch.args, batch.kwargs, rules, author_rules, plan.number_format)
+        converted = convert(traced)
+        self._add_seconds("trace", started)
+        program = compile_program(traced, plan.device)
+        executor = LockStep(program, converted, self._backend, plan.device, reference_only=plan.rules is None)
+        self._executors[signature] = executor
+        self.converted = self.converted or converted
+        for site in traced.sites:
+            self.sites.setdefault(site.id, site)
+        free = {node.name for node in program.parameter_free}
+        self.parameter_free |= {site.id for site in traced.sites if site.node in free}
+        return executor
+
+    def _meter(self) -> Meter:
+        compares = self._plan.rules is not None
+        return Meter(self._plan.number_format.min_normal, self._backend, local=compares)
+
+    def _pass(
+        self, executor: LockStep, tensors: list[torch.Tensor], watch: Meter | RepairingMeter, number: int
+    ) -> list[Pair]:
+        devices = [self._plan.device] if self._plan.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), exact_float32(), memory_errors(self._plan.device):
+            torch.manual_seed(self._plan.seed + number)
+            return executor.run(tensors, watch)
+
+    def _note_origins(self, origins: list[str], faults: Faults, number: int) -> None:
+        known = {origin.site for origin in self._record.origins}
+        for site in origins:
+            if site not in known:
+                identifier = self.sites[site].id
+                self._record.origins.append(Origin(identifier, number, faults.poisoned_by(identifier)))
+
+    def _merge(self, meter: Meter, measured: Sequence[Measured]) -> None:
+        for row in measured:
+            self._record.observation(row.site).merge(row.fields, row.elements)
+        for site, error, signal, elements in meter.local_results():
+            observation = self._record.observation(site)
+            observation.local_err_sq += error
+            observation.local_ref_sq += signal
+            observation.local_elements += elements
+        for name, statistics in meter.samples.results.items():
+            self._record.observation(self.sites[name].id).samples.add(statistics)
+        self._record.uncovered.update(meter.uncovered)
+        self._record.batches += 1
+
+    def _refuse_broken_reference(self, outputs: list[Pair], measured: list[Measured], number: int) -> None:
+        broken = any(
+            bool((reference.isnan() | (reference == torch.inf)).any())
+            for reference, _ in outputs
+            if isinstance(reference, torch.Tensor) and reference.is_floating_point()
+        )
+        if not broken:
+            return
+        first = next((row.site for row in measured if row.fields["ref_bad"] > 0), None)
+        site = self.sites[first] if first else None
+        where = f" at {site.id}" if site else ""
+        line = f" ({site.source.file}:{site.source.line})" if site and site.source else ""
+        raise ReferenceBroken(
+            f"the FP32 model itself gives NaN or infinity in batch {number}; the first is{where}{line}"
+        )
+
+    def _add_seconds(self, phase: str, started: float) -> None:
+        elapsed = time.perf_counter() - started
+        self._record.seconds[phase] = self._record.seconds.get(phase, 0.0) + elapsed
+
+
+def run_audit(model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: Progress) -> Audit:
+    """Audit a model over batches.
+
+    Raises:
+        TraceFailed: the model cannot be exported.
+        RunFailed: it cannot be run, for lack of memory or of a kernel.
+        ReferenceBroken: FP32 is not finite either.
+        InputError: an input holds NaN or infinity, or there is no batch.
+    """
+    if not batches:
+        raise InputError("there is no batch to run", hint="make batches() yield at least one batch")
+    record = RunRecord(device=plan.device.type, backend="")
+    runner = _Runner(model, plan, record)
+    if plan.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(plan.device)
+    for number, batch in enumerate(batches):
+        progress("auditing", number, len(batches))
+        runner.run(batch, number)
+    progress("auditing", len(batches), len(batches))
+    if plan.device.type == "cuda":
+        record.peak_bytes = torch.cuda.max_memory_allocated(plan.device)
+    assert runner.converted is not None
+    return Audit(record, tuple(runner.sites.values()), runner.converted, frozenset(runner.parameter_free))
+
+
+def _refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:
+    for index, tensor in enumerate(tensors):
+        if tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any()):
+            raise InputError(f"input[{index}] of batch {number} holds NaN or infinity", hint="clean the input")
+
+
+@contextlib.contextmanager
+def exact_float32() -> Iterator[None]:
+    """Switch TF32 off: the reference is float32."""
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+@contextlib.contextmanager
+def memory_errors(device: torch.device) -> Iterator[None]:
+    """Out of memory, and ops that the device has no kernel for, as errors with a next step."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"out of memory on {device}: the audit holds the FP32 and the 16-bit run at once",
+            hint="use a smaller batch, --ranges (one FP32 run), or --device cpu",
+        ) from error
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "allocate memory" in text:
+            raise RunFailed(f"out of memory: {text}", hint="use a smaller batch, or --ranges") from error
+        raise RunFailed(f"the converted model could not be run on {device}: {text}") from error

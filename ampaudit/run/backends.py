@@ -1,0 +1,134 @@
+"""How the converted graph is computed: natively in its dtypes, or emulated in float32.
+
+A backend decides three things: how a tensor of some dtype is held, how one step is called, and how a
+held tensor is read as float32. Adding one means implementing this protocol and naming it in ``choose``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ampaudit.run.program import LOWER, Step, widened
+
+__all__ = ["Backend", "Emulated", "Native", "Reference", "choose_backend"]
+
+
+class Backend(Protocol):
+    """One way to evaluate steps of the converted graph."""
+
+    name: str
+
+    def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """The representation of a tensor whose dtype in the converted model is ``dtype``."""
+
+    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The step's result in this backend's representation."""
+
+    def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The step's argument templates, with nodes in the places of values."""
+
+
+class Reference:
+    """Exact arithmetic, as far as we go: every 16-bit dtype of the graph becomes float32."""
+
+    name = "reference"
+
+    def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Float32 for 16-bit tensors, the tensor itself otherwise."""
+        del dtype
+        return tensor.float() if tensor.dtype in LOWER else tensor
+
+    def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with float32 for 16-bit dtypes."""
+        return step.wide_args, step.wide_kwargs
+
+    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op in float32."""
+        return step.target(*args, **kwargs)
+
+
+class Emulated(Reference):
+    """16 bits in float32 carriers: values round in, arithmetic is float32, results round out.
+
+    That is what a tensor core with float32 accumulation does. Rounding goes through the format itself
+    and back, so overflow becomes infinity and small values become subnormal or zero as they do there.
+    """
+
+    name = "emulated"
+
+    def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """A float32 carrier of the rounded tensor."""
+        return rounded(tensor, dtype) if tensor.is_floating_point() else tensor
+
+    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op in float32, its 16-bit outputs rounded; a mutated argument is rounded in place."""
+        if step.bitwise:
+            return _native_and_back(step, args, kwargs)
+        result = step.target(*args, **kwargs)
+        if step.mutates:
+            for position in step.mutates:
+                if step.lowered and isinstance(args[position], torch.Tensor):
+                    args[position].copy_(rounded(args[position], step.dtypes[0]))
+            return result
+        if not step.lowered or _is_view(step):
+            return result
+        if isinstance(result, torch.Tensor):
+            return rounded(result, step.dtypes[0])
+        return type(result)(
+            rounded(item, dtype) if isinstance(item, torch.Tensor) else item
+            for item, dtype in zip(result, step.dtypes, strict=True)
+        )
+
+
+class Native:
+    """The converted graph exactly as it would be deployed: true dtypes, the device's own kernels."""
+
+    name = "native"
+
+    def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """The tensor in its dtype."""
+        if dtype is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)
+
+    def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The graph's own arguments."""
+        return step.args, step.kwargs
+
+    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op in its dtypes. Random ops run in float32, so that both runs draw the same numbers."""
+        if not step.random or not step.lowered:
+            return step.target(*args, **kwargs)
+        wide, wide_kwargs = widened(args), widened(kwargs)
+        wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype in LOWER else a for a in wide]
+        result = step.target(*wide, **wide_kwargs)
+        return result.to(step.dtypes[0]) if isinstance(result, torch.Tensor) else result
+
+
+def choose_backend(device: torch.device) -> Emulated | Native:
+    """Native on CUDA; emulated elsewhere, where 16-bit kernels are slow or missing."""
+    return Native() if device.type == "cuda" else Emulated()
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Round to a 16-bit format and return to float32; other dtypes pass unchanged."""
+    if dtype not in LOWER or not tensor.is_floating_point():
+        return tensor.float() if tensor.dtype in LOWER else tensor
+    return tensor.to(dtype).float()
+
+
+def _is_view(step: Step) -> bool:
+    return step.site is not None and step.site.role.value == "view"
+
+
+def _native_and_back(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op on bits: give it the true dtype, then return to the carrier."""
+    inputs = iter(step.node.all_input_nodes)
+    true = [
+        a.to(next(inputs).meta["val"].dtype) if isinstance(a, torch.Tensor) else step.node.args[i]
+        for i, a in enumerate(args)
+    ]
+    result = step.target(*true, **kwargs)
+    return result.float() if isinstance(result, torch.Tensor) and result.dtype in LOWER else result

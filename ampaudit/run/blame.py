@@ -1,0 +1,123 @@
+"""Reads an unrepaired run: what is a harmless mask, what is poisoned, and by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from ampaudit.run.meter import Measured
+from ampaudit.run.program import Program, Step
+from ampaudit.sites import SiteId
+from ampaudit.trace.graph import Role
+
+__all__ = ["Faults"]
+
+# ops through which an additive mask reaches its softmax
+_MASKING = ("add", "where", "masked_fill", "mul", "sub", "full", "to", "_to_copy", "full_like", "minimum")
+
+
+class Faults:
+    """The wrong sites of one unrepaired batch, and the paths between them.
+
+    A view is wrong where its source is. ``masks`` are sites whose only fault is -inf in a value that
+    is, or takes in, a mask (something no parameter has touched, at the bottom of the format's range),
+    when every path from there ends in finite values: a softmax turned them into zeros.
+    """
+
+    def __init__(self, program: Program, measured: Iterable[Measured], limit: float) -> None:
+        self._program = program
+        self._limit = limit
+        self._rows: dict[SiteId, Measured] = {}
+        self._peaks: dict[SiteId, float] = {}
+        for row in measured:
+            self._peaks[row.site] = max(self._peaks.get(row.site, 0.0), row.fields["ref_peak"])
+            if row.bad and row.site not in self._rows:
+                self._rows[row.site] = row
+        self._steps = {step.node: step for step in program.steps}
+        self._wrong = self._wrong_nodes()
+        self.masks = {step.site.id for step in self._wrong_steps() if step.site and self._is_mask(step)}
+
+    @property
+    def need_repair(self) -> bool:
+        """Whether anything is wrong that is not a harmless mask."""
+        return any(not self._harmless(step) for step in self._wrong_steps())
+
+    def poisoned_by(self, origin: SiteId) -> tuple[SiteId, ...]:
+        """Wrong sites that a path of wrong sites connects with the origin, in graph order."""
+        start = next(s.node for s in self._program.steps if s.site and s.site.id == origin)
+        reached = self._reach(start)
+        return tuple(
+            step.site.id
+            for step in self._program.steps
+            if step.site and step.node in reached and step.node is not start and step.site.role is not Role.VIEW
+        )
+
+    def _wrong_nodes(self) -> set[fx.Node]:
+        wrong: set[fx.Node] = set()
+        for step in self._program.steps:
+            if step.site is None or step.site.role is Role.VIEW:
+                if any(source in wrong for source in step.node.all_input_nodes):
+                    wrong.add(step.node)
+            elif step.site.id in self._rows:
+                wrong.add(step.node)
+        return wrong
+
+    def _wrong_steps(self) -> list[Step]:
+        return [s for s in self._program.steps if s.site and s.site.id in self._rows]
+
+    def _reach(self, start: fx.Node) -> set[fx.Node]:
+        reached, frontier = {start}, [start]
+        while frontier:
+            for user in frontier.pop().users:
+                if user in self._wrong and user not in reached:
+                    reached.add(user)
+                    frontier.append(user)
+        return reached
+
+    def _only_negative(self, node: fx.Node) -> bool:
+        step = self._steps.get(node)
+        row = self._rows.get(step.site.id) if step and step.site else None
+        return row is None or (row.fields["pos_inf"] == 0 and row.fields["nan"] == 0)
+
+    def _is_mask(self, step: Step) -> bool:
+        if not self._takes_mask(step):
+            return False
+        reached = self._reach(step.node)
+        reaches_output = any(node in reached for node in self._program.outputs)
+        return not reaches_output and all(self._only_negative(node) for node in reached)
+
+    def _takes_mask(self, step: Step) -> bool:
+        free = self._program.parameter_free
+        if step.node in free:
+            return True
+        name = str(step.target).removeprefix("aten.").split(".")[0].rstrip("_")
+        return name in _MASKING and any(
+            source in free and self._is_low(source) for source in step.node.all_input_nodes
+        )
+
+    def _is_low(self, node: fx.Node) -> bool:
+        """Whether a value reaches the outer half of the format's range (views: where their source does)."""
+        step = self._steps.get(node)
+        while step is not None and step.site is not None and step.site.role is Role.VIEW:
+            node = step.node.all_input_nodes[0]
+            step = self._steps.get(node)
+        if step is None or step.site is None:
+            return True  # a constant or an input: nothing measured says otherwise
+        return self._peaks.get(step.site.id, 0.0) >= self._limit / 2
+
+    def _harmless(self, step: Step) -> bool:
+        """A mask, or a site whose only fault came in through one."""
+        assert step.site is not None
+        if step.site.id in self.masks:
+            return True
+        sources = [n for n in step.node.all_input_nodes if n in self._wrong]
+        return bool(sources) and all(self._from_mask(n) for n in sources) and self._only_negative(step.node)
+
+    def _from_mask(self, node: fx.Node) -> bool:
+        step = self._steps[node]
+        if step.site is not None and step.site.id in self.masks:
+            return True
+        if step.site is None or step.site.role is Role.VIEW:
+            return all(self._from_mask(n) for n in node.all_input_nodes if n in self._wrong)
+        return step.site.id in self._rows and self._harmless(step)

@@ -1,0 +1,157 @@
+"""Runs reference and converted graph together, node by node, and shows every pair of values to a watch."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from ampaudit.convert import ConvertedModel
+from ampaudit.run.backends import Backend, Reference
+from ampaudit.run.program import Program, Step
+from ampaudit.trace.graph import Placeholder, Role, Slot
+
+__all__ = ["LockStep", "Pair", "Watch"]
+
+Pair = tuple[Any, Any]
+
+
+class Watch(Protocol):
+    """Sees each step's values as they are made."""
+
+    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Look at a pair; what is returned goes on in the converted run (normally ``value`` itself)."""
+
+
+class StepCall:
+    """The resolved arguments of one step, for watches that want to call it again."""
+
+    __slots__ = ("args", "inputs", "kwargs", "ref_args", "ref_kwargs", "shared")
+
+    def __init__(
+        self, inputs: dict[fx.Node, Pair], step: Step, reference: Reference, backend: Backend, shared: bool
+    ) -> None:
+        self.inputs = inputs
+        self.shared = shared
+        args, kwargs = reference.arguments(step)
+        self.ref_args, self.ref_kwargs = _resolved(args, inputs, 0), _resolved(kwargs, inputs, 0)
+        self.args, self.kwargs = self.ref_args, self.ref_kwargs
+        if not shared:
+            args, kwargs = backend.arguments(step)
+            self.args, self.kwargs = _resolved(args, inputs, 1), _resolved(kwargs, inputs, 1)
+
+
+class LockStep:
+    """An executor for one converted model on one device; holds weights, no activations, between runs."""
+
+    def __init__(
+        self,
+        program: Program,
+        converted: ConvertedModel,
+        backend: Backend,
+        device: torch.device,
+        *,
+        reference_only: bool = False,
+    ) -> None:
+        self.program = program
+        self._reference_only = reference_only
+        self.backend = backend
+        self.device = device
+        self._converted = converted
+        self._reference = Reference()
+        self._places = {p.node: p for p in program.traced.placeholders}
+        self._masters = converted.masters
+        if device.type != "cpu":
+            self._masters = {name: tensor.to(device) for name, tensor in converted.masters.items()}
+
+    @torch.no_grad()
+    def run(self, inputs: list[torch.Tensor], watch: Watch) -> list[Pair]:
+        """One batch; the pairs of outputs in graph order.
+
+        A value is dropped after its last use. Where both runs would do the same thing to the same
+        tensors in float32, it is done once.
+        """
+        values: dict[fx.Node, Pair] = self._start(inputs)
+        for step in self.program.steps:
+            inputs_of = {node: self._value(node, values) for node in step.node.all_input_nodes}
+            values[step.node] = self._advance(step, inputs_of, watch)
+            del inputs_of
+            for node in step.frees:
+                values.pop(node, None)
+        return [self._value(node, values) for node in self.program.outputs]
+
+    def _advance(self, step: Step, inputs: dict[fx.Node, Pair], watch: Watch) -> Pair:
+        shared = self._reference_only or (
+            not step.lowered
+            and not self.program.mutating
+            and all(reference is value for reference, value in inputs.values())
+        )
+        call = StepCall(inputs, step, self._reference, self.backend, shared)
+        state = self._random_state() if step.random and not shared else None
+        reference = self._unaliased(step, call, self._reference.call(step, call.ref_args, call.ref_kwargs))
+        if shared:
+            value = reference
+        else:
+            if state is not None:
+                self._restore_random_state(state)
+            value = self._unaliased(step, call, self.backend.call(step, call.args, call.kwargs))
+        return reference, watch.seen(step, reference, value, call)
+
+    def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
+        """In a graph that writes in place, a cast must not return its own input (in float32 it would)."""
+        if not self.program.mutating or step.site is None or not isinstance(result, torch.Tensor):
+            return result
+        if step.site.role in (Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST):
+            source = step.node.all_input_nodes[0].meta.get("val")
+            if getattr(source, "dtype", None) != step.dtypes[0] and any(
+                result is arg for arg in (*call.args, *call.ref_args)
+            ):
+                return result.clone()
+        return result
+
+    def _start(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Pair]:
+        values: dict[fx.Node, Pair] = {}
+        remaining = iter(inputs)
+        for node in self.program.inputs:
+            place = self._places[node.name]
+            if place.slot is Slot.INPUT:
+                values[node] = self._input(next(remaining).to(self.device), place)
+            elif self.program.mutating and place.slot is not Slot.PARAMETER:
+                reference, value = self._weight(node, place)
+                values[node] = (reference.clone(), value.clone())
+        return values
+
+    def _input(self, tensor: torch.Tensor, place: Placeholder) -> Pair:
+        reference = self._reference.hold(tensor, place.dtype)
+        value = reference
+        if tensor.is_floating_point() and place.dtype != tensor.dtype:
+            value = self.backend.hold(tensor, place.dtype)
+        if self.program.mutating:
+            return reference.clone(), value.clone()
+        return reference, value
+
+    def _value(self, node: fx.Node, values: dict[fx.Node, Pair]) -> Pair:
+        found = values.get(node)
+        return found if found is not None else self._weight(node, self._places[node.name])
+
+    def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
+        """Masters are used where they are; a stored 16-bit copy is made for the use and dropped."""
+        master = self._masters[node.name].detach()
+        reference = self._reference.hold(master, place.dtype)
+        if node.name not in self._converted.copies:
+            return reference, reference
+        return reference, self.backend.hold(master, place.dtype)
+
+    def _random_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
+
+    def _restore_random_state(self, state: torch.Tensor) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state)
+        else:
+            torch.set_rng_state(state)
+
+
+def _resolved(template: Any, inputs: dict[fx.Node, Pair], side: int) -> Any:
+    return fx.node.map_arg(template, lambda node: inputs[node][side])

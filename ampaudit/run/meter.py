@@ -1,0 +1,113 @@
+"""The watch of an ordinary run: measures every floating-point value and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampaudit.run.backends import Backend
+from ampaudit.run.flat import flat_pair
+from ampaudit.run.local import local_error
+from ampaudit.run.lockstep import StepCall
+from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+from ampaudit.run.program import Step
+from ampaudit.run.samples import Samples
+from ampaudit.sites import SiteId
+
+__all__ = ["Measured", "Meter", "float_outputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One site's fields in one batch."""
+
+    site: SiteId
+    fields: dict[str, float]
+    elements: int
+
+    @property
+    def bad(self) -> bool:
+        """Whether an element is inf or NaN in 16 bits only."""
+        return self.fields["pos_inf"] + self.fields["neg_inf"] + self.fields["nan"] > 0
+
+
+class Meter:
+    """Measures pairs. On a CPU the numbers are there at once; on a GPU they stay until ``results``."""
+
+    def __init__(self, min_normal: float, backend: Backend, local: bool = True) -> None:
+        self.samples = Samples(min_normal)
+        self.uncovered: dict[str, str] = {}
+        self._backend = backend
+        self._local = local
+        self._rows: list[tuple[SiteId, list[float] | torch.Tensor, int]] = []
+        self._local_rows: list[tuple[SiteId, torch.Tensor, int]] = []
+
+    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Measure what the step made."""
+        self.measure(step, reference, value, call)
+        return value
+
+    def measure(self, step: Step, reference: Any, value: Any, call: StepCall) -> bool:
+        """Measure a step's outputs; on the CPU, say whether one of them went wrong."""
+        if step.site is None or not step.observed:
+            self._note_uncovered(step)
+            return False
+        bad = False
+        for first, second in float_outputs(reference, value):
+            bad |= self._measure_pair(step, first, second)
+        if self._local and step.lowered and not call.shared and not bad:
+            error = local_error(step, self._backend, call, reference)
+            if error is not None:
+                self._local_rows.append((step.site.id, *error))
+        return bad
+
+    def _measure_pair(self, step: Step, reference: torch.Tensor, value: torch.Tensor) -> bool:
+        assert step.site is not None
+        if reference.shape != value.shape:
+            self.uncovered[step.site.op] = "its shape depends on values and differs between FP32 and 16 bits"
+            return False
+        if value.numel() == 0:
+            return False
+        if value.dtype != reference.dtype:
+            value = value.to(reference.dtype)
+        first, second = flat_pair(reference, value)
+        self.samples.add(step.site.id, first, second)
+        if value.device.type != "cpu":
+            self._rows.append((step.site.id, measure_any(first, second), second.numel()))
+            return False
+        fields = measure_cpu(first, second)
+        self._rows.append((step.site.id, fields, second.numel()))
+        return fields[2] + fields[3] + fields[4] > 0
+
+    def _note_uncovered(self, step: Step) -> None:
+        if step.site is not None and any(d is not None and d.is_complex for d in step.dtypes):
+            self.uncovered[step.site.op] = "complex numbers are not audited"
+
+    def results(self) -> Iterator[Measured]:
+        """Everything measured since the start, fetched from the device at once."""
+        self.samples.flush()
+        waiting = [row for _, row, _ in self._rows if isinstance(row, torch.Tensor)]
+        fetched = iter(torch.stack(waiting).tolist() if waiting else [])
+        for site, row, elements in self._rows:
+            numbers = next(fetched) if isinstance(row, torch.Tensor) else row
+            yield Measured(site, dict(zip(FIELDS, numbers, strict=True)), elements)
+
+    def local_results(self) -> Iterator[tuple[SiteId, float, float, int]]:
+        """Sums of squared local errors and references, with the elements they are over."""
+        if not self._local_rows:
+            return
+        numbers = torch.stack([row for _, row, _ in self._local_rows]).tolist()
+        for (site, _, elements), (error, signal) in zip(self._local_rows, numbers, strict=True):
+            yield site, error, signal, elements
+
+
+def float_outputs(reference: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of floating-point tensors among an op's outputs."""
+    single = not isinstance(value, list | tuple)
+    pairs = zip((reference,), (value,)) if single else zip(reference, value)  # noqa: B905
+    for first, second in pairs:
+        if isinstance(second, torch.Tensor) and second.is_floating_point():
+            yield first, second

@@ -1,0 +1,180 @@
+"""The graph as a list of steps, with everything that can be known before the first batch worked out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from ampaudit.trace.graph import Role, Site, Slot, TracedModel
+from ampaudit.trace.opnames import mutated_arguments
+
+__all__ = ["LOWER", "Program", "Step", "compile_program", "widened"]
+
+LOWER = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node.
+
+    Attributes:
+        node: the graph's node.
+        target: the function to call.
+        site: the site it is, ``None`` for tuple access and shape arithmetic.
+        args: its arguments, with nodes in the places of values, on the run's device.
+        kwargs: the same for keyword arguments.
+        wide_args: its arguments with every 16-bit dtype constant replaced by float32.
+        wide_kwargs: the same for keyword arguments.
+        dtypes: dtypes of its outputs in the converted model, ``None`` where an output is no tensor.
+        mutates: positions of the arguments that it writes to.
+        random: whether it draws random numbers.
+        bitwise: whether it looks at the bits of a float, so that emulation cannot run it.
+        frees: nodes whose value nobody needs after this step.
+    """
+
+    node: fx.Node
+    target: Callable[..., Any]
+    site: Site | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wide_args: tuple[Any, ...]
+    wide_kwargs: dict[str, Any]
+    dtypes: tuple[torch.dtype | None, ...]
+    mutates: tuple[int, ...]
+    random: bool
+    bitwise: bool
+    frees: tuple[fx.Node, ...]
+
+    @property
+    def lowered(self) -> bool:
+        """Whether some output is a 16-bit float."""
+        return any(dtype in LOWER for dtype in self.dtypes)
+
+    @property
+    def observed(self) -> bool:
+        """Whether the step makes floating-point values that have not been seen yet."""
+        if self.site is None or self.site.role is Role.VIEW:
+            return False
+        return any(dtype is not None and dtype.is_floating_point for dtype in self.dtypes)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All steps, the placeholders in order, and the nodes of the outputs."""
+
+    traced: TracedModel
+    inputs: tuple[fx.Node, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[fx.Node, ...]
+    mutating: bool
+    parameter_free: frozenset[fx.Node]
+
+
+def compile_program(traced: TracedModel, device: torch.device) -> Program:
+    """Steps in graph order; each value is freed after its last use.
+
+    The trace was made on the model's own device; constants that name it now name the run's.
+    """
+    graph = traced.graph
+    sites = traced.site_of_node
+    output = graph.output_node()
+    outputs = tuple(arg for arg in output.all_input_nodes)
+    frees = _last_uses(graph, frozenset(outputs))
+    steps = tuple(
+        _step(node, sites.get(node.name), frees.get(node, ()), device)
+        for node in graph.nodes
+        if node.op == "call_function"
+    )
+    return Program(
+        traced=traced,
+        inputs=tuple(graph.find_nodes(op="placeholder")),
+        steps=steps,
+        outputs=outputs,
+        mutating=any(step.mutates or _is_train_norm(step.node) for step in steps),
+        parameter_free=_parameter_free(traced),
+    )
+
+
+def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: torch.device) -> Step:
+    target = node.target
+    assert callable(target)
+    overload = isinstance(target, OpOverload)
+    value = node.meta.get("val")
+    outputs = value if isinstance(value, list | tuple) else (value,)
+    args, kwargs = _placed(node.args, device), _placed(dict(node.kwargs), device)
+    return Step(
+        node=node,
+        target=target,
+        site=site,
+        args=args,
+        kwargs=kwargs,
+        wide_args=widened(args),
+        wide_kwargs=widened(kwargs),
+        dtypes=tuple(getattr(item, "dtype", None) for item in outputs),
+        mutates=mutated_arguments(target) if overload else (),
+        random=overload and torch.Tag.nondeterministic_seeded in target.tags and not _shows(site),
+        bitwise=overload and str(target) in ("aten.view.dtype", "aten.nextafter.default"),
+        frees=frees,
+    )
+
+
+def widened(value: Any) -> Any:
+    """Arguments with float32 in the place of every 16-bit dtype constant; tensors and nodes pass."""
+    return _mapped(value, lambda v: torch.float32 if isinstance(v, torch.dtype) and v in LOWER else v)
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    return _mapped(value, lambda v: device if isinstance(v, torch.device) and v.type != "meta" else v)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple | list):
+        items = [_mapped(item, change) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def _shows(site: Site | None) -> bool:
+    return site is not None and site.role is Role.VIEW
+
+
+def _is_train_norm(node: fx.Node) -> bool:
+    """``batch_norm`` in training mode writes its running statistics, which its schema does not say."""
+    name = str(node.target)
+    return name.startswith(("aten.batch_norm", "aten.instance_norm")) and node.args[5] is True
+
+
+def _last_uses(graph: fx.Graph, kept: frozenset[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            last.setdefault(node, node)
+            for used in node.all_input_nodes:
+                last[used] = node
+    frees: dict[fx.Node, list[fx.Node]] = {}
+    for value, user in last.items():
+        if value not in kept:
+            frees.setdefault(user, []).append(value)
+    return {user: tuple(values) for user, values in frees.items()}
+
+
+def _parameter_free(traced: TracedModel) -> frozenset[fx.Node]:
+    """Nodes that depend on no parameter: masks, positions, constants and what is made from them."""
+    parameters = {p.node for p in traced.placeholders if p.slot is Slot.PARAMETER}
+    free: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            if node.name not in parameters:
+                free.add(node)
+        elif all(used in free for used in node.all_input_nodes):
+            free.add(node)
+    return frozenset(free)
+
+

@@ -1,0 +1,125 @@
+"""Distributions from samples: exponents, flushed and subnormal shares, smallest non-zero magnitude.
+
+Peaks, counts of inf and NaN and errors are exact (``measure``). A distribution does not need every
+element: up to 4096 per site and batch are kept and reduced together, a block of sites at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ampaudit.run.flat import sample
+
+__all__ = ["SampleStatistics", "Samples"]
+
+# float32 exponents from -150 (below the smallest subnormal) to 128
+EXPONENT_LOW = -150
+_BINS = 279
+_FLUSH_AT = 128  # rows held before they are reduced: at most 4 MiB
+
+
+@dataclass(slots=True)
+class SampleStatistics:
+    """What the samples of one site say, summed over batches; ``exponents`` counts floor(log2|reference|)."""
+
+    sampled: int = 0
+    zeros: int = 0
+    ref_zeros: int = 0
+    flushed: int = 0
+    subnormal: int = 0
+    min_nonzero: float | None = None
+    max_relative: float = 0.0
+    exponents: dict[int, int] = field(default_factory=dict)
+
+    def add(self, other: SampleStatistics) -> None:
+        """Merge another batch's samples into these."""
+        for name in ("sampled", "zeros", "ref_zeros", "flushed", "subnormal"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.max_relative = max(self.max_relative, other.max_relative)
+        least = [x for x in (self.min_nonzero, other.min_nonzero) if x is not None]
+        self.min_nonzero = min(least, default=None)
+        for exponent, count in other.exponents.items():
+            self.exponents[exponent] = self.exponents.get(exponent, 0) + count
+
+
+@dataclass(slots=True)
+class Samples:
+    """Collects rows on the device and reduces them in blocks.
+
+    Attributes:
+        min_normal: smallest normal number of the 16-bit format of the run.
+    """
+
+    min_normal: float
+    results: dict[str, SampleStatistics] = field(default_factory=dict)
+    _rows: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    _pending: int = 0
+
+    def add(self, site: str, reference: torch.Tensor, value: torch.Tensor) -> None:
+        """Keep a sample of a pair of vectors (the same object twice where they are the same)."""
+        kept = sample(reference)
+        kept = kept.clone() if kept.data_ptr() == reference.data_ptr() else kept
+        other = kept
+        if value is not reference:
+            other = sample(value)
+            other = other.clone() if other.data_ptr() == value.data_ptr() else other
+        self._rows.setdefault(kept.numel(), []).append((site, kept, other))
+        self._pending += 1
+        if self._pending >= _FLUSH_AT:
+            self.flush()
+
+    def flush(self) -> None:
+        """Reduce everything that is pending, rows of equal length together."""
+        for length, rows in self._rows.items():
+            if length:
+                self._reduce(rows)
+        self._rows.clear()
+        self._pending = 0
+
+    def _reduce(self, rows: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        reference = torch.stack([row[1] for row in rows]).float().abs()
+        value = torch.stack([row[2] for row in rows]).float().abs()
+        finite = reference.isfinite() & value.isfinite()
+        nonzero, ref_nonzero = value != 0, reference != 0
+        smallest = torch.where(nonzero & finite, value, torch.inf).amin(1)
+        relative = torch.where(finite & ref_nonzero, (value - reference).abs() / reference, 0).amax(1)
+        counts = torch.stack(
+            [
+                (~nonzero).sum(1),
+                (~ref_nonzero).sum(1),
+                (~nonzero & ref_nonzero).sum(1),
+                (nonzero & (value < self.min_normal)).sum(1),
+            ]
+        )
+        histogram = _histogram(reference, finite & ref_nonzero)
+        fetched = zip(
+            (row[0] for row in rows),
+            counts.t().tolist(),
+            smallest.tolist(),
+            relative.tolist(),
+            histogram.tolist(),
+            strict=True,
+        )
+        for site, (zeros, ref_zeros, flushed, subnormal), least, worst, bins in fetched:
+            exponents = {index + EXPONENT_LOW: count for index, count in enumerate(bins) if count}
+            found = SampleStatistics(
+                sampled=reference.shape[1],
+                zeros=zeros,
+                ref_zeros=ref_zeros,
+                flushed=flushed,
+                subnormal=subnormal,
+                min_nonzero=None if least == torch.inf else least,
+                max_relative=worst,
+                exponents=exponents,
+            )
+            self.results.setdefault(site, SampleStatistics()).add(found)
+
+
+def _histogram(magnitudes: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Counts per row of floor(log2 x) for the counted elements; shape (rows, bins)."""
+    _, exponent = torch.frexp(torch.where(counted, magnitudes, 1.0))
+    bins = (exponent.long() - 1 - EXPONENT_LOW).clamp(0, _BINS - 1)
+    rows = torch.zeros(magnitudes.shape[0], _BINS, dtype=torch.int64, device=magnitudes.device)
+    return rows.scatter_add_(1, bins, counted.long())

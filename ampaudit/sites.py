@@ -1,0 +1,34 @@
+"""A site is one op of one layer; its id joins everything that is said about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NewType
+
+__all__ = ["SiteId", "SiteNumbering", "SourceLine"]
+
+SiteId = NewType("SiteId", str)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of somebody's Python code: where it is and what it says."""
+
+    file: str
+    line: int
+    code: str = ""
+
+
+class SiteNumbering:
+    """Hands out ids such as ``encoder.layer.3.output/linear``, with ``#2`` for the second of its kind."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+
+    def next_id(self, layer: str, op: str) -> SiteId:
+        """The next id for that op of that layer, in graph order."""
+        base = f"{layer or '(top)'}/{op}"
+        self._seen[base] += 1
+        count = self._seen[base]
+        return SiteId(base if count == 1 else f"{base}#{count}")

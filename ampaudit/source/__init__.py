@@ -1,0 +1,7 @@
+"""Where a model comes from: a Python file, an import path, a Hugging Face directory, a .pt2 archive."""
+
+from __future__ import annotations
+
+from ampaudit.source.interface import Batch, ModelSource, SourceOptions
+
+__all__ = ["Batch", "ModelSource", "SourceOptions"]

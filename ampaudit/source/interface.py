@@ -1,0 +1,59 @@
+"""What every source gives: a model, batches of inputs, and where they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Batch", "ModelSource", "SourceOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One call of the model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """How to load.
+
+    Attributes:
+        batches: how many batches to take at most.
+        seed: set before the model and its inputs are made.
+        weights: a checkpoint to load into the model.
+        inputs: a Python file whose example_inputs() or batches() replace the source's own.
+        train: audit in training mode.
+    """
+
+    batches: int = 1
+    seed: int = 0
+    weights: Path | None = None
+    inputs: Path | None = None
+    train: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A loaded model.
+
+    Attributes:
+        location: what the user typed.
+        kind: ``python``, ``import``, ``huggingface``, ``pt2`` or ``object``.
+        sha256: digest of the file, or of the configuration, that the model was made from.
+        loss: the file's loss(output), for audits of gradients.
+    """
+
+    location: str
+    kind: str
+    model: nn.Module
+    batches: tuple[Batch, ...]
+    sha256: str | None = None
+    loss: Callable[..., Any] | None = None

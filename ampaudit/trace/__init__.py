@@ -1,0 +1,8 @@
+"""From a live module to an FX graph of ATen ops whose dtypes are those of the policy."""
+
+from __future__ import annotations
+
+from ampaudit.trace.capture import trace
+from ampaudit.trace.graph import Role, Site, TracedModel
+
+__all__ = ["Role", "Site", "TracedModel", "trace"]

@@ -1,0 +1,68 @@
+"""Makes the model's own Python code see autocast as the policy says, without autocast acting.
+
+Authors ask ``torch.is_autocast_enabled()`` and switch regions off with ``torch.autocast(enabled=False)``.
+Both must behave as they would on the target device, also on a machine without CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from unittest import mock
+
+import torch
+
+__all__ = ["Region", "RegionKind", "autocast_visible", "current_region"]
+
+_DEVICES = ("cpu", "cuda")
+
+
+class RegionKind(StrEnum):
+    """Which code is being traced."""
+
+    POLICY = "policy"  # the policy decides
+    DISABLED = "disabled"  # inside the author's autocast(enabled=False)
+    OWN = "own"  # inside the author's own autocast(enabled=True, dtype=...)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The innermost autocast region of the author around an op."""
+
+    kind: RegionKind
+    dtype: torch.dtype | None = None
+
+
+@contextmanager
+def autocast_visible(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    """Set the autocast flags that Python code can read, for every device type, and restore them."""
+    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
+    cache = torch.is_autocast_cache_enabled()
+    available = mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False)
+    bf16 = mock.patch("torch.cuda.is_bf16_supported", return_value=True)
+    try:
+        for device in _DEVICES:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(False)
+        with available, bf16:
+            yield
+    finally:
+        for device, was_enabled, was_dtype in before:
+            torch.set_autocast_enabled(device, was_enabled)
+            torch.set_autocast_dtype(device, was_dtype)
+        torch.set_autocast_cache_enabled(cache)
+
+
+def current_region(policy_enabled: bool, policy_dtype: torch.dtype) -> Region:
+    """Compare the flags with what ``autocast_visible`` set; a difference is the author's doing."""
+    for device in _DEVICES:
+        enabled = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device)
+        if policy_enabled and not enabled:
+            return Region(RegionKind.DISABLED)
+        if enabled and (not policy_enabled or dtype != policy_dtype):
+            return Region(RegionKind.OWN, dtype)
+    return Region(RegionKind.POLICY)

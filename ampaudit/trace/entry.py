@@ -1,0 +1,94 @@
+"""A module with plain tensors going in and coming out, whatever the model itself takes and returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["ENTRY_NAME", "Entry", "flatten_outputs", "layer_path", "tensor_leaves"]
+
+ENTRY_NAME = "audited_model"
+_MAX_DEPTH = 12
+
+
+class OutputNames:
+    """Where each output tensor was found; an object, because torch.export undoes attribute assignments."""
+
+    names: tuple[str, ...] = ()
+
+
+class Entry(nn.Module):
+    """Calls the model with the batch's structure and returns the tensors found in its output.
+
+    Non-tensor inputs are fixed at tracing time. Outputs may be tensors in any nesting of tuples, lists,
+    dicts, dataclasses (``ModelOutput``) or objects such as key-value caches.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        setattr(self, ENTRY_NAME, model)
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.outputs = OutputNames()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tensors in the order of ``tensor_leaves``; tensors out in the order of ``outputs.names``."""
+        leaves = list(self._fixed)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        named = flatten_outputs(getattr(self, ENTRY_NAME)(*args, **kwargs))
+        self.outputs.names = tuple(name for name, _ in named)
+        return tuple(tensor for _, tensor in named)
+
+
+def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a batch in the order in which ``Entry.forward`` takes them."""
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def layer_path(path: str) -> str:
+    """The user's name of a module below the entry: ``audited_model.encoder`` is ``encoder``."""
+    if path == ENTRY_NAME:
+        return ""
+    return path.removeprefix(f"{ENTRY_NAME}.")
+
+
+def flatten_outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
+    """Each tensor of an output with the path that leads to it, a shared tensor once."""
+    found: list[tuple[str, torch.Tensor]] = []
+    seen: set[int] = set()
+    _collect(output, "output", found, seen, 0)
+    return found
+
+
+def _collect(
+    value: Any, name: str, found: list[tuple[str, torch.Tensor]], seen: set[int], depth: int
+) -> None:
+    if depth > _MAX_DEPTH or id(value) in seen:
+        return
+    if isinstance(value, torch.Tensor):
+        seen.add(id(value))
+        found.append((name, value))
+        return
+    for key, child in _children(value):
+        _collect(child, f"{name}{key}", found, seen, depth + 1)
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    if value is None or isinstance(value, str | bytes | int | float | bool | complex | nn.Module | type):
+        return []
+    if isinstance(value, Mapping):
+        return [(f".{key}", child) for key, child in value.items()]
+    if isinstance(value, tuple | list):
+        return [(f"[{index}]", child) for index, child in enumerate(value)]
+    if dataclasses.is_dataclass(value):
+        return [(f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    # a cache or another plain object that holds tensors
+    return [(f".{key}", child) for key, child in getattr(value, "__dict__", {}).items()]

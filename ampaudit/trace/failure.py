@@ -1,0 +1,50 @@
+"""Turns what torch.export says when it gives up into one line with the place and the remedy."""
+
+from __future__ import annotations
+
+import traceback
+from itertools import dropwhile
+from types import TracebackType
+
+from ampaudit.errors import TraceFailed
+from ampaudit.sites import SourceLine
+from ampaudit.trace.stack import is_tool_file
+
+__all__ = ["failing_line", "trace_failure"]
+
+# a word in the error's type or text -> what to do; the first that is found decides
+_REMEDIES = (
+    (
+        ("data-dependent", "datadependent", "guardondatadependent", "boolean value of tensor"),
+        "a Python 'if', 'while' or int() depends on tensor values; use torch.where or torch.cond, "
+        "or wrap the branch in 'if not torch.compiler.is_exporting():'",
+    ),
+    (
+        (".numpy()", "numpy", "can't convert"),
+        "values leave torch here (numpy, .tolist()); compute with tensors, or precompute it in __init__",
+    ),
+    (
+        ("device", "cuda"),
+        "keep every tensor on the input's device: pass device=x.device where tensors are made",
+    ),
+    (("shape", "size", "broadcast", "mat1 and mat2"), "the inputs do not fit the model; see example_inputs()"),
+)
+_FALLBACK = "simplify that line so that torch.export(strict=False) accepts it; --debug shows torch's own report"
+
+
+def trace_failure(error: BaseException, model: str) -> TraceFailed:
+    """The error to show, naming the model's line at which tracing stopped."""
+    text = f"{type(error).__name__} {error}".lower()
+    place = failing_line(error.__traceback__)
+    where = f"{place.file}:{place.line}: " if place else f"{model}: "
+    code = f" at '{place.code}'" if place and place.code else ""
+    summary = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    hint = next((advice for words, advice in _REMEDIES if any(w in text for w in words)), _FALLBACK)
+    return TraceFailed(f"{where}cannot be exported{code}: {type(error).__name__}: {summary}", hint=hint)
+
+
+def failing_line(trace: TracebackType | None) -> SourceLine | None:
+    """The innermost line of the model's code, torch's and our own frames left out."""
+    below_us = dropwhile(lambda f: "ampaudit" not in f.filename, traceback.extract_tb(trace))
+    frames = [f for f in below_us if not is_tool_file(f.filename) and not f.filename.startswith("<")]
+    return SourceLine(frames[-1].filename, frames[-1].lineno or 0, frames[-1].line or "") if frames else None

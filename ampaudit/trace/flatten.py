@@ -1,0 +1,86 @@
+"""One flat graph out of an exported program: regions inlined, side branches and dead ops removed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+__all__ = ["flat_graph"]
+
+_REGIONS = {"wrap_with_autocast", "wrap_with_set_grad_enabled"}
+_IGNORED = {
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+    torch._C._set_grad_enabled,
+}
+
+
+def flat_graph(program: ExportedProgram) -> fx.Graph:
+    """A new graph that computes the same outputs, with the casts already explicit in it.
+
+    Autocast and no-grad regions become plain nodes: what they meant is in the dtypes. Ops whose result
+    nobody uses are dropped unless they write to one of their inputs.
+    """
+    graph = fx.Graph()
+    source = program.graph_module
+    env: dict[fx.Node, Any] = {}
+    for node in source.graph.nodes:
+        if node.op == "output":
+            graph.output(_mapped(node.args[0], env))
+        else:
+            env[node] = _copy(node, source, graph, env)
+    graph.eliminate_dead_code(_has_effect)
+    graph.lint()
+    return graph
+
+
+def _copy(node: fx.Node, owner: torch.nn.Module, graph: fx.Graph, env: dict[fx.Node, Any]) -> Any:
+    if node.op == "get_attr":
+        return getattr(owner, str(node.target), None)
+    if node.op == "call_function":
+        if node.target in _IGNORED:
+            return None
+        if getattr(node.target, "__name__", "") in _REGIONS:
+            return _inlined(node, graph, env)
+        if node.target is operator.getitem and isinstance(env[node.args[0]], tuple):
+            return env[node.args[0]][node.args[1]]
+    return graph.node_copy(node, lambda n: env[n])
+
+
+def _inlined(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any]) -> tuple[Any, ...]:
+    """The region's body; its arguments are (settings..., submodule, inputs...)."""
+    args = list(node.args)
+    position = next(
+        i for i, a in enumerate(args) if isinstance(a, fx.Node) and isinstance(env[a], fx.GraphModule)
+    )
+    body: fx.GraphModule = env[args[position]]
+    inputs = [env[a] if isinstance(a, fx.Node) else a for a in args[position + 1 :]]
+    inner: dict[fx.Node, Any] = {}
+    result: Any = ()
+    for child in body.graph.nodes:
+        if child.op == "placeholder":
+            inner[child] = inputs.pop(0)
+        elif child.op == "output":
+            result = _mapped(child.args[0], inner)
+        else:
+            inner[child] = _copy(child, body, graph, inner)
+    return tuple(result) if isinstance(result, list | tuple) else (result,)
+
+
+def _mapped(value: Any, env: dict[fx.Node, Any]) -> Any:
+    if isinstance(value, fx.Node):
+        return env[value]
+    if isinstance(value, list | tuple):
+        return tuple(_mapped(item, env) for item in value)
+    return value
+
+
+def _has_effect(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.is_mutable)

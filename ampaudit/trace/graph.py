@@ -1,0 +1,106 @@
+"""The traced model as a value: one flat graph, its sites in order, and its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampaudit.policy import Decision
+from ampaudit.sites import SiteId, SourceLine
+
+__all__ = ["Placeholder", "Role", "Site", "Slot", "TracedModel"]
+
+
+class Role(StrEnum):
+    """What a site does to its input."""
+
+    COMPUTE = "compute"  # makes new values
+    VIEW = "view"  # shows the same values under another shape
+    CAST = "cast"  # a conversion in the author's code
+    INSERTED_CAST = "inserted-cast"  # a conversion that the policy added
+    WEIGHT_CAST = "weight-cast"  # a parameter, buffer or constant that is converted
+
+
+class Slot(StrEnum):
+    """Where the value of a placeholder comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """One input of the graph.
+
+    Attributes:
+        node: the placeholder's node name.
+        slot: what kind of value it takes.
+        name: the parameter's or buffer's path, the constant's name, or ``input[i]``.
+        dtype: dtype in the converted model (the stored dtype for weights).
+    """
+
+    node: str
+    slot: Slot
+    name: str
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One op of one layer.
+
+    Attributes:
+        id: stable across runs: layer path, op name and, from the second on, its number.
+        node: name of its node in the graph.
+        layer: module path; empty for the top module.
+        layer_type: class name of that module.
+        op: the ATen op, such as ``aten.linear.default``.
+        dtype: dtype of its (first floating-point) output, ``None`` where it has none.
+        shape: shape of that output.
+        decision: what the policy did and why.
+        source: line of the model's code; ``caller`` the user's own line where that is another one.
+        weight: name of the parameter, buffer or constant, for a weight cast.
+    """
+
+    id: SiteId
+    node: str
+    layer: str
+    layer_type: str
+    op: str
+    role: Role
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    decision: Decision
+    source: SourceLine | None
+    caller: SourceLine | None
+    weight: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """A flat FX graph of ATen ops with the policy's casts in it, before decomposition.
+
+    ``tensors`` maps placeholder names to the model's own FP32 tensors (never copies); ``signature`` are
+    the shapes and dtypes that the graph is valid for.
+    """
+
+    graph: fx.Graph
+    placeholders: tuple[Placeholder, ...]
+    tensors: dict[str, torch.Tensor]
+    sites: tuple[Site, ...]
+    outputs: tuple[str, ...]
+    signature: tuple[Any, ...]
+    policy: str
+    dtype: torch.dtype
+    notes: tuple[str, ...]
+
+    @property
+    def site_of_node(self) -> dict[str, Site]:
+        """Sites by node name."""
+        return {site.node: site for site in self.sites}

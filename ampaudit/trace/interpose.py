@@ -1,0 +1,80 @@
+"""Puts a caster between the model's code and the tracer, at the one point that every op passes.
+
+``torch.export`` records ops in ``ProxyTorchDispatchMode``, above autograd and autocast. A policy that
+acts there sees whole ATen ops, the layer they belong to and their true dtypes, and the author's Python
+code sees the dtypes that the policy makes. Nothing else in torch offers that place, so this module
+replaces one method for the time of a trace; no other module touches torch's internals this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+from ampaudit.trace.caster import IMPLICIT_CAST, Caster, OpRecord
+from ampaudit.trace.entry import layer_path
+from ampaudit.trace.opnames import op_name
+
+__all__ = ["META_KEY", "interposed"]
+
+META_KEY = "ampaudit"
+
+
+@contextmanager
+def interposed(caster: Caster) -> Iterator[None]:
+    """While active, ops recorded by the tracer go through the caster."""
+    original = ProxyTorchDispatchMode.__torch_dispatch__
+
+    def dispatch(
+        self: ProxyTorchDispatchMode,
+        op: OpOverload,
+        types: tuple[Any, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(op, OpOverload) or not self.pre_dispatch:
+            return original(self, op, types, args, kwargs)
+        if op is torch.ops.aten._assert_tensor_metadata.default:
+            # it pins the dtype of the trace that made it; under a policy the dtypes are ours to say
+            return None
+
+        def record(what: OpRecord, target: OpOverload, *call_args: Any, **call_kwargs: Any) -> Any:
+            # the flags that the author's code reads must not make autocast act below the tracer
+            with torch._C._DisableAutocast():
+                result = original(self, target, types, call_args, call_kwargs)
+            node = next(iter(reversed(self.tracer.graph.nodes)), None)
+            if node is not None and isinstance(node.target, OpOverload):
+                node.meta[META_KEY] = what
+            return result
+
+        decision, dtype = caster.decide(op, _layer(self))
+        if caster.splits(op, decision):
+            with self:
+                parts = op.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+
+        def cast(value: torch.Tensor, target: torch.dtype) -> Any:
+            what = OpRecord("to.dtype", IMPLICIT_CAST, inserted=True)
+            return record(what, torch.ops.aten.to.dtype, value, target)
+
+        op, args, kwargs = caster.apply(decision, dtype, op, args, kwargs, cast, id(self.tracer))
+        return record(OpRecord(op_name(op), decision), op, *args, **kwargs)
+
+    ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ProxyTorchDispatchMode.__torch_dispatch__ = original  # type: ignore[method-assign]
+
+
+def _layer(mode: ProxyTorchDispatchMode) -> str:
+    """Path of the module whose forward is running, without the entry wrapper's own name."""
+    stack = getattr(mode.tracer, "module_stack", None)
+    return layer_path(next(reversed(stack.values()))[0]) if stack else ""

@@ -1,0 +1,74 @@
+"""What ampaudit needs to know about an ATen op: its name, and what kind of thing it does."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch._ops import OpOverload
+
+__all__ = ["CAST_OPS", "is_composite", "is_view", "kept_whole", "mutated_arguments", "op_name"]
+
+# Composite ops that end in one kernel, which rounds once: splitting them would show nothing more.
+_ONE_KERNEL = frozenset(
+    """
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d avg_pool1d batch_norm
+    chunk clip clip_ concat concatenate conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+    conv_transpose3d ctc_loss diag divide divide_ dropout dropout_ einsum embedding_bag expand_as
+    feature_dropout flatten float_power greater greater_equal grid_sampler group_norm gru_cell layer_norm
+    less less_equal linear log_sigmoid log_softmax lstm_cell matmul max max_pool1d max_pool2d max_pool3d
+    meshgrid min moveaxis movedim multiply multiply_ narrow negative nll_loss nll_loss2d not_equal one_hot
+    outer pad positive prelu relu6 relu6_ repeat_interleave reshape reshape_as rms_norm rnn_relu_cell
+    rnn_tanh_cell scaled_dot_product_attention selu selu_ softmax split square square_ squeeze stack std
+    std_mean subtract subtract_ swapaxes swapdims t take_along_dim tensor_split tile to true_divide
+    true_divide_ type_as unflatten unsafe_chunk upsample_bicubic2d upsample_bilinear2d upsample_linear1d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d var var_mean view_as
+    where contiguous broadcast_tensors broadcast_to atleast_1d atleast_2d atleast_3d hstack vstack dstack
+    column_stack item size dim numel is_floating_point is_complex is_nonzero conj resolve_conj resolve_neg
+    real imag mT mH adjoint matrix_H numpy_T data requires_grad_ result_type promote_types isfinite isreal
+    isclose argsort argwhere sum_to_size fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix
+    """.split()
+)
+
+CAST_OPS = frozenset({"to", "_to_copy", "type_as"})
+
+
+@cache
+def op_name(op: OpOverload) -> str:
+    """The policy's name of an op: ``linear``, or ``softmax.int`` where the overload has a name."""
+    base = op._schema.name.split("::", 1)[1]
+    prefix = "" if op.namespace == "aten" else f"{op.namespace}::"
+    overload = op._overloadname
+    return f"{prefix}{base}" if overload in ("", "default") else f"{prefix}{base}.{overload}"
+
+
+@cache
+def is_composite(op: OpOverload) -> bool:
+    """Whether the op is nothing but calls of other ops (CompositeImplicitAutograd)."""
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+        and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    )
+
+
+@cache
+def kept_whole(op: OpOverload) -> bool:
+    """Whether a composite op stays one site when no rule mentions it."""
+    return op._schema.name.split("::", 1)[1] in _ONE_KERNEL or is_view(op)
+
+
+@cache
+def is_view(op: OpOverload) -> bool:
+    """Whether every output shares memory with an input that is not written: the values are the input's."""
+    returns = op._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+@cache
+def mutated_arguments(op: OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments that the op writes to."""
+    return tuple(
+        index
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

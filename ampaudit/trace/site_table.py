@@ -1,0 +1,109 @@
+"""Names every op of the graph: layer, op, role, dtype, source line."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from ampaudit.policy import Decision
+from ampaudit.policy.schema import Cast
+from ampaudit.sites import SiteNumbering
+from ampaudit.trace.caster import OpRecord
+from ampaudit.trace.entry import layer_path
+from ampaudit.trace.graph import Placeholder, Role, Site, Slot
+from ampaudit.trace.interpose import META_KEY
+from ampaudit.trace.opnames import CAST_OPS, is_view
+from ampaudit.trace.stack import source_lines
+
+__all__ = ["build_sites", "float_value"]
+
+_DROPOUTS = {"aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"}
+_UNSEEN = Decision(Cast.FOLLOW, None, "default", "made by the tracer")
+
+
+def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[Site, ...]:
+    """One site per ATen op in graph order; ops that only compute shapes or indices are sites too."""
+    numbering = SiteNumbering()
+    weights = {p.node: p for p in placeholders if p.slot is not Slot.INPUT}
+    sites: list[Site] = []
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if isinstance(node.target, OpOverload) and node.target.namespace == "prim":
+            continue
+        sites.append(_site(node, weights, numbering))
+    return tuple(sites)
+
+
+def float_value(value: Any) -> torch.Tensor | None:
+    """The first floating-point tensor of an op's (fake) result, if there is one."""
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.Tensor) and item.is_floating_point():
+            return item
+    return None
+
+
+def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumbering) -> Site:
+    record: OpRecord | None = node.meta.get(META_KEY)
+    weight = _cast_weight(node, weights)
+    layer, layer_type = _layer(node)
+    if weight is not None and record is not None and record.inserted and "." in weight.name:
+        layer = weight.name.rsplit(".", 1)[0]
+    name = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "?")
+    short = name.removeprefix("aten.").split(".")[0]
+    role = _role(node, record, weight)
+    if role is Role.WEIGHT_CAST and weight is not None:
+        short = f"cast({weight.name.rsplit('.', 1)[-1]})"
+    elif role is Role.INSERTED_CAST:
+        short = "cast"
+    value = float_value(node.meta.get("val"))
+    source, caller = source_lines(node.meta.get("stack_trace"))
+    return Site(
+        id=numbering.next_id(layer, short),
+        node=node.name,
+        layer=layer,
+        layer_type=layer_type,
+        op=name,
+        role=role,
+        dtype=value.dtype if value is not None else None,
+        shape=tuple(int(n) for n in value.shape) if value is not None else (),
+        decision=record.decision if record else _UNSEEN,
+        source=source,
+        caller=caller,
+        weight=weight.name if role is Role.WEIGHT_CAST and weight else None,
+    )
+
+
+def _cast_weight(node: fx.Node, weights: dict[str, Placeholder]) -> Placeholder | None:
+    first = node.args[0] if node.args else None
+    return weights.get(first.name) if isinstance(first, fx.Node) else None
+
+
+def _role(node: fx.Node, record: OpRecord | None, weight: Placeholder | None) -> Role:
+    if not isinstance(node.target, OpOverload):
+        return Role.COMPUTE
+    if node.target._schema.name.split("::")[-1] in CAST_OPS:
+        if weight is not None:
+            return Role.WEIGHT_CAST
+        return Role.INSERTED_CAST if record and record.inserted else Role.CAST
+    return Role.VIEW if is_view(node.target) or _is_idle_dropout(node) else Role.COMPUTE
+
+
+def _is_idle_dropout(node: fx.Node) -> bool:
+    """Dropout outside training hands its input on."""
+    return str(node.target) in _DROPOUTS and len(node.args) > 2 and node.args[2] is False
+
+
+def _layer(node: fx.Node) -> tuple[str, str]:
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return "", ""
+    path, kind = next(reversed(stack.values()))
+    name = kind if isinstance(kind, str) else kind.__name__
+    layer = layer_path(path)
+    return layer.split("@")[0], name.rsplit(".", 1)[-1]

@@ -1,0 +1,57 @@
+"""Reads a node's stack trace: which line of the model's code made this op, and who called it."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+from ampaudit.sites import SourceLine
+
+__all__ = ["is_tool_file", "source_lines"]
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
+_NOT_A_MODEL = ("torch", "ampaudit")
+
+
+def source_lines(stack_trace: str | None) -> tuple[SourceLine | None, SourceLine | None]:
+    """The innermost frame of the model's code, and the innermost frame of the user's own code.
+
+    The first is the line that computes the value, in a library (Transformers, timm) or in the user's
+    file; frames of torch and of ampaudit are skipped. The second is ``None`` unless it differs.
+    """
+    frames = _frames(stack_trace or "")
+    model = [frame for frame in frames if not is_tool_file(frame.file)]
+    if not model:
+        return None, None
+    own = [frame for frame in model if not _is_library(frame.file)]
+    innermost = model[-1]
+    caller = own[-1] if own and own[-1] != innermost else None
+    return innermost, caller
+
+
+def _frames(stack_trace: str) -> list[SourceLine]:
+    frames: list[SourceLine] = []
+    lines = stack_trace.splitlines()
+    for index, text in enumerate(lines):
+        found = _FRAME.match(text)
+        if not found:
+            continue
+        following = lines[index + 1].strip() if index + 1 < len(lines) else ""
+        code = "" if _FRAME.match(following) else following
+        frames.append(SourceLine(found["file"], int(found["line"]), code))
+    return frames
+
+
+@cache
+def is_tool_file(file: str) -> bool:
+    """Whether a file belongs to torch or to ampaudit, not to a model."""
+    return file.startswith(_PACKAGE) or any(f"/site-packages/{name}/" in file for name in _NOT_A_MODEL)
+
+
+@cache
+def _is_library(file: str) -> bool:
+    standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    return "/site-packages/" in file or any(file.startswith(place) for place in standard if place)
