@@ -120,7 +120,7 @@ class _Runner:
 
     def _meter(self) -> Meter:
         compares = self._plan.rules is not None
-        return Meter(self._plan.number_format.min_normal, self._backend, local=compares)
+        return Meter(self._plan.number_format, self._backend, local=compares)
 
     def _pass(
         self, executor: LockStep, tensors: list[torch.Tensor], watch: Meter | RepairingMeter, number: int

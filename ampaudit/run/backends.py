@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
+from ampaudit.run.flat import flat_pair
+from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.program import LOWER, Step, widened
 
 __all__ = ["Backend", "Emulated", "Native", "Reference", "choose_backend"]
@@ -23,8 +26,13 @@ class Backend(Protocol):
     def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """The representation of a tensor whose dtype in the converted model is ``dtype``."""
 
-    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The step's result in this backend's representation."""
+    def call(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
+    ) -> Any:
+        """The step's result in this backend's representation.
+
+        A backend that passes over the result block by block may show the blocks to ``measure``.
+        """
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The step's argument templates, with nodes in the places of values."""
@@ -44,8 +52,11 @@ class Reference:
         """Arguments with float32 for 16-bit dtypes."""
         return step.wide_args, step.wide_kwargs
 
-    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
+    ) -> Any:
         """The op in float32."""
+        del measure
         return step.target(*args, **kwargs)
 
 
@@ -62,7 +73,9 @@ class Emulated(Reference):
         """A float32 carrier of the rounded tensor."""
         return rounded(tensor, dtype) if tensor.is_floating_point() else tensor
 
-    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
+    ) -> Any:
         """The op in float32, its 16-bit outputs rounded; a mutated argument is rounded in place."""
         if step.bitwise:
             return _native_and_back(step, args, kwargs)
@@ -72,12 +85,12 @@ class Emulated(Reference):
                 if step.lowered and isinstance(args[position], torch.Tensor):
                     args[position].copy_(rounded(args[position], step.dtypes[0]))
             return result
-        if not step.lowered or _is_view(step):
+        if not step.lowered or not step.makes_values:
             return result
         if isinstance(result, torch.Tensor):
-            return rounded(result, step.dtypes[0])
+            return _round_result(result, step.dtypes[0], args, measure)
         return type(result)(
-            rounded(item, dtype) if isinstance(item, torch.Tensor) else item
+            _round_result(item, dtype, args, None) if isinstance(item, torch.Tensor) else item
             for item, dtype in zip(result, step.dtypes, strict=True)
         )
 
@@ -97,8 +110,11 @@ class Native:
         """The graph's own arguments."""
         return step.args, step.kwargs
 
-    def call(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
+    ) -> Any:
         """The op in its dtypes. Random ops run in float32, so that both runs draw the same numbers."""
+        del measure
         if not step.random or not step.lowered:
             return step.target(*args, **kwargs)
         wide, wide_kwargs = widened(args), widened(kwargs)
@@ -113,14 +129,46 @@ def choose_backend(device: torch.device) -> Emulated | Native:
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Round to a 16-bit format and return to float32; other dtypes pass unchanged."""
+    """Round to a 16-bit format and return to float32, in a new tensor; other dtypes pass unchanged."""
     if dtype not in LOWER or not tensor.is_floating_point():
         return tensor.float() if tensor.dtype in LOWER else tensor
-    return tensor.to(dtype).float()
+    if tensor.dtype is not torch.float32:
+        return tensor.to(dtype).float()
+    return _round_blocks(tensor, torch.empty_like(tensor), dtype)
 
 
-def _is_view(step: Step) -> bool:
-    return step.site is not None and step.site.role.value == "view"
+def _round_result(
+    tensor: torch.Tensor,
+    dtype: torch.dtype | None,
+    args: tuple[Any, ...],
+    measure: BlockMeasure | None,
+) -> torch.Tensor:
+    """Round an op's output where it lies, unless it shares memory with one of the inputs."""
+    if tensor.dtype is not torch.float32 or dtype not in LOWER:
+        return rounded(tensor, dtype)
+    address = tensor.untyped_storage().data_ptr()
+    for arg in pytree.tree_leaves(args):
+        if isinstance(arg, torch.Tensor) and arg.untyped_storage().data_ptr() == address:
+            return rounded(tensor, dtype)
+    return _round_blocks(tensor, tensor, dtype, measure)
+
+
+def _round_blocks(
+    tensor: torch.Tensor, into: torch.Tensor, dtype: torch.dtype, measure: BlockMeasure | None = None
+) -> torch.Tensor:
+    """Block by block, so that the 16-bit values never leave the cache and are measured while they are in it."""
+    source, target = flat_pair(tensor, into)
+    if target.data_ptr() != into.data_ptr() or tensor.numel() == 0:
+        return into.copy_(tensor.to(dtype))
+    reference = measure.vector_for(into) if measure is not None else None
+    scratch = torch.empty(min(BLOCK, source.numel()), dtype=dtype, device=tensor.device)
+    for start in range(0, source.numel(), BLOCK):
+        part = source[start : start + BLOCK]
+        block = target[start : start + BLOCK]
+        block.copy_(scratch[: part.numel()].copy_(part))
+        if measure is not None and reference is not None:
+            measure.add(reference[start : start + BLOCK], block)
+    return into
 
 
 def _native_and_back(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,6 @@ from torch import fx
 from ampaudit.run.meter import Measured
 from ampaudit.run.program import Program, Step
 from ampaudit.sites import SiteId
-from ampaudit.trace.graph import Role
 
 __all__ = ["Faults"]
 
@@ -50,13 +49,13 @@ class Faults:
         return tuple(
             step.site.id
             for step in self._program.steps
-            if step.site and step.node in reached and step.node is not start and step.site.role is not Role.VIEW
+            if step.site and step.node in reached and step.node is not start and step.makes_values
         )
 
     def _wrong_nodes(self) -> set[fx.Node]:
         wrong: set[fx.Node] = set()
         for step in self._program.steps:
-            if step.site is None or step.site.role is Role.VIEW:
+            if not step.makes_values:
                 if any(source in wrong for source in step.node.all_input_nodes):
                     wrong.add(step.node)
             elif step.site.id in self._rows:
@@ -99,7 +98,7 @@ class Faults:
     def _is_low(self, node: fx.Node) -> bool:
         """Whether a value reaches the outer half of the format's range (views: where their source does)."""
         step = self._steps.get(node)
-        while step is not None and step.site is not None and step.site.role is Role.VIEW:
+        while step is not None and not step.makes_values and step.node.all_input_nodes:
             node = step.node.all_input_nodes[0]
             step = self._steps.get(node)
         if step is None or step.site is None:
@@ -118,6 +117,6 @@ class Faults:
         step = self._steps[node]
         if step.site is not None and step.site.id in self.masks:
             return True
-        if step.site is None or step.site.role is Role.VIEW:
+        if not step.makes_values:
             return all(self._from_mask(n) for n in node.all_input_nodes if n in self._wrong)
         return step.site.id in self._rows and self._harmless(step)

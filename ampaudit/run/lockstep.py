@@ -9,6 +9,7 @@ from torch import fx
 
 from ampaudit.convert import ConvertedModel
 from ampaudit.run.backends import Backend, Reference
+from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program, Step
 from ampaudit.trace.graph import Placeholder, Role, Slot
 
@@ -20,6 +21,9 @@ Pair = tuple[Any, Any]
 class Watch(Protocol):
     """Sees each step's values as they are made."""
 
+    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Asked before the converted run's step: something that wants to see its blocks, or nothing."""
+
     def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Look at a pair; what is returned goes on in the converted run (normally ``value`` itself)."""
 
@@ -27,13 +31,14 @@ class Watch(Protocol):
 class StepCall:
     """The resolved arguments of one step, for watches that want to call it again."""
 
-    __slots__ = ("args", "inputs", "kwargs", "ref_args", "ref_kwargs", "shared")
+    __slots__ = ("args", "inputs", "kwargs", "measure", "ref_args", "ref_kwargs", "shared")
 
     def __init__(
         self, inputs: dict[fx.Node, Pair], step: Step, reference: Reference, backend: Backend, shared: bool
     ) -> None:
         self.inputs = inputs
         self.shared = shared
+        self.measure: BlockMeasure | None = None
         args, kwargs = reference.arguments(step)
         self.ref_args, self.ref_kwargs = _resolved(args, inputs, 0), _resolved(kwargs, inputs, 0)
         self.args, self.kwargs = self.ref_args, self.ref_kwargs
@@ -95,7 +100,9 @@ class LockStep:
         else:
             if state is not None:
                 self._restore_random_state(state)
-            value = self._unaliased(step, call, self.backend.call(step, call.args, call.kwargs))
+            call.measure = watch.expects(step, reference)
+            result = self.backend.call(step, call.args, call.kwargs, call.measure)
+            value = self._unaliased(step, call, result)
         return reference, watch.seen(step, reference, value, call)
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ampaudit.formats import NumberFormat
 from ampaudit.run.backends import Backend
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.local import local_error
 from ampaudit.run.lockstep import StepCall
-from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.program import Step
 from ampaudit.run.samples import Samples
 from ampaudit.sites import SiteId
@@ -37,13 +39,20 @@ class Measured:
 class Meter:
     """Measures pairs. On a CPU the numbers are there at once; on a GPU they stay until ``results``."""
 
-    def __init__(self, min_normal: float, backend: Backend, local: bool = True) -> None:
-        self.samples = Samples(min_normal)
+    def __init__(self, number_format: NumberFormat, backend: Backend, local: bool = True) -> None:
+        self.samples = Samples(number_format.min_normal)
+        self._near = number_format.max / 2
         self.uncovered: dict[str, str] = {}
         self._backend = backend
         self._local = local
         self._rows: list[tuple[SiteId, list[float] | torch.Tensor, int]] = []
         self._local_rows: list[tuple[SiteId, torch.Tensor, int]] = []
+
+    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Single CPU outputs are measured while they are rounded."""
+        if step.observed and isinstance(reference, torch.Tensor) and reference.device.type == "cpu":
+            return BlockMeasure(reference, self._near)
+        return None
 
     def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure what the step made."""
@@ -57,14 +66,16 @@ class Meter:
             return False
         bad = False
         for first, second in float_outputs(reference, value):
-            bad |= self._measure_pair(step, first, second)
+            bad |= self._measure_pair(step, first, second, call.measure)
         if self._local and step.lowered and not call.shared and not bad:
             error = local_error(step, self._backend, call, reference)
             if error is not None:
                 self._local_rows.append((step.site.id, *error))
         return bad
 
-    def _measure_pair(self, step: Step, reference: torch.Tensor, value: torch.Tensor) -> bool:
+    def _measure_pair(
+        self, step: Step, reference: torch.Tensor, value: torch.Tensor, seen: BlockMeasure | None
+    ) -> bool:
         assert step.site is not None
         if reference.shape != value.shape:
             self.uncovered[step.site.op] = "its shape depends on values and differs between FP32 and 16 bits"
@@ -78,7 +89,10 @@ class Meter:
         if value.device.type != "cpu":
             self._rows.append((step.site.id, measure_any(first, second), second.numel()))
             return False
-        fields = measure_cpu(first, second)
+        if seen is not None and seen.elements == value.numel():
+            fields = seen.fields
+        else:
+            fields = measure_cpu(first, second, self._near)
         self._rows.append((step.site.id, fields, second.numel()))
         return fields[2] + fields[3] + fields[4] > 0
 
@@ -101,7 +115,8 @@ class Meter:
             return
         numbers = torch.stack([row for _, row, _ in self._local_rows]).tolist()
         for (site, _, elements), (error, signal) in zip(self._local_rows, numbers, strict=True):
-            yield site, error, signal, elements
+            if math.isfinite(error) and math.isfinite(signal):
+                yield site, error, signal, elements
 
 
 def float_outputs(reference: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

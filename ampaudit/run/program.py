@@ -56,9 +56,14 @@ class Step:
         return any(dtype in LOWER for dtype in self.dtypes)
 
     @property
+    def makes_values(self) -> bool:
+        """Whether there can be values in the output that are in no input."""
+        return self.site is not None and self.site.role not in (Role.VIEW, Role.SELECT)
+
+    @property
     def observed(self) -> bool:
         """Whether the step makes floating-point values that have not been seen yet."""
-        if self.site is None or self.site.role is Role.VIEW:
+        if self.site is None or not self.makes_values:
             return False
         return any(dtype is not None and dtype.is_floating_point for dtype in self.dtypes)
 

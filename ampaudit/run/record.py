@@ -11,7 +11,7 @@ from ampaudit.sites import SiteId
 
 __all__ = ["Observation", "Origin", "RunRecord"]
 
-_MAXIMA = ("ref_peak", "peak", "max_err", "bad_ref_peak")
+_MAXIMA = ("ref_peak", "peak", "bad_ref_peak")
 
 
 @dataclass(slots=True)
@@ -30,7 +30,6 @@ class Observation:
     nan: float = 0.0
     err_sq: float = 0.0
     ref_sq: float = 0.0
-    max_err: float = 0.0
     bad_ref_peak: float = 0.0
     ref_bad: float = 0.0
     local_err_sq: float = 0.0

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from ampaudit.run.lockstep import StepCall
+from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.meter import Meter, float_outputs
 from ampaudit.run.program import LOWER, Step
 from ampaudit.sites import SiteId
-from ampaudit.trace.graph import Role
 
 __all__ = ["RepairingMeter"]
 
@@ -36,13 +36,17 @@ class RepairingMeter:
         # which elements of a node's value were repaired
         self._repaired: dict[fx.Node, torch.Tensor] = {}
 
+    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """What the meter expects."""
+        return self.meter.expects(step, reference)
+
     def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure; where elements are wrong, decide whose fault it is and repair them."""
         self.meter.measure(step, reference, value, call)
         if step.site is None or step.site.id in self._masks:
             return value
-        if step.site.role is Role.VIEW:
-            self._follow_view(step, call)
+        if not step.makes_values:
+            self._follow(step, call)
             return value
         wrong = [_wrong(r, v) for r, v in float_outputs(reference, value)]
         if not any(mask is not None for mask in wrong):
@@ -67,7 +71,7 @@ class RepairingMeter:
             return False
         return bool((wrong & ~from_inputs).any())
 
-    def _follow_view(self, step: Step, call: StepCall) -> None:
+    def _follow(self, step: Step, call: StepCall) -> None:
         source = next((n for n in step.node.all_input_nodes if n in self._repaired), None)
         if source is None:
             return

@@ -1,7 +1,7 @@
 """Distributions from samples: exponents, flushed and subnormal shares, smallest non-zero magnitude.
 
 Peaks, counts of inf and NaN and errors are exact (``measure``). A distribution does not need every
-element: up to 4096 per site and batch are kept and reduced together, a block of sites at a time.
+element: up to 2048 per site and batch are kept and reduced together, a block of sites at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["SampleStatistics", "Samples"]
 # float32 exponents from -150 (below the smallest subnormal) to 128
 EXPONENT_LOW = -150
 _BINS = 279
-_FLUSH_AT = 128  # rows held before they are reduced: at most 4 MiB
+_FLUSH_AT = 128  # rows held before they are reduced: at most 2 MiB
 
 
 @dataclass(slots=True)
@@ -31,6 +31,7 @@ class SampleStatistics:
     subnormal: int = 0
     min_nonzero: float | None = None
     max_relative: float = 0.0
+    max_error: float = 0.0
     exponents: dict[int, int] = field(default_factory=dict)
 
     def add(self, other: SampleStatistics) -> None:
@@ -38,6 +39,7 @@ class SampleStatistics:
         for name in ("sampled", "zeros", "ref_zeros", "flushed", "subnormal"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_relative = max(self.max_relative, other.max_relative)
+        self.max_error = max(self.max_error, other.max_error)
         least = [x for x in (self.min_nonzero, other.min_nonzero) if x is not None]
         self.min_nonzero = min(least, default=None)
         for exponent, count in other.exponents.items():
@@ -79,12 +81,14 @@ class Samples:
         self._pending = 0
 
     def _reduce(self, rows: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-        reference = torch.stack([row[1] for row in rows]).float().abs()
-        value = torch.stack([row[2] for row in rows]).float().abs()
+        reference = torch.stack([row[1] for row in rows]).float()
+        value = torch.stack([row[2] for row in rows]).float()
         finite = reference.isfinite() & value.isfinite()
+        error = torch.where(finite, value - reference, 0).abs()
+        reference, value = reference.abs(), value.abs()
         nonzero, ref_nonzero = value != 0, reference != 0
         smallest = torch.where(nonzero & finite, value, torch.inf).amin(1)
-        relative = torch.where(finite & ref_nonzero, (value - reference).abs() / reference, 0).amax(1)
+        relative = torch.where(ref_nonzero, error / reference, 0).amax(1)
         counts = torch.stack(
             [
                 (~nonzero).sum(1),
@@ -99,10 +103,11 @@ class Samples:
             counts.t().tolist(),
             smallest.tolist(),
             relative.tolist(),
+            error.amax(1).tolist(),
             histogram.tolist(),
             strict=True,
         )
-        for site, (zeros, ref_zeros, flushed, subnormal), least, worst, bins in fetched:
+        for site, (zeros, ref_zeros, flushed, subnormal), least, worst, widest, bins in fetched:
             exponents = {index + EXPONENT_LOW: count for index, count in enumerate(bins) if count}
             found = SampleStatistics(
                 sampled=reference.shape[1],
@@ -112,6 +117,7 @@ class Samples:
                 subnormal=subnormal,
                 min_nonzero=None if least == torch.inf else least,
                 max_relative=worst,
+                max_error=widest,
                 exponents=exponents,
             )
             self.results.setdefault(site, SampleStatistics()).add(found)

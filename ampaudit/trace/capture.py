@@ -69,7 +69,8 @@ def trace(
     listed = kept_in_fp32(model)
     keep = listed if weights.keep_fp32_modules == "respect" else ()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    entry = Entry(shadow_of(model, mode, storage, keep), args, kwargs)
+    with _quiet():
+        entry = Entry(shadow_of(model, mode, storage, keep), args, kwargs)
     entry.train(model.training)
     _copy_modes(model, getattr(entry, ENTRY_NAME))
     inputs = tuple(
@@ -120,7 +121,7 @@ def _assemble(
 def _placeholders(
     program: ExportedProgram, graph: fx.Graph, model: nn.Module
 ) -> tuple[tuple[Placeholder, ...], dict[str, torch.Tensor]]:
-    real = named_tensors(model)
+    real = {layer_path(name): tensor for name, tensor in named_tensors(model).items()}
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     slots: list[Placeholder] = []
     tensors: dict[str, torch.Tensor] = {}

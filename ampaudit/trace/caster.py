@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,19 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """What was decided about one recorded op; ``inserted`` marks a cast that the policy added."""
+    """What was decided about one recorded op.
+
+    Attributes:
+        name: the policy's name of the op.
+        decision: what was done to it and why.
+        inserted: whether it is a cast that the policy added.
+        replayed: metadata of the exported node that it replays, if the model is an exported program.
+    """
 
     name: str
     decision: Decision
     inserted: bool = False
+    replayed: Mapping[str, Any] | None = None
 
 
 class Caster:

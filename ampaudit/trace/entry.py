@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ampaudit.replay import REPLAYED
+
 __all__ = ["ENTRY_NAME", "Entry", "flatten_outputs", "layer_path", "tensor_leaves"]
 
 ENTRY_NAME = "audited_model"
@@ -55,9 +57,9 @@ def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
 
 def layer_path(path: str) -> str:
     """The user's name of a module below the entry: ``audited_model.encoder`` is ``encoder``."""
-    if path == ENTRY_NAME:
-        return ""
-    return path.removeprefix(f"{ENTRY_NAME}.")
+    for wrapper in (ENTRY_NAME, REPLAYED):
+        path = "" if path == wrapper else path.removeprefix(f"{wrapper}.")
+    return path
 
 
 def flatten_outputs(output: Any) -> list[tuple[str, torch.Tensor]]:

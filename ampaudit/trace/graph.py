@@ -20,6 +20,7 @@ class Role(StrEnum):
 
     COMPUTE = "compute"  # makes new values
     VIEW = "view"  # shows the same values under another shape
+    SELECT = "select"  # picks, moves or zeroes elements of its inputs: no new values
     CAST = "cast"  # a conversion in the author's code
     INSERTED_CAST = "inserted-cast"  # a conversion that the policy added
     WEIGHT_CAST = "weight-cast"  # a parameter, buffer or constant that is converted

@@ -16,6 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
+from ampaudit.replay import replayed_meta
 from ampaudit.trace.caster import IMPLICIT_CAST, Caster, OpRecord
 from ampaudit.trace.entry import layer_path
 from ampaudit.trace.opnames import op_name
@@ -61,11 +62,11 @@ def interposed(caster: Caster) -> Iterator[None]:
                 return parts
 
         def cast(value: torch.Tensor, target: torch.dtype) -> Any:
-            what = OpRecord("to.dtype", IMPLICIT_CAST, inserted=True)
+            what = OpRecord("to.dtype", IMPLICIT_CAST, inserted=True, replayed=replayed_meta())
             return record(what, torch.ops.aten.to.dtype, value, target)
 
         op, args, kwargs = caster.apply(decision, dtype, op, args, kwargs, cast, id(self.tracer))
-        return record(OpRecord(op_name(op), decision), op, *args, **kwargs)
+        return record(OpRecord(op_name(op), decision, replayed=replayed_meta()), op, *args, **kwargs)
 
     ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign, assignment]
     try:
@@ -76,5 +77,5 @@ def interposed(caster: Caster) -> Iterator[None]:
 
 def _layer(mode: ProxyTorchDispatchMode) -> str:
     """Path of the module whose forward is running, without the entry wrapper's own name."""
-    stack = getattr(mode.tracer, "module_stack", None)
+    stack = (replayed_meta() or {}).get("nn_module_stack") or getattr(mode.tracer, "module_stack", None)
     return layer_path(next(reversed(stack.values()))[0]) if stack else ""

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["CAST_OPS", "is_composite", "is_view", "kept_whole", "mutated_arguments", "op_name"]
+__all__ = ["CAST_OPS", "is_composite", "is_view", "kept_whole", "mutated_arguments", "op_name", "selects"]
 
 # Composite ops that end in one kernel, which rounds once: splitting them would show nothing more.
 _ONE_KERNEL = frozenset(
@@ -27,6 +27,16 @@ _ONE_KERNEL = frozenset(
     column_stack item size dim numel is_floating_point is_complex is_nonzero conj resolve_conj resolve_neg
     real imag mT mH adjoint matrix_H numpy_T data requires_grad_ result_type promote_types isfinite isreal
     isclose argsort argwhere sum_to_size fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix
+    """.split()
+)
+
+# Ops whose outputs are elements of their inputs, or zero: nothing can overflow or be rounded there.
+_SELECTING = frozenset(
+    """
+    relu relu_ relu6 max_pool1d max_pool2d max_pool3d max_pool2d_with_indices adaptive_max_pool1d
+    adaptive_max_pool2d clone contiguous cat concat stack hstack vstack repeat repeat_interleave tile flip
+    roll index_select gather take_along_dim masked_select index pixel_shuffle pixel_unshuffle rot90 sort topk
+    tril triu _safe_index lift_fresh_copy channel_shuffle
     """.split()
 )
 
@@ -62,6 +72,12 @@ def is_view(op: OpOverload) -> bool:
     """Whether every output shares memory with an input that is not written: the values are the input's."""
     returns = op._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+@cache
+def selects(op: OpOverload) -> bool:
+    """Whether the op only picks, moves or zeroes elements of its inputs."""
+    return op._schema.name.split("::", 1)[1] in _SELECTING
 
 
 @cache

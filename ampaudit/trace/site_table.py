@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ampaudit.trace.caster import OpRecord
 from ampaudit.trace.entry import layer_path
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.interpose import META_KEY
-from ampaudit.trace.opnames import CAST_OPS, is_view
+from ampaudit.trace.opnames import CAST_OPS, is_view, selects
 from ampaudit.trace.stack import source_lines
 
 __all__ = ["build_sites", "float_value"]
@@ -51,7 +51,8 @@ def float_value(value: Any) -> torch.Tensor | None:
 def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumbering) -> Site:
     record: OpRecord | None = node.meta.get(META_KEY)
     weight = _cast_weight(node, weights)
-    layer, layer_type = _layer(node)
+    meta = record.replayed if record is not None and record.replayed is not None else node.meta
+    layer, layer_type = _layer(meta)
     if weight is not None and record is not None and record.inserted and "." in weight.name:
         layer = weight.name.rsplit(".", 1)[0]
     name = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "?")
@@ -62,7 +63,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
     elif role is Role.INSERTED_CAST:
         short = "cast"
     value = float_value(node.meta.get("val"))
-    source, caller = source_lines(node.meta.get("stack_trace"))
+    source, caller = source_lines(meta.get("stack_trace"))
     return Site(
         id=numbering.next_id(layer, short),
         node=node.name,
@@ -91,7 +92,18 @@ def _role(node: fx.Node, record: OpRecord | None, weight: Placeholder | None) ->
         if weight is not None:
             return Role.WEIGHT_CAST
         return Role.INSERTED_CAST if record and record.inserted else Role.CAST
-    return Role.VIEW if is_view(node.target) or _is_idle_dropout(node) else Role.COMPUTE
+    if is_view(node.target) or _is_idle_dropout(node):
+        return Role.VIEW
+    return Role.SELECT if _only_selects(node) else Role.COMPUTE
+
+
+def _only_selects(node: fx.Node) -> bool:
+    """A selecting op whose inputs have its output's dtype (a ``cat`` of two dtypes casts)."""
+    if not isinstance(node.target, OpOverload) or not selects(node.target):
+        return False
+    output = float_value(node.meta.get("val"))
+    values = (float_value(source.meta.get("val")) for source in node.all_input_nodes)
+    return output is not None and all(v is None or v.dtype == output.dtype for v in values)
 
 
 def _is_idle_dropout(node: fx.Node) -> bool:
@@ -99,8 +111,8 @@ def _is_idle_dropout(node: fx.Node) -> bool:
     return str(node.target) in _DROPOUTS and len(node.args) > 2 and node.args[2] is False
 
 
-def _layer(node: fx.Node) -> tuple[str, str]:
-    stack = node.meta.get("nn_module_stack") or {}
+def _layer(meta: Mapping[str, Any]) -> tuple[str, str]:
+    stack = meta.get("nn_module_stack") or {}
     if not stack:
         return "", ""
     path, kind = next(reversed(stack.values()))

@@ -1,0 +1,87 @@
+"""A finding: what is wrong, where, how bad, how sure, and what to try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from ampaudit.sites import SiteId, SourceLine
+
+__all__ = ["Evidence", "Finding", "Severity", "Source"]
+
+Kind = Literal[
+    "overflow",
+    "underflow",
+    "nan",
+    "precision",
+    "domain",
+    "constant",
+    "weights",
+    "gradient",
+    "uncovered",
+]
+
+
+class Severity(StrEnum):
+    """How much a finding matters."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+    @property
+    def rank(self) -> int:
+        """Larger is graver."""
+        return {"error": 3, "warning": 2, "note": 1}[self.value]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The line that computes the value, and the user's own line that led there if it is another one."""
+
+    file: str
+    line: int
+    code: str = ""
+    caller: SourceLine | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Numbers behind a finding; a number that does not apply is ``None``.
+
+    Attributes:
+        peak: largest magnitude in FP32.
+        limit: largest finite value of the format.
+        inf: elements that became infinite.
+        nan: elements that became NaN.
+        elements: elements looked at.
+        headroom_bits: log2(limit / peak); negative beyond the limit.
+    """
+
+    peak: float | None = None
+    limit: float | None = None
+    inf: int | None = None
+    nan: int | None = None
+    elements: int | None = None
+    headroom_bits: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding of one check."""
+
+    code: str
+    kind: Kind
+    severity: Severity
+    confidence: Literal["observed", "proved", "rule"]
+    phase: Literal["forward", "backward", "weights", "static"]
+    layer: str
+    op: str
+    site: SiteId
+    source: Source | None
+    evidence: Evidence
+    origin: bool
+    poisons: tuple[SiteId, ...]
+    cause: str
+    advice: str

@@ -1,0 +1,32 @@
+"""AMP102: a value stays in range, but nearer to the limit than the margin asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.interface import Check, CheckContext, finding_at, number
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Healthy 16-bit sites with less headroom than the margin; masks are meant to be at the limit."""
+    if context.ranges_only:
+        return
+    origins = {origin.site for origin in context.record.origins}
+    poisoned = {site for origin in context.record.origins for site in origin.poisons}
+    form = context.number_format
+    for site in context.sites:
+        seen = context.observed(site.id)
+        exempt = site.id in origins or site.id in poisoned or site.id in context.record.masks
+        if exempt or site.id in context.parameter_free or not seen.elements or not context.lowered(site):
+            continue
+        bits = form.headroom_bits(seen.finite_peak)
+        if bits < context.min_headroom and seen.bad == 0:
+            cause = f"a peak of {number(seen.finite_peak)} leaves {bits:.2f} bits to {number(form.max)}"
+            advice = f"an input {2**max(bits, 0):.2g} times larger overflows here; check with more data (--batches)"
+            yield finding_at(context, site, "AMP102", "overflow", Severity.WARNING, cause, advice)
+
+
+CHECK = Check("AMP102", "headroom below the margin", find)

@@ -1,0 +1,22 @@
+"""AMP104: a mask value became -inf, and a softmax turned it into zeros as it was meant to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.interface import Check, CheckContext, finding_at
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Saturated masks: harmless here, NaN in a row that is masked completely."""
+    for site in context.sites:
+        if site.id in context.record.masks:
+            cause = "a mask value rounds to -inf; every value that depends on it came out finite"
+            advice = "nothing to do unless a whole row can be masked; then use torch.finfo(x.dtype).min"
+            yield finding_at(context, site, "AMP104", "constant", Severity.NOTE, cause, advice)
+
+
+CHECK = Check("AMP104", "saturated mask", find)

@@ -1,0 +1,23 @@
+"""AMP901: values that were not looked at, so that nothing is silently left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.interface import Check, CheckContext, finding_at
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """One note per op that could not be observed, at its first site."""
+    for op, reason in sorted(context.record.uncovered.items()):
+        site = next(s for s in context.sites if s.op == op)
+        advice = "judge this op by hand; the sites after it are audited"
+        yield finding_at(
+            context, site, "AMP901", "uncovered", Severity.NOTE, f"{op} is not covered: {reason}", advice
+        )
+
+
+CHECK = Check("AMP901", "not covered", find)

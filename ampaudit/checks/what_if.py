@@ -1,0 +1,27 @@
+"""AMP110: in FP32 a value is beyond the 16-bit format (``--ranges``): it would overflow if computed there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.interface import Check, CheckContext, finding_at, number
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Sites whose FP32 peak would round to infinity; masks and constants are left out."""
+    if not context.ranges_only:
+        return
+    form = context.number_format
+    for site in context.sites:
+        seen = context.observed(site.id)
+        if not seen.elements or seen.ref_peak < form.overflow_at or site.id in context.parameter_free:
+            continue
+        cause = f"FP32 values reach {number(seen.ref_peak)}; {form.name} ends at {number(form.max)}"
+        advice = "run a full scan: it says whether the policy computes this in 16 bits, and what that breaks"
+        yield finding_at(context, site, "AMP110", "overflow", Severity.WARNING, cause, advice)
+
+
+CHECK = Check("AMP110", "would overflow in 16 bits", find)

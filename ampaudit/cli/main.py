@@ -1,0 +1,67 @@
+"""The ``ampaudit`` program: commands, and how every error ends as one clear line with an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+import click
+
+from ampaudit import __version__
+from ampaudit.cli.scan_command import scan_command
+from ampaudit.errors import AuditError
+
+__all__ = ["main", "run"]
+
+INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="ampaudit")
+def main() -> None:
+    """Find the layers of a PyTorch model that break in 16 bits, before you deploy it.
+
+    Exit codes: 0 clean, 1 findings, 2 bad usage or input, 3 the audit could not be carried out.
+    """
+
+
+main.add_command(scan_command)
+
+
+def run() -> NoReturn:
+    """Entry point of the console script."""
+    debug = "--debug" in sys.argv
+    try:
+        code = main.main(standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _end("interrupted; nothing was written", INTERRUPTED)
+    except AuditError as error:
+        if debug:
+            traceback.print_exc()
+        _end(str(error), error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        _end(f"cannot write the report: {error.strerror or error}\n  next: free some space, or use -o FILE", 2)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        _end(f"internal error: {text}\n  next: please report it with the output of --debug", 3)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    click.echo(f"ampaudit: {message}", err=True)
+    # a full stdout would otherwise complain a second time when Python closes it
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    sys.exit(code)

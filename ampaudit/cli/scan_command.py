@@ -1,0 +1,138 @@
+"""``ampaudit scan``: options in, report out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ampaudit.report.model import Report
+
+__all__ = ["scan_command"]
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command("scan", short_help="Name the layers that overflow.")
+@click.argument("model")
+@click.option("--policy", default="torch-cuda", show_default=True, help="Policy name or rule file.")
+@click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
+@click.option("--ranges", is_flag=True, help="One FP32 run only: what every format would do to its values.")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@click.option("--weights", type=_FILE, metavar="FILE", help="Checkpoint: safetensors, or .pt state_dict.")
+@click.option("--inputs", type=_FILE, metavar="FILE", help="Python file with example_inputs() or batches().")
+@click.option("--batches", type=click.IntRange(1), default=1, show_default=True, help="Batches to run.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--train", is_flag=True, help="Audit the model in training mode.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write the report to FILE.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option(
+    "--fail-on",
+    type=click.Choice(["error", "warning", "note", "never"]),
+    default="error",
+    show_default=True,
+    help="Severity from which the exit code is 1.",
+)
+@click.option(
+    "--min-headroom", type=float, default=1.0, show_default=True, metavar="BITS", help="Warn below this."
+)
+@click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
+@click.option("-v", "--verbose", is_flag=True, help="Notes and every site, too.")
+@click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
+@click.pass_context
+def scan_command(context: click.Context, model: str, **options: Any) -> None:
+    r"""Run MODEL in FP32 and in 16 bits side by side, and name what breaks.
+
+    \b
+    MODEL is one of
+      file.py                  get_model() and example_inputs() in it
+      file.py:factory          another function, or an nn.Module class
+      package.module:factory   the same, from an import path
+      directory/               a Hugging Face model: config.json and safetensors
+      file.pt2                 an exported program
+    """
+    from ampaudit.report.writer import check_writable
+
+    if options["output"] is not None:
+        check_writable(options["output"], force=options["force"])
+    report = _audit(model, options)
+    _deliver(report, options)
+    context.exit(report.exit_code)
+
+
+def _audit(location: str, options: dict[str, Any]) -> Report:
+    from ampaudit.cli.progress import Progress
+    from ampaudit.policy import load_policy
+
+    rules = load_policy(options["policy"])  # its mistakes show before torch is loaded
+    with Progress(location) as progress:
+        from ampaudit.cli.memory import keep_freed_memory
+        from ampaudit.source.open import open_source
+        from ampaudit.source.interface import SourceOptions
+        from ampaudit.workflows.scan import scan_source
+
+        keep_freed_memory()
+        source = open_source(
+            location,
+            SourceOptions(
+                batches=options["batches"],
+                seed=options["seed"],
+                weights=options["weights"],
+                inputs=options["inputs"],
+                train=options["train"],
+            ),
+        )
+        return scan_source(
+            source,
+            policy=rules,
+            dtype=options["dtype"],
+            device=options["device"],
+            seed=options["seed"],
+            ranges=options["ranges"],
+            min_headroom=options["min_headroom"],
+            fail_on=options["fail_on"],
+            progress=progress.update,
+        )
+
+
+def _deliver(report: Report, options: dict[str, Any]) -> None:
+    """Print or write the report; with -o, the verdict still goes to the terminal."""
+    from rich.console import Console
+
+    from ampaudit.report.text import print_report
+
+    output: Path | None = options["output"]
+    verbosity = -1 if options["quiet"] else int(options["verbose"])
+    if options["form"] == "json":
+        from ampaudit.report.jsonfile import to_json
+
+        text = to_json(report)
+    else:
+        console = Console(file=None, highlight=False, soft_wrap=False)
+        if output is None:
+            print_report(report, console, verbosity=verbosity)
+            return
+        text = _as_text(report, verbosity)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    from ampaudit.report.writer import write_text
+
+    write_text(output, text, force=options["force"])
+    print_report(report, Console(stderr=True, highlight=False), verbosity=-1)
+    click.echo(f"report written to {output}", err=True)
+
+
+def _as_text(report: Report, verbosity: int) -> str:
+    import io
+
+    from rich.console import Console
+
+    from ampaudit.report.text import print_report
+
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=100, highlight=False), verbosity=verbosity)
+    return stream.getvalue()

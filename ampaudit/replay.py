@@ -1,0 +1,30 @@
+"""Which node of an already exported graph is being replayed, so that a new trace can keep its origin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+__all__ = ["REPLAYED", "replayed_meta", "replaying"]
+
+# attribute under which a replaying module keeps the graph; no part of a layer's path
+REPLAYED = "ampaudit_replayed"
+
+_CURRENT: ContextVar[Mapping[str, Any] | None] = ContextVar("replayed", default=None)
+
+
+def replayed_meta() -> Mapping[str, Any] | None:
+    """The metadata (module stack, stack trace) of the node being replayed, if one is."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def replaying(meta: Mapping[str, Any]) -> Iterator[None]:
+    """While active, ops come from the node with that metadata."""
+    token = _CURRENT.set(meta)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)

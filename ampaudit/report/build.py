@@ -1,0 +1,177 @@
+"""Puts sites, record and findings together into a report."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Literal
+
+from ampaudit import __version__
+from ampaudit.checks import Finding, Severity
+from ampaudit.checks.interface import CheckContext, source_of
+from ampaudit.convert import ConvertedModel
+from ampaudit.formats import WHAT_IF_FORMATS, NumberFormat
+from ampaudit.report.model import (
+    SCHEMA,
+    Coverage,
+    Environment,
+    Forward,
+    ModelInfo,
+    OutputAccuracy,
+    Report,
+    RunInfo,
+    SiteReport,
+    ToolInfo,
+    WeightMemory,
+    WhatIf,
+)
+from ampaudit.run.record import Observation
+from ampaudit.trace import Role, Site
+
+__all__ = ["FailOn", "build_report"]
+
+FailOn = Literal["error", "warning", "note", "never"]
+_HANDS_ON = (Role.VIEW, Role.SELECT)
+
+
+def build_report(
+    context: CheckContext,
+    findings: tuple[Finding, ...],
+    converted: ConvertedModel,
+    model: ModelInfo,
+    run: RunInfo,
+    fail_on: FailOn,
+) -> Report:
+    """The report of one audit."""
+    threshold = Severity(fail_on).rank if fail_on != "never" else math.inf
+    failed = any(finding.severity.rank >= threshold for finding in findings)
+    memory = converted.weight_bytes
+    return Report(
+        schema=SCHEMA,
+        tool=ToolInfo("ampaudit", __version__),
+        model=model,
+        run=run,
+        verdict="fail" if failed else "pass",
+        fail_on=fail_on,
+        coverage=_coverage(context),
+        findings=findings,
+        sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
+        outputs=_outputs(context, converted),
+        weights=WeightMemory(memory["master"], memory["working"]),
+        notes=converted.traced.notes,
+        environment=Environment(platform.python_version(), version("torch")),
+        timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
+    )
+
+
+def _coverage(context: CheckContext) -> Coverage:
+    floats = [site for site in context.sites if site.dtype is not None]
+    seen = [s for s in floats if s.id in context.record.observations]
+    handed_on = [s for s in floats if s.role in _HANDS_ON]
+    inserted = (Role.INSERTED_CAST, Role.WEIGHT_CAST)
+    return Coverage(
+        sites=len(floats),
+        audited=len(seen) + sum(s.id not in context.record.observations for s in handed_on),
+        measured=len(seen),
+        proved=0,
+        integer_sites=len(context.sites) - len(floats),
+        no_rule=sum(s.decision.rule is None and s.role not in inserted for s in floats),
+        author_sites=sum(s.decision.reason == "author" for s in floats),
+        casts=sum(s.role in inserted for s in floats),
+        author_casts=sum(s.role is Role.CAST for s in floats),
+        uncovered_ops=tuple(sorted(context.record.uncovered)),
+    )
+
+
+def _site(context: CheckContext, site: Site) -> SiteReport:
+    seen = context.record.observations.get(site.id)
+    what_if = None
+    if context.ranges_only and seen is not None:
+        what_if = {form.name: _what_if(seen, form) for form in WHAT_IF_FORMATS}
+    return SiteReport(
+        site=site.id,
+        layer=site.layer,
+        layer_type=site.layer_type,
+        op=site.op,
+        role=site.role.value,
+        precision=str(site.dtype).removeprefix("torch."),
+        shape=site.shape,
+        rule=site.decision.rule,
+        reason=site.decision.reason,
+        why=site.decision.why,
+        source=source_of(site),
+        verdict=_verdict(context, site, seen),
+        forward=_forward(seen, context.number_format) if seen is not None else None,
+        what_if=what_if,
+    )
+
+
+def _verdict(
+    context: CheckContext, site: Site, seen: Observation | None
+) -> Literal["observed", "overflows", "poisoned", "not observed"]:
+    if any(origin.site == site.id for origin in context.record.origins):
+        return "overflows"
+    if any(site.id in origin.poisons for origin in context.record.origins):
+        return "poisoned"
+    return "observed" if seen is not None or site.role in _HANDS_ON else "not observed"
+
+
+def _forward(seen: Observation, form: NumberFormat) -> Forward:
+    samples = seen.samples
+    count = max(samples.sampled, 1)
+    return Forward(
+        peak=seen.finite_peak,
+        headroom_bits=_bits(form, seen.finite_peak),
+        inf=int(seen.pos_inf + seen.neg_inf),
+        nan=int(seen.nan),
+        elements=seen.elements,
+        sqnr_db=_rounded(seen.sqnr_db),
+        local_sqnr_db=_rounded(seen.local_sqnr_db),
+        local_elements=seen.local_elements,
+        sampled=samples.sampled,
+        min_nonzero=samples.min_nonzero,
+        flushed=samples.flushed / count,
+        subnormal=samples.subnormal / count,
+        max_error=samples.max_error,
+        max_relative_error=samples.max_relative,
+        exponents=dict(sorted(samples.exponents.items())),
+    )
+
+
+def _what_if(seen: Observation, form: NumberFormat) -> WhatIf:
+    samples = seen.samples
+    nonzero = sum(samples.exponents.values())
+    _, cut = math.frexp(form.flush_below)
+    vanished = sum(n for exponent, n in samples.exponents.items() if exponent < cut - 1)
+    return WhatIf(
+        headroom_bits=_bits(form, seen.ref_peak),
+        overflows=seen.ref_peak >= form.overflow_at,
+        vanish=vanished / nonzero if nonzero else 0.0,
+    )
+
+
+def _outputs(context: CheckContext, converted: ConvertedModel) -> tuple[OutputAccuracy, ...]:
+    """The accuracy of each output, found at the site that made its values."""
+    sites = converted.traced.site_of_node
+    nodes: Sequence[object] = converted.traced.graph.output_node().all_input_nodes
+    found: list[OutputAccuracy] = []
+    for name, node in zip(converted.traced.outputs, nodes, strict=False):
+        while (site := sites.get(node.name)) is None or site.role in _HANDS_ON:  # type: ignore[attr-defined]
+            sources = node.all_input_nodes  # type: ignore[attr-defined]
+            if not sources:
+                break
+            node = sources[0]
+        made = site.id if site is not None else None
+        sqnr = context.observed(made).sqnr_db if made is not None else None
+        found.append(OutputAccuracy(name, made, _rounded(sqnr)))
+    return tuple(found)
+
+
+def _bits(form: NumberFormat, peak: float) -> float | None:
+    return round(form.headroom_bits(peak), 4) if peak > 0 else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

@@ -1,0 +1,217 @@
+"""The report, schema 1: everything a reader or another tool needs, in plain frozen values.
+
+Other tools parse it, so fields are only ever added. Numbers that do not exist are null, never NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ampaudit.checks.finding import Finding, Severity, Source
+from ampaudit.sites import SiteId
+
+__all__ = [
+    "Coverage",
+    "Environment",
+    "Forward",
+    "ModelInfo",
+    "OutputAccuracy",
+    "Report",
+    "RunInfo",
+    "SiteReport",
+    "ToolInfo",
+    "WeightMemory",
+    "WhatIf",
+]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ToolInfo:
+    """Who made the report."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What was audited."""
+
+    source: str
+    kind: str
+    sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """How it was audited; ``level`` is ``scan`` or ``ranges``."""
+
+    device: str
+    backend: str
+    dtype: str
+    policy: str
+    batches: int
+    seed: int
+    level: Literal["scan", "ranges"]
+    mode: Literal["eval", "train"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Counts of sites: ``sites`` make or hand on floats; the rest of the graph is integers and shapes.
+
+    Attributes:
+        sites: sites with a floating-point output.
+        audited: those that were measured, or hand on measured values.
+        measured: those that make new values.
+        proved: those with a proof (none yet).
+        integer_sites: ops without a floating-point output.
+        no_rule: sites that no rule of the policy mentions; they follow type promotion.
+        author_sites: sites inside the author's own autocast(enabled=False) regions.
+        casts: casts that the policy inserted.
+        author_casts: conversions in the author's own code.
+        uncovered_ops: ops that could not be observed.
+    """
+
+    sites: int
+    audited: int
+    measured: int
+    proved: int
+    integer_sites: int
+    no_rule: int
+    author_sites: int
+    casts: int
+    author_casts: int
+    uncovered_ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One number format against a site's FP32 values.
+
+    Attributes:
+        headroom_bits: log2(format's max / peak), ``None`` where all values are zero.
+        overflows: whether the peak rounds to infinity (or NaN) in that format.
+        vanish: share of the sampled non-zero values that round to zero.
+    """
+
+    headroom_bits: float | None
+    overflows: bool
+    vanish: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What was measured at a site.
+
+    Attributes:
+        peak: largest magnitude: FP32's, or the 16-bit run's where that was measured and is larger.
+        headroom_bits: log2(max of the run's format / peak).
+        inf: elements infinite in 16 bits only.
+        nan: elements NaN in 16 bits only.
+        elements: elements looked at for peak, inf, nan and sqnr_db.
+        sqnr_db: accumulated signal to quantization-noise ratio against FP32.
+        local_sqnr_db: the same for this op alone on exact inputs, over local_elements of its output.
+        local_elements: see local_sqnr_db.
+        sampled: elements looked at for the fields that follow.
+        min_nonzero: smallest non-zero magnitude.
+        flushed: share that is zero in 16 bits and not in FP32.
+        subnormal: share that is subnormal in the run's format.
+        max_error: largest absolute error.
+        max_relative_error: largest relative error.
+        exponents: count of FP32 values per floor(log2|x|).
+    """
+
+    peak: float
+    headroom_bits: float | None
+    inf: int
+    nan: int
+    elements: int
+    sqnr_db: float | None
+    local_sqnr_db: float | None
+    local_elements: int
+    sampled: int
+    min_nonzero: float | None
+    flushed: float
+    subnormal: float
+    max_error: float
+    max_relative_error: float
+    exponents: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SiteReport:
+    """One site. ``forward`` is null where it hands on the values of its input (role view or select)."""
+
+    site: SiteId
+    layer: str
+    layer_type: str
+    op: str
+    role: str
+    precision: str
+    shape: tuple[int, ...]
+    rule: str | None
+    reason: str
+    why: str
+    source: Source | None
+    verdict: Literal["proved", "observed", "overflows", "poisoned", "not observed"]
+    forward: Forward | None
+    gradient: None = None
+    what_if: dict[str, WhatIf] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputAccuracy:
+    """One output tensor of the model: where it was found, and the site that makes it."""
+
+    name: str
+    site: SiteId | None
+    sqnr_db: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMemory:
+    """Bytes of the FP32 masters and of the 16-bit working copies beside them."""
+
+    master_bytes: int
+    working_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Versions that can change a result."""
+
+    python: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole audit."""
+
+    schema: Literal[1]
+    tool: ToolInfo
+    model: ModelInfo
+    run: RunInfo
+    verdict: Literal["pass", "fail"]
+    fail_on: Literal["error", "warning", "note", "never"]
+    coverage: Coverage
+    findings: tuple[Finding, ...]
+    sites: tuple[SiteReport, ...]
+    outputs: tuple[OutputAccuracy, ...]
+    weights: WeightMemory
+    notes: tuple[str, ...]
+    environment: Environment
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a pass, 1 for findings at or above ``fail_on``."""
+        return 0 if self.verdict == "pass" else 1
+
+    def count(self, severity: Severity) -> int:
+        """Findings of one severity."""
+        return sum(finding.severity is severity for finding in self.findings)

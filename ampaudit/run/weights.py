@@ -1,0 +1,34 @@
+"""Ranges of the weights that the converted model holds in 16 bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ampaudit.convert import ConvertedModel
+
+__all__ = ["WeightRange", "weight_ranges"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRange:
+    """One weight in FP32: its name, element count, and largest finite magnitude."""
+
+    name: str
+    elements: int
+    peak: float
+    nonfinite: bool
+
+
+def weight_ranges(converted: ConvertedModel) -> tuple[WeightRange, ...]:
+    """One range per weight that has a 16-bit copy, in graph order; each master is read once."""
+    ranges: dict[str, WeightRange] = {}
+    for copy in converted.copies.values():
+        master = converted.masters[copy.placeholder].detach()
+        if copy.name in ranges or master.numel() == 0:
+            continue
+        low, high = float(master.amin()), float(master.amax())
+        peak = max(-low, high)
+        finite = math.isfinite(peak)
+        ranges[copy.name] = WeightRange(copy.name, master.numel(), peak if finite else 0.0, not finite)
+    return tuple(ranges.values())

@@ -1,0 +1,101 @@
+"""An exported program (``.pt2``), replayed so that a policy can be traced over it."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from ampaudit.errors import SourceError
+from ampaudit.replay import REPLAYED, replaying
+from ampaudit.source.inputs import batches_of
+from ampaudit.source.interface import Batch, ModelSource, SourceOptions
+from ampaudit.source.user_code import module_from_file
+
+__all__ = ["from_exported"]
+
+
+def from_exported(path: Path, options: SourceOptions, location: str) -> ModelSource:
+    """The program of a ``.pt2`` file; inputs from --inputs, or the example inputs stored in it.
+
+    Raises:
+        SourceError: missing, corrupt, without inputs, or with pickled objects in it (they are not run).
+    """
+    if not path.is_file():
+        raise SourceError(f"no such file: {path}", hint="check the path of the .pt2 file")
+    program = _load(path)
+    module = program.module(check_guards=False)
+    if options.inputs:
+        batches = batches_of(module_from_file(options.inputs), options.batches, options.seed)
+    elif program.example_inputs is not None:
+        args, kwargs = program.example_inputs
+        batches = (Batch(tuple(args), dict(kwargs)),)
+    else:
+        raise SourceError(f"{path} holds no example inputs", hint="pass --inputs FILE.py")
+    assert isinstance(module, fx.GraphModule)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return ModelSource(location, "pt2", Replay(module, _keyword_order(program)), batches, digest)
+
+
+def _keyword_order(program: ExportedProgram) -> tuple[str, ...]:
+    keywords = program.call_spec.in_spec.children()[1]
+    return tuple(str(name) for name in keywords.context or ())
+
+
+def _load(path: Path) -> ExportedProgram:
+    """Load with every pickle restricted to tensors: torch falls back to running what the file says."""
+    load = torch.load
+
+    def tensors_only(*args: Any, **kwargs: Any) -> Any:
+        return load(*args, **(kwargs | {"weights_only": True}))
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise pickle.UnpicklingError("a custom object")
+
+    try:
+        with (
+            mock.patch.object(torch, "load", tensors_only),
+            mock.patch.object(torch._C, "_pickle_load_obj", refused),
+        ):
+            return torch.export.load(path)
+    except pickle.UnpicklingError as error:
+        raise SourceError(
+            f"{path}: holds Python objects that would run code when loaded; refused",
+            hint="export the model again with torch.export.save and plain tensors",
+        ) from error
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SourceError(
+            f"{path}: not a readable exported program: {text}", hint="save it with torch.export.save"
+        ) from error
+
+
+class Replay(nn.Module):
+    """Runs an exported graph node by node, so that a new trace keeps each op's layer and source line."""
+
+    def __init__(self, program: fx.GraphModule, order: tuple[str, ...]) -> None:
+        super().__init__()
+        setattr(self, REPLAYED, program)
+        self._order = order
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The program's outputs; keyword inputs are put into the order of the export."""
+        ordered = [kwargs[name] for name in self._order]
+        return _TracingInterpreter(getattr(self, REPLAYED)).run(*args, *ordered)
+
+    def train(self, mode: bool = True) -> Replay:
+        """Set this wrapper's flag only: an exported graph has its mode built in."""
+        self.training = mode
+        return self
+
+
+class _TracingInterpreter(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        with replaying(n.meta):
+            return super().run_node(n)

@@ -1,0 +1,76 @@
+"""The input half of a model file's contract: example_inputs(), example_kwargs(), batches(), loss()."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ampaudit.errors import InputError
+from ampaudit.source.interface import Batch
+from ampaudit.source.user_code import calling_user_code
+
+__all__ = ["batches_of", "has_inputs"]
+
+_MISSING = object()
+
+
+def has_inputs(module: ModuleType) -> bool:
+    """Whether the file says what its model takes."""
+    return callable(getattr(module, "batches", None)) or callable(getattr(module, "example_inputs", None))
+
+
+def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
+    """Up to ``count`` batches: from batches() where the file has it, else example_inputs() again and again.
+
+    Raises:
+        InputError: neither function exists, or what it returns is no input.
+    """
+    kwargs = _call(module, "example_kwargs", {})
+    if not isinstance(kwargs, Mapping):
+        raise InputError(f"example_kwargs() returned {type(kwargs).__name__}", hint="return a dict")
+    torch.manual_seed(seed)
+    found = _call(module, "batches", _MISSING)
+    if found is not _MISSING:
+        with calling_user_code("batches()"):
+            items = list(islice(_iterable(found), count))
+        if not items:
+            raise InputError("batches() yields nothing", hint="yield at least one batch")
+        return tuple(_batch(item, kwargs, "batches()") for item in items)
+    if not callable(getattr(module, "example_inputs", None)):
+        raise InputError(
+            f"{module.__file__} has no example_inputs()",
+            hint="add: def example_inputs(): return torch.randn(2, 16)  # whatever the model takes",
+        )
+    return tuple(
+        _batch(_call(module, "example_inputs", None), kwargs, "example_inputs()") for _ in range(count)
+    )
+
+
+def _call(module: ModuleType, name: str, default: Any) -> Any:
+    function = getattr(module, name, None)
+    if not callable(function):
+        return default
+    with calling_user_code(f"{name}()"):
+        return function()
+
+
+def _iterable(value: Any) -> Iterable[Any]:
+    if isinstance(value, torch.Tensor | Mapping) or not isinstance(value, Iterable):
+        raise InputError(
+            f"batches() returned {type(value).__name__}", hint="return a list of batches, or yield them"
+        )
+    return value
+
+
+def _batch(value: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
+    if isinstance(value, torch.Tensor):
+        return Batch((value,), dict(kwargs))
+    if isinstance(value, Mapping):
+        return Batch((), {**kwargs, **{str(key): item for key, item in value.items()}})
+    if isinstance(value, tuple | list):
+        return Batch(tuple(value), dict(kwargs))
+    raise InputError(f"{what} gave {type(value).__name__}")

@@ -1,0 +1,60 @@
+"""Looks at what the user typed and opens the source that it names.
+
+Adding a source: write ``from_xyz(...) -> ModelSource`` in its own file, and a branch here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ampaudit.errors import SourceError
+from ampaudit.source.interface import ModelSource, SourceOptions
+
+__all__ = ["open_source"]
+
+
+def open_source(location: str, options: SourceOptions) -> ModelSource:
+    """Load the model at ``location``.
+
+    Args:
+        location: ``file.py``, ``file.py:factory``, ``package.module:factory``, a directory with
+            config.json, or a ``.pt2`` file.
+        options: batches, seed, weights, inputs.
+
+    Raises:
+        SourceError, InputError, WeightsError: each says what, where, and what to do next.
+    """
+    source = _open(location, options)
+    source.model.train(options.train)
+    if options.weights is not None:
+        from ampaudit.source.weights import load_weights
+
+        load_weights(source.model, options.weights)
+    return source
+
+
+def _open(location: str, options: SourceOptions) -> ModelSource:
+    path = Path(location)
+    if path.is_dir():
+        from ampaudit.source.huggingface import from_directory
+
+        return from_directory(path, options, location)
+    if path.suffix == ".pt2":
+        from ampaudit.source.exported import from_exported
+
+        return from_exported(path, options, location)
+    head, colon, factory = location.rpartition(":")
+    from ampaudit.source.python_file import from_import_path, from_python_file
+
+    if path.suffix == ".py":
+        return from_python_file(path, None, options, location)
+    if colon and head.endswith(".py"):
+        return from_python_file(Path(head), factory, options, location)
+    if colon and head and factory.isidentifier():
+        return from_import_path(head, factory, options, location)
+    if not path.exists():
+        raise SourceError(f"no such file or directory: {location}", hint="check the path of the model")
+    raise SourceError(
+        f"{location}: not a kind of model that ampaudit reads",
+        hint="give file.py, file.py:factory, package.module:factory, a model directory, or a .pt2 file",
+    )

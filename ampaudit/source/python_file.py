@@ -1,0 +1,102 @@
+"""Models from Python: ``file.py``, ``file.py:factory`` and ``package.module:factory``."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from ampaudit.errors import SourceError
+from ampaudit.source.inputs import batches_of, has_inputs
+from ampaudit.source.interface import ModelSource, SourceOptions
+from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
+
+__all__ = ["from_import_path", "from_python_file"]
+
+
+def from_python_file(path: Path, factory: str | None, options: SourceOptions, location: str) -> ModelSource:
+    """The model that a Python file makes.
+
+    Raises:
+        SourceError: no file, no model in it, or its code raises.
+        InputError: it does not say what the model takes.
+    """
+    torch.manual_seed(options.seed)
+    module = module_from_file(path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return _source(module, factory, options, location, "python", digest)
+
+
+def from_import_path(name: str, factory: str, options: SourceOptions, location: str) -> ModelSource:
+    """The model that ``package.module:factory`` makes; inputs come from that module or from --inputs."""
+    torch.manual_seed(options.seed)
+    module = import_module_named(name)
+    file = getattr(module, "__file__", None)
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    return _source(module, factory, options, location, "import", digest)
+
+
+def _source(
+    module: ModuleType,
+    factory: str | None,
+    options: SourceOptions,
+    location: str,
+    kind: str,
+    digest: str | None,
+) -> ModelSource:
+    model = _model(module, factory, location)
+    inputs = module_from_file(options.inputs) if options.inputs else module
+    if options.inputs is None and not has_inputs(module):
+        raise SourceError(
+            f"{location} has no example_inputs()",
+            hint="add example_inputs() to the file, or pass --inputs FILE with a file that has it",
+        )
+    batches = batches_of(inputs, options.batches, options.seed)
+    return ModelSource(location, kind, model, batches, digest, getattr(module, "loss", None))
+
+
+def _model(module: ModuleType, factory: str | None, location: str) -> nn.Module:
+    made = getattr(module, factory or "get_model", None)
+    if made is None and factory is None:
+        made = _only_module_class(module, location)
+    if made is None:
+        raise SourceError(f"{location}: {factory!r} is not defined", hint="check the name after the colon")
+    if isinstance(made, nn.Module):
+        return made
+    if not callable(made):
+        raise SourceError(f"{location}: {factory or 'get_model'} is not callable")
+    with calling_user_code(f"{location}: {factory or 'get_model'}()"):
+        model = made()
+    if not isinstance(model, nn.Module):
+        raise SourceError(
+            f"{location}: {factory or 'get_model'}() returned {type(model).__name__}, not an nn.Module"
+        )
+    return model
+
+
+def _only_module_class(module: ModuleType, location: str) -> type[nn.Module]:
+    """The only nn.Module subclass defined in the file that can be made without arguments."""
+    classes = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, nn.Module) and value.__module__ == module.__name__
+    ]
+    free = [c for c in classes if not _required_parameters(c)]
+    if len(free) == 1:
+        return free[0]
+    names = ", ".join(c.__name__ for c in (free or classes)) or "none"
+    what = "several models" if free else "no model"
+    raise SourceError(
+        f"{location}: {what} in the file (nn.Module classes without required arguments: {names})",
+        hint="add: def get_model(): return MyModel(...), or name a factory with FILE.py:factory",
+    )
+
+
+def _required_parameters(cls: type[nn.Module]) -> list[str]:
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    free_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in free_kinds]

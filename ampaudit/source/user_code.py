@@ -1,0 +1,91 @@
+"""Runs a user's Python file or import and turns what goes wrong in it into one clear line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+from ampaudit.errors import AuditError, SourceError
+
+__all__ = ["calling_user_code", "import_module_named", "module_from_file"]
+
+
+def module_from_file(path: Path) -> ModuleType:
+    """Import a Python file as a module of its own, with its directory importable while it loads.
+
+    Raises:
+        SourceError: it does not exist, is not Python, or raises.
+    """
+    if not path.is_file():
+        raise SourceError(f"no such file: {path}", hint="check the path of the model file")
+    name = f"_ampaudit_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise SourceError(f"{path}: not a Python file", hint="a model file ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    directory = str(path.resolve().parent)
+    sys.modules[name] = module
+    sys.path.insert(0, directory)
+    try:
+        with calling_user_code(f"{path}"):
+            spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(directory)
+    return module
+
+
+def import_module_named(name: str) -> ModuleType:
+    """Import a module by its dotted name, the current directory included.
+
+    Raises:
+        SourceError: it cannot be found or raises.
+    """
+    sys.path.insert(0, "")
+    try:
+        with calling_user_code(f"import {name}"):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise SourceError(
+            f"no module named {error.name!r}", hint="give package.module:factory, or the path of a .py file"
+        ) from error
+    finally:
+        sys.path.remove("")
+
+
+@contextlib.contextmanager
+def calling_user_code(what: str) -> Iterator[None]:
+    """Send the user's prints to stderr, and say where their code failed instead of showing a traceback."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (AuditError, KeyboardInterrupt):
+        raise
+    except SyntaxError as error:
+        raise SourceError(
+            f"{error.filename}:{error.lineno}: syntax error: {error.msg}", hint="correct the file"
+        ) from error
+    except MemoryError as error:
+        raise SourceError(f"{what}: out of memory", hint="make the model or its inputs smaller") from error
+    except SystemExit as error:
+        raise SourceError(
+            f"{what} called sys.exit({error.code!r})", hint="keep scripts under if __name__ == '__main__':"
+        ) from error
+    except Exception as error:
+        _raise_located(what, error)
+
+
+def _raise_located(what: str, error: Exception) -> NoReturn:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/ampaudit/" not in f.filename and not f.filename.startswith("<")]
+    where = f"{own[-1].filename}:{own[-1].lineno}: " if own else f"{what}: "
+    hint = "run the file with Python to see the full traceback, or pass --debug"
+    if isinstance(error, ModuleNotFoundError):
+        hint = f"install {error.name!r} in the environment that runs ampaudit"
+    raise SourceError(f"{where}{type(error).__name__}: {error}", hint=hint) from error

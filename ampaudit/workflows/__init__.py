@@ -1,0 +1,3 @@
+"""What the commands do, callable from Python."""
+
+from __future__ import annotations

@@ -1,0 +1,175 @@
+"""``ampaudit scan``: which layers break in 16 bits, on real input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ampaudit.checks import run_checks
+from ampaudit.checks.interface import CheckContext
+from ampaudit.errors import InputError, UsageError
+from ampaudit.formats import LOWER_FORMATS, NumberFormat, format_named
+from ampaudit.policy import RuleSet, load_policy
+from ampaudit.report.build import FailOn, build_report
+from ampaudit.report.model import ModelInfo, Report, RunInfo
+from ampaudit.run.audit import Audit, Plan, run_audit
+from ampaudit.run.backends import Backend
+from ampaudit.run.weights import weight_ranges
+from ampaudit.sites import SiteId
+from ampaudit.source import Batch, ModelSource
+
+__all__ = ["scan", "scan_source"]
+
+Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+def scan(
+    model: nn.Module,
+    inputs: Inputs | None = None,
+    *,
+    batches: Iterable[Inputs] | None = None,
+    policy: str | RuleSet = "torch-cuda",
+    dtype: str = "float16",
+    device: str = "auto",
+    seed: int = 0,
+    ranges: bool = False,
+    min_headroom: float = 1.0,
+    fail_on: FailOn = "error",
+) -> Report:
+    """Audit a model in memory.
+
+    Args:
+        model: in the mode (``train()`` or ``eval()``) that is to be audited; it is not changed.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        batches: several batches instead of one.
+        policy: name of a shipped policy, path of a rule file, or a loaded rule set.
+        dtype: ``float16`` or ``bfloat16``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        seed: of the random numbers that the model draws.
+        ranges: only run FP32 and say what each format would do to its values.
+        min_headroom: bits below which a healthy site is reported as a warning.
+        fail_on: severity from which ``report.exit_code`` is 1.
+
+    Raises:
+        AuditError: see ``ampaudit.errors``.
+    """
+    if (inputs is None) == (batches is None):
+        raise InputError("give either inputs or batches", hint="scan(model, inputs) or scan(model, batches=[...])")
+    given = [inputs] if inputs is not None else list(batches or [])
+    source = ModelSource(
+        location=type(model).__name__,
+        kind="object",
+        model=model,
+        batches=tuple(_batch(item) for item in given),
+    )
+    return scan_source(
+        source,
+        policy=policy,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        ranges=ranges,
+        min_headroom=min_headroom,
+        fail_on=fail_on,
+    )
+
+
+def scan_source(
+    source: ModelSource,
+    *,
+    policy: str | RuleSet,
+    dtype: str,
+    device: str = "auto",
+    seed: int = 0,
+    ranges: bool = False,
+    min_headroom: float = 1.0,
+    fail_on: FailOn = "error",
+    progress: Callable[[str, int, int], None] | None = None,
+    backend: Backend | None = None,
+) -> Report:
+    """Audit a loaded source; the arguments are those of ``scan``."""
+    form = _lower_format(dtype)
+    rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
+    plan = Plan(
+        rules=None if ranges else rules,
+        author_rules=load_policy("torch-cuda"),
+        number_format=form,
+        device=_device(device),
+        seed=seed,
+        backend=backend,
+    )
+    audit = run_audit(source.model, source.batches, plan, progress or _no_progress)
+    context = _context(audit, form, min_headroom, ranges)
+    level: Literal["ranges", "scan"] = "ranges" if ranges else "scan"
+    info = RunInfo(
+        device=audit.record.device,
+        backend="float32" if ranges else audit.record.backend,
+        dtype=form.name,
+        policy="fp32" if ranges else rules.name,
+        batches=audit.record.batches,
+        seed=seed,
+        level=level,
+        mode="train" if source.model.training else "eval",
+    )
+    model = ModelInfo(source.location, source.kind, source.sha256)
+    return build_report(context, run_checks(context), audit.converted, model, info, fail_on)
+
+
+def _context(audit: Audit, form: NumberFormat, min_headroom: float, ranges: bool) -> CheckContext:
+    return CheckContext(
+        sites=audit.sites,
+        record=audit.record,
+        number_format=form,
+        parameter_free=audit.parameter_free,
+        weights=() if ranges else weight_ranges(audit.converted),
+        users=_weight_users(audit),
+        min_headroom=min_headroom,
+        ranges_only=ranges,
+    )
+
+
+def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
+    """For each site, the weights held in 16 bits that it uses directly."""
+    copies = {copy.node: copy.name for copy in audit.converted.copies.values()}
+    nodes = {node.name: node for node in audit.converted.traced.graph.nodes}
+    return {
+        site.id: tuple(copies[used.name] for used in nodes[site.node].all_input_nodes if used.name in copies)
+        for site in audit.converted.traced.sites
+    }
+
+
+def _lower_format(dtype: str) -> NumberFormat:
+    form = format_named(dtype)
+    if form not in LOWER_FORMATS:
+        names = ", ".join(f.name for f in LOWER_FORMATS)
+        raise UsageError(f"--dtype {dtype}: not a 16-bit format", hint=f"one of: {names}")
+    return form
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this machine has no usable CUDA device", hint="use --device cpu")
+    if name not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: unknown device", hint="one of: auto, cuda, cpu")
+    return torch.device(name)
+
+
+def _batch(item: Any) -> Batch:
+    if isinstance(item, Batch):
+        return item
+    if isinstance(item, torch.Tensor):
+        return Batch((item,))
+    if isinstance(item, Mapping):
+        return Batch((), dict(item))
+    if isinstance(item, Sequence) and not isinstance(item, str):
+        return Batch(tuple(item))
+    raise InputError(f"inputs are of type {type(item).__name__}", hint="pass a tensor, a tuple or a dict")
+
+
+def _no_progress(phase: str, done: int, total: int) -> None:
+    del phase, done, total
