@@ -19,13 +19,13 @@ def find(context: CheckContext) -> Iterator[Finding]:
     form = context.number_format
     for site in context.sites:
         seen = context.observed(site.id)
-        exempt = site.id in origins or site.id in poisoned or site.id in context.record.masks
+        exempt = site.id in origins or site.id in poisoned or site.id in context.record.by_design
         if exempt or site.id in context.parameter_free or not seen.elements or not context.lowered(site):
             continue
         bits = form.headroom_bits(seen.finite_peak)
         if bits < context.min_headroom and seen.bad == 0:
             cause = f"a peak of {number(seen.finite_peak)} leaves {bits:.2f} bits to {number(form.max)}"
-            advice = f"an input {2**max(bits, 0):.2g} times larger overflows here; check with more data (--batches)"
+            advice = f"values {2**max(bits, 0):.3g} times as large overflow here; check more data with --batches"
             yield finding_at(context, site, "AMP102", "overflow", Severity.WARNING, cause, advice)
 
 

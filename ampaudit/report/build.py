@@ -103,6 +103,7 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         why=site.decision.why,
         source=source_of(site),
         verdict=_verdict(context, site, seen),
+        by_design=site.id in context.record.by_design or site.id in context.parameter_free,
         forward=_forward(seen, context.number_format) if seen is not None else None,
         what_if=what_if,
     )

@@ -144,7 +144,11 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class SiteReport:
-    """One site. ``forward`` is null where it hands on the values of its input (role view or select)."""
+    """One site.
+
+    ``forward`` is null where it hands on the values of its input (role view or select). ``by_design``:
+    it is near the limit because it takes in a mask, or is a value that no parameter has touched.
+    """
 
     site: SiteId
     layer: str
@@ -158,6 +162,7 @@ class SiteReport:
     why: str
     source: Source | None
     verdict: Literal["proved", "observed", "overflows", "poisoned", "not observed"]
+    by_design: bool
     forward: Forward | None
     gradient: None = None
     what_if: dict[str, WhatIf] | None = None

@@ -151,7 +151,8 @@ def _poisons(poisons: tuple[str, ...]) -> str:
 
 def _lowered(report: Report) -> list[SiteReport]:
     measured = [s for s in report.sites if s.forward is not None and s.forward.headroom_bits is not None]
-    return [s for s in measured if s.precision == report.run.dtype and s.role != "weight-cast"]
+    lowered = [s for s in measured if s.precision == report.run.dtype and s.role != "weight-cast"]
+    return [s for s in lowered if not s.by_design]
 
 
 def _least_headroom(report: Report) -> SiteReport | None:
@@ -167,12 +168,11 @@ def _headroom(site: SiteReport) -> float:
 
 def _nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
     bad = {f.site for f in report.findings if f.severity is not Severity.NOTE}
-    masks = {f.site for f in report.findings if f.code == "AMP104"}
-    sites = [s for s in _lowered(report) if s.verdict == "observed" and s.site not in bad | masks]
+    sites = [s for s in _lowered(report) if s.verdict == "observed" and s.site not in bad]
     if not sites:
         return
     yield Text(f"Nearest the limit, of {len(sites)} healthy sites in {report.run.dtype}", style="bold")
-    table = _table("site", "peak", "headroom", "accuracy")
+    table = _table("site", "peak", "headroom", "accuracy", width=36)
     for site in sorted(sites, key=_headroom)[:count]:
         assert site.forward is not None
         sqnr = site.forward.sqnr_db
@@ -258,7 +258,8 @@ def _outputs(report: Report) -> str:
         f"{plain(o.name)} {'exact' if o.sqnr_db is None else f'{o.sqnr_db:.0f} dB'}" for o in report.outputs[:4]
     ]
     more = f" and {len(report.outputs) - 4} more" if len(report.outputs) > 4 else ""
-    return f"signal to error against FP32: {', '.join(shown)}{more}"
+    repaired = ", with the faults repaired" if any(f.origin for f in report.findings) else ""
+    return f"signal to error against FP32{repaired}: {', '.join(shown)}{more}"
 
 
 def _all_sites(report: Report) -> Iterable[RenderableType]:
@@ -278,10 +279,11 @@ def _all_sites(report: Report) -> Iterable[RenderableType]:
     yield table
 
 
-def _table(*columns: str) -> Table:
+def _table(*columns: str, width: int | None = None) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index == 0 or name in ("least at", "rule") else "right")
+        left = index == 0 or name in ("least at", "rule")
+        table.add_column(name, justify="left" if left else "right", min_width=width if index == 0 else None)
     return table
 
 

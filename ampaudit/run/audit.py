@@ -87,8 +87,14 @@ class _Runner:
         outputs = self._pass(executor, tensors, meter, number)
         measured = list(meter.results())
         self._refuse_broken_reference(outputs, measured, number)
-        faults = Faults(executor.program, measured, self._plan.number_format.max)
+        faults = Faults(
+            executor.program,
+            measured,
+            self._plan.number_format.max,
+            lambda node: executor.given_peak(node, tensors),
+        )
         self._record.masks |= faults.masks
+        self._record.by_design |= faults.by_design
         if faults.need_repair:
             repairing = RepairingMeter(self._meter(), faults.masks)
             self._pass(executor, tensors, repairing, number)

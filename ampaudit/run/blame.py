@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import fx
 
@@ -21,12 +21,26 @@ class Faults:
 
     A view is wrong where its source is. ``masks`` are sites whose only fault is -inf in a value that
     is, or takes in, a mask (something no parameter has touched, at the bottom of the format's range),
-    when every path from there ends in finite values: a softmax turned them into zeros.
+    when every path from there ends in finite values: a softmax turned them into zeros. ``by_design`` are
+    sites near the limit because of a mask, whether or not anything is wrong there.
+
+    Args:
+        program: what was run.
+        measured: what was seen.
+        limit: largest finite value of the 16-bit format.
+        given_peak: largest magnitude of a placeholder's value.
     """
 
-    def __init__(self, program: Program, measured: Iterable[Measured], limit: float) -> None:
+    def __init__(
+        self,
+        program: Program,
+        measured: Iterable[Measured],
+        limit: float,
+        given_peak: Callable[[fx.Node], float],
+    ) -> None:
         self._program = program
         self._limit = limit
+        self._given_peak = given_peak
         self._rows: dict[SiteId, Measured] = {}
         self._peaks: dict[SiteId, float] = {}
         for row in measured:
@@ -36,6 +50,11 @@ class Faults:
         self._steps = {step.node: step for step in program.steps}
         self._wrong = self._wrong_nodes()
         self.masks = {step.site.id for step in self._wrong_steps() if step.site and self._is_mask(step)}
+        self.by_design = {
+            step.site.id
+            for step in program.steps
+            if step.site and self._peaks.get(step.site.id, 0.0) >= limit / 4 and self._takes_mask(step)
+        }
 
     @property
     def need_repair(self) -> bool:
@@ -91,9 +110,12 @@ class Faults:
         if step.node in free:
             return True
         name = str(step.target).removeprefix("aten.").split(".")[0].rstrip("_")
-        return name in _MASKING and any(
-            source in free and self._is_low(source) for source in step.node.all_input_nodes
-        )
+        if name not in _MASKING:
+            return False
+        fills = [a for a in step.node.args if isinstance(a, float | int) and not isinstance(a, bool)]
+        if name == "masked_fill" and any(abs(value) >= self._limit / 2 for value in fills):
+            return True
+        return any(source in free and self._is_low(source) for source in step.node.all_input_nodes)
 
     def _is_low(self, node: fx.Node) -> bool:
         """Whether a value reaches the outer half of the format's range (views: where their source does)."""
@@ -102,7 +124,7 @@ class Faults:
             node = step.node.all_input_nodes[0]
             step = self._steps.get(node)
         if step is None or step.site is None:
-            return True  # a constant or an input: nothing measured says otherwise
+            return node.op == "placeholder" and self._given_peak(node) >= self._limit / 2
         return self._peaks.get(step.site.id, 0.0) >= self._limit / 2
 
     def _harmless(self, step: Step) -> bool:

@@ -117,6 +117,15 @@ class LockStep:
                 return result.clone()
         return result
 
+    def given_peak(self, node: fx.Node, inputs: list[torch.Tensor]) -> float:
+        """Largest magnitude of a placeholder's value in FP32, infinity aside; 0 for integers."""
+        names = [n.name for n in self.program.inputs if self._places[n.name].slot is Slot.INPUT]
+        given = dict(zip(names, inputs, strict=True)) | self._masters
+        tensor = given[node.name]
+        if not tensor.is_floating_point() or not tensor.numel():
+            return 0.0
+        return float(tensor.detach().float().abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax())
+
     def _start(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Pair]:
         values: dict[fx.Node, Pair] = {}
         remaining = iter(inputs)

@@ -92,6 +92,7 @@ class RunRecord:
         observations: by site id; views share their source's values and have none of their own.
         origins: independent origins, in graph order.
         masks: sites whose -inf is a saturated attention mask that a later softmax turns into zeros.
+        by_design: sites near the limit because they take in a mask, harmless or not.
         uncovered: op names that could not be observed, with the reason.
         seconds: wall time per phase.
     """
@@ -102,6 +103,7 @@ class RunRecord:
     observations: dict[SiteId, Observation] = field(default_factory=dict)
     origins: list[Origin] = field(default_factory=list)
     masks: set[SiteId] = field(default_factory=set)
+    by_design: set[SiteId] = field(default_factory=set)
     uncovered: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None

@@ -38,6 +38,7 @@ def from_directory(path: Path, options: SourceOptions, location: str) -> ModelSo
             hint="pip install 'ampaudit[transformers]'",
         ) from error
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     model = _load(path, _architecture(configuration, transformers))
     if options.inputs:
         batches = batches_of(module_from_file(options.inputs), options.batches, options.seed)
