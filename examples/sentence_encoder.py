@@ -46,4 +46,6 @@ def batches():
     tokenizer = AutoTokenizer.from_pretrained(model_directory(), local_files_only=True)
     half = len(SENTENCES) // 2
     for sentences in (SENTENCES[:half], SENTENCES[half:]):
-        yield dict(tokenizer(sentences, padding="max_length", max_length=24, truncation=True, return_tensors="pt"))
+        yield dict(
+            tokenizer(sentences, padding="max_length", max_length=24, truncation=True, return_tensors="pt")
+        )

@@ -21,9 +21,11 @@ def find(context: CheckContext) -> Iterator[Finding]:
         became = "NaN" if seen.nan else "infinite"
         cause = (
             f"values up to {number(seen.bad_ref_peak)} in FP32 became {became}: an input of this op rounds "
-            f"to zero or out of its domain in {form.name} (it keeps nothing below {number(form.min_subnormal)})"
+            f"to zero or out of its domain in {form.name} (nothing below {number(form.min_subnormal)} is kept)"
         )
-        advice = f"look for a small eps, a difference or a probability among the inputs; keep {site.id} in float32"
+        advice = (
+            f"look for a small eps, a difference or a probability among the inputs; keep {site.id} in float32"
+        )
         finding = finding_at(
             context, site, "AMP103", "nan" if seen.nan else "domain", Severity.ERROR, cause, advice
         )

@@ -25,7 +25,9 @@ def find(context: CheckContext) -> Iterator[Finding]:
         bits = form.headroom_bits(seen.finite_peak)
         if bits < context.min_headroom and seen.bad == 0:
             cause = f"a peak of {number(seen.finite_peak)} leaves {bits:.2f} bits to {number(form.max)}"
-            advice = f"values {2**max(bits, 0):.3g} times as large overflow here; check more data with --batches"
+            advice = (
+                f"values {2 ** max(bits, 0):.3g} times as large overflow here; check more data with --batches"
+            )
             yield finding_at(context, site, "AMP102", "overflow", Severity.WARNING, cause, advice)
 
 

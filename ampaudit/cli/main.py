@@ -51,7 +51,9 @@ def run() -> NoReturn:
     except OSError as error:
         if debug:
             traceback.print_exc()
-        _end(f"cannot write the report: {error.strerror or error}\n  next: free some space, or use -o FILE", 2)
+        _end(
+            f"cannot write the report: {error.strerror or error}\n  next: free some space, or use -o FILE", 2
+        )
     except Exception as error:
         if debug:
             traceback.print_exc()

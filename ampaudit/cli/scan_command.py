@@ -43,7 +43,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("-v", "--verbose", is_flag=True, help="Notes and every site, too.")
 @click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
 @click.pass_context
-def scan_command(context: click.Context, model: str, **options: Any) -> None:
+def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
     r"""Run MODEL in FP32 and in 16 bits side by side, and name what breaks.
 
     \b
@@ -70,8 +70,8 @@ def _audit(location: str, options: dict[str, Any]) -> Report:
     rules = load_policy(options["policy"])  # its mistakes show before torch is loaded
     with Progress(location) as progress:
         from ampaudit.cli.memory import keep_freed_memory
-        from ampaudit.source.open import open_source
         from ampaudit.source.interface import SourceOptions
+        from ampaudit.source.open import open_source
         from ampaudit.workflows.scan import scan_source
 
         keep_freed_memory()

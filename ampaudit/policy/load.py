@@ -99,9 +99,9 @@ def _refuse_aliases(text: str, path: Path) -> None:
     """Aliases are how a small YAML file becomes a huge value; a rule file does not need them."""
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            mark = event.start_mark
+            line, column = _of_mark(event.start_mark)
             raise PolicyError(
-                f"{path}:{mark.line + 1}:{mark.column + 1}: YAML aliases are not allowed in a rule file",
+                f"{path}:{line}:{column}: YAML aliases are not allowed in a rule file",
                 hint="write the value out",
             )
 
@@ -140,4 +140,8 @@ def _position(root: yaml.Node | None, location: Sequence[Any]) -> tuple[int, int
             mark = node.start_mark
         else:
             break
+    return _of_mark(mark)
+
+
+def _of_mark(mark: Any) -> tuple[int, int]:
     return (mark.line + 1, mark.column + 1) if mark else (1, 1)

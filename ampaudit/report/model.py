@@ -25,7 +25,7 @@ __all__ = [
     "WhatIf",
 ]
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 
 
 @dataclass(frozen=True, slots=True)

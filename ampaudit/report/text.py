@@ -60,7 +60,8 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
 def plain(name: str) -> str:
     """A name from a model, safe to print: control and escape characters are shown, not obeyed."""
     return "".join(
-        char if unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode() for char in name
+        char if unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode()
+        for char in name
     )
 
 
@@ -107,7 +108,9 @@ def _finding(finding: Finding, position: int) -> RenderableType:
         body.append(_source_line(finding.source.file, finding.source.line, finding.source.code))
         if finding.source.caller is not None:
             caller = finding.source.caller
-            body.append(Text.assemble(("called from ", "dim"), _source_line(caller.file, caller.line, caller.code)))
+            body.append(
+                Text.assemble(("called from ", "dim"), _source_line(caller.file, caller.line, caller.code))
+            )
     body.append(Text(_evidence(finding)))
     body.append(Text.assemble(("why   ", "dim"), plain(finding.cause)))
     if finding.poisons:
@@ -188,7 +191,9 @@ def _nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
 def _what_if_table(report: Report, count: int) -> Iterable[RenderableType]:
     sites = [s for s in report.sites if s.what_if is not None]
     yield Text(f"What if: FP32 values of {len(sites)} sites against each format", style="bold")
-    yield Text("sites that overflow, sites that lose over 1 % of their values to zero, the least headroom", "dim")
+    yield Text(
+        "sites that overflow, sites that lose over 1 % of their values to zero, the least headroom", "dim"
+    )
     table = _table("format", "overflow", "vanish", "headroom", "least at")
     for name in sites[0].what_if or {} if sites else {}:
         cases = [(s, s.what_if[name]) for s in sites if s.what_if is not None]
@@ -205,7 +210,9 @@ def _what_if_table(report: Report, count: int) -> Iterable[RenderableType]:
         table = _table("site", "peak", "headroom")
         for site in nearest:
             peak = site.forward.peak if site.forward else 0.0
-            table.add_row(Text(plain(site.site), overflow="fold"), number(peak), f"{_headroom(site):+.1f} bits")
+            table.add_row(
+                Text(plain(site.site), overflow="fold"), number(peak), f"{_headroom(site):+.1f} bits"
+            )
         yield table
 
 
@@ -224,7 +231,11 @@ def _summary(report: Report, hidden: int) -> Iterable[RenderableType]:
     ]
     if report.run.level == "scan":
         lowered = sum(site.precision == report.run.dtype for site in report.sites)
-        own = f"; {cover.author_sites} sites in the author's autocast(enabled=False)" if cover.author_sites else ""
+        own = (
+            f"; {cover.author_sites} sites in the author's autocast(enabled=False)"
+            if cover.author_sites
+            else ""
+        )
         rows.append(
             (
                 "Precision",
@@ -236,14 +247,21 @@ def _summary(report: Report, hidden: int) -> Iterable[RenderableType]:
         rows.append(
             (
                 "Weights",
-                f"{_bytes(weights.master_bytes)} of FP32 masters, {_bytes(weights.working_bytes)} of 16-bit copies",
+                f"{_bytes(weights.master_bytes)} in FP32 (masters), {_bytes(weights.working_bytes)} in 16 bits",
             )
         )
     limits = format_named(report.run.dtype)
-    rows.append(("Limits", f"{limits.name} ends at {number(limits.max)}, its smallest normal number is {limits.min_normal:.3g}"))
+    rows.append(
+        (
+            "Limits",
+            f"{limits.name} ends at {number(limits.max)}, smallest normal {limits.min_normal:.3g}",
+        )
+    )
     rows += [("Note", plain(note)) for note in report.notes]
     if hidden:
-        rows.append(("Notes", f"{hidden} more finding{'s' if hidden != 1 else ''} of severity note; -v shows them"))
+        rows.append(
+            ("Notes", f"{hidden} more finding{'s' if hidden != 1 else ''} of severity note; -v shows them")
+        )
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.timings.items())
     if spent:
         rows.append(("Time", spent))
@@ -255,7 +273,8 @@ def _summary(report: Report, hidden: int) -> Iterable[RenderableType]:
 
 def _outputs(report: Report) -> str:
     shown = [
-        f"{plain(o.name)} {'exact' if o.sqnr_db is None else f'{o.sqnr_db:.0f} dB'}" for o in report.outputs[:4]
+        f"{plain(o.name)} {'exact' if o.sqnr_db is None else f'{o.sqnr_db:.0f} dB'}"
+        for o in report.outputs[:4]
     ]
     more = f" and {len(report.outputs) - 4} more" if len(report.outputs) > 4 else ""
     repaired = ", with the faults repaired" if any(f.origin for f in report.findings) else ""

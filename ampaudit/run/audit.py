@@ -22,6 +22,7 @@ from ampaudit.run.meter import Measured, Meter
 from ampaudit.run.program import compile_program
 from ampaudit.run.record import Origin, RunRecord
 from ampaudit.run.repair import RepairingMeter
+from ampaudit.sites import SiteId
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
 from ampaudit.trace.capture import input_signature
@@ -136,12 +137,11 @@ class _Runner:
             torch.manual_seed(self._plan.seed + number)
             return executor.run(tensors, watch)
 
-    def _note_origins(self, origins: list[str], faults: Faults, number: int) -> None:
+    def _note_origins(self, origins: Sequence[SiteId], faults: Faults, number: int) -> None:
         known = {origin.site for origin in self._record.origins}
         for site in origins:
             if site not in known:
-                identifier = self.sites[site].id
-                self._record.origins.append(Origin(identifier, number, faults.poisoned_by(identifier)))
+                self._record.origins.append(Origin(site, number, faults.poisoned_by(site)))
 
     def _merge(self, meter: Meter, measured: Sequence[Measured]) -> None:
         for row in measured:
@@ -205,7 +205,9 @@ def run_audit(model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: 
 def _refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any()):
-            raise InputError(f"input[{index}] of batch {number} holds NaN or infinity", hint="clean the input")
+            raise InputError(
+                f"input[{index}] of batch {number} holds NaN or infinity", hint="clean the input"
+            )
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ def _round_result(
 def _round_blocks(
     tensor: torch.Tensor, into: torch.Tensor, dtype: torch.dtype, measure: BlockMeasure | None = None
 ) -> torch.Tensor:
-    """Block by block, so that the 16-bit values never leave the cache and are measured while they are in it."""
+    """Block by block: the 16-bit values never leave the cache, and are measured while they are in it."""
     source, target = flat_pair(tensor, into)
     if target.data_ptr() != into.data_ptr() or tensor.numel() == 0:
         return into.copy_(tensor.to(dtype))

@@ -77,7 +77,7 @@ class Faults:
             if not step.makes_values:
                 if any(source in wrong for source in step.node.all_input_nodes):
                     wrong.add(step.node)
-            elif step.site.id in self._rows:
+            elif step.site is not None and step.site.id in self._rows:
                 wrong.add(step.node)
         return wrong
 
@@ -141,4 +141,4 @@ class Faults:
             return True
         if not step.makes_values:
             return all(self._from_mask(n) for n in node.all_input_nodes if n in self._wrong)
-        return step.site.id in self._rows and self._harmless(step)
+        return step.site is not None and step.site.id in self._rows and self._harmless(step)

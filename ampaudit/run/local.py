@@ -174,10 +174,10 @@ def _eval_norm(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Inde
 
 
 _ELEMENTWISE_OPS = """
-    abs add.Tensor sub.Tensor mul.Tensor div.Tensor rsub.Scalar add.Scalar sub.Scalar mul.Scalar div.Scalar
-    neg reciprocal sqrt rsqrt square pow.Tensor_Scalar pow.Tensor_Tensor exp exp2 expm1 log log2 log10 log1p
-    sigmoid tanh sin cos erf relu relu6 gelu silu mish elu selu celu leaky_relu hardswish hardsigmoid
-    softplus log_sigmoid clamp clamp_min clamp_max maximum minimum where.self
+    abs add.Tensor sub.Tensor mul.Tensor div.Tensor rsub.Scalar add.Scalar sub.Scalar mul.Scalar
+    div.Scalar neg reciprocal sqrt rsqrt square pow.Tensor_Scalar pow.Tensor_Tensor exp exp2 expm1 log
+    log2 log10 log1p sigmoid tanh sin cos erf relu relu6 gelu silu mish elu selu celu leaky_relu
+    hardswish hardsigmoid softplus log_sigmoid clamp clamp_min clamp_max maximum minimum where.self
 """.split()
 _CUTS: dict[str, Cut] = {
     **{f"aten.{name}" if "." in name else f"aten.{name}.default": _elementwise for name in _ELEMENTWISE_OPS},

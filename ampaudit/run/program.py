@@ -106,8 +106,7 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
 
 
 def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: torch.device) -> Step:
-    target = node.target
-    assert callable(target)
+    target: Any = node.target
     overload = isinstance(target, OpOverload)
     value = node.meta.get("val")
     outputs = value if isinstance(value, list | tuple) else (value,)
@@ -181,5 +180,3 @@ def _parameter_free(traced: TracedModel) -> frozenset[fx.Node]:
         elif all(used in free for used in node.all_input_nodes):
             free.add(node)
     return frozenset(free)
-
-

@@ -61,7 +61,7 @@ class RepairingMeter:
         inherited = [self._repaired[n] for n in step.node.all_input_nodes if n in self._repaired]
         if not inherited:
             return True
-        if not torch.Tag.pointwise in getattr(step.target, "tags", ()):
+        if torch.Tag.pointwise not in getattr(step.target, "tags", ()):
             return False
         try:
             from_inputs = torch.zeros_like(wrong)

@@ -27,9 +27,14 @@ _REMEDIES = (
         ("device", "cuda"),
         "keep every tensor on the input's device: pass device=x.device where tensors are made",
     ),
-    (("shape", "size", "broadcast", "mat1 and mat2"), "the inputs do not fit the model; see example_inputs()"),
+    (
+        ("shape", "size", "broadcast", "mat1 and mat2"),
+        "the inputs do not fit the model; see example_inputs()",
+    ),
 )
-_FALLBACK = "simplify that line so that torch.export(strict=False) accepts it; --debug shows torch's own report"
+_FALLBACK = (
+    "simplify that line so that torch.export(strict=False) accepts it; --debug shows torch's own report"
+)
 
 
 def trace_failure(error: BaseException, model: str) -> TraceFailed:

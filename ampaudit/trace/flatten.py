@@ -46,14 +46,16 @@ def _copy(node: fx.Node, owner: torch.nn.Module, graph: fx.Graph, env: dict[fx.N
             return None
         if getattr(node.target, "__name__", "") in _REGIONS:
             return _inlined(node, graph, env)
-        if node.target is operator.getitem and isinstance(env[node.args[0]], tuple):
-            return env[node.args[0]][node.args[1]]
+        if node.target is operator.getitem:
+            source: Any = node.args[0]
+            if isinstance(env[source], tuple):
+                return env[source][node.args[1]]
     return graph.node_copy(node, lambda n: env[n])
 
 
 def _inlined(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any]) -> tuple[Any, ...]:
     """The region's body; its arguments are (settings..., submodule, inputs...)."""
-    args = list(node.args)
+    args: list[Any] = list(node.args)
     position = next(
         i for i, a in enumerate(args) if isinstance(a, fx.Node) and isinstance(env[a], fx.GraphModule)
     )

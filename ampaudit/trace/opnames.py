@@ -12,32 +12,33 @@ __all__ = ["CAST_OPS", "is_composite", "is_view", "kept_whole", "mutated_argumen
 # Composite ops that end in one kernel, which rounds once: splitting them would show nothing more.
 _ONE_KERNEL = frozenset(
     """
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d avg_pool1d batch_norm
-    chunk clip clip_ concat concatenate conv1d conv2d conv3d conv_transpose1d conv_transpose2d
-    conv_transpose3d ctc_loss diag divide divide_ dropout dropout_ einsum embedding_bag expand_as
-    feature_dropout flatten float_power greater greater_equal grid_sampler group_norm gru_cell layer_norm
-    less less_equal linear log_sigmoid log_softmax lstm_cell matmul max max_pool1d max_pool2d max_pool3d
-    meshgrid min moveaxis movedim multiply multiply_ narrow negative nll_loss nll_loss2d not_equal one_hot
-    outer pad positive prelu relu6 relu6_ repeat_interleave reshape reshape_as rms_norm rnn_relu_cell
-    rnn_tanh_cell scaled_dot_product_attention selu selu_ softmax split square square_ squeeze stack std
-    std_mean subtract subtract_ swapaxes swapdims t take_along_dim tensor_split tile to true_divide
-    true_divide_ type_as unflatten unsafe_chunk upsample_bicubic2d upsample_bilinear2d upsample_linear1d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d var var_mean view_as
-    where contiguous broadcast_tensors broadcast_to atleast_1d atleast_2d atleast_3d hstack vstack dstack
-    column_stack item size dim numel is_floating_point is_complex is_nonzero conj resolve_conj resolve_neg
-    real imag mT mH adjoint matrix_H numpy_T data requires_grad_ result_type promote_types isfinite isreal
-    isclose argsort argwhere sum_to_size fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix
-    """.split()
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d avg_pool1d
+    batch_norm chunk clip clip_ concat concatenate conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d ctc_loss diag divide divide_ dropout dropout_ einsum embedding_bag
+    expand_as feature_dropout flatten float_power greater greater_equal grid_sampler group_norm gru_cell
+    layer_norm less less_equal linear log_sigmoid log_softmax lstm_cell matmul max max_pool1d max_pool2d
+    max_pool3d meshgrid min moveaxis movedim multiply multiply_ narrow negative nll_loss nll_loss2d
+    not_equal one_hot outer pad positive prelu relu6 relu6_ repeat_interleave reshape reshape_as
+    rms_norm rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention selu selu_ softmax split square
+    square_ squeeze stack std std_mean subtract subtract_ swapaxes swapdims t take_along_dim
+    tensor_split tile to true_divide true_divide_ type_as unflatten unsafe_chunk upsample_bicubic2d
+    upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    upsample_trilinear3d var var_mean view_as where contiguous broadcast_tensors broadcast_to atleast_1d
+    atleast_2d atleast_3d hstack vstack dstack column_stack item size dim numel is_floating_point
+    is_complex is_nonzero conj resolve_conj resolve_neg real imag mT mH adjoint matrix_H numpy_T data
+    requires_grad_ result_type promote_types isfinite isreal isclose argsort argwhere sum_to_size
+    fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix
+""".split()
 )
 
 # Ops whose outputs are elements of their inputs, or zero: nothing can overflow or be rounded there.
 _SELECTING = frozenset(
     """
     relu relu_ relu6 max_pool1d max_pool2d max_pool3d max_pool2d_with_indices adaptive_max_pool1d
-    adaptive_max_pool2d clone contiguous cat concat stack hstack vstack repeat repeat_interleave tile flip
-    roll index_select gather take_along_dim masked_select index pixel_shuffle pixel_unshuffle rot90 sort topk
-    tril triu _safe_index lift_fresh_copy channel_shuffle
-    """.split()
+    adaptive_max_pool2d clone contiguous cat concat stack hstack vstack repeat repeat_interleave tile
+    flip roll index_select gather take_along_dim masked_select index pixel_shuffle pixel_unshuffle rot90
+    sort topk tril triu _safe_index lift_fresh_copy channel_shuffle
+""".split()
 )
 
 CAST_OPS = frozenset({"to", "_to_copy", "type_as"})

@@ -89,6 +89,6 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) ->
 def _without_cache(shadow: nn.Module) -> None:
     """Generation caches change no value of one forward pass, and their types cannot be exported."""
     for module in shadow.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False

@@ -57,7 +57,9 @@ def scan(
         AuditError: see ``ampaudit.errors``.
     """
     if (inputs is None) == (batches is None):
-        raise InputError("give either inputs or batches", hint="scan(model, inputs) or scan(model, batches=[...])")
+        raise InputError(
+            "give either inputs or batches", hint="scan(model, inputs) or scan(model, batches=[...])"
+        )
     given = [inputs] if inputs is not None else list(batches or [])
     source = ModelSource(
         location=type(model).__name__,

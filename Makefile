@@ -1,0 +1,40 @@
+# Everything on a fresh machine: `make demo`, then `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint check schema bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/ampaudit scan examples/t5_feed_forward.py --fail-on never
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test
+
+schema: $(VENV)/.dev
+	$(BIN)/python -c "from ampaudit.report.jsonfile import schema_text; print(schema_text(), end='')" > docs/report.schema.json
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/scan_overhead.py
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) -e '.[dev]'
+	touch $@
