@@ -21,7 +21,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         became = "NaN" if seen.nan else "infinite"
         cause = (
             f"values up to {number(seen.bad_ref_peak)} in FP32 became {became}: an input of this op rounds "
-            f"to zero or out of its domain in {form.name} (nothing below {number(form.min_subnormal)} is kept)"
+            f"to zero or out of its domain in {form.name} (none below {number(form.min_subnormal)} is kept)"
         )
         advice = (
             f"look for a small eps, a difference or a probability among the inputs; keep {site.id} in float32"

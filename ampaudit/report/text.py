@@ -247,7 +247,7 @@ def _summary(report: Report, hidden: int) -> Iterable[RenderableType]:
         rows.append(
             (
                 "Weights",
-                f"{_bytes(weights.master_bytes)} in FP32 (masters), {_bytes(weights.working_bytes)} in 16 bits",
+                f"{_bytes(weights.master_bytes)} masters, {_bytes(weights.working_bytes)} of 16-bit copies",
             )
         )
     limits = format_named(report.run.dtype)

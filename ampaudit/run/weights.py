@@ -6,15 +6,20 @@ import math
 from dataclasses import dataclass
 
 from ampaudit.convert import ConvertedModel
+from ampaudit.trace.graph import Slot
 
 __all__ = ["WeightRange", "weight_ranges"]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRange:
-    """One weight in FP32: its name, element count, and largest finite magnitude."""
+    """One weight in FP32: its name, element count, and largest finite magnitude.
+
+    ``parameter`` is false for buffers and constants.
+    """
 
     name: str
+    parameter: bool
     elements: int
     peak: float
     nonfinite: bool
@@ -23,6 +28,7 @@ class WeightRange:
 def weight_ranges(converted: ConvertedModel) -> tuple[WeightRange, ...]:
     """One range per weight that has a 16-bit copy, in graph order; each master is read once."""
     ranges: dict[str, WeightRange] = {}
+    parameters = {p.node for p in converted.traced.placeholders if p.slot is Slot.PARAMETER}
     for copy in converted.copies.values():
         master = converted.masters[copy.placeholder].detach()
         if copy.name in ranges or master.numel() == 0:
@@ -30,5 +36,7 @@ def weight_ranges(converted: ConvertedModel) -> tuple[WeightRange, ...]:
         low, high = float(master.amin()), float(master.amax())
         peak = max(-low, high)
         finite = math.isfinite(peak)
-        ranges[copy.name] = WeightRange(copy.name, master.numel(), peak if finite else 0.0, not finite)
+        ranges[copy.name] = WeightRange(
+            copy.name, copy.placeholder in parameters, master.numel(), peak if finite else 0.0, not finite
+        )
     return tuple(ranges.values())

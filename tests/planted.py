@@ -1,0 +1,67 @@
+"""Small models with a fault planted at a known place, and healthy twins."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+WIDTH = 16
+
+
+class Branch(nn.Module):
+    """Norm, linear, ReLU, linear; the first linear's output is ``gain`` times as large as usual."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.settle = nn.LayerNorm(WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            self.up.weight.mul_(gain)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.settle(torch.relu(self.up(self.norm(x)))))
+
+
+class TwoBranches(nn.Module):
+    def __init__(self, left: float = 1.0, right: float = 1.0) -> None:
+        super().__init__()
+        self.left = Branch(left)
+        self.right = Branch(right)
+        self.head = nn.Linear(2 * WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.left(x), self.right(x)], dim=-1))
+
+
+class ResidualStream(nn.Module):
+    """Block 1 overflows; the residual stream stays out of range in every block after it."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branch(1.0) for _ in range(blocks))
+        with torch.no_grad():
+            self.blocks[1].down.weight.mul_(2e5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class MaskedAttention(nn.Module):
+    """Eager attention with an additive mask of -1e9."""
+
+    def __init__(self, mask_all: bool = False) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        mask = torch.zeros(8, 8).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -1e9)
+        if mask_all:
+            mask[0] = -1e9
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = q @ k.transpose(-1, -2) / 4.0 + self.mask
+        return torch.softmax(scores, dim=-1) @ v

@@ -1,0 +1,217 @@
+"""Which sites are named, and which are not: origins, poison, masks, repaired values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ampaudit import scan
+from ampaudit.checks import Finding
+from ampaudit.errors import ReferenceBroken
+from ampaudit.report.model import Report
+
+from .planted import WIDTH, MaskedAttention, ResidualStream, TwoBranches
+
+X = (8, WIDTH)
+
+
+def errors(report: Report) -> list[Finding]:
+    return [f for f in report.findings if f.severity == "error"]
+
+
+def test_two_planted_overflows_are_both_found_in_one_pass() -> None:
+    report = scan(TwoBranches(left=6e4, right=5e4).eval(), torch.randn(X) * 3)
+    found = errors(report)
+    assert [f.layer for f in found] == ["left.up", "right.up"]
+    assert all(f.origin and f.code == "AMP101" and f.evidence.inf for f in found)
+    assert all(f.source is not None and f.source.file.endswith("planted.py") for f in found)
+    assert all(f.source is not None and "self.up(" in f.source.code for f in found)
+    assert "left.settle/layer_norm" in found[0].poisons
+    assert not any(site.startswith("right") for site in found[0].poisons)
+    assert "head/linear" in found[0].poisons
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize("gains", [(6e4, 1.0), (1.0, 6e4)])
+def test_one_planted_overflow_blames_its_branch_only(gains: tuple[float, float]) -> None:
+    found = errors(scan(TwoBranches(*gains).eval(), torch.randn(X) * 3))
+    assert [f.layer for f in found] == ["left.up" if gains[0] > 1 else "right.up"]
+
+
+@pytest.mark.parametrize("policy", ["torch-cuda", "half"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_healthy_twin_is_clean(policy: str, dtype: str) -> None:
+    report = scan(TwoBranches().eval(), torch.randn(X), policy=policy, dtype=dtype)
+    assert report.findings == ()
+    assert report.exit_code == 0
+
+
+def test_bfloat16_cures_the_overflow() -> None:
+    assert not errors(scan(TwoBranches(left=6e4).eval(), torch.randn(X) * 3, dtype="bfloat16"))
+
+
+def test_an_overflowing_residual_stream_is_blamed_on_its_first_block_only() -> None:
+    model = ResidualStream().eval()
+    report = scan(model, torch.randn(X), policy="half")
+    found = errors(report)
+    assert [f.site for f in found] == ["blocks.1.down/linear"]
+    assert {"(top)/add#2", "(top)/add#3", "(top)/add#4"} <= set(found[0].poisons)
+
+
+def test_a_saturated_mask_is_a_note() -> None:
+    report = scan(MaskedAttention().eval(), torch.randn(2, 8, WIDTH), policy="half")
+    assert errors(report) == []
+    assert {f.code for f in report.findings} <= {"AMP104", "AMP401"}
+
+
+def test_a_mask_that_saturates_in_an_op_is_a_note_too() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(WIDTH, 8)
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            bias = (1.0 - keep.to(x.dtype)) * -1e9
+            return torch.softmax(self.q(x) + bias, dim=-1)
+
+    keep = torch.ones(4, 8)
+    keep[:, 5:] = 0
+    report = scan(Masked().eval(), (torch.randn(4, WIDTH), keep), policy="half")
+    assert errors(report) == []
+    assert any(f.code == "AMP104" for f in report.findings)
+
+
+def test_a_completely_masked_row_is_an_error() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(WIDTH, 8)
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            bias = (1.0 - keep.to(x.dtype)) * -1e9
+            return torch.softmax(self.q(x) + bias, dim=-1)
+
+    keep = torch.ones(4, 8)
+    keep[2] = 0
+    found = errors(scan(Masked().eval(), (torch.randn(4, WIDTH), keep), policy="half"))
+    assert [f.site for f in found] == ["(top)/mul"]
+    assert "(top)/softmax" in found[0].poisons
+    assert found[0].kind == "constant"
+
+
+def test_infinity_that_a_norm_hides_is_an_error() -> None:
+    """x*x overflows, rsqrt(inf) is 0, and the output is finite zeros: wrong, and nobody notices."""
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x)
+            return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+    report = scan(Hidden().eval(), torch.randn(X) * 3000, policy="half")
+    assert [f.site for f in errors(report)] == ["(top)/mul"]
+
+
+def test_log_of_a_flushed_probability_is_a_domain_error() -> None:
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.log(torch.softmax(self.inner(x), dim=-1))
+
+    report = scan(Logs().eval(), torch.randn(X) * 40, policy="half")
+    found = errors(report)
+    assert [f.code for f in found] == ["AMP103"]
+    assert found[0].site == "(top)/log"
+    assert found[0].kind == "domain"
+
+
+def test_a_weight_beyond_the_format_is_named() -> None:
+    model = TwoBranches().eval()
+    with torch.no_grad():
+        model.left.down.weight[0, 0] = 1e5
+    for policy in ("torch-cuda", "half"):
+        found = errors(scan(model, torch.randn(X), policy=policy))
+        assert [f.code for f in found] == ["AMP401"]
+        assert "left.down.weight" in found[0].cause
+        assert found[0].evidence.peak == pytest.approx(1e5)
+
+
+def test_little_headroom_is_a_warning() -> None:
+    model = TwoBranches().eval()
+    with torch.no_grad():
+        model.left.up.weight.zero_()
+        model.left.up.weight[0, 0] = 20000.0
+    x = torch.randn(X)
+    assert [f.code for f in scan(model, x).findings] == ["AMP102"]
+    assert scan(model, x, fail_on="warning").exit_code == 1
+    assert scan(model, x, fail_on="error").exit_code == 0
+    assert scan(model, x, min_headroom=0.0).findings == ()
+
+
+def test_a_constant_out_of_range_that_reaches_values() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("shift", torch.full((WIDTH,), 1e6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.inner(x) + self.shift) - self.shift
+
+    found = errors(scan(Shifted().eval(), torch.randn(X), policy="half"))
+    assert any(f.code == "AMP401" and "shift" in f.cause for f in found)
+
+
+def test_forbidden_op_is_reported_and_the_rest_is_audited() -> None:
+    class Probabilities(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            p = torch.sigmoid(self.inner(x))
+            return nn.functional.binary_cross_entropy(p, torch.zeros_like(p))
+
+    found = errors(scan(Probabilities().eval(), torch.randn(X)))
+    assert [f.code for f in found] == ["AMP601"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_fp32_model_is_refused_with_its_first_site(value: float) -> None:
+    model = TwoBranches().eval()
+    with torch.no_grad():
+        model.right.up.weight[0, 0] = value
+    with pytest.raises(ReferenceBroken, match=r"right\.up/cast\(weight\).*planted\.py:\d+"):
+        scan(model, torch.randn(X))
+
+
+def test_ranges_names_what_would_leave_each_format() -> None:
+    report = scan(TwoBranches(left=6e4).eval(), torch.randn(X) * 3, ranges=True)
+    assert {f.site for f in report.findings} == {"left.up/linear"}
+    site = next(s for s in report.sites if s.site == "left.up/linear")
+    assert site.what_if is not None
+    assert {n: w.overflows for n, w in site.what_if.items()} == {
+        "float16": True,
+        "bfloat16": False,
+        "float8_e4m3fn": True,
+        "float8_e5m2": True,
+    }
+    assert report.run.backend == "float32"
+
+
+def test_batches_of_different_shapes_are_merged_by_site() -> None:
+    model = TwoBranches(left=6e4).eval()
+    quiet, loud = torch.randn(2, WIDTH) * 0, torch.randn(5, WIDTH) * 3
+    report = scan(model, batches=[quiet, loud])
+    assert report.run.batches == 2
+    assert [f.site for f in errors(report)] == ["left.up/linear"]
+    site = next(s for s in report.sites if s.site == "left.up/linear")
+    assert site.forward is not None
+    assert site.forward.elements == 7 * WIDTH
