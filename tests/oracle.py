@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ampaudit.trace import TracedModel
@@ -19,7 +20,14 @@ from ampaudit.trace.entry import Entry, tensor_leaves
 from ampaudit.trace.flatten import flat_graph
 
 OpDtype = tuple[str, str]
-_IGNORED = ("aten.to.", "aten._to_copy.", "aten._assert_tensor_metadata.", "aten.lift_fresh_copy.")
+# casts, and ops without arithmetic that indexing and layout changes may write in more than one way
+_IGNORED = tuple(
+    f"aten.{name}."
+    for name in (
+        *("to", "_to_copy", "_assert_tensor_metadata", "lift_fresh_copy", "alias"),
+        *("slice", "select", "unsqueeze", "contiguous", "reshape", "view"),
+    )
+)
 
 
 def under_cuda_autocast(model: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> list[OpDtype]:
@@ -38,7 +46,7 @@ def under_cuda_autocast(model: nn.Module, kwargs: dict[str, Any], dtype: torch.d
         memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
     shadow = copy.deepcopy(model, memo)
     inputs = tuple(on_cuda(t) for t in tensor_leaves((), kwargs))
-    with torch.no_grad(), _cuda_autocast(dtype):
+    with torch.no_grad(), _IndexingWithoutCuda(), _cuda_autocast(dtype):
         program = torch.export.export(Entry(shadow, (), kwargs), inputs, strict=False)
     return _ops(flat_graph(program))
 
@@ -46,9 +54,7 @@ def under_cuda_autocast(model: nn.Module, kwargs: dict[str, Any], dtype: torch.d
 def after_half(model: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> list[OpDtype]:
     """Ops and output dtypes of an export of ``model.to(dtype)`` on inputs of that dtype."""
     low = copy.deepcopy(model).to(dtype)
-    cast = pytree.tree_map_only(
-        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, kwargs
-    )
+    cast = pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, kwargs)
     with torch.no_grad():
         program = torch.export.export(Entry(low, (), cast), tuple(tensor_leaves((), cast)), strict=False)
     return _ops(flat_graph(program))
@@ -57,6 +63,43 @@ def after_half(model: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> 
 def ours(traced: TracedModel) -> list[OpDtype]:
     """The same of a traced model: inserted casts, and the author's own, left out."""
     return _ops(traced.graph)
+
+
+class _IndexingWithoutCuda(TorchFunctionMode):
+    """``x[...]`` by ATen calls: torch's own C++ path asks for a CUDA driver, even for a fake tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            return _getitem(*args)
+        if func is torch.Tensor.contiguous:
+            return torch.ops.aten.contiguous(*args)
+        if func is torch.Tensor.__setitem__:
+            target = _getitem(*args[:2])
+            value = args[2]
+            return target.copy_(value) if isinstance(value, torch.Tensor) else target.fill_(value)
+        return func(*args, **(kwargs or {}))
+
+
+def _getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    used = sum(p is not None and p is not Ellipsis for p in parts)
+    if any(p is Ellipsis for p in parts):
+        at = next(i for i, p in enumerate(parts) if p is Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (tensor.ndim - used)
+    dimension, picked = 0, []
+    for part in parts:
+        if part is None:
+            tensor = torch.ops.aten.unsqueeze(tensor, dimension)
+        elif isinstance(part, slice):
+            if part != slice(None):
+                tensor = torch.ops.aten.slice(tensor, dimension, part.start, part.stop, part.step or 1)
+        elif isinstance(part, torch.Tensor):
+            picked += [None] * (dimension - len(picked)) + [part]
+        else:
+            tensor = torch.ops.aten.select(tensor, dimension, part)
+            continue
+        dimension += 1
+    return torch.ops.aten.index(tensor, picked) if picked else tensor
 
 
 def _ops(graph: fx.Graph) -> list[OpDtype]:

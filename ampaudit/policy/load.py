@@ -116,8 +116,10 @@ def _refuse_duplicates(path: Path, root: yaml.Node | None, file: RuleFile) -> No
 
 
 def _located(path: Path, root: yaml.Node | None, error: ValidationError) -> PolicyError:
-    first = error.errors(include_url=False)[0]
-    line, column = _position(root, first["loc"])
+    # an unknown key is usually a misspelt one, and the reason why another is missing
+    errors = error.errors(include_url=False)
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    line, column = _position(root, first["loc"], of_key=first["type"] == "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return PolicyError(
@@ -126,15 +128,15 @@ def _located(path: Path, root: yaml.Node | None, error: ValidationError) -> Poli
     return PolicyError(f"{path}:{line}:{column}: {key}: {first['msg']}", hint="see docs/rules.md")
 
 
-def _position(root: yaml.Node | None, location: Sequence[Any]) -> tuple[int, int]:
-    """Line and column, from 1, of the deepest node on the path; of the key where the key is at fault."""
+def _position(root: yaml.Node | None, location: Sequence[Any], of_key: bool = False) -> tuple[int, int]:
+    """Line and column, from 1, of the deepest value on the path, or of its key."""
     node, mark = root, root.start_mark if root else None
     for part in location:
         if isinstance(node, yaml.MappingNode):
             found = next((pair for pair in node.value if pair[0].value == part), None)
             if found is None:
                 break
-            mark, node = found[0].start_mark, found[1]
+            mark, node = found[0].start_mark if of_key else found[1].start_mark, found[1]
         elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
             node = node.value[part]
             mark = node.start_mark

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.policy import Decision, OpFacts, RuleSet
 from ampaudit.policy.schema import Cast
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region
-from ampaudit.trace.opnames import is_composite, kept_whole, op_name
+from ampaudit.trace.opnames import deciding_name, is_composite, kept_whole, mutated_arguments, op_name
 
 __all__ = ["Call", "Caster", "OpRecord"]
 
@@ -48,7 +49,7 @@ class OpRecord:
 class Caster:
     """Applies a rule set to each op as it is traced.
 
-    One cast is made per tensor, version and dtype: later uses of the same tensor share it. The cache
+    One cast is made per tensor, state and dtype: later uses share it until the tensor is written. The cache
     keeps the tensors alive, so an id is never used twice.
     """
 
@@ -57,6 +58,14 @@ class Caster:
         self.author_rules = author_rules
         self.dtype = dtype
         self._casts: dict[tuple[int, int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        # writes so far by storage: fake tensors do not count versions while they are traced
+        self._writes: Counter[int] = Counter()
+
+    def note_writes(self, op: OpOverload, args: tuple[Any, ...]) -> None:
+        """Remember that an op wrote to its arguments: casts made of them before are out of date."""
+        for position in mutated_arguments(op):
+            if position < len(args) and isinstance(args[position], torch.Tensor):
+                self._writes[_storage(args[position])] += 1
 
     def decide(self, op: OpOverload, layer: str) -> tuple[Decision, torch.dtype]:
         """The decision for an op of a layer, and the 16-bit dtype that it means."""
@@ -66,8 +75,10 @@ class Caster:
         rules, dtype = self.rules, self.dtype
         if region.kind is RegionKind.OWN and region.dtype is not None:
             rules, dtype = self.author_rules, region.dtype
-        facts = OpFacts(op_name(op), layer, str(dtype).removeprefix("torch."))
-        return rules.decide(facts), dtype
+        names = (op_name(op), deciding_name(op))
+        facts = [OpFacts(n, layer, str(dtype).removeprefix("torch.")) for n in names if n is not None]
+        decisions = [rules.decide(fact) for fact in facts]
+        return next((d for d in decisions if d.explicit), decisions[0]), dtype
 
     def splits(self, op: OpOverload, decision: Decision) -> bool:
         """Whether to trace what a composite op consists of: a rule may mention its parts."""
@@ -96,7 +107,7 @@ class Caster:
         def convert(value: Any) -> Any:
             if not _castable(value) or value.dtype == target:
                 return value
-            key = (id(value), value._version, target, tracer_id)
+            key = (id(value), self._writes[_storage(value)], target, tracer_id)
             if key not in self._casts:
                 self._casts[key] = (value, cast(value, target))
             return self._casts[key][1]
@@ -118,6 +129,10 @@ class Caster:
 
     def _region(self) -> Region:
         return current_region(self.rules.file.autocast, self.dtype)
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
 
 
 def _castable(value: Any) -> bool:

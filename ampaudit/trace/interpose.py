@@ -66,7 +66,9 @@ def interposed(caster: Caster) -> Iterator[None]:
             return record(what, torch.ops.aten.to.dtype, value, target)
 
         op, args, kwargs = caster.apply(decision, dtype, op, args, kwargs, cast, id(self.tracer))
-        return record(OpRecord(op_name(op), decision, replayed=replayed_meta()), op, *args, **kwargs)
+        result = record(OpRecord(op_name(op), decision, replayed=replayed_meta()), op, *args, **kwargs)
+        caster.note_writes(op, args)
+        return result
 
     ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign, assignment]
     try:

@@ -7,7 +7,16 @@ from functools import cache
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["CAST_OPS", "is_composite", "is_view", "kept_whole", "mutated_arguments", "op_name", "selects"]
+__all__ = [
+    "CAST_OPS",
+    "deciding_name",
+    "is_composite",
+    "is_view",
+    "kept_whole",
+    "mutated_arguments",
+    "op_name",
+    "selects",
+]
 
 # Composite ops that end in one kernel, which rounds once: splitting them would show nothing more.
 _ONE_KERNEL = frozenset(
@@ -15,20 +24,18 @@ _ONE_KERNEL = frozenset(
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d avg_pool1d
     batch_norm chunk clip clip_ concat concatenate conv1d conv2d conv3d conv_transpose1d
     conv_transpose2d conv_transpose3d ctc_loss diag divide divide_ dropout dropout_ einsum embedding_bag
-    expand_as feature_dropout flatten float_power greater greater_equal grid_sampler group_norm gru_cell
-    layer_norm less less_equal linear log_sigmoid log_softmax lstm_cell matmul max max_pool1d max_pool2d
-    max_pool3d meshgrid min moveaxis movedim multiply multiply_ narrow negative nll_loss nll_loss2d
-    not_equal one_hot outer pad positive prelu relu6 relu6_ repeat_interleave reshape reshape_as
-    rms_norm rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention selu selu_ softmax split square
-    square_ squeeze stack std std_mean subtract subtract_ swapaxes swapdims t take_along_dim
-    tensor_split tile to true_divide true_divide_ type_as unflatten unsafe_chunk upsample_bicubic2d
-    upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
-    upsample_trilinear3d var var_mean view_as where contiguous broadcast_tensors broadcast_to atleast_1d
-    atleast_2d atleast_3d hstack vstack dstack column_stack item size dim numel is_floating_point
-    is_complex is_nonzero conj resolve_conj resolve_neg real imag mT mH adjoint matrix_H numpy_T data
-    requires_grad_ result_type promote_types isfinite isreal isclose argsort argwhere sum_to_size
-    fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix
-""".split()
+    expand_as feature_dropout flatten greater greater_equal grid_sampler group_norm gru_cell layer_norm
+    less less_equal linear log_sigmoid log_softmax lstm_cell matmul max max_pool1d max_pool2d max_pool3d
+    meshgrid min moveaxis movedim multiply multiply_ narrow negative nll_loss nll_loss2d not_equal
+    one_hot outer pad positive prelu relu6 relu6_ repeat_interleave reshape reshape_as rms_norm
+    rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention selu selu_ softmax split square squeeze
+    stack std std_mean subtract subtract_ swapaxes swapdims t take_along_dim tensor_split tile to
+    true_divide true_divide_ type_as unflatten unsafe_chunk var var_mean view_as where contiguous
+    broadcast_tensors broadcast_to atleast_1d atleast_2d atleast_3d hstack vstack dstack column_stack
+    item size dim numel is_floating_point is_complex is_nonzero conj resolve_conj resolve_neg real imag
+    mT mH adjoint matrix_H numpy_T data requires_grad_ result_type promote_types isfinite isreal isclose
+    argsort argwhere sum_to_size fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix
+    """.split()
 )
 
 # Ops whose outputs are elements of their inputs, or zero: nothing can overflow or be rounded there.
@@ -41,6 +48,22 @@ _SELECTING = frozenset(
 """.split()
 )
 
+# Composite ops that stay whole, and the op inside them that decides for them: a rule about the second is
+# a rule about the first, as it is under autocast, which sees the inner call.
+_DECIDED_BY = {
+    **{f"conv{n}d.padding": f"conv{n}d" for n in (1, 2, 3)},
+    **{
+        f"{name}.vec": name
+        for name in (
+            *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d"),
+            *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+            *("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+            *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+        )
+    },
+    "square": "pow.Tensor_Scalar",
+}
+
 CAST_OPS = frozenset({"to", "_to_copy", "type_as"})
 
 
@@ -51,6 +74,11 @@ def op_name(op: OpOverload) -> str:
     prefix = "" if op.namespace == "aten" else f"{op.namespace}::"
     overload = op._overloadname
     return f"{prefix}{base}" if overload in ("", "default") else f"{prefix}{base}.{overload}"
+
+
+def deciding_name(op: OpOverload) -> str | None:
+    """The policy's name of the op inside this one that a rule may mention instead."""
+    return _DECIDED_BY.get(op_name(op))
 
 
 @cache
@@ -65,7 +93,8 @@ def is_composite(op: OpOverload) -> bool:
 @cache
 def kept_whole(op: OpOverload) -> bool:
     """Whether a composite op stays one site when no rule mentions it."""
-    return op._schema.name.split("::", 1)[1] in _ONE_KERNEL or is_view(op)
+    base = op._schema.name.split("::", 1)[1]
+    return base in _ONE_KERNEL or op_name(op) in _DECIDED_BY or is_view(op)
 
 
 @cache

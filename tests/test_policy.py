@@ -1,0 +1,112 @@
+"""Policies: torch-cuda against the dispatcher, rule files and their mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampaudit.errors import PolicyError
+from ampaudit.policy import OpFacts, load_policy, policy_names
+from ampaudit.policy.schema import Cast
+
+
+def test_torch_cuda_names_exactly_the_ops_that_the_dispatcher_registers() -> None:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    names = {
+        name.removeprefix("aten::").removesuffix(".default")
+        for name in registered
+        if name.startswith("aten::")
+    }
+    assert load_policy("torch-cuda").op_names == names
+
+
+@pytest.mark.parametrize(
+    ("op", "cast"),
+    [
+        ("linear", Cast.LOWER),
+        ("softmax.int", Cast.SET_DTYPE),
+        ("layer_norm", Cast.FLOAT32),
+        ("norm.Scalar", Cast.APPEND_DTYPE),
+        ("index_put", Cast.WIDEST),
+        ("binary_cross_entropy", Cast.FORBID),
+        ("add.Tensor", Cast.FOLLOW),
+        ("gelu", Cast.FOLLOW),
+        ("mean.dim", Cast.FOLLOW),
+    ],
+)
+def test_decisions_of_torch_cuda(op: str, cast: Cast) -> None:
+    decision = load_policy("torch-cuda").decide(OpFacts(op, "layer", "float16"))
+    assert decision.cast is cast
+    assert decision.why
+    assert decision.explicit is (cast is not Cast.FOLLOW)
+
+
+def test_shipped_policies_load() -> None:
+    assert policy_names() == ["half", "torch-cuda"]
+    for name in policy_names():
+        assert load_policy(name).name == name
+
+
+GOOD = """\
+name: mine
+title: a test
+autocast: true
+rules:
+  - id: head
+    match: {layer: ["head*"]}
+    cast: float32
+    reason: precision
+    why: the head decides.
+    source: this test
+  - id: linear
+    match: {op: [linear]}
+    when: {dtype: [float16]}
+    cast: lower
+    reason: speed
+    why: fast.
+    source: this test
+"""
+
+
+def test_first_matching_rule_decides(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD)
+    rules = load_policy(str(path))
+    assert rules.decide(OpFacts("linear", "head.0", "float16")).rule == "head"
+    assert rules.decide(OpFacts("linear", "body", "float16")).rule == "linear"
+    assert rules.decide(OpFacts("linear", "body", "bfloat16")).rule is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("cast: float32", "cast: float16"), r"mine\.yaml:7:11: rules\.0\.cast"),
+        (("    reason: speed", "    reasons: speed"), r"mine\.yaml:15:5: unknown key 'rules\.1\.reasons'"),
+        (("id: linear", "id: head"), r"mine\.yaml:11:9: duplicate rule id 'head'"),
+        (("rules:", "rules: &a\n  - *a\n#"), r"mine\.yaml:5:5: YAML aliases"),
+        (("autocast: true", "autocast: [true"), r"mine\.yaml:\d+:\d+: not valid YAML"),
+        (("title", "\ttitle"), r"mine\.yaml:2:1: not valid YAML"),
+        ((GOOD, "- a\n- b\n"), r"mine\.yaml:1:1: a rule file is a mapping"),
+        ((GOOD, "!!python/object/apply:os.system ['true']"), r"not valid YAML"),
+    ],
+)
+def test_mistakes_are_located(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD.replace(*change))
+    with pytest.raises(PolicyError, match=message):
+        load_policy(str(path))
+
+
+def test_unknown_names_get_a_suggestion() -> None:
+    with pytest.raises(PolicyError, match="unknown policy 'torch-cud'") as caught:
+        load_policy("torch-cud")
+    assert "did you mean 'torch-cuda'?" in caught.value.hint
+
+
+def test_a_huge_rule_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "big.yaml"
+    path.write_text("#" * (1 << 20) + GOOD)
+    with pytest.raises(PolicyError, match="larger than"):
+        load_policy(str(path))
