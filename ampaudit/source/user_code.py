@@ -8,6 +8,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -50,13 +51,23 @@ def import_module_named(name: str) -> ModuleType:
     sys.path.insert(0, "")
     try:
         with calling_user_code(f"import {name}"):
+            if not _exists(name):
+                raise SourceError(
+                    f"no module named {name!r}", hint="give package.module:factory, or the path of a .py file"
+                )
             return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise SourceError(
-            f"no module named {error.name!r}", hint="give package.module:factory, or the path of a .py file"
-        ) from error
     finally:
         sys.path.remove("")
+
+
+def _exists(name: str) -> bool:
+    """Whether a dotted name can be found; a parent that is missing means no."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return False
+        raise
 
 
 @contextlib.contextmanager
@@ -83,7 +94,8 @@ def calling_user_code(what: str) -> Iterator[None]:
 
 def _raise_located(what: str, error: Exception) -> NoReturn:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/ampaudit/" not in f.filename and not f.filename.startswith("<")]
+    inner = dropwhile(lambda f: "/ampaudit/" not in f.filename, frames)
+    own = [f for f in inner if "/ampaudit/" not in f.filename and not f.filename.startswith("<")]
     where = f"{own[-1].filename}:{own[-1].lineno}: " if own else f"{what}: "
     hint = "run the file with Python to see the full traceback, or pass --debug"
     if isinstance(error, ModuleNotFoundError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -156,14 +158,23 @@ def _notes(storage: torch.dtype | None, listed: tuple[str, ...], kept: bool) -> 
     return (f"the model asks to keep {', '.join(listed)} in FP32: {what}",)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs a traceback of its own before it raises; the error we show says it once."""
+    """Keep stdout for the report. What the model's code prints goes to stderr when tracing succeeds.
+
+    When it fails, torch prints its half-made graph and logs a traceback; the error we raise says it once.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    printed = io.StringIO()
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+    sys.stderr.write(printed.getvalue())

@@ -24,7 +24,7 @@ _REMEDIES = (
         "values leave torch here (numpy, .tolist()); compute with tensors, or precompute it in __init__",
     ),
     (
-        ("device", "cuda"),
+        ("two different devices", "fake device", "same device", "cuda devices"),
         "keep every tensor on the input's device: pass device=x.device where tensors are made",
     ),
     (
