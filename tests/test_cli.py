@@ -38,7 +38,9 @@ def clean_error(done: subprocess.CompletedProcess[str], code: int, *parts: str) 
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if not line.startswith(("loading", "auditing"))]
+    lines = [
+        line for line in done.stderr.splitlines() if not line.startswith(("loading", "auditing", "user"))
+    ]
     assert len(lines) <= 2, done.stderr
     assert lines[-1].startswith("  next: ") or code in (130, 2)
     for part in parts:
@@ -108,11 +110,11 @@ def test_bad_input_is_one_clear_line(
 
 def test_what_cannot_be_audited_is_exit_code_three(cli: Cli, model_file: Write) -> None:
     branching = HEALTHY.replace("return self.inner(x)", "return x if x.sum() > 0 else -x")
-    clean_error(cli("scan", model_file(branching, "b.py")), 3, "b.py:9: cannot be exported", "torch.where")
+    clean_error(cli("scan", model_file(branching, "b.py")), 3, "b.py:10: cannot be exported", "torch.where")
     nan = HEALTHY.replace("return self.inner(x)", "return self.inner(x) / 0.0")
-    clean_error(cli("scan", model_file(nan, "n.py")), 3, "FP32 model itself", "n.py:9")
+    clean_error(cli("scan", model_file(nan, "n.py")), 3, "FP32 model itself", "n.py:10")
     clean_error(
-        cli("scan", model_file(HEALTHY.replace("(2, 8)", "(2, 9)"), "s.py")), 3, "s.py:9: cannot be exported"
+        cli("scan", model_file(HEALTHY.replace("(2, 8)", "(2, 9)"), "s.py")), 3, "s.py:10: cannot be exported"
     )
 
 

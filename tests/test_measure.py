@@ -28,7 +28,7 @@ FLOATS = hnp.arrays(
 def brute_force(reference: np.ndarray, value: np.ndarray) -> dict[str, float]:
     fields = dict.fromkeys(FIELDS, 0.0)
     for r, v in zip(reference.tolist(), value.tolist(), strict=True):
-        fields["ref_bad"] += math.isnan(r) or r == math.inf
+        fields["ref_bad"] += not math.isfinite(r)
         if math.isfinite(r):
             fields["ref_peak"] = max(fields["ref_peak"], abs(r))
             fields["pos_inf"] += v == math.inf

@@ -15,7 +15,8 @@ from torch import nn
 from ampaudit import scan
 from ampaudit.report.jsonfile import from_json, json_schema, schema_text, to_json
 from ampaudit.report.model import Report
-from ampaudit.report.text import plain, print_report
+from ampaudit.report.text import print_report
+from ampaudit.report.words import plain
 
 from .planted import WIDTH, TwoBranches
 

@@ -157,12 +157,7 @@ class _Runner:
         self._record.batches += 1
 
     def _refuse_broken_reference(self, outputs: list[Pair], measured: list[Measured], number: int) -> None:
-        broken = any(
-            bool((reference.isnan() | (reference == torch.inf)).any())
-            for reference, _ in outputs
-            if isinstance(reference, torch.Tensor) and reference.is_floating_point()
-        )
-        if not broken:
+        if not any(_is_broken(reference) for reference, _ in outputs):
             return
         first = next((row.site for row in measured if row.fields["ref_bad"] > 0), None)
         site = self.sites[first] if first else None
@@ -200,6 +195,13 @@ def run_audit(model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: 
         record.peak_bytes = torch.cuda.max_memory_allocated(plan.device)
     assert runner.converted is not None
     return Audit(record, tuple(runner.sites.values()), runner.converted, frozenset(runner.parameter_free))
+
+
+def _is_broken(output: object) -> bool:
+    """NaN, +inf, or nothing but -inf; some -inf is how masked scores and log-probabilities look."""
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.numel() == 0:
+        return False
+    return bool((output.isnan() | (output == torch.inf)).any() or (output == -torch.inf).all())
 
 
 def _refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:

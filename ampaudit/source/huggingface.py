@@ -12,7 +12,7 @@ from torch import nn
 
 from ampaudit.errors import InputError, SourceError
 from ampaudit.source.inputs import batches_of
-from ampaudit.source.interface import Batch, ModelSource, SourceOptions
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, SourceOptions
 from ampaudit.source.user_code import calling_user_code, module_from_file
 
 __all__ = ["from_directory"]
@@ -43,7 +43,7 @@ def from_directory(path: Path, options: SourceOptions, location: str) -> ModelSo
     if options.inputs:
         batches = batches_of(module_from_file(options.inputs), options.batches, options.seed)
     else:
-        torch.manual_seed(options.seed)
+        torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
         batches = tuple(_random_batch(model) for _ in range(options.batches))
     digest = hashlib.sha256(configuration.read_bytes()).hexdigest()
     return ModelSource(location, "huggingface", model, batches, digest)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ampaudit.errors import InputError
-from ampaudit.source.interface import Batch
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
 from ampaudit.source.user_code import calling_user_code
 
 __all__ = ["batches_of", "has_inputs"]
@@ -32,7 +32,7 @@ def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
     kwargs = _call(module, "example_kwargs", {})
     if not isinstance(kwargs, Mapping):
         raise InputError(f"example_kwargs() returned {type(kwargs).__name__}", hint="return a dict")
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + INPUT_SEED_OFFSET)
     found = _call(module, "batches", _MISSING)
     if found is not _MISSING:
         with calling_user_code("batches()"):

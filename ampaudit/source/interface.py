@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Batch", "ModelSource", "SourceOptions"]
+__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "SourceOptions"]
+
+# inputs must not be the very numbers that the weights were made from
+INPUT_SEED_OFFSET = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class Caster:
 
 
 def _storage(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)
 
 
 def _castable(value: Any) -> bool:

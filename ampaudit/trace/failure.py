@@ -12,23 +12,26 @@ from ampaudit.trace.stack import is_tool_file
 
 __all__ = ["failing_line", "trace_failure"]
 
-# a word in the error's type or text -> what to do; the first that is found decides
-_REMEDIES = (
+# (words in the error's type or text, what to say instead of torch, what to do); the first found decides
+_REMEDIES: tuple[tuple[tuple[str, ...], str | None, str], ...] = (
     (
         ("data-dependent", "datadependent", "guardondatadependent", "boolean value of tensor"),
-        "a Python 'if', 'while' or int() depends on tensor values; use torch.where or torch.cond, "
-        "or wrap the branch in 'if not torch.compiler.is_exporting():'",
+        "Python control flow depends on the values of a tensor",
+        "use torch.where or torch.cond there, or wrap the branch in 'if not torch.compiler.is_exporting():'",
     ),
     (
         (".numpy()", "numpy", "can't convert"),
+        None,
         "values leave torch here (numpy, .tolist()); compute with tensors, or precompute it in __init__",
     ),
     (
         ("two different devices", "fake device", "same device", "cuda devices"),
+        None,
         "keep every tensor on the input's device: pass device=x.device where tensors are made",
     ),
     (
         ("shape", "size", "broadcast", "mat1 and mat2"),
+        None,
         "the inputs do not fit the model; see example_inputs()",
     ),
 )
@@ -44,8 +47,10 @@ def trace_failure(error: BaseException, model: str) -> TraceFailed:
     where = f"{place.file}:{place.line}: " if place else f"{model}: "
     code = f" at '{place.code}'" if place and place.code else ""
     summary = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    hint = next((advice for words, advice in _REMEDIES if any(w in text for w in words)), _FALLBACK)
-    return TraceFailed(f"{where}cannot be exported{code}: {type(error).__name__}: {summary}", hint=hint)
+    summary = f"{type(error).__name__}: {summary}"
+    known = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
+    _, plainer, hint = known or ((), None, _FALLBACK)
+    return TraceFailed(f"{where}cannot be exported{code}: {plainer or summary}", hint=hint)
 
 
 def failing_line(trace: TracebackType | None) -> SourceLine | None:
