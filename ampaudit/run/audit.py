@@ -28,7 +28,7 @@ from ampaudit.trace import Site, trace
 from ampaudit.trace.capture import input_signature
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = ["Audit", "Plan", "run_audit"]
+__all__ = ["Audit", "Plan", "Runner", "run_audit"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -64,13 +64,13 @@ class Audit:
     parameter_free: frozenset[str]
 
 
-class _Runner:
+class Runner:
     """Keeps one executor per input signature: a batch of another shape is traced anew."""
 
     def __init__(self, model: nn.Module, plan: Plan, record: RunRecord) -> None:
         self._model = model
         self._plan = plan
-        self._record = record
+        self.record = record
         self._backend = plan.backend or choose_backend(plan.device)
         self._executors: dict[tuple[Any, ...], LockStep] = {}
         self.sites: dict[str, Site] = {}
@@ -80,7 +80,7 @@ class _Runner:
 
     def run(self, batch: Batch, number: int) -> None:
         """Trace if need be, run, and run again with repairs if something went wrong."""
-        executor = self._executor(batch)
+        executor = self.executor(batch)
         tensors = tensor_leaves(batch.args, batch.kwargs)
         _refuse_broken_inputs(tensors, number)
         started = time.perf_counter()
@@ -94,8 +94,8 @@ class _Runner:
             self._plan.number_format.max,
             lambda node: executor.given_peak(node, tensors),
         )
-        self._record.masks |= faults.masks
-        self._record.by_design |= faults.by_design
+        self.record.masks |= faults.masks
+        self.record.by_design |= faults.by_design
         if faults.need_repair:
             repairing = RepairingMeter(self._meter(), faults.masks)
             self._pass(executor, tensors, repairing, number)
@@ -104,7 +104,8 @@ class _Runner:
         self._merge(meter, measured)
         self._add_seconds("run", started)
 
-    def _executor(self, batch: Batch) -> LockStep:
+    def executor(self, batch: Batch) -> LockStep:
+        """The executor for batches of this signature, traced on first use."""
         signature = input_signature(batch.args, batch.kwargs)
         if signature in self._executors:
             return self._executors[signature]
@@ -138,23 +139,23 @@ class _Runner:
             return executor.run(tensors, watch)
 
     def _note_origins(self, origins: Sequence[SiteId], faults: Faults, number: int) -> None:
-        known = {origin.site for origin in self._record.origins}
+        known = {origin.site for origin in self.record.origins}
         for site in origins:
             if site not in known:
-                self._record.origins.append(Origin(site, number, faults.poisoned_by(site)))
+                self.record.origins.append(Origin(site, number, faults.poisoned_by(site)))
 
     def _merge(self, meter: Meter, measured: Sequence[Measured]) -> None:
         for row in measured:
-            self._record.observation(row.site).merge(row.fields, row.elements)
+            self.record.observation(row.site).merge(row.fields, row.elements)
         for site, error, signal, elements in meter.local_results():
-            observation = self._record.observation(site)
+            observation = self.record.observation(site)
             observation.local_err_sq += error
             observation.local_ref_sq += signal
             observation.local_elements += elements
         for name, statistics in meter.samples.results.items():
-            self._record.observation(self.sites[name].id).samples.add(statistics)
-        self._record.uncovered.update(meter.uncovered)
-        self._record.batches += 1
+            self.record.observation(self.sites[name].id).samples.add(statistics)
+        self.record.uncovered.update(meter.uncovered)
+        self.record.batches += 1
 
     def _refuse_broken_reference(self, outputs: list[Pair], measured: list[Measured], number: int) -> None:
         if not any(_is_broken(reference) for reference, _ in outputs):
@@ -169,7 +170,7 @@ class _Runner:
 
     def _add_seconds(self, phase: str, started: float) -> None:
         elapsed = time.perf_counter() - started
-        self._record.seconds[phase] = self._record.seconds.get(phase, 0.0) + elapsed
+        self.record.seconds[phase] = self.record.seconds.get(phase, 0.0) + elapsed
 
 
 def run_audit(model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: Progress) -> Audit:
@@ -184,7 +185,7 @@ def run_audit(model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: 
     if not batches:
         raise InputError("there is no batch to run", hint="make batches() yield at least one batch")
     record = RunRecord(device=plan.device.type, backend="")
-    runner = _Runner(model, plan, record)
+    runner = Runner(model, plan, record)
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(plan.device)
     for number, batch in enumerate(batches):

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# On a machine with CUDA: the GPU tests, the benchmark and the examples; dated JSON under benchmarks/results/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+results=${1:-benchmarks/results}
+stamp=$(date -u +%Y-%m-%d)
+mkdir -p "$results"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+"$python" -m pytest -m gpu -p no:randomly
+"$python" benchmarks/scan_overhead.py --device cuda --json "$results/$stamp-cuda-scan_overhead.json"
+for example in examples/*.py; do
+  name=$(basename "$example" .py)
+  "$python" -m ampaudit scan "$example" --device cuda --batches 2 --fail-on never \
+    --format json --force -o "$results/$stamp-cuda-$name.json"
+done

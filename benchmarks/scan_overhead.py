@@ -1,0 +1,185 @@
+"""What an audit costs, as ratios to the plain FP32 forward pass, all measured in one run.
+
+Prints, per model: tracing apart, then the whole scan and ``--ranges`` in multiples of the plain eager
+forward (median and spread over interleaved repetitions), and peak memory in multiples of the plain
+forward's, each measured in a process of its own.
+
+    python benchmarks/scan_overhead.py [--repeats 9] [--device cpu|cuda] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampaudit.cli.memory import keep_freed_memory
+from ampaudit.formats import FLOAT16
+from ampaudit.policy import load_policy
+from ampaudit.run.audit import Plan, Runner
+from ampaudit.run.record import RunRecord
+from ampaudit.source import Batch
+
+LIMITS = {"scan": 3.0, "ranges": 1.3, "memory": 3.0}
+
+
+@dataclass(frozen=True)
+class Subject:
+    model: nn.Module
+    batch: Batch
+
+
+def bert() -> Subject:
+    """BERT-base, batch 4 x 128, eager model as Transformers builds it."""
+    from transformers import BertConfig, BertModel
+
+    ids = torch.randint(0, 30000, (4, 128))
+    return Subject(BertModel(BertConfig()).eval(), Batch((), {"input_ids": ids}))
+
+
+def resnet() -> Subject:
+    """A ResNet-50, batch 4 of 224 x 224."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    pixels = torch.randn(4, 3, 224, 224)
+    return Subject(ResNetForImageClassification(ResNetConfig()).eval(), Batch((), {"pixel_values": pixels}))
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {"bert": bert, "resnet": resnet}
+
+
+def forward(subject: Subject, device: torch.device) -> None:
+    with torch.no_grad():
+        subject.model(**{k: v.to(device) for k, v in subject.batch.kwargs.items()})
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def runner(subject: Subject, level: str, device: torch.device) -> Runner:
+    rules = load_policy("torch-cuda")
+    plan = Plan(None if level == "ranges" else rules, rules, FLOAT16, device)
+    return Runner(subject.model, plan, RunRecord(device.type, ""))
+
+
+def time_subject(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
+    """Interleaved times of the plain forward, the scan and the ranges, after a warm-up of each."""
+    torch.manual_seed(0)
+    subject = SUBJECTS[name]()
+    runners = {level: runner(subject, level, device) for level in ("scan", "ranges")}
+    for one in runners.values():
+        one.run(subject.batch, 0)
+    tracing = {level: one.record.seconds["trace"] for level, one in runners.items()}
+    if device.type == "cuda":
+        subject.model.to(device)
+    tasks: dict[str, Callable[[], None]] = {"plain": lambda: forward(subject, device)}
+    for level, one in runners.items():
+        tasks[level] = lambda one=one: one.run(subject.batch, 0)
+    tasks["plain"]()
+    times: dict[str, list[float]] = {task: [] for task in tasks}
+    for _ in range(repeats):
+        for task, call in tasks.items():
+            started = time.perf_counter()
+            call()
+            times[task].append(time.perf_counter() - started)
+    plain = statistics.median(times["plain"])
+    ratios = {
+        level: {
+            "median": statistics.median(times[level]) / plain,
+            "low": min(times[level]) / plain,
+            "high": max(times[level]) / plain,
+        }
+        for level in runners
+    }
+    return {"plain_seconds": plain, "trace_seconds": tracing, "ratio": ratios}
+
+
+def _memory(name: str, level: str, connection: Any) -> None:
+    """Peak resident bytes above those before the run, in a fresh process."""
+    torch.manual_seed(0)
+    subject = SUBJECTS[name]()
+    if level == "plain":
+        weights = sum(p.numel() * p.element_size() for p in subject.model.parameters())
+        before = _resident("VmRSS") - weights
+        forward(subject, torch.device("cpu"))
+    else:
+        weights = sum(p.numel() * p.element_size() for p in subject.model.parameters())
+        one = runner(subject, level, torch.device("cpu"))
+        # importing and tracing are not the run: the executor is made, and peak memory reset, before it
+        one.executor(subject.batch)
+        before = _resident("VmRSS") - weights
+        _reset_peak()
+        one.run(subject.batch, 0)
+    connection.send(_resident("VmHWM") - before)
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_of(name: str) -> dict[str, float]:
+    """Peak memory (weights and activations) in bytes, each level in its own process."""
+    context = multiprocessing.get_context("spawn")
+    found: dict[str, float] = {}
+    for level in ("plain", "scan", "ranges"):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_memory, args=(name, level, theirs))
+        process.start()
+        found[level] = float(ours.recv())
+        process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    keep_freed_memory()
+    results: dict[str, Any] = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "limits": LIMITS,
+        "models": {},
+    }
+    for name in SUBJECTS:
+        found = time_subject(name, options.repeats, device)
+        print(f"{name}: plain FP32 forward {found['plain_seconds']:.3f} s (the unit of what follows)")
+        for level, ratio in found["ratio"].items():
+            print(
+                f"  {level:7} {ratio['median']:.2f} x ({ratio['low']:.2f} to {ratio['high']:.2f}), "
+                f"limit {LIMITS[level]} x; tracing apart {found['trace_seconds'][level]:.2f} s"
+            )
+        if device.type == "cpu" and Path("/proc/self/clear_refs").exists():
+            memory = memory_of(name)
+            found["memory_bytes"] = memory
+            for level in ("scan", "ranges"):
+                print(f"  {level:7} peak memory {memory[level] / memory['plain']:.2f} x, limit 3.0 x")
+        results["models"][name] = found
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
