@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,17 +156,21 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_ctrl_c_ends_with_one_line_and_no_file(model_file: Write, tmp_path: Path) -> None:
-    slow = HEALTHY.replace("return torch.randn(2, 8)", "import time\n    time.sleep(60)")
+    slow = HEALTHY.replace(
+        "return torch.randn(2, 8)", "import time\n    print('asleep', flush=True)\n    time.sleep(60)"
+    )
     path, out = model_file(slow), tmp_path / "report.json"
     process = subprocess.Popen(
         [sys.executable, "-m", "ampaudit", "scan", str(path), "-o", str(out)],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        # a test run in the background of a shell ignores SIGINT, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
-    assert "loading" in process.stderr.readline()
-    time.sleep(4)
+    while "asleep" not in process.stderr.readline():
+        pass
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
