@@ -113,7 +113,7 @@ class Forward:
         inf: elements infinite in 16 bits only.
         nan: elements NaN in 16 bits only.
         elements: elements looked at for peak, inf, nan and sqnr_db.
-        sqnr_db: accumulated signal to quantization-noise ratio against FP32.
+        sqnr_db: accumulated signal to quantization-noise ratio against FP32; null for a weight that fits.
         local_sqnr_db: the same for this op alone on exact inputs, over local_elements of its output.
         local_elements: see local_sqnr_db.
         sampled: elements looked at for the fields that follow.

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import BLOCK, BlockMeasure
-from ampaudit.run.program import LOWER, Step, widened
+from ampaudit.run.program import widened
+from ampaudit.run.step import LOWER, Step
 
 __all__ = ["Backend", "Emulated", "Native", "Reference", "choose_backend"]
 
@@ -82,8 +83,9 @@ class Emulated(Reference):
         result = step.target(*args, **kwargs)
         if step.mutates:
             for position in step.mutates:
-                if step.lowered and isinstance(args[position], torch.Tensor):
-                    args[position].copy_(rounded(args[position], step.dtypes[0]))
+                written = args[position]
+                if isinstance(written, torch.Tensor) and step.dtypes[0] in LOWER:
+                    _round_blocks(written, written, step.dtypes[0], measure)
             return result
         if not step.lowered or not step.makes_values:
             return result

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from torch import fx
 
 from ampaudit.run.meter import Measured
-from ampaudit.run.program import Program, Step
+from ampaudit.run.program import Program
+from ampaudit.run.step import Step
 from ampaudit.sites import SiteId
 
 __all__ = ["Faults"]

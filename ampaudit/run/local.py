@@ -15,7 +15,7 @@ from torch import fx
 
 from ampaudit.run.backends import Backend
 from ampaudit.run.lockstep import StepCall
-from ampaudit.run.program import Step
+from ampaudit.run.step import Step
 from ampaudit.trace.graph import Role
 
 __all__ = ["local_error"]

@@ -10,7 +10,8 @@ from torch import fx
 from ampaudit.convert import ConvertedModel
 from ampaudit.run.backends import Backend, Reference
 from ampaudit.run.measure import BlockMeasure
-from ampaudit.run.program import Program, Step
+from ampaudit.run.program import Program
+from ampaudit.run.step import Step
 from ampaudit.trace.graph import Placeholder, Role, Slot
 
 __all__ = ["LockStep", "Pair", "Watch"]
@@ -89,7 +90,7 @@ class LockStep:
     def _advance(self, step: Step, inputs: dict[fx.Node, Pair], watch: Watch) -> Pair:
         shared = self._reference_only or (
             not step.lowered
-            and not self.program.mutating
+            and step.node not in self.program.written
             and all(reference is value for reference, value in inputs.values())
         )
         call = StepCall(inputs, step, self._reference, self.backend, shared)
@@ -106,8 +107,8 @@ class LockStep:
         return reference, watch.seen(step, reference, value, call)
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
-        """In a graph that writes in place, a cast must not return its own input (in float32 it would)."""
-        if not self.program.mutating or step.site is None or not isinstance(result, torch.Tensor):
+        """Where memory is written, a cast must not return its own input, as it would in float32."""
+        if step.node not in self.program.written or step.site is None:
             return result
         if step.site.role in (Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST):
             source = step.node.all_input_nodes[0].meta.get("val")
@@ -132,18 +133,18 @@ class LockStep:
         for node in self.program.inputs:
             place = self._places[node.name]
             if place.slot is Slot.INPUT:
-                values[node] = self._input(next(remaining).to(self.device), place)
-            elif self.program.mutating and place.slot is not Slot.PARAMETER:
+                values[node] = self._input(node, next(remaining).to(self.device), place)
+            elif node in self.program.written:
                 reference, value = self._weight(node, place)
                 values[node] = (reference.clone(), value.clone())
         return values
 
-    def _input(self, tensor: torch.Tensor, place: Placeholder) -> Pair:
+    def _input(self, node: fx.Node, tensor: torch.Tensor, place: Placeholder) -> Pair:
         reference = self._reference.hold(tensor, place.dtype)
         value = reference
         if tensor.is_floating_point() and place.dtype != tensor.dtype:
             value = self.backend.hold(tensor, place.dtype)
-        if self.program.mutating:
+        if node in self.program.written:
             return reference.clone(), value.clone()
         return reference, value
 

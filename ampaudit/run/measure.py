@@ -86,6 +86,7 @@ class BlockMeasure:
         self.elements = 0
         self._reference = reference
         self._near = near
+        self._scratch = torch.empty(min(BLOCK, reference.numel()), dtype=reference.dtype)
 
     def vector_for(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The reference as a vector in the order of a dense tensor of the same layout, if it has that."""
@@ -95,13 +96,18 @@ class BlockMeasure:
 
     def add(self, reference: torch.Tensor, block: torch.Tensor) -> None:
         """Measure one block and the part of the reference that corresponds."""
-        _merge(self.fields, _measure_block(reference, block, False, self._near))
+        _merge(self.fields, _measure_block(reference, block, False, self._near, self._scratch))
         self.elements += block.numel()
 
 
-def _measure_block(reference: torch.Tensor, value: torch.Tensor, same: bool, near: float) -> Sequence[float]:
+def _measure_block(
+    reference: torch.Tensor, value: torch.Tensor, same: bool, near: float, scratch: torch.Tensor | None = None
+) -> Sequence[float]:
     ref_peak = _peak_of(reference)
-    difference = None if same else value - reference
+    difference = None
+    if not same:
+        into = None if scratch is None else scratch[: value.numel()]
+        difference = torch.sub(value, reference, out=into)
     err_sq = 0.0 if difference is None else _sum_of_squares(difference)
     # a finite sum of squares has only finite terms, so the value is finite where the reference is
     if not (math.isfinite(ref_peak) and math.isfinite(err_sq)):

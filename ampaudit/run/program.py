@@ -10,73 +10,32 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ampaudit.run.aliases import written_nodes
+from ampaudit.run.step import LOWER, Step
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import mutated_arguments
 
-__all__ = ["LOWER", "Program", "Step", "compile_program", "widened"]
-
-LOWER = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One node.
-
-    Attributes:
-        node: the graph's node.
-        target: the function to call.
-        site: the site it is, ``None`` for tuple access and shape arithmetic.
-        args: its arguments, with nodes in the places of values, on the run's device.
-        kwargs: the same for keyword arguments.
-        wide_args: its arguments with every 16-bit dtype constant replaced by float32.
-        wide_kwargs: the same for keyword arguments.
-        dtypes: dtypes of its outputs in the converted model, ``None`` where an output is no tensor.
-        mutates: positions of the arguments that it writes to.
-        random: whether it draws random numbers.
-        bitwise: whether it looks at the bits of a float, so that emulation cannot run it.
-        frees: nodes whose value nobody needs after this step.
-    """
-
-    node: fx.Node
-    target: Callable[..., Any]
-    site: Site | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    wide_args: tuple[Any, ...]
-    wide_kwargs: dict[str, Any]
-    dtypes: tuple[torch.dtype | None, ...]
-    mutates: tuple[int, ...]
-    random: bool
-    bitwise: bool
-    frees: tuple[fx.Node, ...]
-
-    @property
-    def lowered(self) -> bool:
-        """Whether some output is a 16-bit float."""
-        return any(dtype in LOWER for dtype in self.dtypes)
-
-    @property
-    def makes_values(self) -> bool:
-        """Whether there can be values in the output that are in no input."""
-        return self.site is not None and self.site.role not in (Role.VIEW, Role.SELECT)
-
-    @property
-    def observed(self) -> bool:
-        """Whether the step makes floating-point values that have not been seen yet."""
-        if self.site is None or not self.makes_values:
-            return False
-        return any(dtype is not None and dtype.is_floating_point for dtype in self.dtypes)
+__all__ = ["Program", "compile_program", "widened"]
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All steps, the placeholders in order, and the nodes of the outputs."""
+    """All steps, the placeholders in order, and the nodes of the outputs.
+
+    Attributes:
+        traced: where it comes from.
+        inputs: the placeholders.
+        steps: every call, in graph order.
+        outputs: the nodes whose values are the model's outputs.
+        written: nodes whose memory some step writes to, or may share with one that is written to.
+        parameter_free: nodes that no parameter has touched.
+    """
 
     traced: TracedModel
     inputs: tuple[fx.Node, ...]
     steps: tuple[Step, ...]
     outputs: tuple[fx.Node, ...]
-    mutating: bool
+    written: frozenset[fx.Node]
     parameter_free: frozenset[fx.Node]
 
 
@@ -100,7 +59,7 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         inputs=tuple(graph.find_nodes(op="placeholder")),
         steps=steps,
         outputs=outputs,
-        mutating=any(step.mutates or _is_train_norm(step.node) for step in steps),
+        written=written_nodes(steps),
         parameter_free=_parameter_free(traced),
     )
 
@@ -147,12 +106,6 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _shows(site: Site | None) -> bool:
     return site is not None and site.role is Role.VIEW
-
-
-def _is_train_norm(node: fx.Node) -> bool:
-    """``batch_norm`` in training mode writes its running statistics, which its schema does not say."""
-    name = str(node.target)
-    return name.startswith(("aten.batch_norm", "aten.instance_norm")) and node.args[5] is True
 
 
 def _last_uses(graph: fx.Graph, kept: frozenset[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:

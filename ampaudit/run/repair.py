@@ -16,7 +16,7 @@ from torch import fx
 from ampaudit.run.lockstep import StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.meter import Meter, float_outputs
-from ampaudit.run.program import LOWER, Step
+from ampaudit.run.step import LOWER, Step
 from ampaudit.sites import SiteId
 
 __all__ = ["RepairingMeter"]

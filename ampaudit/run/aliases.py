@@ -1,0 +1,56 @@
+"""Which values may share memory with one that is written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from ampaudit.run.step import Step
+from ampaudit.trace.graph import Role
+
+__all__ = ["written_nodes"]
+
+# views share memory by definition; a cast returns its own input where the dtypes agree, and in the
+# float32 reference they always do; lists of views are taken apart by nodes that are no site
+_SHARING = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
+
+
+def written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
+    """Every node in the same group as a written one; groups join what may share memory."""
+    parent: dict[fx.Node, fx.Node] = {}
+
+    def root(node: fx.Node) -> fx.Node:
+        while parent.setdefault(node, node) is not node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    written: list[fx.Node] = []
+    for step in steps:
+        root(step.node)
+        for source in step.node.all_input_nodes:
+            root(source)
+        if step.site is None or step.site.role in _SHARING:
+            for source in step.node.all_input_nodes[:1]:
+                parent[root(step.node)] = root(source)
+        for target in _targets(step):
+            parent[root(step.node)] = root(target)
+            written.append(target)
+    roots = {root(node) for node in written}
+    return frozenset(node for node in list(parent) if root(node) in roots)
+
+
+def _targets(step: Step) -> list[fx.Node]:
+    """The nodes that a step writes to."""
+    args = step.node.args
+    positions = list(step.mutates)
+    if _is_train_norm(step.node):
+        positions += [3, 4]
+    return [arg for p in positions if p < len(args) and isinstance(arg := args[p], fx.Node)]
+
+
+def _is_train_norm(node: fx.Node) -> bool:
+    """``batch_norm`` in training mode writes its running statistics, which its schema does not say."""
+    name = str(node.target)
+    return name.startswith(("aten.batch_norm", "aten.instance_norm")) and node.args[5] is True

@@ -1,0 +1,66 @@
+"""One node of the graph, ready to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampaudit.trace.graph import Role, Site
+
+__all__ = ["LOWER", "Step"]
+
+LOWER = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node.
+
+    Attributes:
+        node: the graph's node.
+        target: the function to call.
+        site: the site it is, ``None`` for tuple access and shape arithmetic.
+        args: its arguments, with nodes in the places of values, on the run's device.
+        kwargs: the same for keyword arguments.
+        wide_args: its arguments with every 16-bit dtype constant replaced by float32.
+        wide_kwargs: the same for keyword arguments.
+        dtypes: dtypes of its outputs in the converted model, ``None`` where an output is no tensor.
+        mutates: positions of the arguments that it writes to.
+        random: whether it draws random numbers.
+        bitwise: whether it looks at the bits of a float, so that emulation cannot run it.
+        frees: nodes whose value nobody needs after this step.
+    """
+
+    node: fx.Node
+    target: Callable[..., Any]
+    site: Site | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wide_args: tuple[Any, ...]
+    wide_kwargs: dict[str, Any]
+    dtypes: tuple[torch.dtype | None, ...]
+    mutates: tuple[int, ...]
+    random: bool
+    bitwise: bool
+    frees: tuple[fx.Node, ...]
+
+    @property
+    def lowered(self) -> bool:
+        """Whether some output is a 16-bit float."""
+        return any(dtype in LOWER for dtype in self.dtypes)
+
+    @property
+    def makes_values(self) -> bool:
+        """Whether there can be values in the output that are in no input."""
+        return self.site is not None and self.site.role not in (Role.VIEW, Role.SELECT)
+
+    @property
+    def observed(self) -> bool:
+        """Whether the step makes floating-point values that have not been seen yet."""
+        if self.site is None or not self.makes_values:
+            return False
+        return any(dtype is not None and dtype.is_floating_point for dtype in self.dtypes)
