@@ -63,7 +63,9 @@ def run() -> NoReturn:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    click.echo(f"ampaudit: {message}", err=True)
+    from ampaudit.report.words import plain
+
+    click.echo("\n".join(plain(line) for line in f"ampaudit: {message}".splitlines()), err=True)
     # a full stdout would otherwise complain a second time when Python closes it
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     sys.exit(code)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 from ampaudit import __version__
 from ampaudit.checks import Finding, Severity
@@ -156,11 +155,11 @@ def _what_if(seen: Observation, form: NumberFormat) -> WhatIf:
 def _outputs(context: CheckContext, converted: ConvertedModel) -> tuple[OutputAccuracy, ...]:
     """The accuracy of each output, found at the site that made its values."""
     sites = converted.traced.site_of_node
-    nodes: Sequence[object] = converted.traced.graph.output_node().all_input_nodes
+    nodes: Any = converted.traced.graph.output_node().args[0]
     found: list[OutputAccuracy] = []
     for name, node in zip(converted.traced.outputs, nodes, strict=False):
-        while (site := sites.get(node.name)) is None or site.role in _HANDS_ON:  # type: ignore[attr-defined]
-            sources = node.all_input_nodes  # type: ignore[attr-defined]
+        while (site := sites.get(node.name)) is None or site.role in _HANDS_ON:
+            sources = node.all_input_nodes
             if not sources:
                 break
             node = sources[0]

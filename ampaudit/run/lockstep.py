@@ -11,7 +11,7 @@ from ampaudit.convert import ConvertedModel
 from ampaudit.run.backends import Backend, Reference
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
-from ampaudit.run.step import Step
+from ampaudit.run.step import LOWER, Step
 from ampaudit.trace.graph import Placeholder, Role, Slot
 
 __all__ = ["LockStep", "Pair", "Watch"]
@@ -67,9 +67,7 @@ class LockStep:
         self._converted = converted
         self._reference = Reference()
         self._places = {p.node: p for p in program.traced.placeholders}
-        self._masters = converted.masters
-        if device.type != "cpu":
-            self._masters = {name: tensor.to(device) for name, tensor in converted.masters.items()}
+        self._masters = {name: tensor.to(device) for name, tensor in converted.masters.items()}
 
     @torch.no_grad()
     def run(self, inputs: list[torch.Tensor], watch: Watch) -> list[Pair]:
@@ -142,7 +140,7 @@ class LockStep:
     def _input(self, node: fx.Node, tensor: torch.Tensor, place: Placeholder) -> Pair:
         reference = self._reference.hold(tensor, place.dtype)
         value = reference
-        if tensor.is_floating_point() and place.dtype != tensor.dtype:
+        if place.dtype in LOWER:
             value = self.backend.hold(tensor, place.dtype)
         if node in self.program.written:
             return reference.clone(), value.clone()
@@ -156,7 +154,8 @@ class LockStep:
         """Masters are used where they are; a stored 16-bit copy is made for the use and dropped."""
         master = self._masters[node.name].detach()
         reference = self._reference.hold(master, place.dtype)
-        if node.name not in self._converted.copies:
+        # a weight that the model itself keeps in 16 bits is one for the backend, too
+        if node.name not in self._converted.copies and master.dtype not in LOWER:
             return reference, reference
         return reference, self.backend.hold(master, place.dtype)
 

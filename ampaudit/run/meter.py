@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from ampaudit.formats import NumberFormat
 from ampaudit.run.backends import Backend
@@ -62,8 +63,8 @@ class Meter:
 
     def measure(self, step: Step, reference: Any, value: Any, call: StepCall) -> bool:
         """Measure a step's outputs; on the CPU, say whether one of them went wrong."""
+        self._note_uncovered(step)
         if step.site is None or not step.observed:
-            self._note_uncovered(step)
             return False
         bad = False
         for first, second in float_outputs(reference, value):
@@ -82,6 +83,7 @@ class Meter:
             self.uncovered[step.site.op] = "its shape depends on values and differs between FP32 and 16 bits"
             return False
         if value.numel() == 0:
+            self._rows.append((step.site.id, [0.0] * len(FIELDS), 0))
             return False
         if value.dtype != reference.dtype:
             value = value.to(reference.dtype)
@@ -105,8 +107,12 @@ class Meter:
         return fields if fields[0] < self._near else measure_cpu(master, copy, self._near)
 
     def _note_uncovered(self, step: Step) -> None:
-        if step.site is not None and any(d is not None and d.is_complex for d in step.dtypes):
+        if step.site is None:
+            return
+        if any(d is not None and d.is_complex for d in step.dtypes):
             self.uncovered[step.site.op] = "complex numbers are not audited"
+        if not isinstance(step.target, OpOverload):
+            self.uncovered[step.site.op] = "control flow: only its outputs are looked at, not its branches"
 
     def results(self) -> Iterator[Measured]:
         """Everything measured since the start, fetched from the device at once."""
