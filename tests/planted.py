@@ -35,14 +35,26 @@ class TwoBranches(nn.Module):
         return self.head(torch.cat([self.left(x), self.right(x)], dim=-1))
 
 
-class ResidualStream(nn.Module):
-    """Block 1 overflows; the residual stream stays out of range in every block after it."""
+class Jump(nn.Module):
+    """Every element becomes plus or minus 400,000."""
 
-    def __init__(self, blocks: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Branch(1.0) for _ in range(blocks))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sign(self.inner(x)) * 4e5
+
+
+class ResidualStream(nn.Module):
+    """Block 1 overflows; the residual stream stays far out of range in every block after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Branch(1.0), Jump(), Branch(1.0), Branch(1.0)])
         with torch.no_grad():
-            self.blocks[1].down.weight.mul_(2e5)
+            for block in self.blocks[2:]:
+                block.down.weight.mul_(3e3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

@@ -11,7 +11,7 @@ from ampaudit.checks import Finding
 from ampaudit.errors import ReferenceBroken
 from ampaudit.report.model import Report
 
-from .planted import WIDTH, MaskedAttention, ResidualStream, TwoBranches
+from .planted import WIDTH, Branch, MaskedAttention, ResidualStream, TwoBranches
 
 X = (8, WIDTH)
 
@@ -55,8 +55,59 @@ def test_an_overflowing_residual_stream_is_blamed_on_its_first_block_only() -> N
     model = ResidualStream().eval()
     report = scan(model, torch.randn(X), policy="half")
     found = errors(report)
-    assert [f.site for f in found] == ["blocks.1.down/linear"]
+    assert [f.site for f in found] == ["blocks.1/mul"]
     assert {"(top)/add#2", "(top)/add#3", "(top)/add#4"} <= set(found[0].poisons)
+
+
+def test_two_origins_on_one_path_are_both_found() -> None:
+    model = nn.Sequential(Branch(6e4), Branch(1.0), Branch(5e4)).eval()
+    found = errors(scan(model, torch.randn(X) * 3))
+    assert [f.layer for f in found] == ["0.up", "2.up"]
+
+
+def test_an_independent_fault_in_an_add_is_found_beside_an_inherited_one() -> None:
+    """Elements that overflow although neither operand did are the add's own fault."""
+
+    class Add(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2, bias=False)
+            with torch.no_grad():
+                self.inner.weight.copy_(torch.eye(2))
+            self.register_buffer("first", torch.tensor([2.0, 1.0]))
+            self.register_buffer("second", torch.tensor([0.0, 1.0]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x) * self.first
+            return y + y * self.second
+
+    one = errors(scan(Add().eval(), torch.tensor([[40000.0, 1.0]]), policy="half"))
+    assert [f.site for f in one] == ["(top)/mul"]
+    both = errors(scan(Add().eval(), torch.tensor([[40000.0, 40000.0]]), policy="half"))
+    assert [f.site for f in both] == ["(top)/mul", "(top)/add"]
+
+
+def test_marks_follow_their_elements_through_views_relu_and_cat() -> None:
+    """The second column is wrong by inheritance, the third by itself, also after being moved around."""
+
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+            with torch.no_grad():
+                self.inner.weight.copy_(torch.eye(4))
+            self.register_buffer("first", torch.tensor([1.0, 4.0, 1.0, 1.0]))
+            self.register_buffer("second", torch.tensor([1.0, 1.0, 2.0, 1.0]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x) * self.first
+            moved = torch.cat([torch.relu(y).flip(-1), y[:, :0]], dim=-1).flip(-1).clone()
+            return moved * self.second
+
+    inherited = errors(scan(Moved().eval(), torch.tensor([[1.0, 30000.0, 2.0, 1.0]]), policy="half"))
+    assert [f.site for f in inherited] == ["(top)/mul"]
+    both = errors(scan(Moved().eval(), torch.tensor([[1.0, 30000.0, 40000.0, 1.0]]), policy="half"))
+    assert [f.site for f in both] == ["(top)/mul", "(top)/mul#2"]
 
 
 def test_a_saturated_mask_is_a_note() -> None:
@@ -204,6 +255,21 @@ def test_ranges_names_what_would_leave_each_format() -> None:
         "float8_e5m2": True,
     }
     assert report.run.backend == "float32"
+
+
+def test_ranges_counts_what_would_vanish() -> None:
+    values = torch.tensor([2.0**-26, 2.0**-25.5, 2.0**-24, 2.0**-20, 1.0, 0.0, 2.0**-12, 3.0])
+    report = scan(
+        nn.Sequential(nn.Identity(), nn.Tanh()).eval(), torch.atanh(values.clamp(max=0.9)), ranges=True
+    )
+    site = next(s for s in report.sites if s.site == "1/tanh")
+    assert site.what_if is not None
+    # of seven non-zero values, two are below half of float16's smallest number, 2^-25
+    assert site.what_if["float16"].vanish == pytest.approx(2 / 7)
+    assert site.what_if["bfloat16"].vanish == 0
+    # e4m3: below 2^-10 (five of them); e5m2: below 2^-17 (four)
+    assert site.what_if["float8_e4m3fn"].vanish == pytest.approx(5 / 7)
+    assert site.what_if["float8_e5m2"].vanish == pytest.approx(4 / 7)
 
 
 def test_batches_of_different_shapes_are_merged_by_site() -> None:

@@ -98,6 +98,24 @@ def test_local_error_of_a_cut_is_that_of_the_whole(monkeypatch: pytest.MonkeyPat
     assert FULL_CALL < 2 * 24 * 24 * 24
 
 
+def test_local_error_of_a_linear_against_its_definition() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
+    x = torch.randn(32, WIDTH)
+    report = scan(model, x, policy="half")
+    site = next(s for s in report.sites if s.site == "1/linear")
+
+    def low(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().half().float()
+
+    with torch.no_grad():
+        hidden = model[0](x)
+        expected = model[1](hidden).double()
+        found = low(nn.functional.linear(low(hidden), low(model[1].weight), low(model[1].bias))).double()
+    decibel = 10 * torch.log10(expected.square().sum() / (found - expected).square().sum())
+    assert site.forward is not None
+    assert site.forward.local_sqnr_db == pytest.approx(decibel.item(), abs=0.01)
+
+
 def test_local_error_separates_the_cause_from_its_victims() -> None:
     """One op subtracts nearly equal numbers; everything after it inherits the error."""
 

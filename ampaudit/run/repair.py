@@ -1,13 +1,14 @@
 """The watch of a second look: every value that goes wrong is recorded, then repaired, and the run goes on.
 
-A repaired element gets the reference's value, limited to the format's range. What follows is audited as
-if the fault had not happened, so that every independent origin shows itself in one pass. A value that is
-out of range because the (repaired) input already was is not a new origin; in elementwise ops this is
-decided element by element, elsewhere for the whole value.
+A repaired element gets the reference's value, limited to the format's range. What is computed from it
+follows the reference, too, so that later sites are audited as if the fault had not happened, and every
+independent origin shows itself in one pass. A value that is wrong because its input was is no origin; in
+elementwise ops this is decided element by element, elsewhere for the whole value.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -43,47 +44,74 @@ class RepairingMeter:
     def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure; where elements are wrong, decide whose fault it is and repair them."""
         self.meter.measure(step, reference, value, call)
-        if step.site is None or step.site.id in self._masks:
+        if step.site is not None and step.site.id in self._masks:
             return value
         if not step.makes_values:
-            self._follow(step, call)
+            self._follow(step, value, call)
             return value
-        wrong = [_wrong(r, v) for r, v in float_outputs(reference, value)]
-        if not any(mask is not None for mask in wrong):
+        if not any(True for _ in float_outputs(reference, value)):
             return value
-        first = next(mask for mask in wrong if mask is not None)
-        if self._is_origin(step, first):
+        single = isinstance(reference, torch.Tensor) and reference.shape == value.shape
+        affected = self._affected(step, reference) if single else None
+        wrong = next((m for r, v in float_outputs(reference, value) if (m := _wrong(r, v)) is not None), None)
+        if wrong is not None and step.site is not None and self._is_origin(step, wrong, affected):
             self.origins.append(step.site.id)
-        self._repaired[step.node] = first
-        return _repair(reference, value, step)
+        if wrong is None and affected is None:
+            return value
+        if not single:
+            assert wrong is not None
+            self._repaired[step.node] = wrong
+            return _repaired_list(reference, value, step)
+        replaced = torch.zeros(reference.shape, dtype=torch.bool, device=reference.device)
+        for mask in (wrong, affected):
+            replaced = replaced if mask is None else replaced | mask
+        # in FP32 the value may stay beyond the format for long: what is added to it is the same fault
+        beyond = reference.abs() > _limit(step.dtypes[0], value.dtype)
+        mark = beyond & replaced if wrong is None else beyond & replaced | wrong
+        if bool(mark.any()):
+            self._repaired[step.node] = mark
+        return _replace(reference, value, replaced, step.dtypes[0], bool(step.mutates))
 
-    def _is_origin(self, step: Step, wrong: torch.Tensor) -> bool:
-        inherited = [self._repaired[n] for n in step.node.all_input_nodes if n in self._repaired]
-        if not inherited:
-            return True
-        if torch.Tag.pointwise not in getattr(step.target, "tags", ()):
-            return False
-        try:
-            from_inputs = torch.zeros_like(wrong)
-            for mask in inherited:
-                from_inputs |= mask.expand_as(wrong)
-        except RuntimeError:
-            return False
-        return bool((wrong & ~from_inputs).any())
+    def _affected(self, step: Step, reference: torch.Tensor) -> torch.Tensor | None:
+        """Elements that depend on a repaired one."""
+        masks = [self._repaired[n] for n in step.node.all_input_nodes if n in self._repaired]
+        if not masks:
+            return None
+        if torch.Tag.pointwise in getattr(step.target, "tags", ()):
+            try:
+                affected = torch.zeros(reference.shape, dtype=torch.bool, device=reference.device)
+                for mask in masks:
+                    affected |= mask
+                return affected
+            except RuntimeError:
+                pass
+        return torch.ones(reference.shape, dtype=torch.bool, device=reference.device)
 
-    def _follow(self, step: Step, call: StepCall) -> None:
-        source = next((n for n in step.node.all_input_nodes if n in self._repaired), None)
-        if source is None:
+    def _is_origin(self, step: Step, wrong: torch.Tensor, affected: torch.Tensor | None) -> bool:
+        if affected is not None:
+            return bool((wrong & ~affected).any())
+        return not any(node in self._repaired for node in step.node.all_input_nodes)
+
+    def _follow(self, step: Step, value: Any, call: StepCall) -> None:
+        """Marks move with the elements: the same op picks, moves or reshapes them."""
+        sources = [node for node in step.node.all_input_nodes if node in self._repaired]
+        if not sources or not isinstance(value, torch.Tensor):
             return
-        mask, original = self._repaired[source], call.inputs[source][1]
-        try:
-            args = [mask if arg is original else arg for arg in call.args]
-            result = step.target(*args, **call.kwargs)
-        except (RuntimeError, TypeError):
-            result = None
-        value = step.node.meta.get("val")
-        if not isinstance(result, torch.Tensor):
-            result = torch.ones(getattr(value, "shape", ()), dtype=torch.bool, device=mask.device)
+
+        def mark_of(node: fx.Node) -> Any:
+            given = call.inputs[node][1]
+            if isinstance(given, torch.Tensor) and given.is_floating_point():
+                return self._repaired.get(node, torch.zeros_like(given, dtype=torch.bool))
+            return given
+
+        result = None
+        if step.site is not None and not step.mutates:
+            with contextlib.suppress(RuntimeError, TypeError):
+                result = step.target(*fx.node.map_arg(step.args, mark_of), **call.kwargs)
+        if not isinstance(result, torch.Tensor) or result.dtype is not torch.bool:
+            # an op that knows no booleans, or access to one of several outputs
+            mark = self._repaired[sources[0]]
+            result = mark if mark.shape == value.shape else torch.ones_like(value, dtype=torch.bool)
         if bool(result.any()):
             self._repaired[step.node] = result
 
@@ -95,25 +123,33 @@ def _wrong(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
     return mask if bool(mask.any()) else None
 
 
-def _repair(reference: Any, value: Any, step: Step) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _repaired_tensor(reference, value, step.dtypes[0], bool(step.mutates))
-    pairs = zip(reference, value, step.dtypes, strict=True)
-    return type(value)(
-        _repaired_tensor(r, v, dtype, False) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for r, v, dtype in pairs
-    )
+def _repaired_list(reference: Any, value: Any, step: Step) -> Any:
+    """Several outputs: the wrong elements of each are replaced."""
+    items = []
+    for first, second, dtype in zip(reference, value, step.dtypes, strict=True):
+        mask = None
+        if isinstance(second, torch.Tensor) and second.is_floating_point():
+            mask = _wrong(first, second)
+        items.append(second if mask is None else _replace(first, second, mask, dtype, False))
+    return type(value)(items)
 
 
-def _repaired_tensor(
-    reference: torch.Tensor, value: torch.Tensor, dtype: torch.dtype | None, in_place: bool
+def _limit(dtype: torch.dtype | None, carrier: torch.dtype) -> float:
+    return torch.finfo(dtype if dtype in LOWER else carrier).max
+
+
+def _replace(
+    reference: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    dtype: torch.dtype | None,
+    in_place: bool,
 ) -> torch.Tensor:
-    mask = _wrong(reference, value)
-    if mask is None:
-        return value
-    limit = torch.finfo(dtype).max if dtype in LOWER else torch.finfo(value.dtype).max
-    replacement = reference.clamp(-limit, limit).to(value.dtype)
-    if in_place:
-        value.copy_(torch.where(mask, replacement, value))
-        return value
-    return torch.where(mask, replacement, value)
+    """The reference's value, limited to the format and rounded to it, where the mask says so."""
+    limit = _limit(dtype, value.dtype)
+    mask = mask & reference.isfinite()
+    replacement = reference.clamp(-limit, limit)
+    if dtype in LOWER:
+        replacement = replacement.to(dtype)
+    repaired = torch.where(mask, replacement.to(value.dtype), value)
+    return value.copy_(repaired) if in_place else repaired
