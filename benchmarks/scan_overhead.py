@@ -134,6 +134,13 @@ def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def memory_of(name: str) -> dict[str, float]:
     """Peak memory (weights and activations) in bytes, each level in its own process."""
     context = multiprocessing.get_context("spawn")
@@ -158,7 +165,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "torch": torch.__version__,
-        "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
+        "machine": torch.cuda.get_device_name() if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "limits": LIMITS,
         "models": {},

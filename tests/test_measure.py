@@ -15,7 +15,7 @@ from ampaudit.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, Numb
 from ampaudit.run import measure as measure_module
 from ampaudit.run.backends import rounded
 from ampaudit.run.flat import flat_pair, sample
-from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.samples import Samples
 
 FLOATS = hnp.arrays(
@@ -74,6 +74,33 @@ def test_one_bad_element_in_any_block_is_found(bad: float, monkeypatch: pytest.M
             brute_force(reference.numpy(), value.numpy()),
             loose=True,
         )
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, None])
+def test_measuring_while_rounding_finds_every_bad_element(
+    bad: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure_module, "BLOCK", 64)
+    for position in (0, 63, 64, 200, 299):
+        reference = torch.randn(300)
+        value = reference + 0.01 * torch.randn(300)
+        if bad is not None:
+            value[position] = bad
+        seen = BlockMeasure(reference, near=1e4)
+        for start in range(0, 300, 64):
+            seen.add(reference[start : start + 64], value[start : start + 64])
+        found = dict(zip(FIELDS, seen.fields, strict=True))
+        whole = brute_force(reference.numpy(), value.numpy())
+        assert seen.elements == 300
+        for name in ("pos_inf", "neg_inf", "nan", "bad_ref_peak"):
+            assert found[name] == whole[name]
+        assert found["ref_peak"] == pytest.approx(whole["ref_peak"], rel=0.02)
+        # errors are over blocks 0 and 4, and the one with the bad element
+        blocks = {0, 4} | ({position // 64} if bad is not None else set())
+        chosen = np.concatenate([np.arange(b * 64, min(b * 64 + 64, 300)) for b in sorted(blocks)])
+        part = brute_force(reference.numpy()[chosen], value.numpy()[chosen])
+        assert found["err_sq"] == pytest.approx(part["err_sq"], rel=1e-4)
+        assert found["ref_sq"] == pytest.approx(part["ref_sq"], rel=1e-4)
 
 
 def test_peak_of_negative_values_and_negative_nan() -> None:

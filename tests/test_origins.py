@@ -97,11 +97,12 @@ def test_marks_follow_their_elements_through_views_relu_and_cat() -> None:
             with torch.no_grad():
                 self.inner.weight.copy_(torch.eye(4))
             self.register_buffer("first", torch.tensor([1.0, 4.0, 1.0, 1.0]))
-            self.register_buffer("second", torch.tensor([1.0, 1.0, 2.0, 1.0]))
+            # in the flipped order: the third column is doubled
+            self.register_buffer("second", torch.tensor([1.0, 2.0, 1.0, 1.0]))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(x) * self.first
-            moved = torch.cat([torch.relu(y).flip(-1), y[:, :0]], dim=-1).flip(-1).clone()
+            moved = torch.cat([torch.relu(y).flip(-1), y[:, :0]], dim=-1).clone()
             return moved * self.second
 
     inherited = errors(scan(Moved().eval(), torch.tensor([[1.0, 30000.0, 2.0, 1.0]]), policy="half"))
@@ -255,6 +256,11 @@ def test_ranges_names_what_would_leave_each_format() -> None:
         "float8_e5m2": True,
     }
     assert report.run.backend == "float32"
+
+
+def test_ranges_leaves_masks_alone() -> None:
+    report = scan(MaskedAttention().eval(), torch.randn(2, 8, WIDTH), ranges=True)
+    assert report.findings == ()
 
 
 def test_ranges_counts_what_would_vanish() -> None:

@@ -17,7 +17,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
     form = context.number_format
     for site in context.sites:
         seen = context.observed(site.id)
-        if not seen.elements or seen.ref_peak < form.overflow_at or site.id in context.parameter_free:
+        meant = site.id in context.parameter_free or site.id in context.record.by_design
+        if not seen.elements or seen.ref_peak < form.overflow_at or meant:
             continue
         cause = f"FP32 values reach {number(seen.ref_peak)}; {form.name} ends at {number(form.max)}"
         advice = "run a full scan: it says whether the policy computes this in 16 bits, and what that breaks"

@@ -6,10 +6,10 @@ held tensor is read as float32. Adding one means implementing this protocol and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import BLOCK, BlockMeasure
@@ -148,11 +148,19 @@ def _round_result(
     """Round an op's output where it lies, unless it shares memory with one of the inputs."""
     if tensor.dtype is not torch.float32 or dtype not in LOWER:
         return rounded(tensor, dtype)
-    address = tensor.untyped_storage().data_ptr()
-    for arg in pytree.tree_leaves(args):
-        if isinstance(arg, torch.Tensor) and arg.untyped_storage().data_ptr() == address:
-            return rounded(tensor, dtype)
+    if _shares_memory(tensor.untyped_storage().data_ptr(), args):
+        return rounded(tensor, dtype)
     return _round_blocks(tensor, tensor, dtype, measure)
+
+
+def _shares_memory(address: int, values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.untyped_storage().data_ptr() == address:
+                return True
+        elif isinstance(value, list | tuple) and _shares_memory(address, value):
+            return True
+    return False
 
 
 def _round_blocks(

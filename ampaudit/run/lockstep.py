@@ -77,23 +77,51 @@ class LockStep:
         tensors in float32, it is done once.
         """
         values: dict[fx.Node, Pair] = self._start(inputs)
-        for step in self.program.steps:
-            inputs_of = {node: self._value(node, values) for node in step.node.all_input_nodes}
-            values[step.node] = self._advance(step, inputs_of, watch)
-            del inputs_of
-            for node in step.frees:
-                values.pop(node, None)
+        for group in self.program.groups:
+            state = self._random_state() if group[0].random else None
+            references = self._references(group, values)
+            for step, reference in zip(group, references, strict=True):
+                inputs_of = {node: self._value(node, values) for node in step.node.all_input_nodes}
+                values[step.node] = self._advance(step, inputs_of, reference, state, watch)
+                del inputs_of
+                for node in step.frees:
+                    values.pop(node, None)
+            del references
         return [self._value(node, values) for node in self.program.outputs]
 
-    def _advance(self, step: Step, inputs: dict[fx.Node, Pair], watch: Watch) -> Pair:
+    def _references(self, group: tuple[Step, ...], values: dict[fx.Node, Pair]) -> list[Any]:
+        """The reference's results of a run of steps."""
+        found: dict[fx.Node, Any] = {}
+        for step in group:
+            sides: dict[fx.Node, Pair] = {}
+            for node in step.node.all_input_nodes:
+                if node in found:
+                    sides[node] = (found[node], None)
+                elif node in values:
+                    sides[node] = values[node]
+                else:
+                    sides[node] = (self._reference.hold(self._masters[node.name].detach(), None), None)
+            args, kwargs = self._reference.arguments(step)
+            found[step.node] = self._reference.call(
+                step, _resolved(args, sides, 0), _resolved(kwargs, sides, 0)
+            )
+        return [found[step.node] for step in group]
+
+    def _advance(
+        self,
+        step: Step,
+        inputs: dict[fx.Node, Pair],
+        reference: Any,
+        state: torch.Tensor | None,
+        watch: Watch,
+    ) -> Pair:
         shared = self._reference_only or (
             not step.lowered
             and step.node not in self.program.written
-            and all(reference is value for reference, value in inputs.values())
+            and all(first is second for first, second in inputs.values())
         )
         call = StepCall(inputs, step, self._reference, self.backend, shared)
-        state = self._random_state() if step.random and not shared else None
-        reference = self._unaliased(step, call, self._reference.call(step, call.ref_args, call.ref_kwargs))
+        reference = self._unaliased(step, call, reference)
         if shared:
             value = reference
         else:

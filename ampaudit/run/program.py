@@ -17,6 +17,9 @@ from ampaudit.trace.opnames import mutated_arguments
 
 __all__ = ["Program", "compile_program", "widened"]
 
+# longer runs keep more of the reference alive and gain little
+GROUP = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -26,6 +29,8 @@ class Program:
         traced: where it comes from.
         inputs: the placeholders.
         steps: every call, in graph order.
+        groups: the same calls in runs of a few: the reference computes a whole run first, while its values
+            are in the cache. A call that writes memory or draws random numbers is a run of its own.
         outputs: the nodes whose values are the model's outputs.
         written: nodes whose memory some step writes to, or may share with one that is written to.
         parameter_free: nodes that no parameter has touched.
@@ -34,6 +39,7 @@ class Program:
     traced: TracedModel
     inputs: tuple[fx.Node, ...]
     steps: tuple[Step, ...]
+    groups: tuple[tuple[Step, ...], ...]
     outputs: tuple[fx.Node, ...]
     written: frozenset[fx.Node]
     parameter_free: frozenset[fx.Node]
@@ -54,14 +60,28 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         for node in graph.nodes
         if node.op == "call_function"
     )
+    written = written_nodes(steps)
     return Program(
         traced=traced,
         inputs=tuple(graph.find_nodes(op="placeholder")),
         steps=steps,
+        groups=_grouped(steps, written),
         outputs=outputs,
-        written=written_nodes(steps),
+        written=written,
         parameter_free=_parameter_free(traced),
     )
+
+
+def _grouped(steps: tuple[Step, ...], written: frozenset[fx.Node]) -> tuple[tuple[Step, ...], ...]:
+    groups: list[list[Step]] = []
+    open_group = False
+    for step in steps:
+        alone = bool(step.mutates) or step.random or step.node in written
+        if alone or not open_group or len(groups[-1]) == GROUP:
+            groups.append([])
+        groups[-1].append(step)
+        open_group = not alone
+    return tuple(tuple(group) for group in groups)
 
 
 def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: torch.device) -> Step:
