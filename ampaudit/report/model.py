@@ -114,7 +114,7 @@ class Forward:
         nan: elements NaN in 16 bits only.
         elements: elements looked at for peak, inf and nan: all of them.
         sqnr_db: accumulated signal to quantization-noise ratio against FP32; null for a weight that fits.
-            On a CPU, over every fourth block of 262,144 elements of what is larger than that.
+            On a CPU, over every eighth block of 262,144 elements of what is larger than that.
         local_sqnr_db: the same for this op alone on exact inputs, over local_elements of its output.
         local_elements: see local_sqnr_db.
         sampled: elements looked at for the fields that follow.

@@ -6,7 +6,7 @@ import torch
 
 __all__ = ["flat_pair", "sample"]
 
-SAMPLE_RUNS = 16
+SAMPLE_RUNS = 8
 SAMPLE_RUN_LENGTH = 64
 
 
@@ -21,7 +21,7 @@ def flat_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def sample(vector: torch.Tensor) -> torch.Tensor:
-    """All of a short vector; else 16 evenly spaced runs of 64 elements (a view, so a cheap copy)."""
+    """All of a short vector; else 8 evenly spaced runs of 64 elements (a view, so a cheap copy)."""
     total = SAMPLE_RUNS * SAMPLE_RUN_LENGTH
     if vector.numel() <= total:
         return vector

@@ -130,7 +130,7 @@ def _matmul(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Index],
 
 
 def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Index], Index] | None:
-    """One sample, sixteen output channels, and the top row, which sees no lower padding."""
+    """One sample, eight output channels, and the top row, which sees no lower padding."""
     x, weight = args[0], args[1]
     if (len(args) > 6 and args[6] != 1) or x.ndim != out.ndim or out.ndim < 3:
         return None
@@ -140,7 +140,7 @@ def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, In
     reach = dilation * (weight.shape[2] - 1) + 1
     rows_in = min(x.shape[2], max(reach - padding, 1))
     rows_out = (rows_in + padding - reach) // stride + 1
-    channels = slice(0, 16)
+    channels = slice(0, 8)
     cuts: dict[int, Index] = {0: (slice(0, 1), slice(None), slice(0, rows_in)), 1: (channels,)}
     if len(args) > 2 and isinstance(args[2], torch.Tensor):
         cuts[2] = (channels,)

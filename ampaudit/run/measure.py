@@ -31,7 +31,7 @@ FIELDS = (
 _MERGE_MAX = (True, True, False, False, False, False, False, True, False)
 # 1 MiB of float32: block, its reference and the scratch block stay in a core's cache
 BLOCK = 1 << 18
-ERROR_EVERY = 4
+ERROR_EVERY = 8
 
 
 def measure_any(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def measure_cpu(reference: torch.Tensor, value: torch.Tensor, near: float = math
 class BlockMeasure:
     """Measures a CPU value block by block while somebody else writes it, so that it is read once.
 
-    Every block is searched for its peak, inf and NaN. Errors are summed over every fourth block: the
+    Every block is searched for its peak, inf and NaN. Errors are summed over every eighth block: the
     reference has left the cache by then, and reading all of it would cost as much as all the rest. A
     tensor of up to 262,144 elements is one block, and so exact.
 

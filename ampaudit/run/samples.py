@@ -1,7 +1,6 @@
 """Distributions from samples: exponents, flushed and subnormal shares, smallest non-zero magnitude.
 
-Peaks, counts of inf and NaN and errors are exact (``measure``). A distribution does not need every
-element: up to 1024 per site and batch are kept and reduced together, a block of sites at a time.
+Peaks and counts of inf and NaN are exact (``measure``). A distribution does not need every element: up to 512 per site and batch are kept and reduced together, a block of sites at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["SampleStatistics", "Samples"]
 # float32 exponents from -150 (below the smallest subnormal) to 128
 EXPONENT_LOW = -150
 _BINS = 279
-_FLUSH_AT = 128  # rows held before they are reduced: at most 1 MiB
+_FLUSH_AT = 128  # rows held before they are reduced: at most half a MiB
 
 
 @dataclass(slots=True)

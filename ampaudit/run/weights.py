@@ -25,16 +25,22 @@ class WeightRange:
     nonfinite: bool
 
 
-def weight_ranges(converted: ConvertedModel) -> tuple[WeightRange, ...]:
-    """One range per weight that has a 16-bit copy, in graph order; each master is read once."""
+def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[WeightRange, ...]:
+    """One range per weight that has a 16-bit copy, in graph order.
+
+    Args:
+        converted: the model.
+        known: peaks of weights that the run has read already, by name; the others are read here.
+    """
     ranges: dict[str, WeightRange] = {}
     parameters = {p.node for p in converted.traced.placeholders if p.slot is Slot.PARAMETER}
     for copy in converted.copies.values():
         master = converted.masters[copy.placeholder].detach()
         if copy.name in ranges or master.numel() == 0:
             continue
-        low, high = float(master.amin()), float(master.amax())
-        peak = max(-low, high)
+        peak = known.get(copy.name, math.nan)
+        if not math.isfinite(peak):
+            peak = max(-float(master.amin()), float(master.amax()))
         finite = math.isfinite(peak)
         ranges[copy.name] = WeightRange(
             copy.name, copy.placeholder in parameters, master.numel(), peak if finite else 0.0, not finite

@@ -126,11 +126,17 @@ def _context(audit: Audit, form: NumberFormat, min_headroom: float, ranges: bool
         record=audit.record,
         number_format=form,
         parameter_free=audit.parameter_free,
-        weights=() if ranges else weight_ranges(audit.converted),
+        weights=() if ranges else weight_ranges(audit.converted, _weight_peaks(audit)),
         users=_weight_users(audit),
         min_headroom=min_headroom,
         ranges_only=ranges,
     )
+
+
+def _weight_peaks(audit: Audit) -> dict[str, float]:
+    """Peaks of the weights that are cast in the graph: the run measured them."""
+    seen = audit.record.observations
+    return {s.weight: seen[s.id].ref_peak for s in audit.sites if s.weight is not None and s.id in seen}
 
 
 def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
