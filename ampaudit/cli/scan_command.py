@@ -135,4 +135,4 @@ def _as_text(report: Report, verbosity: int) -> str:
 
     stream = io.StringIO()
     print_report(report, Console(file=stream, width=100, highlight=False), verbosity=verbosity)
-    return stream.getvalue()
+    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())

@@ -77,8 +77,8 @@ def _verdict(report: Report) -> Text:
             what += f"; the least headroom is {least.forward.headroom_bits:.1f} bits" if least.forward else ""
             what += f", at {plain(least.site)}"
     extra = f" ({warnings} warning{'s' if warnings != 1 else ''})" if warnings and errors else ""
-    word, style = ("FAIL", "bold red") if report.verdict == "fail" else ("PASS", "bold green")
-    if report.verdict == "pass" and (errors or (report.run.level == "ranges" and warnings)):
+    word, style = ("FAIL", "bold red") if errors or report.verdict == "fail" else ("PASS", "bold green")
+    if word == "PASS" and report.run.level == "ranges" and warnings:
         word, style = "LOOK", "bold yellow"
     return Text.assemble((word, style), f"  {what}{extra}")
 

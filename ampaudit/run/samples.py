@@ -1,6 +1,7 @@
 """Distributions from samples: exponents, flushed and subnormal shares, smallest non-zero magnitude.
 
-Peaks and counts of inf and NaN are exact (``measure``). A distribution does not need every element: up to 512 per site and batch are kept and reduced together, a block of sites at a time.
+Peaks and counts of inf and NaN are exact (``measure``). A distribution does not need every element: up
+to 512 per site and batch are kept and reduced together, a block of sites at a time.
 """
 
 from __future__ import annotations
