@@ -14,6 +14,8 @@ import json
 import multiprocessing
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,6 +156,16 @@ def memory_of(name: str) -> dict[str, float]:
     return found
 
 
+def help_seconds(repeats: int = 5) -> float:
+    """Median wall time of ``ampaudit --help`` in a process of its own."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "ampaudit", "--help"], check=True, capture_output=True)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
@@ -170,6 +182,8 @@ def main() -> None:
         "limits": LIMITS,
         "models": {},
     }
+    results["help_seconds"] = help_seconds()
+    print(f"ampaudit --help: {results['help_seconds']:.2f} s, limit 0.3 s")
     for name in SUBJECTS:
         found = time_subject(name, options.repeats, device)
         print(f"{name}: plain FP32 forward {found['plain_seconds']:.3f} s (the unit of what follows)")

@@ -77,3 +77,15 @@ class MaskedAttention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         scores = q @ k.transpose(-1, -2) / 4.0 + self.mask
         return torch.softmax(scores, dim=-1) @ v
+
+
+class AdditiveMask(nn.Module):
+    """A softmax over scores to which (1 - keep) times -1e9 is added, as many models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        bias = (1.0 - keep.to(x.dtype)) * -1e9
+        return torch.softmax(self.q(x) + bias, dim=-1)

@@ -11,7 +11,7 @@ from ampaudit.checks import Finding
 from ampaudit.errors import ReferenceBroken
 from ampaudit.report.model import Report
 
-from .planted import WIDTH, Branch, MaskedAttention, ResidualStream, TwoBranches
+from .planted import WIDTH, AdditiveMask, Branch, MaskedAttention, ResidualStream, TwoBranches
 
 X = (8, WIDTH)
 
@@ -118,35 +118,17 @@ def test_a_saturated_mask_is_a_note() -> None:
 
 
 def test_a_mask_that_saturates_in_an_op_is_a_note_too() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q = nn.Linear(WIDTH, 8)
-
-        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-            bias = (1.0 - keep.to(x.dtype)) * -1e9
-            return torch.softmax(self.q(x) + bias, dim=-1)
-
     keep = torch.ones(4, 8)
     keep[:, 5:] = 0
-    report = scan(Masked().eval(), (torch.randn(4, WIDTH), keep), policy="half")
+    report = scan(AdditiveMask().eval(), (torch.randn(4, WIDTH), keep), policy="half")
     assert errors(report) == []
     assert any(f.code == "AMP104" for f in report.findings)
 
 
 def test_a_completely_masked_row_is_an_error() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q = nn.Linear(WIDTH, 8)
-
-        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-            bias = (1.0 - keep.to(x.dtype)) * -1e9
-            return torch.softmax(self.q(x) + bias, dim=-1)
-
     keep = torch.ones(4, 8)
     keep[2] = 0
-    found = errors(scan(Masked().eval(), (torch.randn(4, WIDTH), keep), policy="half"))
+    found = errors(scan(AdditiveMask().eval(), (torch.randn(4, WIDTH), keep), policy="half"))
     assert [f.site for f in found] == ["(top)/mul"]
     assert "(top)/softmax" in found[0].poisons
     assert found[0].kind == "constant"

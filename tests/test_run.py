@@ -17,6 +17,7 @@ from ampaudit.report.model import Report, SiteReport
 from ampaudit.run import audit as audit_module
 from ampaudit.run.backends import Emulated, Native
 from ampaudit.run.local import FULL_CALL
+from ampaudit.run.meter import Meter
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace import trace
 from ampaudit.workflows.scan import scan_source
@@ -57,6 +58,27 @@ def test_native_and_emulated_name_the_same_origins(policy: str) -> None:
     for backend in (Emulated(), Native()):
         found = audit_with(backend, model, batch, policy).findings
         assert [f.site for f in found] == ["left.up/linear", "right.up/linear"]
+
+
+@pytest.mark.parametrize("policy", ["torch-cuda", "half"])
+def test_numbers_fetched_at_the_end_are_those_measured_at_once(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of a GPU, where nothing is looked at before the batch is over, taken on the CPU."""
+    model = TwoBranches(left=6e4, right=5e4).eval()
+    x = torch.randn(8, WIDTH) * 3
+    at_once = scan(model, x, policy=policy)
+    monkeypatch.setattr(Meter, "deferred", True)
+    at_the_end = scan(model, x, policy=policy)
+    assert [(f.code, f.site, f.poisons) for f in at_the_end.findings] == [
+        (f.code, f.site, f.poisons) for f in at_once.findings
+    ]
+    for ours, theirs in zip(at_the_end.sites, at_once.sites, strict=True):
+        assert ours.verdict == theirs.verdict
+        if ours.forward is not None and theirs.forward is not None:
+            assert ours.forward.inf == theirs.forward.inf
+            assert ours.forward.nan == theirs.forward.nan
+            assert ours.forward.peak == pytest.approx(theirs.forward.peak, rel=1e-3)
 
 
 class OpsToCut(nn.Module):

@@ -116,7 +116,8 @@ def summary(report: Report, hidden: int) -> Iterable[RenderableType]:
         rows.append(
             (
                 "Weights",
-                f"{size_of(weights.master_bytes)} masters, {size_of(weights.working_bytes)} of 16-bit copies",
+                f"{size_of(weights.master_bytes)} of FP32 masters, "
+                f"{size_of(weights.working_bytes)} of 16-bit copies",
             )
         )
     limits = format_named(report.run.dtype)

@@ -39,7 +39,13 @@ class Measured:
 
 
 class Meter:
-    """Measures pairs. On a CPU the numbers are there at once; on a GPU they stay until ``results``."""
+    """Measures pairs. On a CPU the numbers are there at once; on a GPU they stay until ``results``.
+
+    Attributes:
+        deferred: whether numbers stay where they are on a CPU, too.
+    """
+
+    deferred = False
 
     def __init__(self, number_format: NumberFormat, backend: Backend, local: bool = True) -> None:
         self.samples = Samples(number_format.min_normal)
@@ -52,7 +58,9 @@ class Meter:
 
     def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
         """Single CPU outputs are measured while they are rounded."""
-        if step.observed and isinstance(reference, torch.Tensor) and reference.device.type == "cpu":
+        if self.deferred or not isinstance(reference, torch.Tensor):
+            return None
+        if step.observed and reference.device.type == "cpu":
             return BlockMeasure(reference, self._near)
         return None
 
@@ -89,7 +97,7 @@ class Meter:
             value = value.to(reference.dtype)
         first, second = flat_pair(reference, value)
         self.samples.add(step.site.id, first, second)
-        if value.device.type != "cpu":
+        if self.deferred or value.device.type != "cpu":
             self._rows.append((step.site.id, measure_any(first, second), second.numel()))
             return False
         if seen is not None and seen.elements == value.numel():

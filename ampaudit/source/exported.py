@@ -30,7 +30,7 @@ def from_exported(path: Path, options: SourceOptions, location: str) -> ModelSou
     if not path.is_file():
         raise SourceError(f"no such file: {path}", hint="check the path of the .pt2 file")
     program = _load(path)
-    module = program.module(check_guards=False)
+    module = _module_of(program)
     if options.inputs:
         batches = batches_of(module_from_file(options.inputs), options.batches, options.seed)
     elif program.example_inputs is not None:
@@ -41,6 +41,14 @@ def from_exported(path: Path, options: SourceOptions, location: str) -> ModelSou
     assert isinstance(module, fx.GraphModule)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return ModelSource(location, "pt2", Replay(module, _keyword_order(program)), batches, digest)
+
+
+def _module_of(program: ExportedProgram) -> nn.Module:
+    """The program as a module, without the guards on its inputs where torch lets one leave them out."""
+    try:
+        return program.module(check_guards=False)
+    except TypeError:
+        return program.module()
 
 
 def _keyword_order(program: ExportedProgram) -> tuple[str, ...]:
