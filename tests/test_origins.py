@@ -125,6 +125,28 @@ def test_a_mask_that_saturates_in_an_op_is_a_note_too() -> None:
     assert any(f.code == "AMP104" for f in report.findings)
 
 
+@pytest.mark.parametrize("policy", ["torch-cuda", "half"])
+def test_a_mask_merged_with_a_learned_bias_is_no_error(policy: str) -> None:
+    """T5 writes its mask into the learned position bias, in FP32's range, before it is cast."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(WIDTH, WIDTH)
+            self.bias = nn.Embedding(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(8)
+            bias = torch.where(
+                places[:, None] >= places, self.bias(places), torch.finfo(self.bias.weight.dtype).min
+            )
+            q = self.q(x)[:, None]
+            return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias[None, None])
+
+    report = scan(Biased().eval(), torch.randn(2, 8, WIDTH), policy=policy)
+    assert [f for f in report.findings if f.severity != "note"] == []
+
+
 def test_a_completely_masked_row_is_an_error() -> None:
     keep = torch.ones(4, 8)
     keep[2] = 0

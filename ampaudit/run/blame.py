@@ -15,6 +15,7 @@ __all__ = ["Faults"]
 
 # ops through which an additive mask reaches its softmax
 _MASKING = ("add", "where", "masked_fill", "mul", "sub", "full", "to", "_to_copy", "full_like", "minimum")
+_FILLING = ("masked_fill", "where", "full", "full_like", "fill")
 
 
 class Faults:
@@ -49,12 +50,13 @@ class Faults:
             if row.bad and row.site not in self._rows:
                 self._rows[row.site] = row
         self._steps = {step.node: step for step in program.steps}
+        self._takers = self._mask_takers()
         self._wrong = self._wrong_nodes()
         self.masks = {step.site.id for step in self._wrong_steps() if step.site and self._is_mask(step)}
         self.by_design = {
             step.site.id
             for step in program.steps
-            if step.site and self._peaks.get(step.site.id, 0.0) >= limit / 4 and self._takes_mask(step)
+            if step.site and self._peaks.get(step.site.id, 0.0) >= limit / 4 and step.node in self._takers
         }
 
     @property
@@ -100,23 +102,37 @@ class Faults:
         return row is None or (row.fields["pos_inf"] == 0 and row.fields["nan"] == 0)
 
     def _is_mask(self, step: Step) -> bool:
-        if not self._takes_mask(step):
+        if step.node not in self._takers:
             return False
         reached = self._reach(step.node)
         reaches_output = any(node in reached for node in self._program.outputs)
         return not reaches_output and all(self._only_negative(node) for node in reached)
 
-    def _takes_mask(self, step: Step) -> bool:
+    def _mask_takers(self) -> set[fx.Node]:
+        """Nodes that are a mask, fill one in, or add, choose or cast something that does."""
+        takers: set[fx.Node] = set()
         free = self._program.parameter_free
-        if step.node in free:
-            return True
-        name = str(step.target).removeprefix("aten.").split(".")[0].rstrip("_")
-        if name not in _MASKING:
-            return False
-        fills = [a for a in step.node.args if isinstance(a, float | int) and not isinstance(a, bool)]
-        if name == "masked_fill" and any(abs(value) >= self._limit / 2 for value in fills):
-            return True
-        return any(source in free and self._is_low(source) for source in step.node.all_input_nodes)
+        for step in self._program.steps:
+            if not step.makes_values:
+                if any(source in takers for source in step.node.all_input_nodes):
+                    takers.add(step.node)
+                continue
+            name = str(step.target).removeprefix("aten.").split(".")[0].rstrip("_")
+            sources = step.node.all_input_nodes
+            if step.node in free or (
+                name in _MASKING
+                and (
+                    (name in _FILLING and self._fills_low(step))
+                    or any((n in free or n in takers) and self._is_low(n) for n in sources)
+                )
+            ):
+                takers.add(step.node)
+        return takers
+
+    def _fills_low(self, step: Step) -> bool:
+        """Whether a Python number in the outer half of the format's range is written."""
+        numbers = [a for a in step.node.args if isinstance(a, float | int) and not isinstance(a, bool)]
+        return any(abs(value) >= self._limit / 2 for value in numbers)
 
     def _is_low(self, node: fx.Node) -> bool:
         """Whether a value reaches the outer half of the format's range (views: where their source does)."""
