@@ -29,7 +29,14 @@ __all__ = [
     "TraceFailed",
     "UsageError",
     "WeightsError",
+    "first_line",
 ]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something, or its type where it says nothing."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)
 
 
 class AuditError(Exception):

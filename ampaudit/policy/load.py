@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,19 @@ def load_policy(name_or_path: str) -> RuleSet:
     if path.suffix in _SUFFIXES or path.is_file():
         return RuleSet(_read(path))
     if name_or_path in policy_names():
-        return RuleSet(_read(rules_directory() / f"{name_or_path}.yaml"))
+        return _shipped(name_or_path)
     near = difflib.get_close_matches(name_or_path, policy_names(), n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
     raise PolicyError(
         f"unknown policy {name_or_path!r}",
         hint=f"{meant}shipped policies: {', '.join(policy_names())}; or pass the path of a rule file",
     )
+
+
+@cache
+def _shipped(name: str) -> RuleSet:
+    """Rule sets are never changed, and a scan needs the one of CUDA autocast beside its own."""
+    return RuleSet(_read(rules_directory() / f"{name}.yaml"))
 
 
 def plain_fp32() -> RuleSet:

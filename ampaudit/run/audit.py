@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ampaudit.convert import ConvertedModel, convert
-from ampaudit.errors import InputError, ReferenceBroken, RunFailed
+from ampaudit.errors import InputError, ReferenceBroken, RunFailed, first_line
 from ampaudit.formats import NumberFormat
 from ampaudit.policy import RuleSet, plain_fp32
 from ampaudit.run.backends import Backend, choose_backend
@@ -186,14 +186,10 @@ def run_audit(model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: 
         raise InputError("there is no batch to run", hint="make batches() yield at least one batch")
     record = RunRecord(device=plan.device.type, backend="")
     runner = Runner(model, plan, record)
-    if plan.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(plan.device)
     for number, batch in enumerate(batches):
         progress("auditing", number, len(batches))
         runner.run(batch, number)
     progress("auditing", len(batches), len(batches))
-    if plan.device.type == "cuda":
-        record.peak_bytes = torch.cuda.max_memory_allocated(plan.device)
     assert runner.converted is not None
     return Audit(record, tuple(runner.sites.values()), runner.converted, frozenset(runner.parameter_free))
 
@@ -235,7 +231,7 @@ def memory_errors(device: torch.device) -> Iterator[None]:
             hint="use a smaller batch, --ranges (one FP32 run), or --device cpu",
         ) from error
     except (RuntimeError, NotImplementedError) as error:
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = first_line(error)
         if "allocate memory" in text:
             raise RunFailed(f"out of memory: {text}", hint="use a smaller batch, or --ranges") from error
         raise RunFailed(f"the converted model could not be run on {device}: {text}") from error

@@ -32,7 +32,7 @@ class Watch(Protocol):
 class StepCall:
     """The resolved arguments of one step, for watches that want to call it again."""
 
-    __slots__ = ("args", "inputs", "kwargs", "measure", "ref_args", "ref_kwargs", "shared")
+    __slots__ = ("_template", "args", "inputs", "kwargs", "measure", "shared")
 
     def __init__(
         self, inputs: dict[fx.Node, Pair], step: Step, reference: Reference, backend: Backend, shared: bool
@@ -40,12 +40,15 @@ class StepCall:
         self.inputs = inputs
         self.shared = shared
         self.measure: BlockMeasure | None = None
-        args, kwargs = reference.arguments(step)
-        self.ref_args, self.ref_kwargs = _resolved(args, inputs, 0), _resolved(kwargs, inputs, 0)
-        self.args, self.kwargs = self.ref_args, self.ref_kwargs
-        if not shared:
-            args, kwargs = backend.arguments(step)
-            self.args, self.kwargs = _resolved(args, inputs, 1), _resolved(kwargs, inputs, 1)
+        self._template = reference.arguments(step)[0]
+        args, kwargs = (reference if shared else backend).arguments(step)
+        self.args, self.kwargs = _resolved(args, inputs, 1), _resolved(kwargs, inputs, 1)
+
+    @property
+    def ref_args(self) -> tuple[Any, ...]:
+        """The reference's positional arguments."""
+        resolved: tuple[Any, ...] = _resolved(self._template, self.inputs, 0)
+        return resolved
 
 
 class LockStep:
@@ -100,7 +103,7 @@ class LockStep:
                 elif node in values:
                     sides[node] = values[node]
                 else:
-                    sides[node] = (self._reference.hold(self._masters[node.name].detach(), None), None)
+                    sides[node] = (self._reference_weight(node), None)
             args, kwargs = self._reference.arguments(step)
             found[step.node] = self._reference.call(
                 step, _resolved(args, sides, 0), _resolved(kwargs, sides, 0)
@@ -146,9 +149,10 @@ class LockStep:
 
     def given_peak(self, node: fx.Node, inputs: list[torch.Tensor]) -> float:
         """Largest magnitude of a placeholder's value in FP32, infinity aside; 0 for integers."""
-        names = [n.name for n in self.program.inputs if self._places[n.name].slot is Slot.INPUT]
-        given = dict(zip(names, inputs, strict=True)) | self._masters
-        tensor = given[node.name]
+        tensor = self._masters.get(node.name)
+        if tensor is None:
+            given = [n for n in self.program.inputs if self._places[n.name].slot is Slot.INPUT]
+            tensor = inputs[given.index(node)]
         if not tensor.is_floating_point() or not tensor.numel():
             return 0.0
         return float(tensor.detach().float().abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax())
@@ -180,12 +184,14 @@ class LockStep:
 
     def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
         """Masters are used where they are; a stored 16-bit copy is made for the use and dropped."""
-        master = self._masters[node.name].detach()
-        reference = self._reference.hold(master, place.dtype)
+        master, reference = self._masters[node.name].detach(), self._reference_weight(node)
         # a weight that the model itself keeps in 16 bits is one for the backend, too
         if node.name not in self._converted.copies and master.dtype not in LOWER:
             return reference, reference
         return reference, self.backend.hold(master, place.dtype)
+
+    def _reference_weight(self, node: fx.Node) -> torch.Tensor:
+        return self._reference.hold(self._masters[node.name].detach(), None)
 
     def _random_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()

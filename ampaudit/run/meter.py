@@ -66,14 +66,9 @@ class Meter:
 
     def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure what the step made."""
-        self.measure(step, reference, value, call)
-        return value
-
-    def measure(self, step: Step, reference: Any, value: Any, call: StepCall) -> bool:
-        """Measure a step's outputs; on the CPU, say whether one of them went wrong."""
         self._note_uncovered(step)
         if step.site is None or not step.observed:
-            return False
+            return value
         bad = False
         for first, second in float_outputs(reference, value):
             bad |= self._measure_pair(step, first, second, call.measure)
@@ -81,11 +76,12 @@ class Meter:
             error = local_error(step, self._backend, call, reference)
             if error is not None:
                 self._local_rows.append((step.site.id, *error))
-        return bad
+        return value
 
     def _measure_pair(
         self, step: Step, reference: torch.Tensor, value: torch.Tensor, seen: BlockMeasure | None
     ) -> bool:
+        """Measure one output; on the CPU, say whether it went wrong."""
         assert step.site is not None
         if reference.shape != value.shape:
             self.uncovered[step.site.op] = "its shape depends on values and differs between FP32 and 16 bits"

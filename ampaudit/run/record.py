@@ -106,7 +106,6 @@ class RunRecord:
     by_design: set[SiteId] = field(default_factory=set)
     uncovered: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    peak_bytes: int | None = None
 
     def observation(self, site: SiteId) -> Observation:
         """The observation of a site, made if there is none."""

@@ -43,7 +43,7 @@ class RepairingMeter:
 
     def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure; where elements are wrong, decide whose fault it is and repair them."""
-        self.meter.measure(step, reference, value, call)
+        self.meter.seen(step, reference, value, call)
         if step.site is not None and step.site.id in self._masks:
             return value
         if not step.makes_values:

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from ampaudit.errors import SourceError
+from ampaudit.errors import SourceError, first_line
 from ampaudit.replay import REPLAYED, replaying
 from ampaudit.source.inputs import batches_of
 from ampaudit.source.interface import Batch, ModelSource, SourceOptions
@@ -78,9 +78,9 @@ def _load(path: Path) -> ExportedProgram:
             hint="export the model again with torch.export.save and plain tensors",
         ) from error
     except Exception as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SourceError(
-            f"{path}: not a readable exported program: {text}", hint="save it with torch.export.save"
+            f"{path}: not a readable exported program: {first_line(error)}",
+            hint="save it with torch.export.save",
         ) from error
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ampaudit.errors import WeightsError
+from ampaudit.errors import WeightsError, first_line
 
 __all__ = ["load_weights", "read_state_dict"]
 
@@ -76,8 +76,9 @@ def _pickled(path: Path) -> dict[str, torch.Tensor]:
             hint="save model.state_dict() with torch.save, or use safetensors",
         ) from error
     except Exception as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise WeightsError(f"{path}: corrupt checkpoint: {text}", hint="download or save it again") from error
+        raise WeightsError(
+            f"{path}: corrupt checkpoint: {first_line(error)}", hint="download or save it again"
+        ) from error
     for wrapper in ("state_dict", "model"):
         if isinstance(loaded, Mapping) and isinstance(loaded.get(wrapper), Mapping):
             loaded = loaded[wrapper]

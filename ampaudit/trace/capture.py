@@ -27,12 +27,12 @@ from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import interposed
+from ampaudit.trace.opnames import CASTABLE
 from ampaudit.trace.shadow import fake_like, kept_in_fp32, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
 
 __all__ = ["input_signature", "trace"]
 
-_LOWERED = (torch.float32, torch.float16, torch.bfloat16)
 _SLOTS = {
     InputKind.PARAMETER: Slot.PARAMETER,
     InputKind.BUFFER: Slot.BUFFER,
@@ -76,7 +76,7 @@ def trace(
     entry.train(model.training)
     _copy_modes(model, getattr(entry, ENTRY_NAME))
     inputs = tuple(
-        fake_like(t, mode, lower if weights.inputs == "lower" and t.dtype in _LOWERED else t.dtype)
+        fake_like(t, mode, lower if weights.inputs == "lower" and t.dtype in CASTABLE else t.dtype)
         for t in tensor_leaves(args, kwargs)
     )
     caster = Caster(rules, author_rules, lower)

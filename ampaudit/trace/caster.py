@@ -13,13 +13,17 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.policy import Decision, OpFacts, RuleSet
 from ampaudit.policy.schema import Cast
-from ampaudit.trace.autocast_state import Region, RegionKind, current_region
-from ampaudit.trace.opnames import deciding_name, is_composite, kept_whole, mutated_arguments, op_name
+from ampaudit.trace.autocast_state import RegionKind, current_region
+from ampaudit.trace.opnames import (
+    CASTABLE,
+    deciding_name,
+    is_composite,
+    kept_whole,
+    mutated_arguments,
+    op_name,
+)
 
 __all__ = ["Call", "Caster", "OpRecord"]
-
-# float64 is absent on purpose: autocast leaves it alone, and so do we
-_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
@@ -34,13 +38,11 @@ class OpRecord:
     """What was decided about one recorded op.
 
     Attributes:
-        name: the policy's name of the op.
         decision: what was done to it and why.
         inserted: whether it is a cast that the policy added.
         replayed: metadata of the exported node that it replays, if the model is an exported program.
     """
 
-    name: str
     decision: Decision
     inserted: bool = False
     replayed: Mapping[str, Any] | None = None
@@ -69,7 +71,7 @@ class Caster:
 
     def decide(self, op: OpOverload, layer: str) -> tuple[Decision, torch.dtype]:
         """The decision for an op of a layer, and the 16-bit dtype that it means."""
-        region = self._region()
+        region = current_region(self.rules.file.autocast, self.dtype)
         if region.kind is RegionKind.DISABLED:
             return AUTHOR_DISABLED, self.dtype
         rules, dtype = self.rules, self.dtype
@@ -127,16 +129,13 @@ class Caster:
             return torch.float32 if torch.float32 in found else None
         return None
 
-    def _region(self) -> Region:
-        return current_region(self.rules.file.autocast, self.dtype)
-
 
 def _storage(value: torch.Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
 def _castable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _CASTABLE
+    return isinstance(value, torch.Tensor) and value.dtype in CASTABLE
 
 
 def _with_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

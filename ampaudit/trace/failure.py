@@ -6,7 +6,7 @@ import traceback
 from itertools import dropwhile
 from types import TracebackType
 
-from ampaudit.errors import TraceFailed
+from ampaudit.errors import TraceFailed, first_line
 from ampaudit.sites import SourceLine
 from ampaudit.trace.stack import is_tool_file
 
@@ -46,8 +46,7 @@ def trace_failure(error: BaseException, model: str) -> TraceFailed:
     place = failing_line(error.__traceback__)
     where = f"{place.file}:{place.line}: " if place else f"{model}: "
     code = f" at '{place.code}'" if place and place.code else ""
-    summary = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    summary = f"{type(error).__name__}: {summary}"
+    summary = f"{type(error).__name__}: {first_line(error)}"
     known = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
     _, plainer, hint = known or ((), None, _FALLBACK)
     return TraceFailed(f"{where}cannot be exported{code}: {plainer or summary}", hint=hint)

@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from ampaudit.replay import replayed_meta
 from ampaudit.trace.caster import IMPLICIT_CAST, Caster, OpRecord
 from ampaudit.trace.entry import layer_path
-from ampaudit.trace.opnames import op_name
 
 __all__ = ["META_KEY", "interposed"]
 
@@ -62,11 +61,11 @@ def interposed(caster: Caster) -> Iterator[None]:
                 return parts
 
         def cast(value: torch.Tensor, target: torch.dtype) -> Any:
-            what = OpRecord("to.dtype", IMPLICIT_CAST, inserted=True, replayed=replayed_meta())
+            what = OpRecord(IMPLICIT_CAST, inserted=True, replayed=replayed_meta())
             return record(what, torch.ops.aten.to.dtype, value, target)
 
         op, args, kwargs = caster.apply(decision, dtype, op, args, kwargs, cast, id(self.tracer))
-        result = record(OpRecord(op_name(op), decision, replayed=replayed_meta()), op, *args, **kwargs)
+        result = record(OpRecord(decision, replayed=replayed_meta()), op, *args, **kwargs)
         caster.note_writes(op, args)
         return result
 

@@ -8,6 +8,7 @@ import torch
 from torch._ops import OpOverload
 
 __all__ = [
+    "CASTABLE",
     "CAST_OPS",
     "deciding_name",
     "is_composite",
@@ -63,6 +64,9 @@ _DECIDED_BY = {
     },
     "square": "pow.Tensor_Scalar",
 }
+
+# dtypes that a policy may change; float64 is absent on purpose: autocast leaves it alone, and so do we
+CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 CAST_OPS = frozenset({"to", "_to_copy", "type_as"})
 

@@ -16,10 +16,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampaudit.errors import TraceFailed
+from ampaudit.trace.opnames import CASTABLE
 
 __all__ = ["fake_like", "kept_in_fp32", "named_tensors", "shadow_of"]
-
-_LOWERED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -58,7 +57,7 @@ def shadow_of(
     for name, tensor in named_tensors(model).items():
         if id(tensor) in memo:
             continue
-        dtype = storage if storage is not None and tensor.dtype in _LOWERED else tensor.dtype
+        dtype = storage if storage is not None and tensor.dtype in CASTABLE else tensor.dtype
         if any(fnmatchcase(part, pattern) for part in name.split(".") for pattern in keep):
             dtype = tensor.dtype
         fake = fake_like(tensor, mode, dtype)
