@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ASK = (
-    "import ampaudit.policy.load as load; print(load.rules_directory()); "
+    "import ampaudit.policy.places as places; print(places.rules_directory()); "
     "print(load.load_policy('torch-cuda').name, *load.policy_names())"
 )
 

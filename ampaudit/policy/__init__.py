@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from ampaudit.policy.decide import Decision, OpFacts, RuleSet
-from ampaudit.policy.load import load_policy, plain_fp32, policy_names
+from ampaudit.policy.decide import Decision, Environment, Measurement, OpFacts, RuleSet
+from ampaudit.policy.load import load_file, load_policy, plain_fp32
+from ampaudit.policy.places import policy_names
 
-__all__ = ["Decision", "OpFacts", "RuleSet", "load_policy", "plain_fp32", "policy_names"]
+__all__ = [
+    "Decision",
+    "Environment",
+    "Measurement",
+    "OpFacts",
+    "RuleSet",
+    "load_file",
+    "load_policy",
+    "plain_fp32",
+    "policy_names",
+]

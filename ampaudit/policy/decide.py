@@ -2,22 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from ampaudit.formats import format_named
+from ampaudit.policy.matching import applies, fits_environment
+from ampaudit.policy.opset import expand
 from ampaudit.policy.schema import Cast, Rule, RuleFile
 
-__all__ = ["Decision", "OpFacts", "RuleSet"]
+__all__ = ["Decision", "Environment", "Measurement", "OpFacts", "RuleSet", "Side"]
+
+Side = Literal["producer", "consumer"]
+_NOBODY: frozenset[Side] = frozenset()
+# how much of float32 a cast keeps; measured rules may only go up
+_RANK = (
+    (Cast.LOWER, Cast.ALLOW),
+    (Cast.NARROWEST, Cast.INFER, Cast.CLEAR),
+    (Cast.FOLLOW,),
+    (Cast.WIDEST,),
+    (Cast.SET_DTYPE, Cast.APPEND_DTYPE),
+    (Cast.FLOAT32, Cast.DENY),
+    (Cast.FORBID,),
+)
+RANK = {cast: rank for rank, casts in enumerate(_RANK) for cast in casts}
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a run saw at one op, largest absolute finite values in FP32; ``None`` where it saw nothing."""
+
+    weight_peak: float | None = None
+    input_peak: float | None = None
+    output_peak: float | None = None
+    consumer_peak: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where the converted model will run. ``capability`` is CUDA's, such as 9.0; ``None`` without a GPU."""
+
+    capability: float | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What a rule may look at: ``op`` is the ATen name (``softmax.int``), ``layer`` the module path."""
+    """Everything that a rule may look at.
+
+    Attributes:
+        op: the ATen name, such as ``softmax.int``.
+        layer: path of the module whose forward calls it.
+        dtype: the 16-bit format of the run.
+        site: its id in reports.
+        classes: qualified class names of the layer's module and its bases, most derived first.
+        module: the module itself, to read attributes from; ``None`` where there is none.
+        parameters: names of the parameters and buffers that it takes directly.
+        arguments: scalar and list arguments by name; those left at their default are absent.
+        depth: terms that are summed for one element of its output.
+        measurement: what a run saw, in the second phase.
+    """
 
     op: str
     layer: str
     dtype: str
+    site: str = ""
+    classes: tuple[str, ...] = ()
+    module: Any = None
+    parameters: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    depth: int | None = None
+    measurement: Measurement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +83,8 @@ class Decision:
     rule: str | None
     reason: str
     why: str
+    arguments: tuple[tuple[str, str], ...] = ()
+    clamp: float | None = None
 
     @property
     def explicit(self) -> bool:
@@ -36,18 +93,30 @@ class Decision:
 
 
 class RuleSet:
-    """A loaded policy, indexed so that a decision costs one look-up and the few rules it finds."""
+    """A loaded policy, indexed so that a decision costs one look-up and the few rules it finds.
 
-    def __init__(self, file: RuleFile) -> None:
+    Args:
+        file: the rules.
+        ops: ATen names of each rule that names ops, by rule id, where they were found in a vocabulary.
+        environment: where the model will run; rules about another device or version are left out.
+    """
+
+    def __init__(
+        self,
+        file: RuleFile,
+        ops: Mapping[str, frozenset[str]] | None = None,
+        environment: Environment | None = None,
+    ) -> None:
         self.file = file
-        self._by_op: dict[str, list[tuple[int, Rule]]] = {}
-        self._any_op: list[tuple[int, Rule]] = []
-        for position, rule in enumerate(file.rules):
-            for op in rule.match.op:
-                self._by_op.setdefault(op, []).append((position, rule))
-            if not rule.match.op:
-                self._any_op.append((position, rule))
-        self._fallback = Decision(file.defaults.cast, None, "default", file.defaults.why)
+        self.environment = environment or Environment()
+        self.ops = ops if ops is not None else _expanded(file)
+        rules = [rule for rule in file.rules if fits_environment(rule.when, self.environment)]
+        self._static = _Index([rule for rule in rules if not rule.measured], self.ops)
+        self._measured = _Index([rule for rule in rules if rule.measured], self.ops)
+        cast = file.defaults.cast
+        self._fallback = Decision(Cast(cast), None, "default", file.defaults.why)
+        self.measured = any(rule.measured for rule in rules)
+        self.looks_around = any(r.painted or r.when.producer or r.when.consumer for r in rules)
 
     @property
     def name(self) -> str:
@@ -57,24 +126,65 @@ class RuleSet:
     @property
     def op_names(self) -> frozenset[str]:
         """Every ATen name that some rule mentions."""
-        return frozenset(self._by_op)
+        return frozenset().union(*self.ops.values())
 
-    def decide(self, facts: OpFacts) -> Decision:
-        """The first rule in file order that matches, or the fallback."""
-        for rule in self._candidates(facts.op):
-            if _applies(rule, facts):
-                return Decision(rule.cast, rule.id, rule.reason.value, rule.why)
-        return self._fallback
+    def within(self, environment: Environment) -> RuleSet:
+        """The same rules for another device or version."""
+        return RuleSet(self.file, self.ops, environment)
 
-    def _candidates(self, op: str) -> Iterable[Rule]:
-        named = self._by_op.get(op, [])
-        if not self._any_op:
-            return [rule for _, rule in named]
-        return [rule for _, rule in sorted([*named, *self._any_op], key=lambda pair: pair[0])]
+    def decide(self, facts: OpFacts, near: frozenset[Side] = _NOBODY) -> Decision:
+        """The first rule in order that applies, or the fallback; then what measurements demand.
+
+        Args:
+            facts: about the op.
+            near: the sides on which it has a float32 neighbour, for rules that ask.
+        """
+        found = next((r for r in self._static.about(facts.op) if applies(r, facts, near)), None)
+        decision = self._decision(found, facts) if found else self._fallback
+        if facts.measurement is None:
+            return decision
+        for rule in self._measured.about(facts.op):
+            raises = rule.force or RANK[rule.cast] > RANK[decision.cast]
+            if raises and applies(rule, facts, near):
+                made = self._decision(rule, facts)
+                return replace(made, why=f"{made.why} {_measured_text(facts.measurement)}")
+        return decision
+
+    def _decision(self, rule: Rule, facts: OpFacts) -> Decision:
+        clamp = format_named(facts.dtype).max if rule.clamp == "max" else rule.clamp
+        arguments = tuple(rule.arguments.items())
+        return Decision(rule.cast, rule.id, rule.reason.value, rule.why, arguments, clamp)
 
 
-def _applies(rule: Rule, facts: OpFacts) -> bool:
-    if rule.when.dtype and facts.dtype not in rule.when.dtype:
-        return False
-    layers = rule.match.layer
-    return not layers or any(fnmatchcase(facts.layer, glob) for glob in layers)
+class _Index:
+    """Rules by op, in order; those that name no op are about every one."""
+
+    def __init__(self, rules: list[Rule], ops: Mapping[str, frozenset[str]]) -> None:
+        self._rules = [(rule, ops.get(rule.id)) for rule in rules]
+        self._known: set[str] = set().union(*(names for _, names in self._rules if names))
+        self._any = tuple(rule for rule, names in self._rules if names is None)
+        self._about: dict[str, tuple[Rule, ...]] = {}
+
+    def about(self, op: str) -> tuple[Rule, ...]:
+        if op not in self._known:
+            return self._any
+        if op not in self._about:
+            self._about[op] = tuple(rule for rule, names in self._rules if names is None or op in names)
+        return self._about[op]
+
+
+def _expanded(file: RuleFile) -> dict[str, frozenset[str]]:
+    return {
+        rule.id: frozenset(op for name in rule.match.op for op in expand(name))
+        for rule in file.rules
+        if rule.match.op
+    }
+
+
+def _measured_text(seen: Measurement) -> str:
+    named = (
+        *(("weight", seen.weight_peak), ("input", seen.input_peak)),
+        *(("output", seen.output_peak), ("users' output", seen.consumer_peak)),
+    )
+    peaks = ", ".join(f"{name} peak {peak:.4g}" for name, peak in named if peak is not None)
+    return f"(measured: {peaks})"

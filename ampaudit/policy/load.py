@@ -1,42 +1,42 @@
-"""Finds a policy by name or path, reads it without running anything, and points at its mistakes."""
+"""Finds a policy by name or path, joins it with those it extends, and points at mistakes."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from ampaudit.errors import PolicyError
 from ampaudit.policy.decide import RuleSet
-from ampaudit.policy.schema import RuleFile
+from ampaudit.policy.mistakes import check_rules, suspicious, unknown_op
+from ampaudit.policy.opset import UnknownOp, expand
+from ampaudit.policy.places import policy_names, rules_directory
+from ampaudit.policy.scaling import profile
+from ampaudit.policy.schema import Rule, RuleFile
+from ampaudit.policy.vocabulary import load_vocabulary
+from ampaudit.policy.yamlfile import Document, read_yaml
 
-__all__ = ["load_policy", "plain_fp32", "policy_names", "rules_directory"]
+__all__ = ["Loaded", "load_file", "load_policy", "plain_fp32"]
 
-MAX_BYTES = 1 << 20
 _SUFFIXES = (".yaml", ".yml")
+_MAX_PARENTS = 8
+# a child keeps what it says itself of these, and takes the rest from the first that it extends
+_INHERITED = ("level", "autocast", "weights", "loss_scale", "defaults")
 
 
-def rules_directory() -> Path:
-    """Where the shipped rule files are: inside the wheel, or beside the package in a checkout.
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A policy with its parents' rules, the ATen names of each rule, and what looks wrong in it."""
 
-    Raises:
-        PolicyError: neither place has them; the installation is broken.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for candidate in (package / "_rules", package.parent / "rules"):
-        if (candidate / "torch-cuda.yaml").is_file():
-            return candidate
-    raise PolicyError("the shipped rule files are missing", hint="install ampaudit again")
-
-
-def policy_names() -> list[str]:
-    """Names of the shipped policies, sorted."""
-    return sorted(path.stem for path in rules_directory().glob("*.yaml"))
+    path: Path
+    file: RuleFile
+    ops: dict[str, frozenset[str]]
+    warnings: tuple[str, ...]
 
 
 def load_policy(name_or_path: str) -> RuleSet:
@@ -45,11 +45,26 @@ def load_policy(name_or_path: str) -> RuleSet:
     Raises:
         PolicyError: unknown name, unreadable file, or a mistake in it (with line and column).
     """
-    path = Path(name_or_path)
+    loaded = load_file(name_or_path)
+    return RuleSet(loaded.file, loaded.ops)
+
+
+def load_file(name_or_path: str) -> Loaded:
+    """The same with its origin and its warnings; the errors are those of ``load_policy``."""
+    return _load(_find(name_or_path, Path()), ())
+
+
+def plain_fp32(whole: frozenset[str] = frozenset()) -> RuleSet:
+    """No casts at all: what the model does as it is. Composite ops in ``whole`` are not split."""
+    return RuleSet(RuleFile(name="fp32", title="no casts", level="calls"), {"": whole} if whole else None)
+
+
+def _find(name_or_path: str, beside: Path) -> Path:
+    path = beside / name_or_path
     if path.suffix in _SUFFIXES or path.is_file():
-        return RuleSet(_read(path))
+        return path
     if name_or_path in policy_names():
-        return _shipped(name_or_path)
+        return rules_directory() / f"{name_or_path}.yaml"
     near = difflib.get_close_matches(name_or_path, policy_names(), n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
     raise PolicyError(
@@ -58,99 +73,113 @@ def load_policy(name_or_path: str) -> RuleSet:
     )
 
 
+def _load(path: Path, children: tuple[Path, ...]) -> Loaded:
+    shipped = path.parent == rules_directory()
+    return _shipped(path, children) if shipped else _read(path, children)
+
+
 @cache
-def _shipped(name: str) -> RuleSet:
+def _shipped(path: Path, children: tuple[Path, ...]) -> Loaded:
     """Rule sets are never changed, and a scan needs the one of CUDA autocast beside its own."""
-    return RuleSet(_read(rules_directory() / f"{name}.yaml"))
+    return _read(path, children)
 
 
-def plain_fp32() -> RuleSet:
-    """No casts at all: what the model does as it is."""
-    return RuleSet(RuleFile(name="fp32", title="no casts", autocast=False))
+def _read(path: Path, children: tuple[Path, ...]) -> Loaded:
+    document = read_yaml(path)
+    file = _validated(document)
+    ops = _ops_of(document, file)
+    check_rules(document, file, ops)
+    if isinstance(file.loss_scale, str):
+        profile(file.loss_scale, document.at(("loss_scale",)))
+    parents = [_parent(document, index, name, children) for index, name in enumerate(file.extends)]
+    return _joined(document, file, ops, parents)
 
 
-def _read(path: Path) -> RuleFile:
-    text = _text_of(path)
+def _parent(document: Document, index: int, name: str, children: tuple[Path, ...]) -> Loaded:
+    where = document.at(("extends", index))
+    chain = (*children, document.path.resolve())
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_aliases(text, path)
-        data = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise PolicyError(f"{where}: not valid YAML: {error.problem}", hint="check indentation") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise PolicyError(f"{path}: not valid YAML: {error}", hint="save the file as plain UTF-8") from error
-    if not isinstance(data, dict):
-        raise PolicyError(f"{path}:1:1: a rule file is a mapping", hint="start with 'name:' and 'rules:'")
+        path = _find(name, document.path.parent)
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error.args[0]}", hint=error.hint) from error
+    if path.resolve() in chain:
+        names = " -> ".join(p.stem for p in (*chain[chain.index(path.resolve()) :], path))
+        raise PolicyError(f"{where}: a policy extends itself: {names}", hint="remove one extends")
+    if len(chain) > _MAX_PARENTS:
+        raise PolicyError(f"{where}: more than {_MAX_PARENTS} policies on top of each other")
+    return _load(path, () if path.parent == rules_directory() else chain)
+
+
+def _joined(
+    document: Document, file: RuleFile, ops: dict[str, frozenset[str]], parents: list[Loaded]
+) -> Loaded:
+    rules: list[Rule] = list(file.rules)
+    inherited: dict[str, Any] = {}
+    dropped = set(file.drop)
+    for parent in parents:
+        given = parent.file.model_fields_set
+        for key in _INHERITED:
+            if key in given and key not in file.model_fields_set:
+                inherited.setdefault(key, getattr(parent.file, key))
+        known = {rule.id for rule in rules}
+        taken = [r for r in parent.file.rules if r.id not in known and r.id not in file.drop]
+        dropped -= {rule.id for rule in parent.file.rules}
+        rules.extend(taken)
+        ops = {rule.id: parent.ops[rule.id] for rule in taken if rule.id in parent.ops} | ops
+    if dropped:
+        name = min(dropped)
+        where = document.at(("drop", file.drop.index(name)))
+        raise PolicyError(f"{where}: no inherited rule has the id {name!r}", hint="see ampaudit rules show")
+    joined = file.model_copy(update=inherited | {"rules": tuple(rules)})
+    return Loaded(document.path, joined, ops, tuple(suspicious(document, file, ops, joined)))
+
+
+def _ops_of(document: Document, file: RuleFile) -> dict[str, frozenset[str]]:
+    vocabulary = load_vocabulary(file.vocabulary) if file.vocabulary else None
+    find = vocabulary.expand if vocabulary else expand
+    found: dict[str, frozenset[str]] = {}
+    for number, rule in enumerate(file.rules):
+        names: set[str] = set()
+        for index, name in enumerate(rule.match.op):
+            try:
+                names.update(find(name))
+            except UnknownOp as error:
+                where = document.at(("rules", number, "match", "op", index))
+                raise unknown_op(where, name, error, file.vocabulary) from error
+        if rule.match.op:
+            found[rule.id] = frozenset(names)
+    return found
+
+
+def _validated(document: Document) -> RuleFile:
     try:
-        file = RuleFile.model_validate(data)
+        return RuleFile.model_validate(document.data)
     except ValidationError as error:
-        raise _located(path, root, error) from error
-    _refuse_duplicates(path, root, file)
-    return file
+        raise _located(document, error) from error
 
 
-def _text_of(path: Path) -> str:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise PolicyError(f"{path}: larger than {MAX_BYTES} bytes", hint="split the policy")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PolicyError(f"cannot read rule file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PolicyError(f"{path}: not UTF-8 text", hint="save the file as UTF-8") from error
-
-
-def _refuse_aliases(text: str, path: Path) -> None:
-    """Aliases are how a small YAML file becomes a huge value; a rule file does not need them."""
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            line, column = _of_mark(event.start_mark)
-            raise PolicyError(
-                f"{path}:{line}:{column}: YAML aliases are not allowed in a rule file",
-                hint="write the value out",
-            )
-
-
-def _refuse_duplicates(path: Path, root: yaml.Node | None, file: RuleFile) -> None:
-    seen: set[str] = set()
-    for index, rule in enumerate(file.rules):
-        if rule.id in seen:
-            line, column = _position(root, ("rules", index, "id"))
-            raise PolicyError(f"{path}:{line}:{column}: duplicate rule id {rule.id!r}", hint="rename one")
-        seen.add(rule.id)
-
-
-def _located(path: Path, root: yaml.Node | None, error: ValidationError) -> PolicyError:
+def _located(document: Document, error: ValidationError) -> PolicyError:
     # an unknown key is usually a misspelt one, and the reason why another is missing
     errors = error.errors(include_url=False)
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    line, column = _position(root, first["loc"], of_key=first["type"] == "extra_forbidden")
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return PolicyError(
-            f"{path}:{line}:{column}: unknown key {key!r}", hint="see docs/rules.md for the known keys"
-        )
-    return PolicyError(f"{path}:{line}:{column}: {key}: {first['msg']}", hint="see docs/rules.md")
+    unknown = first["type"] == "extra_forbidden"
+    location = _without_branches(first["loc"], document.data)
+    key = ".".join(str(part) for part in location)
+    where = document.at(location, of_key=unknown)
+    if unknown:
+        return PolicyError(f"{where}: unknown key {key!r}", hint="see docs/rules.md for the known keys")
+    message = first["msg"].removeprefix("Value error, ")
+    return PolicyError(f"{where}: {key}: {message}", hint="see docs/rules.md")
 
 
-def _position(root: yaml.Node | None, location: Sequence[Any], of_key: bool = False) -> tuple[int, int]:
-    """Line and column, from 1, of the deepest value on the path, or of its key."""
-    node, mark = root, root.start_mark if root else None
-    for part in location:
-        if isinstance(node, yaml.MappingNode):
-            found = next((pair for pair in node.value if pair[0].value == part), None)
-            if found is None:
-                break
-            mark, node = found[0].start_mark if of_key else found[1].start_mark, found[1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            mark = node.start_mark
-        else:
-            break
-    return _of_mark(mark)
-
-
-def _of_mark(mark: Any) -> tuple[int, int]:
-    return (mark.line + 1, mark.column + 1) if mark else (1, 1)
+def _without_branches(location: Sequence[Any], data: Any) -> tuple[Any, ...]:
+    """The parts of an error's path that are in the file; pydantic adds which type of a union it tried."""
+    kept: list[Any] = []
+    for position, part in enumerate(location):
+        inside = isinstance(data, dict) and part in data
+        if inside or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
+            data = data[part]
+        elif position != len(location) - 1 or not isinstance(data, dict):
+            continue  # a branch of a union
+        kept.append(part)
+    return tuple(kept)

@@ -5,12 +5,31 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-__all__ = ["Cast", "Match", "Reason", "Rule", "RuleFile", "Weights", "When"]
+from ampaudit.policy.conditions import ArgTest, Bound
+
+__all__ = [
+    "ArgumentCast",
+    "Cast",
+    "Constants",
+    "Defaults",
+    "Evidence",
+    "KeepFp32",
+    "LossScale",
+    "Match",
+    "Reason",
+    "Rule",
+    "RuleFile",
+    "Text",
+    "Weights",
+    "When",
+]
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
 LowerDtype = Literal["float16", "bfloat16"]
+Placement = Literal["unchanged", "lower", "float32"]
 
 
 class Cast(StrEnum):
@@ -19,10 +38,20 @@ class Cast(StrEnum):
     LOWER = "lower"  # cast them to the 16-bit format of the run
     FLOAT32 = "float32"  # cast them to float32
     WIDEST = "widest"  # cast them to the widest float among them
+    NARROWEST = "narrowest"  # cast them to the 16-bit format if one of them has it
     SET_DTYPE = "set-dtype"  # leave them; set the op's dtype argument to float32 if it is unset
     APPEND_DTYPE = "append-dtype"  # leave them; call the overload that takes dtype, with float32
     FOLLOW = "follow"  # add no cast: ordinary type promotion
     FORBID = "forbid"  # refuse the op in 16 bits
+    # colours of a graph painting (docs/rules.md), resolved to lower or float32 before anything is cast
+    ALLOW = "allow"  # always lower
+    INFER = "infer"  # lower between lower ops, unless downstream of a denied one
+    CLEAR = "clear"  # like infer, and never the end of a denied path
+    DENY = "deny"  # always float32
+
+
+PAINTED = (Cast.ALLOW, Cast.INFER, Cast.CLEAR, Cast.DENY)
+ArgumentCast = Literal["lower", "float32", "keep"]
 
 
 class Reason(StrEnum):
@@ -43,56 +72,156 @@ class Match(_Strict):
     """Which ops a rule is about: every key that is given must match, any entry of a key is enough."""
 
     op: tuple[Text, ...] = Field(
-        default=(), description="ATen names, base or base.overload; a bare base is the default overload"
+        default=(), description="ATen names: base, base.overload, base.*, @alias; or names of the vocabulary"
     )
     layer: tuple[Text, ...] = Field(default=(), description="globs over the layer path")
+    layer_regex: tuple[Text, ...] = Field(default=(), description="RE2 patterns searched in the layer path")
+    module: tuple[Text, ...] = Field(
+        default=(), description="class names of the layer or one of its bases, bare or with their module"
+    )
+    attributes: dict[str, bool | int | float | str | None] = Field(
+        default={}, description="attributes that the layer's module must have, with these values"
+    )
+    parameter: tuple[Text, ...] = Field(default=(), description="globs over parameters that the op takes")
+    site: tuple[Text, ...] = Field(default=(), description="globs over site ids, as reports print them")
+
+
+class Evidence(_Strict):
+    """Limits on what a run measured, in absolute values; a rule with one is a measured rule."""
+
+    weight_peak: Bound | None = Field(default=None, description="largest |w| of the op's weights")
+    consumer_peak: Bound | None = Field(
+        default=None, description="largest output of the ops that use its output, in FP32"
+    )
+    input_peak: Bound | None = Field(default=None, description="largest |x| of the op's inputs, in FP32")
+    output_peak: Bound | None = Field(default=None, description="largest |y| of its output, in FP32")
+    headroom_bits: Bound | None = Field(default=None, description="log2(largest finite / output peak)")
 
 
 class When(_Strict):
     """Circumstances under which a rule applies."""
 
     dtype: tuple[LowerDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
+    arguments: dict[str, ArgTest] = Field(default={}, description="tests of the op's arguments, by name")
+    depth: Bound | None = Field(
+        default=None, description="terms per output element: product of the reduced axes, or fan-in"
+    )
+    capability: Bound | None = Field(default=None, description="CUDA compute capability, such as 8.0")
+    versions: dict[Literal["torch", "cuda"], Text] = Field(default={}, description="such as '>=2.1,<3'")
+    evidence: Evidence | None = None
+    producer: Literal["float32"] | None = Field(default=None, description="an input comes from such an op")
+    consumer: Literal["float32"] | None = Field(default=None, description="such an op uses the output")
 
 
 class Rule(_Strict):
     """One rule: the first in order that matches an op decides."""
 
     id: Text
-    match: Match
+    match: Match = Match()
     when: When = When()
     cast: Cast
+    arguments: dict[str, ArgumentCast] = Field(default={}, description="arguments that differ from cast")
+    clamp: float | Literal["max"] | None = Field(
+        default=None, description="clamp the output to +-this, or to the format's largest finite number"
+    )
+    force: bool = Field(default=False, description="let a measured rule lower the precision")
     reason: Reason
     why: Text = Field(description="one sentence")
     source: Text
 
+    @property
+    def measured(self) -> bool:
+        """Whether the rule acts on what a run measured: the second phase."""
+        return self.when.evidence is not None
+
+    @property
+    def painted(self) -> bool:
+        """Whether the rule names a colour."""
+        return self.cast in PAINTED
+
+
+class KeepFp32(_Strict):
+    """Parameters and buffers that stay in float32 when the storage is lower."""
+
+    module: tuple[Text, ...] = Field(default=(), description="their module's class, or a base of it")
+    model: tuple[Text, ...] = Field(default=(), description="class, or a base, of a model that holds them")
+    attributes: dict[str, bool | int | float | str | None] = {}
+    parameter: tuple[Text, ...] = Field(default=(), description="globs over parameter and buffer names")
+    dtype: tuple[LowerDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
+
+
+class Constants(_Strict):
+    """What a converter does to finite weights that do not fit: it clips them (inf, NaN and 0 stay)."""
+
+    max_finite: float = Field(gt=0)
+    min_positive: float = Field(ge=0)
+
 
 class Weights(_Strict):
-    """How the converted model keeps its parameters and floating-point buffers, and takes its inputs."""
+    """How the converted model keeps parameters and buffers, takes inputs and gives outputs."""
 
     storage: Literal["float32", "lower"] = "float32"
-    inputs: Literal["unchanged", "lower"] = "unchanged"
+    inputs: Placement = "unchanged"
+    outputs: Placement = "unchanged"
     master: bool = Field(default=True, description="keep the FP32 weights beside the 16-bit copies")
     keep_fp32_modules: Literal["respect", "ignore"] = Field(
         default="respect",
         description="what to do with a model's own _keep_in_fp32_modules when the storage is lower",
     )
+    keep: tuple[KeepFp32, ...] = ()
+    clip: Constants | None = None
+
+
+class LossScale(_Strict):
+    """How a loss is scaled in training.
+
+    A dynamic scale starts at ``init``; it is multiplied by ``growth`` after ``interval`` steps without
+    overflow, and by ``backoff`` after ``hysteresis`` steps with one, within ``min`` and ``max``.
+    ``caller`` stands for a number that the system leaves to its user.
+    """
+
+    kind: Literal["dynamic", "static", "none"] = "dynamic"
+    init: float | Literal["caller"] = Field(default=65536.0, description="the scale itself if static")
+    growth: float = Field(default=2.0, gt=1)
+    backoff: float = Field(default=0.5, gt=0, lt=1)
+    interval: int = Field(default=2000, ge=1)
+    min: float | None = None
+    max: float | Literal["finite"] | None = None
+    hysteresis: int | Literal["caller"] = 1
 
 
 class Defaults(_Strict):
     """What happens to an op that no rule mentions."""
 
-    cast: Literal[Cast.FOLLOW] = Cast.FOLLOW
+    cast: Literal[Cast.FOLLOW, Cast.LOWER, Cast.FLOAT32, Cast.NARROWEST] = Cast.FOLLOW
     why: Text = "no rule mentions this op: ordinary type promotion of its inputs"
 
 
 class RuleFile(_Strict):
     """A whole policy."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
+    name: Name
     title: Text
+    extends: tuple[Text, ...] = Field(default=(), description="names or paths; their rules come after ours")
+    drop: tuple[Text, ...] = Field(default=(), description="ids of inherited rules to leave out")
+    vocabulary: Name | None = Field(default=None, description="whose op names match.op uses; unset: ATen's")
+    level: Literal["calls", "graph"] = Field(
+        default="calls",
+        description="calls: casts while the model's code runs, as autocast; graph: casts in its FP32 graph",
+    )
     autocast: bool = Field(
-        description="whether the model's own code sees autocast as enabled, as under torch.autocast"
+        default=False,
+        description="whether the model's own code sees autocast as enabled, as under torch.autocast",
     )
     weights: Weights = Weights()
+    loss_scale: Name | LossScale = Field(default="torch", description="a profile's name, or the numbers")
     defaults: Defaults = Defaults()
     rules: tuple[Rule, ...] = ()
+
+    @model_validator(mode="after")
+    def _needs_a_graph(self) -> RuleFile:
+        for rule in self.rules:
+            whole = rule.painted or rule.when.producer or rule.when.consumer
+            if whole and self.level != "graph":
+                raise ValueError(f"rule {rule.id!r} looks at neighbours: that needs 'level: graph'")
+        return self

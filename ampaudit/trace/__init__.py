@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampaudit.trace.capture import trace
 from ampaudit.trace.graph import Role, Site, TracedModel
+from ampaudit.trace.planned import trace
 
 __all__ = ["Role", "Site", "TracedModel", "trace"]

@@ -1,4 +1,4 @@
-"""Exports a model under a policy and builds the traced model from what comes out."""
+"""Exports a model while a caster works on it, and builds the traced model from what comes out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,19 +20,22 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ampaudit.errors import AuditError
 from ampaudit.formats import NumberFormat
-from ampaudit.policy import RuleSet
+from ampaudit.policy import Decision, Measurement, RuleSet
+from ampaudit.sites import SiteId
 from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.caster import Caster
-from ampaudit.trace.entry import ENTRY_NAME, Entry, layer_path, tensor_leaves
+from ampaudit.trace.entry import Entry, layer_path, tensor_leaves
+from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import interposed
 from ampaudit.trace.opnames import CASTABLE
-from ampaudit.trace.shadow import fake_like, kept_in_fp32, named_tensors, shadow_of
+from ampaudit.trace.shadow import fake_like, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
+from ampaudit.trace.storage import storage_notes, stored_dtypes
 
-__all__ = ["input_signature", "trace"]
+__all__ = ["Setting", "capture", "input_signature"]
 
 _SLOTS = {
     InputKind.PARAMETER: Slot.PARAMETER,
@@ -41,15 +45,33 @@ _SLOTS = {
 }
 
 
-def trace(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    rules: RuleSet,
-    author_rules: RuleSet,
-    number_format: NumberFormat,
-) -> TracedModel:
-    """The model's graph for inputs like these, with the policy's casts in it.
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a trace is made under.
+
+    Attributes:
+        rules: the policy.
+        author_rules: what an autocast region of the author's own means (CUDA autocast's rules).
+        number_format: the 16-bit format of the run.
+        measured: what a run saw, by site; empty before there was one.
+        planned: decisions that were made on the whole graph, by site.
+    """
+
+    rules: RuleSet
+    author_rules: RuleSet
+    number_format: NumberFormat
+    measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
+    planned: Mapping[SiteId, Decision] = field(default_factory=dict)
+
+    @property
+    def lower(self) -> torch.dtype:
+        """The 16-bit format as torch's dtype."""
+        dtype: torch.dtype = getattr(torch, self.number_format.name)
+        return dtype
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> TracedModel:
+    """The model's graph for inputs like these, with the casts of the setting in it.
 
     The export runs under the casts themselves, on fake tensors that have the stored dtypes: code such as
     ``x.to(weight.dtype)`` or ``if x.dtype == torch.float16`` does what it will do after conversion.
@@ -58,37 +80,38 @@ def trace(
         model: in the mode (train or eval) that is to be audited; not changed.
         args: positional inputs; only shapes and dtypes of tensors matter.
         kwargs: keyword inputs.
-        rules: the policy.
-        author_rules: what an autocast region of the author's own means (CUDA autocast's rules).
-        number_format: the 16-bit format of the run.
+        setting: what decides.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
     """
-    lower = getattr(torch, number_format.name)
-    weights = rules.file.weights
-    storage = lower if weights.storage == "lower" else None
-    listed = kept_in_fp32(model)
-    keep = listed if weights.keep_fp32_modules == "respect" else ()
+    file, lower = setting.rules.file, setting.lower
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with _quiet():
-        entry = Entry(shadow_of(model, mode, storage, keep), args, kwargs)
+        shadow = shadow_of(model, mode, stored_dtypes(model, file.weights, lower))
+        entry = Entry(shadow, args, kwargs, _placed(file.weights.outputs, lower))
     entry.train(model.training)
-    _copy_modes(model, getattr(entry, ENTRY_NAME))
+    _copy_modes(model, shadow)
+    given = _placed(file.weights.inputs, lower)
     inputs = tuple(
-        fake_like(t, mode, lower if weights.inputs == "lower" and t.dtype in CASTABLE else t.dtype)
+        fake_like(t, mode, given if given is not None and t.dtype in CASTABLE else t.dtype)
         for t in tensor_leaves(args, kwargs)
     )
-    caster = Caster(rules, author_rules, lower)
+    facts = FactFinder(entry, setting.number_format.name, setting.measured)
+    caster = Caster(setting.rules, setting.author_rules, lower, facts, setting.planned)
     try:
-        with _quiet(), torch.no_grad(), autocast_visible(rules.file.autocast, lower), interposed(caster):
+        with _quiet(), torch.no_grad(), autocast_visible(file.autocast, lower), interposed(caster):
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:
         raise
     except Exception as error:
         raise trace_failure(error, type(model).__name__) from error
-    notes = _notes(storage, listed, bool(keep))
-    return _assemble(program, entry, model, rules, lower, input_signature(args, kwargs), notes)
+    notes = storage_notes(model, file.weights)
+    return _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
+
+
+def _placed(placement: str, lower: torch.dtype) -> torch.dtype | None:
+    return {"lower": lower, "float32": torch.float32}.get(placement)
 
 
 def input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -100,8 +123,7 @@ def _assemble(
     program: ExportedProgram,
     entry: Entry,
     model: nn.Module,
-    rules: RuleSet,
-    lower: torch.dtype,
+    setting: Setting,
     signature: tuple[Any, ...],
     notes: tuple[str, ...],
 ) -> TracedModel:
@@ -114,8 +136,8 @@ def _assemble(
         sites=build_sites(graph, placeholders),
         outputs=entry.outputs.names,
         signature=signature,
-        policy=rules.name,
-        dtype=lower,
+        policy=setting.rules.name,
+        dtype=setting.lower,
         notes=notes,
     )
 
@@ -149,13 +171,6 @@ def _real(constant: Any) -> torch.Tensor:
 def _copy_modes(model: nn.Module, shadow: nn.Module) -> None:
     for ours, theirs in zip(shadow.modules(), model.modules(), strict=True):
         ours.training = theirs.training
-
-
-def _notes(storage: torch.dtype | None, listed: tuple[str, ...], kept: bool) -> tuple[str, ...]:
-    if storage is None or not listed:
-        return ()
-    what = "kept in FP32 as the author asks" if kept else "cast all the same, as this policy says"
-    return (f"the model asks to keep {', '.join(listed)} in FP32: {what}",)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.policy import Decision, OpFacts, RuleSet
-from ampaudit.policy.schema import Cast
-from ampaudit.trace.autocast_state import RegionKind, current_region
+from ampaudit.policy.schema import PAINTED, Cast
+from ampaudit.replay import replayed_meta
+from ampaudit.sites import SiteId, SiteNumbering
+from ampaudit.trace.autocast_state import Region, RegionKind, current_region
+from ampaudit.trace.facts import FactFinder, named_arguments
 from ampaudit.trace.opnames import (
     CASTABLE,
     deciding_name,
@@ -21,9 +24,12 @@ from ampaudit.trace.opnames import (
     kept_whole,
     mutated_arguments,
     op_name,
+    short_name,
 )
 
-__all__ = ["Call", "Caster", "OpRecord"]
+__all__ = ["META_KEY", "Call", "Caster", "OpRecord"]
+
+META_KEY = "ampaudit"  # of a node's metadata: its OpRecord
 
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
@@ -39,11 +45,15 @@ class OpRecord:
 
     Attributes:
         decision: what was done to it and why.
+        site: its id; ``None`` for what the policy added.
+        facts: what the decision was made from.
         inserted: whether it is a cast that the policy added.
         replayed: metadata of the exported node that it replays, if the model is an exported program.
     """
 
     decision: Decision
+    site: SiteId | None = None
+    facts: OpFacts | None = None
     inserted: bool = False
     replayed: Mapping[str, Any] | None = None
 
@@ -53,12 +63,30 @@ class Caster:
 
     One cast is made per tensor, state and dtype: later uses share it until the tensor is written. The cache
     keeps the tensors alive, so an id is never used twice.
+
+    Args:
+        rules: the policy.
+        author_rules: what an autocast region of the author's own means.
+        dtype: the 16-bit format of the run.
+        facts: reads an op call.
+        planned: decisions that were made on the whole graph, by site.
     """
 
-    def __init__(self, rules: RuleSet, author_rules: RuleSet, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        rules: RuleSet,
+        author_rules: RuleSet,
+        dtype: torch.dtype,
+        facts: FactFinder,
+        planned: Mapping[SiteId, Decision],
+    ) -> None:
         self.rules = rules
         self.author_rules = author_rules
         self.dtype = dtype
+        self._facts = facts
+        self._planned = planned
+        self._whole = rules.op_names | author_rules.op_names
+        self._numbering: defaultdict[int, SiteNumbering] = defaultdict(SiteNumbering)
         self._casts: dict[tuple[int, int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
@@ -69,22 +97,37 @@ class Caster:
             if position < len(args) and isinstance(args[position], torch.Tensor):
                 self._writes[_storage(args[position])] += 1
 
-    def decide(self, op: OpOverload, layer: str) -> tuple[Decision, torch.dtype]:
-        """The decision for an op of a layer, and the 16-bit dtype that it means."""
+    def splits(self, op: OpOverload) -> bool:
+        """Whether to trace what a composite op consists of: a rule may mention its parts."""
+        if not is_composite(op) or kept_whole(op):
+            return False
+        return not {op_name(op), deciding_name(op)} & self._whole
+
+    def decide(
+        self,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        layer: tuple[str, str],
+        tracer_id: int,
+    ) -> tuple[OpRecord, torch.dtype]:
+        """The decision for an op of a layer (path, class name), and the 16-bit dtype that it means."""
+        site = _replayed_site() or self._numbering[tracer_id].next_id(layer[0], short_name(op))
         region = current_region(self.rules.file.autocast, self.dtype)
+        facts = self._facts.of(op, args, kwargs, *layer, site)
+        decision, dtype = self._decision(op, facts, region)
+        return OpRecord(decision, site, facts), dtype
+
+    def _decision(self, op: OpOverload, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
         if region.kind is RegionKind.DISABLED:
             return AUTHOR_DISABLED, self.dtype
+        if facts.site in self._planned:
+            return self._planned[SiteId(facts.site)], self.dtype
         rules, dtype = self.rules, self.dtype
         if region.kind is RegionKind.OWN and region.dtype is not None:
             rules, dtype = self.author_rules, region.dtype
-        names = (op_name(op), deciding_name(op))
-        facts = [OpFacts(n, layer, str(dtype).removeprefix("torch.")) for n in names if n is not None]
-        decisions = [rules.decide(fact) for fact in facts]
-        return next((d for d in decisions if d.explicit), decisions[0]), dtype
-
-    def splits(self, op: OpOverload, decision: Decision) -> bool:
-        """Whether to trace what a composite op consists of: a rule may mention its parts."""
-        return not decision.explicit and is_composite(op) and not kept_whole(op)
+            facts = replace(facts, dtype=str(dtype).removeprefix("torch."))
+        return decide_named(rules, op, facts), dtype
 
     def apply(
         self,
@@ -96,26 +139,41 @@ class Caster:
         cast: Call,
         tracer_id: int,
     ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
-        """The op and the arguments to trace instead, with casts made through ``cast(tensor, dtype)``."""
+        """The op and the arguments to trace instead, with casts made through ``cast(tensor, dtype)``.
+
+        An argument that the op writes to is never cast: the write would be lost. The others of such an op
+        take its dtype where the rule asks for a cast.
+        """
         kind = decision.cast
         if kind is Cast.SET_DTYPE:
             return op, args, _with_dtype(op, args, kwargs)
         if kind is Cast.APPEND_DTYPE:
             return _appended(op), args, kwargs | {"dtype": torch.float32}
         target = self._target(kind, dtype, args, kwargs)
-        if target is None:
-            return op, args, kwargs
+        written = [args[p] for p in mutated_arguments(op) if p < len(args) and _castable(args[p])]
+        if target is not None and written:
+            target = written[0].dtype
+        if kind is Cast.LOWER and self.rules.file.level == "graph":
+            kwargs = _lowered_dtype(op, kwargs, dtype)
 
-        def convert(value: Any) -> Any:
-            if not _castable(value) or value.dtype == target:
+        def convert(value: Any, to: torch.dtype | None) -> Any:
+            if to is None or not _castable(value) or value.dtype == to or any(value is w for w in written):
                 return value
-            key = (id(value), self._writes[_storage(value)], target, tracer_id)
+            key = (id(value), self._writes[_storage(value)], to, tracer_id)
             if key not in self._casts:
-                self._casts[key] = (value, cast(value, target))
+                self._casts[key] = (value, cast(value, to))
             return self._casts[key][1]
 
-        args, kwargs = pytree.tree_map(convert, (args, kwargs))
-        return op, args, kwargs
+        special = {"lower": dtype, "float32": torch.float32, "keep": None}
+        exceptions = {name: special[how] for name, how in decision.arguments}
+
+        def convert_all(name: str, value: Any) -> Any:
+            to = exceptions.get(name, target)
+            return pytree.tree_map(lambda leaf: convert(leaf, to), value)
+
+        names = [argument.name for argument in op._schema.arguments]
+        args = tuple(convert_all(name, value) for name, value in zip(names, args, strict=False))
+        return op, args, {name: convert_all(name, value) for name, value in kwargs.items()}
 
     def _target(
         self, kind: Cast, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -124,10 +182,29 @@ class Caster:
             return dtype
         if kind in (Cast.FLOAT32, Cast.FORBID):
             return torch.float32
-        if kind is Cast.WIDEST:
+        if kind in (Cast.WIDEST, Cast.NARROWEST):
             found = {value.dtype for value in pytree.tree_leaves((args, kwargs)) if _castable(value)}
-            return torch.float32 if torch.float32 in found else None
+            if kind is Cast.WIDEST:
+                return torch.float32 if torch.float32 in found else None
+            return dtype if found - {torch.float32} else None
+        assert kind not in PAINTED, "colours are resolved before anything is cast"
         return None
+
+
+def decide_named(rules: RuleSet, op: OpOverload, facts: OpFacts) -> Decision:
+    """The decision under the op's own name, or under that of the op inside it that a rule mentions."""
+    decision = rules.decide(facts)
+    inner = deciding_name(op)
+    if decision.explicit or inner is None:
+        return decision
+    other = rules.decide(replace(facts, op=inner))
+    return other if other.explicit else decision
+
+
+def _replayed_site() -> SiteId | None:
+    """The id that an op had in the graph that is being replayed; its numbers may have gaps."""
+    record = (replayed_meta() or {}).get(META_KEY)
+    return record.site if isinstance(record, OpRecord) else None
 
 
 def _storage(value: torch.Tensor) -> int:
@@ -140,11 +217,9 @@ def _castable(value: Any) -> bool:
 
 def _with_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """``dtype=float32`` where the caller left it unset; as autocast does, only for a 16-bit input."""
-    names = [argument.name for argument in op._schema.arguments]
-    position = names.index("dtype")
-    given = args[position] if position < len(args) else kwargs.get("dtype")
-    first = args[0] if args else kwargs.get(names[0])
-    if given is None and _castable(first):
+    given = named_arguments(op, args, kwargs)
+    first = given.get(op._schema.arguments[0].name)
+    if given.get("dtype") is None and _castable(first):
         return kwargs | {"dtype": torch.float32}
     return kwargs
 
@@ -154,3 +229,10 @@ def _appended(op: OpOverload) -> OpOverload:
     names = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}
     overload: OpOverload = getattr(op.overloadpacket, names[op._overloadname])
     return overload
+
+
+def _lowered_dtype(op: OpOverload, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """In a FP32 graph ``dtype=float32`` is what the trace saw, not what the author asked for."""
+    if op._schema.name.split("::", 1)[1] in ("to", "_to_copy") or kwargs.get("dtype") is not torch.float32:
+        return kwargs
+    return kwargs | {"dtype": dtype}

@@ -11,10 +11,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.replay import REPLAYED
+from ampaudit.trace.opnames import CASTABLE
 
-__all__ = ["ENTRY_NAME", "Entry", "flatten_outputs", "layer_path", "tensor_leaves"]
+__all__ = ["ENTRY_NAME", "Entry", "flatten_outputs", "layer_of", "layer_path", "tensor_leaves"]
 
 ENTRY_NAME = "audited_model"
+_EXPORT_ROOT = "_export_root"  # torch.export's own wrapper, while it traces
 _MAX_DEPTH = 12
 
 
@@ -28,12 +30,20 @@ class Entry(nn.Module):
     """Calls the model with the batch's structure and returns the tensors found in its output.
 
     Non-tensor inputs are fixed at tracing time. Outputs may be tensors in any nesting of tuples, lists,
-    dicts, dataclasses (``ModelOutput``) or objects such as key-value caches.
+    dicts, dataclasses (``ModelOutput``) or objects such as key-value caches. With ``output_dtype`` they
+    are cast to it, float64 and integers excepted.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         setattr(self, ENTRY_NAME, model)
+        self._output_dtype = output_dtype
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -47,7 +57,12 @@ class Entry(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         named = flatten_outputs(getattr(self, ENTRY_NAME)(*args, **kwargs))
         self.outputs.names = tuple(name for name, _ in named)
-        return tuple(tensor for _, tensor in named)
+        return tuple(self._placed(tensor) for _, tensor in named)
+
+    def _placed(self, output: torch.Tensor) -> torch.Tensor:
+        if self._output_dtype is None or output.dtype not in CASTABLE:
+            return output
+        return output.to(self._output_dtype)
 
 
 def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -57,9 +72,19 @@ def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
 
 def layer_path(path: str) -> str:
     """The user's name of a module below the entry: ``audited_model.encoder`` is ``encoder``."""
-    for wrapper in (ENTRY_NAME, REPLAYED):
+    for wrapper in (_EXPORT_ROOT, ENTRY_NAME, REPLAYED):
         path = "" if path == wrapper else path.removeprefix(f"{wrapper}.")
     return path
+
+
+def layer_of(module_stack: Mapping[str, Any]) -> tuple[str, str]:
+    """Path and class name of the innermost module of an export's module stack; empty for none."""
+    if not module_stack:
+        return "", ""
+    path, kind = list(module_stack.values())[-1]
+    name = kind if isinstance(kind, str) else kind.__name__
+    # torch writes name@1 for the second call of one module
+    return layer_path(path).split("@")[0], name.rsplit(".", 1)[-1]
 
 
 def flatten_outputs(output: Any) -> list[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.policy import Decision
+from ampaudit.policy import Decision, OpFacts
 from ampaudit.sites import SiteId, SourceLine
 
 __all__ = ["Placeholder", "Role", "Site", "Slot", "TracedModel"]
@@ -67,6 +67,7 @@ class Site:
         decision: what the policy did and why.
         source: line of the model's code; ``caller`` the user's own line where that is another one.
         weight: name of the parameter, buffer or constant, for a weight cast.
+        facts: what the decision was made from; ``None`` for what the policy or the tracer added.
     """
 
     id: SiteId
@@ -81,6 +82,7 @@ class Site:
     source: SourceLine | None
     caller: SourceLine | None
     weight: str | None = None
+    facts: OpFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)

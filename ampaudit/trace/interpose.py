@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +18,11 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ampaudit.replay import replayed_meta
-from ampaudit.trace.caster import IMPLICIT_CAST, Caster, OpRecord
-from ampaudit.trace.entry import layer_path
+from ampaudit.sites import SiteId
+from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, Caster, OpRecord
+from ampaudit.trace.entry import layer_of
 
-__all__ = ["META_KEY", "interposed"]
-
-META_KEY = "ampaudit"
+__all__ = ["interposed"]
 
 
 @contextmanager
@@ -53,8 +53,7 @@ def interposed(caster: Caster) -> Iterator[None]:
                 node.meta[META_KEY] = what
             return result
 
-        decision, dtype = caster.decide(op, _layer(self))
-        if caster.splits(op, decision):
+        if caster.splits(op):
             with self:
                 parts = op.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -64,10 +63,16 @@ def interposed(caster: Caster) -> Iterator[None]:
             what = OpRecord(IMPLICIT_CAST, inserted=True, replayed=replayed_meta())
             return record(what, torch.ops.aten.to.dtype, value, target)
 
-        op, args, kwargs = caster.apply(decision, dtype, op, args, kwargs, cast, id(self.tracer))
-        result = record(OpRecord(decision, replayed=replayed_meta()), op, *args, **kwargs)
+        made, dtype = caster.decide(op, args, kwargs, _layer(self), id(self.tracer))
+        made = replace(made, replayed=replayed_meta())
+        op, args, kwargs = caster.apply(made.decision, dtype, op, args, kwargs, cast, id(self.tracer))
+        result = record(made, op, *args, **kwargs)
         caster.note_writes(op, args)
-        return result
+        limit = made.decision.clamp
+        if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            return result
+        clamped = replace(made, site=SiteId(f"{made.site}/clamp"), facts=None)
+        return record(clamped, torch.ops.aten.clamp.default, result, -limit, limit)
 
     ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign, assignment]
     try:
@@ -76,7 +81,8 @@ def interposed(caster: Caster) -> Iterator[None]:
         ProxyTorchDispatchMode.__torch_dispatch__ = original  # type: ignore[method-assign]
 
 
-def _layer(mode: ProxyTorchDispatchMode) -> str:
-    """Path of the module whose forward is running, without the entry wrapper's own name."""
-    stack = (replayed_meta() or {}).get("nn_module_stack") or getattr(mode.tracer, "module_stack", None)
-    return layer_path(next(reversed(stack.values()))[0]) if stack else ""
+def _layer(mode: ProxyTorchDispatchMode) -> tuple[str, str]:
+    """Path and class name of the module whose forward is running."""
+    return layer_of(
+        (replayed_meta() or {}).get("nn_module_stack") or getattr(mode.tracer, "module_stack", {})
+    )

@@ -17,6 +17,7 @@ __all__ = [
     "mutated_arguments",
     "op_name",
     "selects",
+    "short_name",
 ]
 
 # Composite ops that end in one kernel, which rounds once: splitting them would show nothing more.
@@ -78,6 +79,13 @@ def op_name(op: OpOverload) -> str:
     prefix = "" if op.namespace == "aten" else f"{op.namespace}::"
     overload = op._overloadname
     return f"{prefix}{base}" if overload in ("", "default") else f"{prefix}{base}.{overload}"
+
+
+@cache
+def short_name(op: OpOverload) -> str:
+    """The op's name in site ids: ``linear``, ``softmax``, ``mylib::swish``."""
+    base = op._schema.name.split("::", 1)[1]
+    return base if op.namespace == "aten" else f"{op.namespace}::{base}"
 
 
 def deciding_name(op: OpOverload) -> str | None:

@@ -7,8 +7,7 @@ parameters have the dtype in which the policy stores them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampaudit.errors import TraceFailed
-from ampaudit.trace.opnames import CASTABLE
 
-__all__ = ["fake_like", "kept_in_fp32", "named_tensors", "shadow_of"]
+__all__ = ["fake_like", "named_tensors", "shadow_of"]
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -28,27 +26,13 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
-    """Module names that the author asks to keep in FP32 (Transformers' ``_keep_in_fp32_modules``)."""
-    names: set[str] = set()
-    for module in model.modules():
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-            listed = getattr(module, attribute, None)
-            if isinstance(listed, Iterable):
-                names.update(str(name) for name in listed)
-    return tuple(sorted(names))
-
-
-def shadow_of(
-    model: nn.Module, mode: FakeTensorMode, storage: torch.dtype | None, keep: tuple[str, ...]
-) -> nn.Module:
-    """The shadow, with floating-point parameters and buffers in ``storage`` (``None``: as they are).
+def shadow_of(model: nn.Module, mode: FakeTensorMode, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
+    """The shadow, with parameters and buffers as fake tensors.
 
     Args:
         model: the user's model; not changed.
         mode: the fake mode that the trace will use.
-        storage: dtype of the stored weights; float64 and integers stay.
-        keep: module names (as path components) whose tensors stay in float32.
+        dtypes: of stored parameters and buffers by name; the others stay as they are.
 
     Raises:
         TraceFailed: some attribute of the model cannot be copied.
@@ -57,10 +41,7 @@ def shadow_of(
     for name, tensor in named_tensors(model).items():
         if id(tensor) in memo:
             continue
-        dtype = storage if storage is not None and tensor.dtype in CASTABLE else tensor.dtype
-        if any(fnmatchcase(part, pattern) for part in name.split(".") for pattern in keep):
-            dtype = tensor.dtype
-        fake = fake_like(tensor, mode, dtype)
+        fake = fake_like(tensor, mode, dtypes.get(name, tensor.dtype))
         memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
     for module in model.modules():
         for value in vars(module).values():

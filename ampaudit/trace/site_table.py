@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,9 @@ from torch._ops import OpOverload
 from ampaudit.policy import Decision
 from ampaudit.policy.schema import Cast
 from ampaudit.sites import SiteNumbering
-from ampaudit.trace.caster import OpRecord
-from ampaudit.trace.entry import layer_path
+from ampaudit.trace.caster import META_KEY, OpRecord
+from ampaudit.trace.entry import layer_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
-from ampaudit.trace.interpose import META_KEY
 from ampaudit.trace.opnames import CAST_OPS, is_view, selects
 from ampaudit.trace.stack import source_lines
 
@@ -52,7 +51,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
     record: OpRecord | None = node.meta.get(META_KEY)
     weight = _cast_weight(node, weights)
     meta = record.replayed if record is not None and record.replayed is not None else node.meta
-    layer, layer_type = _layer(meta)
+    layer, layer_type = layer_of(meta.get("nn_module_stack") or {})
     if weight is not None and record is not None and record.inserted and "." in weight.name:
         layer = weight.name.rsplit(".", 1)[0]
     name = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "?")
@@ -62,10 +61,11 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
         short = f"cast({weight.name.rsplit('.', 1)[-1]})"
     elif role is Role.INSERTED_CAST:
         short = "cast"
+    given = record.site if record is not None and role is not Role.WEIGHT_CAST else None
     value = float_value(node.meta.get("val"))
     source, caller = source_lines(meta.get("stack_trace"))
     return Site(
-        id=numbering.next_id(layer, short),
+        id=given or numbering.next_id(layer, short),
         node=node.name,
         layer=layer,
         layer_type=layer_type,
@@ -77,6 +77,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
         source=source,
         caller=caller,
         weight=weight.name if role is Role.WEIGHT_CAST and weight else None,
+        facts=record.facts if record else None,
     )
 
 
@@ -109,13 +110,3 @@ def _only_selects(node: fx.Node) -> bool:
 def _is_idle_dropout(node: fx.Node) -> bool:
     """Dropout outside training hands its input on."""
     return str(node.target) in _DROPOUTS and len(node.args) > 2 and node.args[2] is False
-
-
-def _layer(meta: Mapping[str, Any]) -> tuple[str, str]:
-    stack = meta.get("nn_module_stack") or {}
-    if not stack:
-        return "", ""
-    path, kind = next(reversed(stack.values()))
-    name = kind if isinstance(kind, str) else kind.__name__
-    layer = layer_path(path)
-    return layer.split("@")[0], name.rsplit(".", 1)[-1]

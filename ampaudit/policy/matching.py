@@ -1,0 +1,127 @@
+"""Whether a rule applies to an op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ampaudit.formats import format_named
+from ampaudit.policy.conditions import UNSET, Bound
+from ampaudit.policy.schema import Evidence, Match, Rule, When
+
+if TYPE_CHECKING:
+    from ampaudit.policy.decide import Environment, Measurement, OpFacts
+
+__all__ = [
+    "applies",
+    "class_names",
+    "compiled",
+    "fits_environment",
+    "matches_any",
+    "matches_class",
+    "with_attributes",
+]
+
+_MISSING = object()
+
+
+def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
+    """Whether a rule that is about this op's name is about this op, here and now."""
+    when = rule.when
+    if when.dtype and facts.dtype not in when.dtype:
+        return False
+    if (when.producer and "producer" not in near) or (when.consumer and "consumer" not in near):
+        return False
+    if not _matches(rule.match, facts):
+        return False
+    if not all(test.holds(facts.arguments.get(name, UNSET)) for name, test in when.arguments.items()):
+        return False
+    if when.depth is not None and (facts.depth is None or not when.depth.holds(facts.depth)):
+        return False
+    return when.evidence is None or _measured(when.evidence, facts.measurement, facts.dtype)
+
+
+def fits_environment(when: When, environment: Environment) -> bool:
+    """Whether the device and the libraries are those that a rule is about; unknown ones are not."""
+    if when.capability is not None and (
+        environment.capability is None or not when.capability.holds(environment.capability)
+    ):
+        return False
+    if not when.versions:
+        return True
+    from packaging.specifiers import SpecifierSet
+
+    return all(
+        name in environment.versions
+        and SpecifierSet(wanted).contains(environment.versions[name], prereleases=True)
+        for name, wanted in when.versions.items()
+    )
+
+
+def _matches(match: Match, facts: OpFacts) -> bool:
+    return (
+        (not match.layer or matches_any(match.layer, facts.layer))
+        and (not match.layer_regex or any(compiled(p).search(facts.layer) for p in match.layer_regex))
+        and (not match.module or matches_class(match.module, facts.classes))
+        and (not match.attributes or with_attributes(facts.module, match.attributes))
+        and (not match.parameter or any(matches_any(match.parameter, name) for name in facts.parameters))
+        and (not match.site or matches_any(match.site, facts.site))
+    )
+
+
+def matches_any(globs: Collection[str], text: str) -> bool:
+    """Whether one of the globs matches the whole text."""
+    return any(fnmatchcase(text, glob) for glob in globs)
+
+
+def matches_class(wanted: Collection[str], classes: Collection[str]) -> bool:
+    """Whether one of the class names, bare or qualified, is among a module's own and its bases'."""
+    return any(name in wanted or name.rpartition(".")[2] in wanted for name in classes)
+
+
+def class_names(kind: type) -> tuple[str, ...]:
+    """Qualified names of a class and its bases, most derived first."""
+    return tuple(f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__ if c is not object)
+
+
+def with_attributes(module: Any, attributes: Mapping[str, Any]) -> bool:
+    """Whether a module has all of these attributes with these values."""
+    return module is not None and all(
+        getattr(module, name, _MISSING) == value for name, value in attributes.items()
+    )
+
+
+def _measured(wanted: Evidence, seen: Measurement | None, dtype: str) -> bool:
+    if seen is None:
+        return False
+    headroom = None
+    if seen.output_peak is not None:
+        limit = format_named(dtype).max
+        headroom = math.log2(limit / seen.output_peak) if seen.output_peak > 0 else math.inf
+    pairs: tuple[tuple[Bound | None, float | None], ...] = (
+        (wanted.weight_peak, seen.weight_peak),
+        (wanted.input_peak, seen.input_peak),
+        (wanted.output_peak, seen.output_peak),
+        (wanted.consumer_peak, seen.consumer_peak),
+        (wanted.headroom_bits, headroom),
+    )
+    return all(bound is None or (value is not None and bound.holds(value)) for bound, value in pairs)
+
+
+@cache
+def compiled(pattern: str) -> Any:
+    """A pattern of RE2, whose time grows with the text and not with the pattern's ambiguity.
+
+    Raises:
+        ValueError: not a pattern of RE2, which has no back-references and no look-around.
+    """
+    import re2
+
+    try:
+        compile_pattern: Callable[[str], Any] = re2.compile
+        return compile_pattern(pattern)
+    except re2.error as error:
+        raise ValueError(str(error)) from error

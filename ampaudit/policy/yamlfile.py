@@ -1,0 +1,133 @@
+"""Reads YAML that nobody vouches for: plain data only, bounded in size and depth, every value located."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ampaudit.errors import PolicyError
+
+__all__ = ["Document", "read_yaml"]
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 20
+# libyaml is ten times faster; PyYAML is also built without it
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A YAML mapping and the places of its values."""
+
+    path: Path
+    data: dict[str, Any]
+    root: yaml.Node
+
+    def at(self, location: Sequence[Any], of_key: bool = False) -> str:
+        """``file:line:column``, from 1, of the deepest value on the path, or of its key."""
+        node: yaml.Node = self.root
+        mark = node.start_mark
+        for part in location:
+            if isinstance(node, yaml.MappingNode):
+                found = next((pair for pair in node.value if pair[0].value == part), None)
+                if found is None:
+                    break
+                mark, node = found[0].start_mark if of_key else found[1].start_mark, found[1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+                mark = node.start_mark
+            else:
+                break
+        return _where(self.path, mark)
+
+
+def read_yaml(path: Path) -> Document:
+    """The mapping in a file.
+
+    Raises:
+        PolicyError: not readable, too large, too deep, not YAML, not a mapping, aliases, tags, or a key
+            twice; with line and column.
+    """
+    text = _text_of(path)
+    try:
+        _refuse_tricks(text, path)
+        root = yaml.compose(text, Loader=_Loader)
+        if not isinstance(root, yaml.MappingNode):
+            raise PolicyError(f"{path}:1:1: a rule file is a mapping", hint="start with 'name:' and 'rules:'")
+        _refuse_repeated_keys(root, path)
+        return Document(path, yaml.constructor.SafeConstructor().construct_document(root), root)
+    except yaml.MarkedYAMLError as error:
+        where = _where(path, error.problem_mark) if error.problem_mark else str(path)
+        problem = error.problem or "a mistake here"
+        hint = "indent with spaces" if "\\t" in problem or "'\t'" in problem else "check indentation"
+        raise PolicyError(f"{where}: not valid YAML: {problem}", hint=hint) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise PolicyError(f"{path}: not valid YAML: {error}", hint="save the file as plain UTF-8") from error
+
+
+def _text_of(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise PolicyError(f"{path}: larger than {MAX_BYTES} bytes", hint="split the policy with extends")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PolicyError(f"cannot read rule file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PolicyError(f"{path}: not UTF-8 text", hint="save the file as UTF-8") from error
+
+
+def _refuse_tricks(text: str, path: Path) -> None:
+    """Aliases make a small file a huge value, depth exhausts the stack, tags name Python objects.
+
+    The parser is asked event by event, so that nothing is built before it is known to be harmless.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise PolicyError(
+                f"{_where(path, event.start_mark)}: YAML aliases are not allowed in a rule file",
+                hint="write the value out",
+            )
+        if isinstance(event, yaml.NodeEvent) and getattr(event, "tag", None) not in (None, "!"):
+            raise PolicyError(
+                f"{_where(path, event.start_mark)}: YAML tags are not allowed in a rule file",
+                hint="a rule file is plain data: remove the tag",
+            )
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise PolicyError(
+                f"{_where(path, event.start_mark)}: nested too deeply", hint="see docs/rules.md"
+            )
+
+
+def _refuse_repeated_keys(root: yaml.Node, path: Path) -> None:
+    """YAML would silently keep the last one."""
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise PolicyError(
+                        f"{_where(path, key.start_mark)}: a key must be a word", hint="quote it"
+                    )
+                if key.value in seen:
+                    raise PolicyError(
+                        f"{_where(path, key.start_mark)}: key {key.value!r} is given twice", hint="merge them"
+                    )
+                seen.add(key.value)
+                pending.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            pending.extend(node.value)
+
+
+def _where(path: Path, mark: Any) -> str:
+    return f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else f"{path}:1:1"

@@ -1,0 +1,68 @@
+"""In which dtype a policy stores each parameter and buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from ampaudit.policy.matching import class_names, matches_any, matches_class, with_attributes
+from ampaudit.policy.schema import KeepFp32, Weights
+from ampaudit.trace.opnames import CASTABLE
+from ampaudit.trace.shadow import named_tensors
+
+__all__ = ["storage_notes", "stored_dtypes"]
+
+
+def stored_dtypes(model: nn.Module, weights: Weights, lower: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each floating-point tensor that is not stored as it is, by name; float64 stays."""
+    if weights.storage != "lower":
+        return {}
+    listed = _kept_in_fp32(model) if weights.keep_fp32_modules == "respect" else ()
+    rules = [
+        rule for rule in weights.keep if not rule.dtype or str(lower).removeprefix("torch.") in rule.dtype
+    ]
+    rules = [rule for rule in rules if not rule.model or _holds(model, rule.model)]
+    modules = dict(model.named_modules())
+    return {
+        name: lower
+        for name, tensor in named_tensors(model).items()
+        if tensor.dtype in CASTABLE
+        and not any(fnmatchcase(part, pattern) for part in name.split(".") for pattern in listed)
+        and not any(_keeps(rule, name, modules[name.rpartition(".")[0]]) for rule in rules)
+    }
+
+
+def storage_notes(model: nn.Module, weights: Weights) -> tuple[str, ...]:
+    """What the model's author asks for, and whether the policy heeds it."""
+    listed = _kept_in_fp32(model)
+    if weights.storage != "lower" or not listed:
+        return ()
+    respected = weights.keep_fp32_modules == "respect"
+    what = "kept in FP32 as the author asks" if respected else "cast all the same, as this policy says"
+    return (f"the model asks to keep {', '.join(listed)} in FP32: {what}",)
+
+
+def _kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
+    """Module names that the author asks to keep in FP32 (Transformers' ``_keep_in_fp32_modules``)."""
+    names: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            listed = getattr(module, attribute, None)
+            if isinstance(listed, Iterable):
+                names.update(str(name) for name in listed)
+    return tuple(sorted(names))
+
+
+def _keeps(rule: KeepFp32, name: str, module: nn.Module) -> bool:
+    return (
+        (not rule.module or matches_class(rule.module, class_names(type(module))))
+        and (not rule.attributes or with_attributes(module, rule.attributes))
+        and (not rule.parameter or matches_any(rule.parameter, name))
+    )
+
+
+def _holds(model: nn.Module, classes: tuple[str, ...]) -> bool:
+    return any(matches_class(classes, class_names(type(module))) for module in model.modules())
