@@ -22,6 +22,7 @@ __all__ = [
     "WHAT_IF_FORMATS",
     "NumberFormat",
     "format_named",
+    "lower_format",
 ]
 
 
@@ -98,3 +99,16 @@ def format_named(name: str) -> NumberFormat:
     if full not in FORMATS:
         raise UsageError(f"unknown dtype {name!r}", hint=f"one of: {', '.join(FORMATS)}")
     return FORMATS[full]
+
+
+def lower_format(name: str) -> NumberFormat:
+    """The 16-bit format of that name.
+
+    Raises:
+        UsageError: no such format, or one of another width.
+    """
+    form = format_named(name)
+    if form not in LOWER_FORMATS:
+        names = ", ".join(f.name for f in LOWER_FORMATS)
+        raise UsageError(f"--dtype {name}: not a 16-bit format", hint=f"one of: {names}")
+    return form

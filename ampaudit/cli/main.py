@@ -10,6 +10,8 @@ from typing import NoReturn
 import click
 
 from ampaudit import __version__
+from ampaudit.cli.plan_command import plan_command
+from ampaudit.cli.rules_command import rules_group
 from ampaudit.cli.scan_command import scan_command
 from ampaudit.errors import AuditError
 
@@ -27,7 +29,8 @@ def main() -> None:
     """
 
 
-main.add_command(scan_command)
+for _command in (scan_command, plan_command, rules_group):
+    main.add_command(_command)
 
 
 def run() -> NoReturn:

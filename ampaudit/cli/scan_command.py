@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ampaudit.cli.model_options import load_source, model_options
+from ampaudit.cli.output import as_text
+
 if TYPE_CHECKING:
     from ampaudit.report.model import Report
 
@@ -17,15 +20,13 @@ _FILE = click.Path(path_type=Path)
 
 @click.command("scan", short_help="Name the layers that overflow.")
 @click.argument("model")
-@click.option("--policy", default="torch-cuda", show_default=True, help="Policy name or rule file.")
+@click.option(
+    "--policy", default="ampaudit", show_default=True, help="Policy name or rule file; several with commas."
+)
 @click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
 @click.option("--ranges", is_flag=True, help="One FP32 run only: what every format would do to its values.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
-@click.option("--weights", type=_FILE, metavar="FILE", help="Checkpoint: safetensors, or .pt state_dict.")
-@click.option("--inputs", type=_FILE, metavar="FILE", help="Python file with example_inputs() or batches().")
-@click.option("--batches", type=click.IntRange(1), default=1, show_default=True, help="Batches to run.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--train", is_flag=True, help="Audit the model in training mode.")
+@model_options
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write the report to FILE.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
@@ -69,22 +70,10 @@ def _audit(location: str, options: dict[str, Any]) -> Report:
 
     rules = load_policy(options["policy"])  # its mistakes show before torch is loaded
     with Progress(location) as progress:
-        from ampaudit.cli.memory import keep_freed_memory
-        from ampaudit.source.interface import SourceOptions
-        from ampaudit.source.open import open_source
+        source = load_source(location, options)
+
         from ampaudit.workflows.scan import scan_source
 
-        keep_freed_memory()
-        source = open_source(
-            location,
-            SourceOptions(
-                batches=options["batches"],
-                seed=options["seed"],
-                weights=options["weights"],
-                inputs=options["inputs"],
-                train=options["train"],
-            ),
-        )
         return scan_source(
             source,
             policy=rules,
@@ -110,12 +99,11 @@ def _deliver(report: Report, options: dict[str, Any]) -> None:
         from ampaudit.report.jsonfile import to_json
 
         text = to_json(report)
+    elif output is None:
+        print_report(report, Console(highlight=False), verbosity=verbosity)
+        return
     else:
-        console = Console(file=None, highlight=False, soft_wrap=False)
-        if output is None:
-            print_report(report, console, verbosity=verbosity)
-            return
-        text = _as_text(report, verbosity)
+        text = as_text(lambda console: print_report(report, console, verbosity=verbosity))
     if output is None:
         click.echo(text, nl=False)
         return
@@ -124,15 +112,3 @@ def _deliver(report: Report, options: dict[str, Any]) -> None:
     write_text(output, text, force=options["force"])
     print_report(report, Console(stderr=True, highlight=False), verbosity=-1)
     click.echo(f"report written to {output}", err=True)
-
-
-def _as_text(report: Report, verbosity: int) -> str:
-    import io
-
-    from rich.console import Console
-
-    from ampaudit.report.text import print_report
-
-    stream = io.StringIO()
-    print_report(report, Console(file=stream, width=100, highlight=False), verbosity=verbosity)
-    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ampaudit.policy.schema import Constants
 from ampaudit.trace.graph import Role, Slot, TracedModel
 
-__all__ = ["ConvertedModel", "WeightCopy", "convert"]
+__all__ = ["ConvertedModel", "WeightCopy", "clipped", "convert"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,16 @@ class ConvertedModel:
     def working(self, node: str) -> torch.Tensor:
         """The working copy for a node, made from its master by round-to-nearest-even."""
         copy = self.copies[node]
-        return self.masters[copy.placeholder].detach().to(copy.dtype)
+        return self.unrounded(copy.placeholder).to(copy.dtype)
+
+    def unrounded(self, placeholder: str) -> torch.Tensor:
+        """What a working copy is rounded from: the master, or the master clipped.
+
+        Some converters clip finite weights first; that is part of their policy, and only done for them.
+        """
+        master = self.masters[placeholder].detach()
+        clip = self.traced.clip if placeholder in self.copies else None
+        return clipped(master, clip) if clip is not None else master
 
     def graph_module(self) -> fx.GraphModule:
         """The converted graph as a module; its inputs are ``arguments`` of a batch."""
@@ -70,6 +80,13 @@ class ConvertedModel:
             for c in self.copies.values()
         }
         return {"master": sum(masters.values()), "working": sum(copies.values())}
+
+
+def clipped(values: torch.Tensor, limits: Constants) -> torch.Tensor:
+    """Finite values moved into the limits, with their signs; 0, inf and NaN stay as they are."""
+    magnitude = values.abs().clamp(limits.min_positive, limits.max_finite)
+    moved = torch.copysign(magnitude, values)
+    return torch.where(values.isfinite() & (values != 0), moved, values)
 
 
 def convert(traced: TracedModel) -> ConvertedModel:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ampaudit.formats import format_named
 from ampaudit.policy.matching import applies, fits_environment
-from ampaudit.policy.opset import expand
+from ampaudit.policy.opset import expand, inner_op
 from ampaudit.policy.schema import Cast, Rule, RuleFile
 
 __all__ = ["Decision", "Environment", "Measurement", "OpFacts", "RuleSet", "Side"]
@@ -30,12 +30,21 @@ RANK = {cast: rank for rank, casts in enumerate(_RANK) for cast in casts}
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a run saw at one op, largest absolute finite values in FP32; ``None`` where it saw nothing."""
+    """What a run saw at one op, largest absolute finite values in FP32; ``None`` where it saw nothing.
+
+    Attributes:
+        weight_peak: of the parameters and buffers that it takes.
+        input_peak: of its other inputs.
+        output_peak: of its output.
+        consumer_peak: of the outputs of the ops that use its output.
+        mask: whether an input or the output is, or holds, an attention mask, large by design.
+    """
 
     weight_peak: float | None = None
     input_peak: float | None = None
     output_peak: float | None = None
     consumer_peak: float | None = None
+    mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +137,10 @@ class RuleSet:
         """Every ATen name that some rule mentions."""
         return frozenset().union(*self.ops.values())
 
+    def raises(self, facts: OpFacts) -> bool:
+        """Whether what was measured changes the decision about an op."""
+        return self.decide(facts) != self.decide(replace(facts, measurement=None))
+
     def within(self, environment: Environment) -> RuleSet:
         """The same rules for another device or version."""
         return RuleSet(self.file, self.ops, environment)
@@ -139,16 +152,26 @@ class RuleSet:
             facts: about the op.
             near: the sides on which it has a float32 neighbour, for rules that ask.
         """
-        found = next((r for r in self._static.about(facts.op) if applies(r, facts, near)), None)
+        found = self._first(self._static, facts, near)
         decision = self._decision(found, facts) if found else self._fallback
         if facts.measurement is None:
             return decision
-        for rule in self._measured.about(facts.op):
+        for rule in self._about(self._measured, facts):
             raises = rule.force or RANK[rule.cast] > RANK[decision.cast]
             if raises and applies(rule, facts, near):
                 made = self._decision(rule, facts)
                 return replace(made, why=f"{made.why} {_measured_text(facts.measurement)}")
         return decision
+
+    def _first(self, index: _Index, facts: OpFacts, near: frozenset[Side]) -> Rule | None:
+        return next((rule for rule in self._about(index, facts) if applies(rule, facts, near)), None)
+
+    def _about(self, index: _Index, facts: OpFacts) -> tuple[Rule, ...]:
+        """Rules about the op; if none names it, those about the op inside it."""
+        inner = inner_op(facts.op)
+        if inner is None or index.names(facts.op):
+            return index.about(facts.op)
+        return index.about(inner)
 
     def _decision(self, rule: Rule, facts: OpFacts) -> Decision:
         clamp = format_named(facts.dtype).max if rule.clamp == "max" else rule.clamp
@@ -164,6 +187,9 @@ class _Index:
         self._known: set[str] = set().union(*(names for _, names in self._rules if names))
         self._any = tuple(rule for rule, names in self._rules if names is None)
         self._about: dict[str, tuple[Rule, ...]] = {}
+
+    def names(self, op: str) -> bool:
+        return op in self._known
 
     def about(self, op: str) -> tuple[Rule, ...]:
         if op not in self._known:

@@ -95,7 +95,7 @@ def with_attributes(module: Any, attributes: Mapping[str, Any]) -> bool:
 
 
 def _measured(wanted: Evidence, seen: Measurement | None, dtype: str) -> bool:
-    if seen is None:
+    if seen is None or (wanted.mask is not None and wanted.mask is not seen.mask):
         return False
     headroom = None
     if seen.output_peak is not None:

@@ -26,6 +26,9 @@ def check_rules(document: Document, file: RuleFile, ops: Ops) -> None:
     Raises:
         PolicyError: with file, line and column.
     """
+    if file.weights.clip is not None and file.weights.storage != "lower":
+        where = document.at(("weights", "clip"))
+        raise PolicyError(f"{where}: weights are clipped when they are stored: that needs 'storage: lower'")
     seen: set[str] = set()
     for number, rule in enumerate(file.rules):
         if rule.id in seen:

@@ -6,7 +6,7 @@ import difflib
 from functools import cache
 from pathlib import Path
 
-__all__ = ["UnknownOp", "aten_arguments", "aten_names", "expand"]
+__all__ = ["UnknownOp", "aten_arguments", "aten_names", "expand", "inner_op"]
 
 # Names that ATen gives to one function. In-place twins (add_) are found by their name.
 _SYNONYMS = [
@@ -63,6 +63,23 @@ _SYNONYMS = [
 _GROUP_OF = {name: group for group in _SYNONYMS for name in group}
 
 
+# Composite ops that stay whole, and the op inside them that decides for them: a rule about the second is
+# a rule about the first, as it is under autocast, which sees the inner call.
+_DECIDED_BY = {
+    **{f"conv{n}d.padding": f"conv{n}d" for n in (1, 2, 3)},
+    **{
+        f"{name}.vec": name
+        for name in (
+            *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d"),
+            *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+            *("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+            *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+        )
+    },
+    "square": "pow.Tensor_Scalar",
+}
+
+
 class UnknownOp(ValueError):
     """A name that no op has; ``near`` is what was probably meant."""
 
@@ -83,6 +100,11 @@ def _overloads() -> dict[str, tuple[str, ...]]:
     for name in _table():
         found.setdefault(name.partition(".")[0], []).append(name)
     return {base: tuple(names) for base, names in found.items()}
+
+
+def inner_op(name: str) -> str | None:
+    """The op inside a composite one that a rule may mention instead."""
+    return _DECIDED_BY.get(name)
 
 
 def aten_names() -> frozenset[str]:

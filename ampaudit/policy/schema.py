@@ -95,6 +95,7 @@ class Evidence(_Strict):
     )
     input_peak: Bound | None = Field(default=None, description="largest |x| of the op's inputs, in FP32")
     output_peak: Bound | None = Field(default=None, description="largest |y| of its output, in FP32")
+    mask: bool | None = Field(default=None, description="whether a large value here is a mask, by design")
     headroom_bits: Bound | None = Field(default=None, description="log2(largest finite / output peak)")
 
 

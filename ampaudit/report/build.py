@@ -42,8 +42,9 @@ def build_report(
     model: ModelInfo,
     run: RunInfo,
     fail_on: FailOn,
+    notes: tuple[str, ...] = (),
 ) -> Report:
-    """The report of one audit."""
+    """The report of one audit; ``notes`` are added to those of the trace."""
     threshold = Severity(fail_on).rank if fail_on != "never" else math.inf
     failed = any(finding.severity.rank >= threshold for finding in findings)
     memory = converted.weight_bytes
@@ -59,7 +60,7 @@ def build_report(
         sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
         outputs=_outputs(context, converted),
         weights=WeightMemory(memory["master"], memory["working"]),
-        notes=converted.traced.notes,
+        notes=converted.traced.notes + notes,
         environment=Environment(platform.python_version(), version("torch")),
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
     )

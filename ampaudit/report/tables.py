@@ -11,6 +11,7 @@ from rich.text import Text
 from ampaudit.checks.finding import Severity
 from ampaudit.checks.interface import number
 from ampaudit.formats import format_named
+from ampaudit.report.grid import open_table
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.report.words import plain, size_of
 
@@ -42,7 +43,7 @@ def nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
     if not sites:
         return
     yield Text(f"Nearest the limit, of {len(sites)} healthy sites in {report.run.dtype}", style="bold")
-    table = _table("site", "peak", "headroom", "accuracy", width=36)
+    table = open_table("site", "peak", "headroom", "accuracy", width=36)
     for site in sorted(sites, key=_headroom)[:count]:
         assert site.forward is not None
         sqnr = site.forward.sqnr_db
@@ -62,7 +63,7 @@ def what_if_table(report: Report, count: int) -> Iterable[RenderableType]:
     yield Text(
         "sites that overflow, sites that lose over 1 % of their values to zero, the least headroom", "dim"
     )
-    table = _table("format", "overflow", "vanish", "headroom", "least at")
+    table = open_table("format", "overflow", "vanish", "headroom", "least at", left=("least at",))
     for name in sites[0].what_if or {} if sites else {}:
         cases = [(s, s.what_if[name]) for s in sites if s.what_if is not None]
         over = sum(case.overflows for _, case in cases)
@@ -75,7 +76,7 @@ def what_if_table(report: Report, count: int) -> Iterable[RenderableType]:
     if nearest:
         yield Text()
         yield Text(f"Largest values, with headroom in {report.run.dtype}", style="bold")
-        table = _table("site", "peak", "headroom")
+        table = open_table("site", "peak", "headroom")
         for site in nearest:
             peak = site.forward.peak if site.forward else 0.0
             table.add_row(
@@ -154,7 +155,7 @@ def _outputs(report: Report) -> str:
 def all_sites(report: Report) -> Iterable[RenderableType]:
     """Every floating-point site, for ``-v``."""
     yield Text("All sites", style="bold")
-    table = _table("site", "precision", "peak", "headroom", "accuracy", "alone", "rule")
+    table = open_table("site", "precision", "peak", "headroom", "accuracy", "alone", "rule", left=("rule",))
     for site in report.sites:
         seen = site.forward
         table.add_row(
@@ -167,11 +168,3 @@ def all_sites(report: Report) -> Iterable[RenderableType]:
             plain(site.rule or site.role),
         )
     yield table
-
-
-def _table(*columns: str, width: int | None = None) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
-    for index, name in enumerate(columns):
-        left = index == 0 or name in ("least at", "rule")
-        table.add_column(name, justify="left" if left else "right", min_width=width if index == 0 else None)
-    return table

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch import nn
 from ampaudit.convert import ConvertedModel, convert
 from ampaudit.errors import InputError, ReferenceBroken, RunFailed, first_line
 from ampaudit.formats import NumberFormat
-from ampaudit.policy import RuleSet, plain_fp32
+from ampaudit.policy import Measurement, RuleSet, plain_fp32
 from ampaudit.run.backends import Backend, choose_backend
 from ampaudit.run.blame import Faults
+from ampaudit.run.evidence import measurements, weight_peaks
 from ampaudit.run.lockstep import LockStep, Pair
 from ampaudit.run.meter import Measured, Meter
 from ampaudit.run.program import compile_program
@@ -28,7 +29,7 @@ from ampaudit.trace import Site, trace
 from ampaudit.trace.capture import input_signature
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = ["Audit", "Plan", "Runner", "run_audit"]
+__all__ = ["Audit", "Plan", "Runner", "measure", "raised_sites", "run_audit"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -44,6 +45,8 @@ class Plan:
         device: where to run.
         seed: of every random number drawn during the run.
         backend: overrides the device's usual backend.
+        measured: what an earlier run saw, for the policy's second phase.
+        reference_only: run FP32 alone, on the graph that the policy makes.
     """
 
     rules: RuleSet | None
@@ -52,16 +55,22 @@ class Plan:
     device: torch.device
     seed: int = 0
     backend: Backend | None = None
+    measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
+    reference_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The record of a run with the sites it is about, in graph order."""
+    """The record of a run with the sites it is about, in graph order.
+
+    ``raised`` are the sites where the policy's measured rules decided, after a first pass had measured them.
+    """
 
     record: RunRecord
     sites: tuple[Site, ...]
     converted: ConvertedModel
     parameter_free: frozenset[str]
+    raised: tuple[SiteId, ...] = ()
 
 
 class Runner:
@@ -75,6 +84,7 @@ class Runner:
         self._executors: dict[tuple[Any, ...], LockStep] = {}
         self.sites: dict[str, Site] = {}
         self.parameter_free: set[str] = set()
+        self._given: dict[tuple[Any, ...], dict[str, float]] = {}
         self.converted: ConvertedModel | None = None
         record.backend = self._backend.name
 
@@ -87,6 +97,7 @@ class Runner:
         meter = self._meter()
         outputs = self._pass(executor, tensors, meter, number)
         measured = list(meter.results())
+        self._note_inputs(executor, tensors, batch)
         self._refuse_broken_reference(outputs, measured, number)
         faults = Faults(
             executor.program,
@@ -113,11 +124,15 @@ class Runner:
         plan = self._plan
         rules = plan.rules or plain_fp32()
         author_rules = plan.author_rules if plan.rules else plain_fp32()
-        traced = trace(self._model, batch.args, batch.kwargs, rules, author_rules, plan.number_format)
+        traced = trace(
+            self._model, batch.args, batch.kwargs, rules, author_rules, plan.number_format, plan.measured
+        )
         converted = convert(traced)
         self._add_seconds("trace", started)
         program = compile_program(traced, plan.device)
-        executor = LockStep(program, converted, self._backend, plan.device, reference_only=plan.rules is None)
+        executor = LockStep(
+            program, converted, self._backend, plan.device, reference_only=self._reference_only
+        )
         self._executors[signature] = executor
         self.converted = self.converted or converted
         for site in traced.sites:
@@ -127,8 +142,11 @@ class Runner:
         return executor
 
     def _meter(self) -> Meter:
-        compares = self._plan.rules is not None
-        return Meter(self._plan.number_format, self._backend, local=compares)
+        return Meter(self._plan.number_format, self._backend, local=not self._reference_only)
+
+    @property
+    def _reference_only(self) -> bool:
+        return self._plan.rules is None or self._plan.reference_only
 
     def _pass(
         self, executor: LockStep, tensors: list[torch.Tensor], watch: Meter | RepairingMeter, number: int
@@ -137,6 +155,22 @@ class Runner:
         with torch.random.fork_rng(devices=devices), exact_float32(), memory_errors(self._plan.device):
             torch.manual_seed(self._plan.seed + number)
             return executor.run(tensors, watch)
+
+    def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor], batch: Batch) -> None:
+        if self._plan.rules is None or not self._plan.rules.measured:
+            return
+        seen = self._given.setdefault(input_signature(batch.args, batch.kwargs), {})
+        floats = [node for node in executor.program.inputs if executor.is_given_float(node)]
+        for node in floats:
+            seen[node.name] = max(seen.get(node.name, 0.0), executor.given_peak(node, tensors))
+
+    def measurements(self) -> dict[SiteId, Measurement]:
+        """What the batches so far have shown, for the policy's second phase."""
+        found: dict[SiteId, Measurement] = {}
+        for signature, executor in self._executors.items():
+            weights = weight_peaks(executor.program)
+            found |= measurements(executor.program, self.record, self._given.get(signature, {}), weights)
+        return found
 
     def _note_origins(self, origins: Sequence[SiteId], faults: Faults, number: int) -> None:
         known = {origin.site for origin in self.record.origins}
@@ -184,14 +218,51 @@ def run_audit(model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: 
     """
     if not batches:
         raise InputError("there is no batch to run", hint="make batches() yield at least one batch")
-    record = RunRecord(device=plan.device.type, backend="")
-    runner = Runner(model, plan, record)
-    for number, batch in enumerate(batches):
-        progress("auditing", number, len(batches))
-        runner.run(batch, number)
-    progress("auditing", len(batches), len(batches))
+    runner = _run_all(model, batches, plan, progress, "auditing")
+    raised: tuple[SiteId, ...] = ()
+    if plan.rules is not None and plan.rules.measured:
+        seen = runner.measurements()
+        raised = raised_sites(plan.rules, runner.sites.values(), seen)
+        if raised:
+            spent = sum(runner.record.seconds.values())
+            del runner  # its working copies
+            runner = _run_all(model, batches, replace(plan, measured=seen), progress, "auditing again")
+            runner.record.seconds = {"first pass": spent, **runner.record.seconds}
     assert runner.converted is not None
-    return Audit(record, tuple(runner.sites.values()), runner.converted, frozenset(runner.parameter_free))
+    sites = tuple(runner.sites.values())
+    return Audit(runner.record, sites, runner.converted, frozenset(runner.parameter_free), raised)
+
+
+def _run_all(
+    model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: Progress, phase: str
+) -> Runner:
+    runner = Runner(model, plan, RunRecord(device=plan.device.type, backend=""))
+    for number, batch in enumerate(batches):
+        progress(phase, number, len(batches))
+        runner.run(batch, number)
+    progress(phase, len(batches), len(batches))
+    return runner
+
+
+def measure(
+    model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: Progress
+) -> tuple[dict[SiteId, Measurement], tuple[Site, ...]]:
+    """What the batches show to the policy's measured rules, and the sites that it is about.
+
+    Raises:
+        AuditError: the same as ``run_audit``.
+    """
+    runner = _run_all(model, batches, plan, progress, "measuring")
+    return runner.measurements(), tuple(runner.sites.values())
+
+
+def raised_sites(
+    rules: RuleSet, sites: Iterable[Site], seen: Mapping[SiteId, Measurement]
+) -> tuple[SiteId, ...]:
+    """Sites where what was measured changes the policy's decision."""
+    ours = (s for s in sites if s.facts and s.id in seen and s.decision.reason != "author")
+    facts = [(s.id, replace(s.facts, measurement=seen[s.id])) for s in ours if s.facts]
+    return tuple(site for site, fact in facts if rules.raises(fact))
 
 
 def _is_broken(output: object) -> bool:

@@ -50,8 +50,12 @@ class Reference:
         return tensor.float() if tensor.dtype in LOWER else tensor
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with float32 for 16-bit dtypes."""
-        return step.wide_args, step.wide_kwargs
+        """Arguments with float32 for 16-bit dtypes, and as they were before the policy changed any."""
+        exact = step.site.exact if step.site is not None else {}
+        if not exact:
+            return step.wide_args, step.wide_kwargs
+        args = tuple(exact.get(position, value) for position, value in enumerate(step.wide_args))
+        return args, {name: exact.get(name, value) for name, value in step.wide_kwargs.items()}
 
     def call(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
@@ -69,6 +73,10 @@ class Emulated(Reference):
     """
 
     name = "emulated"
+
+    def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with float32 for 16-bit dtypes: the values are carried in float32."""
+        return step.wide_args, step.wide_kwargs
 
     def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """A float32 carrier of the rounded tensor."""

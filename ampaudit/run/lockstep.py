@@ -120,6 +120,7 @@ class LockStep:
     ) -> Pair:
         shared = self._reference_only or (
             not step.lowered
+            and not (step.site is not None and step.site.exact)
             and step.node not in self.program.written
             and all(first is second for first, second in inputs.values())
         )
@@ -146,6 +147,12 @@ class LockStep:
             ):
                 return result.clone()
         return result
+
+    def is_given_float(self, node: fx.Node) -> bool:
+        """Whether a placeholder takes a floating-point tensor of the batch."""
+        dtype = self._places[node.name].dtype
+        given = self._places[node.name].slot is Slot.INPUT
+        return given and dtype is not None and dtype.is_floating_point
 
     def given_peak(self, node: fx.Node, inputs: list[torch.Tensor]) -> float:
         """Largest magnitude of a placeholder's value in FP32, infinity aside; 0 for integers."""
@@ -188,7 +195,7 @@ class LockStep:
         # a weight that the model itself keeps in 16 bits is one for the backend, too
         if node.name not in self._converted.copies and master.dtype not in LOWER:
             return reference, reference
-        return reference, self.backend.hold(master, place.dtype)
+        return reference, self.backend.hold(self._converted.unrounded(node.name), place.dtype)
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:
         return self._reference.hold(self._masters[node.name].detach(), None)

@@ -139,6 +139,7 @@ def _assemble(
         policy=setting.rules.name,
         dtype=setting.lower,
         notes=notes,
+        clip=setting.rules.file.weights.clip,
     )
 
 

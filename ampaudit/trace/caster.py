@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from ampaudit.trace.autocast_state import Region, RegionKind, current_region
 from ampaudit.trace.facts import FactFinder, named_arguments
 from ampaudit.trace.opnames import (
     CASTABLE,
-    deciding_name,
     is_composite,
     kept_whole,
     mutated_arguments,
@@ -37,6 +37,8 @@ AUTHOR_DISABLED = Decision(
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
 Call = Callable[..., Any]
+# arguments that would be tensors if they were not constants; eps and p are attributes
+_OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class OpRecord:
         site: its id; ``None`` for what the policy added.
         facts: what the decision was made from.
         inserted: whether it is a cast that the policy added.
+        exact: arguments that the policy changed, by position or name, as the FP32 model has them.
         replayed: metadata of the exported node that it replays, if the model is an exported program.
     """
 
@@ -55,6 +58,7 @@ class OpRecord:
     site: SiteId | None = None
     facts: OpFacts | None = None
     inserted: bool = False
+    exact: Mapping[int | str, Any] = field(default_factory=dict)
     replayed: Mapping[str, Any] | None = None
 
 
@@ -101,7 +105,7 @@ class Caster:
         """Whether to trace what a composite op consists of: a rule may mention its parts."""
         if not is_composite(op) or kept_whole(op):
             return False
-        return not {op_name(op), deciding_name(op)} & self._whole
+        return op_name(op) not in self._whole
 
     def decide(
         self,
@@ -115,10 +119,10 @@ class Caster:
         site = _replayed_site() or self._numbering[tracer_id].next_id(layer[0], short_name(op))
         region = current_region(self.rules.file.autocast, self.dtype)
         facts = self._facts.of(op, args, kwargs, *layer, site)
-        decision, dtype = self._decision(op, facts, region)
+        decision, dtype = self._decision(facts, region)
         return OpRecord(decision, site, facts), dtype
 
-    def _decision(self, op: OpOverload, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
+    def _decision(self, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
         if region.kind is RegionKind.DISABLED:
             return AUTHOR_DISABLED, self.dtype
         if facts.site in self._planned:
@@ -127,7 +131,7 @@ class Caster:
         if region.kind is RegionKind.OWN and region.dtype is not None:
             rules, dtype = self.author_rules, region.dtype
             facts = replace(facts, dtype=str(dtype).removeprefix("torch."))
-        return decide_named(rules, op, facts), dtype
+        return rules.decide(facts), dtype
 
     def apply(
         self,
@@ -175,6 +179,31 @@ class Caster:
         args = tuple(convert_all(name, value) for name, value in zip(names, args, strict=False))
         return op, args, {name: convert_all(name, value) for name, value in kwargs.items()}
 
+    def clipped(
+        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], decision: Decision
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int | str, Any]]:
+        """Python numbers that are operands are constants of the graph, which some converters clip.
+
+        Returns:
+            The arguments to trace, and what those that changed were before, by position or name.
+        """
+        limits = self.rules.file.weights.clip
+        if limits is None or decision.cast is not Cast.LOWER:
+            return args, kwargs, {}
+        names = [argument.name for argument in op._schema.arguments]
+        exact: dict[int | str, Any] = {}
+
+        def clip(key: int | str, name: str, value: Any) -> Any:
+            if name not in _OPERANDS or not isinstance(value, float) or not value or not math.isfinite(value):
+                return value
+            magnitude = min(max(abs(value), limits.min_positive), limits.max_finite)
+            if magnitude != abs(value):
+                exact[key] = value
+            return math.copysign(magnitude, value)
+
+        made = tuple(clip(i, n, v) for i, (n, v) in enumerate(zip(names, args, strict=False)))
+        return made, {name: clip(name, name, value) for name, value in kwargs.items()}, exact
+
     def _target(
         self, kind: Cast, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.dtype | None:
@@ -189,16 +218,6 @@ class Caster:
             return dtype if found - {torch.float32} else None
         assert kind not in PAINTED, "colours are resolved before anything is cast"
         return None
-
-
-def decide_named(rules: RuleSet, op: OpOverload, facts: OpFacts) -> Decision:
-    """The decision under the op's own name, or under that of the op inside it that a rule mentions."""
-    decision = rules.decide(facts)
-    inner = deciding_name(op)
-    if decision.explicit or inner is None:
-        return decision
-    other = rules.decide(replace(facts, op=inner))
-    return other if other.explicit else decision
 
 
 def _replayed_site() -> SiteId | None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.replay import REPLAYED
+from ampaudit.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.opnames import CASTABLE
 
 __all__ = ["ENTRY_NAME", "Entry", "flatten_outputs", "layer_of", "layer_path", "tensor_leaves"]
@@ -62,7 +62,8 @@ class Entry(nn.Module):
     def _placed(self, output: torch.Tensor) -> torch.Tensor:
         if self._output_dtype is None or output.dtype not in CASTABLE:
             return output
-        return output.to(self._output_dtype)
+        with replaying(INSERTED):
+            return output.to(self._output_dtype)
 
 
 def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 from ampaudit.policy import Decision, OpFacts
+from ampaudit.policy.schema import Constants
 from ampaudit.sites import SiteId, SourceLine
 
 __all__ = ["Placeholder", "Role", "Site", "Slot", "TracedModel"]
@@ -68,6 +70,7 @@ class Site:
         source: line of the model's code; ``caller`` the user's own line where that is another one.
         weight: name of the parameter, buffer or constant, for a weight cast.
         facts: what the decision was made from; ``None`` for what the policy or the tracer added.
+        exact: arguments that the policy changed, by position or name, as the FP32 model has them.
     """
 
     id: SiteId
@@ -83,6 +86,7 @@ class Site:
     caller: SourceLine | None
     weight: str | None = None
     facts: OpFacts | None = None
+    exact: Mapping[int | str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,8 @@ class TracedModel:
     """A flat FX graph of ATen ops with the policy's casts in it, before decomposition.
 
     ``tensors`` maps placeholder names to the model's own FP32 tensors (never copies); ``signature`` are
-    the shapes and dtypes that the graph is valid for.
+    the shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
+    fit.
     """
 
     graph: fx.Graph
@@ -102,6 +107,7 @@ class TracedModel:
     policy: str
     dtype: torch.dtype
     notes: tuple[str, ...]
+    clip: Constants | None = None
 
     @property
     def site_of_node(self) -> dict[str, Site]:

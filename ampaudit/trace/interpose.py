@@ -8,6 +8,8 @@ replaces one method for the time of a trace; no other module touches torch's int
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +19,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from ampaudit.replay import replayed_meta
+from ampaudit.replay import INSERTED, replayed_meta
 from ampaudit.sites import SiteId
 from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, Caster, OpRecord
 from ampaudit.trace.entry import layer_of
@@ -46,11 +48,14 @@ def interposed(caster: Caster) -> Iterator[None]:
 
         def record(what: OpRecord, target: OpOverload, *call_args: Any, **call_kwargs: Any) -> Any:
             # the flags that the author's code reads must not make autocast act below the tracer
+            nodes = self.tracer.graph.nodes
+            last = next(iter(reversed(nodes)), None)
             with torch._C._DisableAutocast():
                 result = original(self, target, types, call_args, call_kwargs)
-            node = next(iter(reversed(self.tracer.graph.nodes)), None)
-            if node is not None and isinstance(node.target, OpOverload):
-                node.meta[META_KEY] = what
+            # an op with several results is followed by one node for each
+            for node in itertools.takewhile(lambda n: n is not last, reversed(nodes)):
+                if isinstance(node.target, OpOverload):
+                    node.meta[META_KEY] = what
             return result
 
         if caster.splits(op):
@@ -63,15 +68,20 @@ def interposed(caster: Caster) -> Iterator[None]:
             what = OpRecord(IMPLICIT_CAST, inserted=True, replayed=replayed_meta())
             return record(what, torch.ops.aten.to.dtype, value, target)
 
+        if replayed_meta() is INSERTED:
+            return record(OpRecord(IMPLICIT_CAST, inserted=True), op, *args, **kwargs)
         made, dtype = caster.decide(op, args, kwargs, _layer(self), id(self.tracer))
         made = replace(made, replayed=replayed_meta())
+        args, kwargs, exact = caster.clipped(op, args, kwargs, made.decision)
+        made = replace(made, exact=exact)
         op, args, kwargs = caster.apply(made.decision, dtype, op, args, kwargs, cast, id(self.tracer))
         result = record(made, op, *args, **kwargs)
         caster.note_writes(op, args)
         limit = made.decision.clamp
         if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
-        clamped = replace(made, site=SiteId(f"{made.site}/clamp"), facts=None)
+        unclamped: dict[int | str, Any] = {1: -math.inf, 2: math.inf}
+        clamped = replace(made, site=SiteId(f"{made.site}/clamp"), facts=None, exact=unclamped)
         return record(clamped, torch.ops.aten.clamp.default, result, -limit, limit)
 
     ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign, assignment]

@@ -7,10 +7,11 @@ from functools import cache
 import torch
 from torch._ops import OpOverload
 
+from ampaudit.policy.opset import inner_op
+
 __all__ = [
     "CASTABLE",
     "CAST_OPS",
-    "deciding_name",
     "is_composite",
     "is_view",
     "kept_whole",
@@ -50,22 +51,6 @@ _SELECTING = frozenset(
 """.split()
 )
 
-# Composite ops that stay whole, and the op inside them that decides for them: a rule about the second is
-# a rule about the first, as it is under autocast, which sees the inner call.
-_DECIDED_BY = {
-    **{f"conv{n}d.padding": f"conv{n}d" for n in (1, 2, 3)},
-    **{
-        f"{name}.vec": name
-        for name in (
-            *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d"),
-            *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
-            *("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
-            *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
-        )
-    },
-    "square": "pow.Tensor_Scalar",
-}
-
 # dtypes that a policy may change; float64 is absent on purpose: autocast leaves it alone, and so do we
 CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -88,11 +73,6 @@ def short_name(op: OpOverload) -> str:
     return base if op.namespace == "aten" else f"{op.namespace}::{base}"
 
 
-def deciding_name(op: OpOverload) -> str | None:
-    """The policy's name of the op inside this one that a rule may mention instead."""
-    return _DECIDED_BY.get(op_name(op))
-
-
 @cache
 def is_composite(op: OpOverload) -> bool:
     """Whether the op is nothing but calls of other ops (CompositeImplicitAutograd)."""
@@ -106,7 +86,7 @@ def is_composite(op: OpOverload) -> bool:
 def kept_whole(op: OpOverload) -> bool:
     """Whether a composite op stays one site when no rule mentions it."""
     base = op._schema.name.split("::", 1)[1]
-    return base in _ONE_KERNEL or op_name(op) in _DECIDED_BY or is_view(op)
+    return base in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
 
 
 @cache

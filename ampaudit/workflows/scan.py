@@ -11,7 +11,7 @@ from torch import nn
 from ampaudit.checks import run_checks
 from ampaudit.checks.interface import CheckContext
 from ampaudit.errors import InputError, UsageError
-from ampaudit.formats import LOWER_FORMATS, NumberFormat, format_named
+from ampaudit.formats import NumberFormat, lower_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.build import FailOn, build_report
 from ampaudit.report.model import ModelInfo, Report, RunInfo
@@ -23,6 +23,7 @@ from ampaudit.source import Batch, ModelSource
 
 __all__ = ["scan", "scan_source"]
 
+_SHOWN = 3
 Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
@@ -93,7 +94,7 @@ def scan_source(
     backend: Backend | None = None,
 ) -> Report:
     """Audit a loaded source; the arguments are those of ``scan``."""
-    form = _lower_format(dtype)
+    form = lower_format(dtype)
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
     plan = Plan(
         rules=None if ranges else rules,
@@ -117,7 +118,17 @@ def scan_source(
         mode="train" if source.model.training else "eval",
     )
     model = ModelInfo(source.location, source.kind, source.sha256)
-    return build_report(context, run_checks(context), audit.converted, model, info, fail_on)
+    notes = _raised_note(audit, rules)
+    return build_report(context, run_checks(context), audit.converted, model, info, fail_on, notes)
+
+
+def _raised_note(audit: Audit, rules: RuleSet) -> tuple[str, ...]:
+    if not audit.raised:
+        return ()
+    shown = ", ".join(audit.raised[:_SHOWN])
+    more = f" and {len(audit.raised) - _SHOWN} more" if len(audit.raised) > _SHOWN else ""
+    count = f"{len(audit.raised)} site{'s' if len(audit.raised) != 1 else ''}"
+    return (f"{count} raised to float32 by {rules.name}'s measured rules after a first pass: {shown}{more}",)
 
 
 def _context(audit: Audit, form: NumberFormat, min_headroom: float, ranges: bool) -> CheckContext:
@@ -147,14 +158,6 @@ def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
         site.id: tuple(copies[used.name] for used in nodes[site.node].all_input_nodes if used.name in copies)
         for site in audit.converted.traced.sites
     }
-
-
-def _lower_format(dtype: str) -> NumberFormat:
-    form = format_named(dtype)
-    if form not in LOWER_FORMATS:
-        names = ", ".join(f.name for f in LOWER_FORMATS)
-        raise UsageError(f"--dtype {dtype}: not a 16-bit format", hint=f"one of: {names}")
-    return form
 
 
 def _device(name: str) -> torch.device:

@@ -1,0 +1,124 @@
+"""``ampaudit rules``: the policies, read, checked and compared, without torch but for ``--model``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from ampaudit.cli.model_options import load_source, model_options
+from ampaudit.cli.output import deliver
+
+__all__ = ["rules_group"]
+
+_FORMAT = click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+_DTYPE = click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
+_DEBUG = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
+
+
+@click.group("rules", short_help="List, show, check and compare policies.")
+def rules_group() -> None:
+    """The cast policies: YAML files that say which ops run in 16 bits, and why."""
+
+
+@rules_group.command("list")
+@_FORMAT
+@_DEBUG
+def list_command(form: str, debug: bool) -> None:
+    """The shipped policies."""
+    from ampaudit.report.rules_text import list_rows, render_list
+
+    rows = list_rows()
+    deliver(lambda console: console.print(render_list(rows)), _json(rows, form), None, force=False)
+
+
+@rules_group.command("show")
+@click.argument("policy")
+@_FORMAT
+@_DEBUG
+def show_command(policy: str, form: str, debug: bool) -> None:
+    """A policy's rules in order, with those that it inherits: a shipped name, or a rule file."""
+    from ampaudit.policy import load_file
+    from ampaudit.report.rules_text import render_policy
+
+    loaded = load_file(policy)
+    data = loaded.file.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+    deliver(lambda console: console.print(render_policy(loaded)), _json(data, form), None, force=False)
+
+
+@rules_group.command("validate")
+@click.argument("file")
+@_DEBUG
+def validate_command(file: str, debug: bool) -> None:
+    """Check a rule file: exit code 0 if it can be used; warnings on stderr."""
+    from ampaudit.policy import load_file
+
+    loaded = load_file(file)
+    for warning in loaded.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    ops = len(frozenset().union(*loaded.ops.values()))
+    click.echo(
+        f"{loaded.path}: policy {loaded.file.name!r}, {len(loaded.file.rules)} rules about {ops} ops: valid"
+    )
+
+
+@rules_group.command("diff")
+@click.argument("first")
+@click.argument("second")
+@click.option("--model", metavar="MODEL", help="Compare on this model, as ``ampaudit scan`` takes it.")
+@_DTYPE
+@model_options
+@_FORMAT
+@click.option("-v", "--verbose", is_flag=True, help="One row per site.")
+@_DEBUG
+def diff_command(first: str, second: str, model: str | None, dtype: str, form: str, **options: Any) -> None:
+    """The ops that two policies treat differently; with --model, the layers of your model."""
+    from ampaudit.policy import load_policy
+
+    a, b = load_policy(first), load_policy(second)
+    if model is not None:
+        _model_diff(a, b, model, dtype, form, options)
+        return
+    from ampaudit.formats import lower_format
+    from ampaudit.report.rules_text import diff_rows, render_diff
+
+    rows = diff_rows(a, b, lower_format(dtype).name)
+    shown = render_diff(a, b, rows, verbose=options["verbose"])
+    deliver(lambda console: console.print(shown), _json(rows, form), None, force=False)
+
+
+def _model_diff(a: Any, b: Any, model: str, dtype: str, form: str, options: dict[str, Any]) -> None:
+    from ampaudit.cli.progress import Progress
+
+    with Progress(model) as progress:
+        source = load_source(model, options)
+
+        from ampaudit.workflows.plan import plan_source
+
+        plans = [
+            plan_source(source, p, dtype, seed=options["seed"], progress=progress.update) for p in (a, b)
+        ]
+    from ampaudit.report.jsonfile import any_json
+    from ampaudit.report.plan_text import render_difference
+
+    text = None
+    if form == "json":
+        text = json.dumps({p.policy: json.loads(any_json(p)) for p in plans}, indent=1) + "\n"
+    shown = render_difference(plans[0], plans[1], verbose=options["verbose"])
+    deliver(lambda console: console.print(shown), text, None, force=False)
+
+
+@rules_group.command("schema")
+@_DEBUG
+def schema_command(debug: bool) -> None:
+    """The JSON Schema of a rule file, for editors that complete from one."""
+    from ampaudit.policy.jsonschema import schema_text
+
+    click.echo(schema_text(), nl=False)
+
+
+def _json(data: Any, form: str) -> str | None:
+    return json.dumps(data, indent=1) + "\n" if form == "json" else None

@@ -1,0 +1,19 @@
+"""The look of every table; nothing in here needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from rich.table import Table
+
+__all__ = ["open_table"]
+
+
+def open_table(*columns: str, width: int | None = None, left: Collection[str] = ()) -> Table:
+    """A table without lines; columns are set flush right, but for the first and those named in ``left``."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
+    for index, name in enumerate(columns):
+        flush: Literal["left", "right"] = "left" if index == 0 or name in left else "right"
+        table.add_column(name, justify=flush, min_width=width if index == 0 else None)
+    return table

@@ -1,0 +1,102 @@
+"""What a run saw, as the second phase of a policy wants it: per site, the peaks around its op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import fx
+
+from ampaudit.policy import Measurement
+from ampaudit.run.program import Program
+from ampaudit.run.record import RunRecord
+from ampaudit.run.step import Step
+from ampaudit.sites import SiteId
+from ampaudit.trace.graph import Slot
+
+__all__ = ["measurements", "weight_peaks"]
+
+
+def measurements(
+    program: Program, record: RunRecord, given: Mapping[str, float], weights: Mapping[str, float]
+) -> dict[SiteId, Measurement]:
+    """FP32 peaks at every op that a rule decided about.
+
+    Args:
+        program: what was run.
+        record: what was measured, over all batches.
+        given: peaks of the batches' tensors, by placeholder.
+        weights: peaks of parameters, buffers and constants, by name.
+    """
+    peaks = dict.fromkeys(program.inputs, None) | {
+        n: given[n.name] for n in program.inputs if n.name in given
+    }
+    for step in program.steps:
+        peaks[step.node] = _output_peak(step, record, peaks)
+    masks = _mask_nodes(program, record)
+    stored = {p.node for p in program.traced.placeholders if p.slot is not Slot.INPUT}
+    found: dict[SiteId, Measurement] = {}
+    for step in program.steps:
+        if step.site is None or step.site.facts is None:
+            continue
+        facts, sources = step.site.facts, step.node.all_input_nodes
+        found[step.site.id] = Measurement(
+            weight_peak=max((weights[n] for n in facts.parameters if n in weights), default=None),
+            input_peak=_largest(peaks[n] for n in sources if n.name not in stored),
+            output_peak=peaks[step.node],
+            consumer_peak=_largest(peaks[n] for n in _users(step.node) if n in peaks),
+            mask=step.node in masks or any(n in masks for n in sources) or _is_attention_mask(step, peaks),
+        )
+    return found
+
+
+def weight_peaks(program: Program) -> dict[str, float]:
+    """The largest finite magnitude of each stored floating-point tensor, fetched from its device at once."""
+    places = [p for p in program.traced.placeholders if p.slot is not Slot.INPUT]
+    tensors = {p.name: program.traced.tensors[p.node].detach() for p in places}
+    floats = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    if not floats:
+        return {}
+    peaks = [t.float().nan_to_num(0.0, 0.0, 0.0).abs().amax().cpu() for t in floats.values()]
+    return dict(zip(floats, torch.stack(peaks).tolist(), strict=True))
+
+
+def _output_peak(step: Step, record: RunRecord, peaks: Mapping[fx.Node, float | None]) -> float | None:
+    """Measured, or for a view its source's."""
+    seen = record.observations.get(step.site.id) if step.site else None
+    if seen is not None:
+        return seen.ref_peak
+    return None if step.makes_values else _largest(peaks[n] for n in step.node.all_input_nodes)
+
+
+def _mask_nodes(program: Program, record: RunRecord) -> set[fx.Node]:
+    """Nodes whose value is, or holds, a mask; views of one are too."""
+    by_design = record.masks | record.by_design
+    masks: set[fx.Node] = set()
+    for step in program.steps:
+        handed_on = not step.makes_values and any(n in masks for n in step.node.all_input_nodes)
+        if handed_on or (step.site is not None and step.site.id in by_design):
+            masks.add(step.node)
+    return masks
+
+
+def _is_attention_mask(step: Step, peaks: Mapping[fx.Node, float | None]) -> bool:
+    """Whether a fused attention takes a mask that the caller made."""
+    if not str(step.target).startswith("aten.scaled_dot_product_attention"):
+        return False
+    args = step.node.args
+    mask = step.node.kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    return isinstance(mask, fx.Node) and peaks.get(mask) is not None
+
+
+def _users(node: fx.Node) -> Iterable[fx.Node]:
+    """Who uses a value, casts and tuple access looked through."""
+    for user in node.users:
+        if "getitem" in str(user.target) or str(user.target).startswith(("aten.to.", "aten._to_copy")):
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _largest(peaks: Iterable[float | None]) -> float | None:
+    return max((peak for peak in peaks if peak is not None), default=None)

@@ -1,0 +1,66 @@
+"""``ampaudit plan``: what a policy would do to a model, and the same for two policies side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ampaudit.convert import convert
+from ampaudit.formats import NumberFormat, lower_format
+from ampaudit.policy import Measurement, RuleSet, load_policy
+from ampaudit.report.plan import PlanReport, build_plan
+from ampaudit.run.audit import Plan, measure, raised_sites
+from ampaudit.sites import SiteId
+from ampaudit.source import ModelSource
+from ampaudit.trace import TracedModel, trace
+
+__all__ = ["plan_source"]
+
+Progress = Callable[[str, int, int], None]
+
+
+def plan_source(
+    source: ModelSource, policy: str | RuleSet, dtype: str, *, seed: int = 0, progress: Progress | None = None
+) -> PlanReport:
+    """What a policy does to each op of a model, for the shapes of its first batch.
+
+    A policy with measured rules needs numbers: the batches are run once in FP32 to get them.
+
+    Args:
+        source: the model and its batches.
+        policy: name, path or rule set.
+        dtype: ``float16`` or ``bfloat16``.
+        seed: of the random numbers that the model draws.
+        progress: told about each batch.
+
+    Raises:
+        AuditError: see ``ampaudit.errors``.
+    """
+    form = lower_format(dtype)
+    rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
+    if not rules.measured:
+        return _planned(source, rules, _traced(source, rules, form, {}))
+    setting = Plan(rules, load_policy("torch-cuda"), form, torch.device("cpu"), seed, reference_only=True)
+    seen, sites = measure(source.model, source.batches, setting, progress or _no_progress)
+    raised = raised_sites(rules, sites, seen)
+    note = f"{len(raised)} sites decided by measured rules, after {len(source.batches)} batch(es) in FP32"
+    return _planned(source, rules, _traced(source, rules, form, seen), (note,))
+
+
+def _traced(
+    source: ModelSource, rules: RuleSet, form: NumberFormat, seen: dict[SiteId, Measurement]
+) -> TracedModel:
+    batch = source.batches[0]
+    return trace(source.model, batch.args, batch.kwargs, rules, load_policy("torch-cuda"), form, seen)
+
+
+def _planned(
+    source: ModelSource, rules: RuleSet, traced: TracedModel, notes: tuple[str, ...] = ()
+) -> PlanReport:
+    masters = rules.file.weights.master
+    return build_plan(convert(traced), source.location, masters=masters, notes=notes)
+
+
+def _no_progress(phase: str, done: int, total: int) -> None:
+    del phase, done, total
