@@ -30,7 +30,7 @@ _IGNORED = tuple(
 )
 
 
-def under_cuda_autocast(model: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> list[OpDtype]:
+def undercuda_autocast(model: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> list[OpDtype]:
     """Ops and output dtypes of an export on fake CUDA tensors with the dispatcher's autocast on."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
@@ -46,7 +46,7 @@ def under_cuda_autocast(model: nn.Module, kwargs: dict[str, Any], dtype: torch.d
         memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
     shadow = copy.deepcopy(model, memo)
     inputs = tuple(on_cuda(t) for t in tensor_leaves((), kwargs))
-    with torch.no_grad(), _IndexingWithoutCuda(), _cuda_autocast(dtype):
+    with torch.no_grad(), _IndexingWithoutCuda(), cuda_autocast(dtype):
         program = torch.export.export(Entry(shadow, (), kwargs), inputs, strict=False)
     return _ops(flat_graph(program))
 
@@ -115,7 +115,7 @@ def _ops(graph: fx.Graph) -> list[OpDtype]:
 
 
 @contextmanager
-def _cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
+def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
     torch.set_autocast_cache_enabled(False)

@@ -18,10 +18,10 @@ from ampaudit.policy.opset import UnknownOp, expand
 from ampaudit.policy.places import policy_names, rules_directory
 from ampaudit.policy.scaling import profile
 from ampaudit.policy.schema import Rule, RuleFile
-from ampaudit.policy.vocabulary import load_vocabulary
+from ampaudit.policy.vocabulary import Vocabulary, load_vocabulary
 from ampaudit.policy.yamlfile import Document, read_yaml
 
-__all__ = ["Loaded", "load_file", "load_policy", "plain_fp32"]
+__all__ = ["PLAIN_FP32", "Loaded", "load_file", "load_policy", "plain_fp32"]
 
 _SUFFIXES = (".yaml", ".yml")
 _MAX_PARENTS = 8
@@ -54,9 +54,12 @@ def load_file(name_or_path: str) -> Loaded:
     return _load(_find(name_or_path, Path()), ())
 
 
+PLAIN_FP32 = "fp32"  # the name of no policy at all
+
+
 def plain_fp32(whole: frozenset[str] = frozenset()) -> RuleSet:
     """No casts at all: what the model does as it is. Composite ops in ``whole`` are not split."""
-    return RuleSet(RuleFile(name="fp32", title="no casts", level="calls"), {"": whole} if whole else None)
+    return RuleSet(RuleFile(name=PLAIN_FP32, title="no casts", level="calls"), {"": whole} if whole else None)
 
 
 def _find(name_or_path: str, beside: Path) -> Path:
@@ -135,8 +138,7 @@ def _joined(
 
 
 def _ops_of(document: Document, file: RuleFile) -> dict[str, frozenset[str]]:
-    vocabulary = load_vocabulary(file.vocabulary) if file.vocabulary else None
-    find = vocabulary.expand if vocabulary else expand
+    find = _vocabulary_of(document, file).expand if file.vocabulary else expand
     found: dict[str, frozenset[str]] = {}
     for number, rule in enumerate(file.rules):
         names: set[str] = set()
@@ -149,6 +151,13 @@ def _ops_of(document: Document, file: RuleFile) -> dict[str, frozenset[str]]:
         if rule.match.op:
             found[rule.id] = frozenset(names)
     return found
+
+
+def _vocabulary_of(document: Document, file: RuleFile) -> Vocabulary:
+    try:
+        return load_vocabulary(str(file.vocabulary))
+    except PolicyError as error:
+        raise PolicyError(f"{document.at(('vocabulary',))}: {error.args[0]}", hint=error.hint) from error
 
 
 def _validated(document: Document) -> RuleFile:

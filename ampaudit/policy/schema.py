@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from ampaudit.policy.conditions import ArgTest, Bound
 
@@ -218,11 +218,3 @@ class RuleFile(_Strict):
     loss_scale: Name | LossScale = Field(default="torch", description="a profile's name, or the numbers")
     defaults: Defaults = Defaults()
     rules: tuple[Rule, ...] = ()
-
-    @model_validator(mode="after")
-    def _needs_a_graph(self) -> RuleFile:
-        for rule in self.rules:
-            whole = rule.painted or rule.when.producer or rule.when.consumer
-            if whole and self.level != "graph":
-                raise ValueError(f"rule {rule.id!r} looks at neighbours: that needs 'level: graph'")
-        return self

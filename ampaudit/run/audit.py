@@ -283,12 +283,15 @@ def _refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:
 @contextlib.contextmanager
 def exact_float32() -> Iterator[None]:
     """Switch TF32 off: the reference is float32."""
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
+    torch.backends.cuda.matmul.allow_tf32 = False
+    # cudnn.flags also works where somebody has locked the global flags
+    kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
     try:
-        yield
+        with cudnn.flags(allow_tf32=False, benchmark_limit=cudnn.benchmark_limit, **kept):
+            yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+        torch.backends.cuda.matmul.allow_tf32 = matmul
 
 
 @contextlib.contextmanager

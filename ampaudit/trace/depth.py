@@ -29,7 +29,7 @@ def reduction_depth(op: OpOverload, named: Named) -> int | None:
         return None
     try:
         return rule(named)
-    except (KeyError, IndexError, TypeError, AttributeError):
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         return None  # an unusual form of the op, such as nested tensors
 
 

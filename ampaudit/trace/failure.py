@@ -7,6 +7,7 @@ from itertools import dropwhile
 from types import TracebackType
 
 from ampaudit.errors import TraceFailed, first_line
+from ampaudit.policy.load import PLAIN_FP32
 from ampaudit.sites import SourceLine
 from ampaudit.trace.stack import is_tool_file
 
@@ -35,12 +36,14 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str | None, str], ...] = (
         "the inputs do not fit the model; see example_inputs()",
     ),
 )
+# what kernels say when a policy casts one of their inputs and not the others
+_MIXED = ("same dtype", "expected scalar type", "have the same type", "same data type")
 _FALLBACK = (
     "simplify that line so that torch.export(strict=False) accepts it; --debug shows torch's own report"
 )
 
 
-def trace_failure(error: BaseException, model: str) -> TraceFailed:
+def trace_failure(error: BaseException, model: str, policy: str) -> TraceFailed:
     """The error to show, naming the model's line at which tracing stopped."""
     text = f"{type(error).__name__} {error}".lower()
     place = failing_line(error.__traceback__)
@@ -49,6 +52,11 @@ def trace_failure(error: BaseException, model: str) -> TraceFailed:
     summary = f"{type(error).__name__}: {first_line(error)}"
     known = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
     _, plainer, hint = known or ((), None, _FALLBACK)
+    if policy != PLAIN_FP32 and any(words in text for words in _MIXED):
+        hint = (
+            f"policy {policy} leaves this op's inputs in different dtypes; extend the policy with a rule "
+            "for the op that says 'cast: widest' or 'cast: lower'"
+        )
     return TraceFailed(f"{where}cannot be exported{code}: {plainer or summary}", hint=hint)
 
 

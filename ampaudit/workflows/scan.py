@@ -32,7 +32,7 @@ def scan(
     inputs: Inputs | None = None,
     *,
     batches: Iterable[Inputs] | None = None,
-    policy: str | RuleSet = "torch-cuda",
+    policy: str | RuleSet = "ampaudit",
     dtype: str = "float16",
     device: str = "auto",
     seed: int = 0,
