@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -30,7 +31,7 @@ _IGNORED = tuple(
 )
 
 
-def undercuda_autocast(model: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> list[OpDtype]:
+def under_cuda_autocast(model: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> list[OpDtype]:
     """Ops and output dtypes of an export on fake CUDA tensors with the dispatcher's autocast on."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
@@ -46,7 +47,8 @@ def undercuda_autocast(model: nn.Module, kwargs: dict[str, Any], dtype: torch.dt
         memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
     shadow = copy.deepcopy(model, memo)
     inputs = tuple(on_cuda(t) for t in tensor_leaves((), kwargs))
-    with torch.no_grad(), _IndexingWithoutCuda(), cuda_autocast(dtype):
+    contiguous = mock.patch.object(torch.Tensor, "contiguous", _contiguous)
+    with torch.no_grad(), _IndexingWithoutCuda(), contiguous, cuda_autocast(dtype):
         program = torch.export.export(Entry(shadow, (), kwargs), inputs, strict=False)
     return _ops(flat_graph(program))
 
@@ -71,13 +73,21 @@ class _IndexingWithoutCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
             return _getitem(*args)
-        if func is torch.Tensor.contiguous:
-            return torch.ops.aten.contiguous(*args)
+        if func is torch.Tensor.__invert__:
+            return torch.ops.aten.bitwise_not(*args)
+        if func is torch.Tensor.masked_fill and not isinstance(args[2], torch.Tensor):
+            return torch.ops.aten.masked_fill.Scalar(*args)
         if func is torch.Tensor.__setitem__:
-            target = _getitem(*args[:2])
             value = args[2]
+            if isinstance(args[1], torch.Tensor):
+                return torch.ops.aten.index_put_(args[0], [args[1]], value)
+            target = _getitem(*args[:2])
             return target.copy_(value) if isinstance(value, torch.Tensor) else target.fill_(value)
         return func(*args, **(kwargs or {}))
+
+
+def _contiguous(tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    return torch.ops.aten.contiguous(tensor, memory_format=memory_format)
 
 
 def _getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:

@@ -85,7 +85,8 @@ MISTAKES = {
     ),
     "unknown argument": (
         rule(
-            "  - id: a\n    match: {op: [softmax.int]}\n    when: {arguments: {dims: {equals: 1}}}\n    cast: lower\n"
+            "  - id: a\n    match: {op: [softmax.int]}\n"
+            "    when: {arguments: {dims: {equals: 1}}}\n    cast: lower\n"
         ),
         r"19:30: no op of this rule has an argument 'dims'; did you mean 'dim'",
     ),

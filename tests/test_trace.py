@@ -19,8 +19,8 @@ from .oracle import after_half, ours, under_cuda_autocast
 from .zoo import ZOO
 
 CUDA = load_policy("torch-cuda")
-# the oracle (not ampaudit) needs a CUDA driver for constants that these models make while they run
-NO_CUDA_ORACLE = {"mixtral", "mamba", "deberta_v2"}
+# the model's own code counts tokens in float32 on a CPU and in integers on CUDA
+ONLY_ON_CPU = {"mixtral": "aten.histc.default"}
 
 
 def traced(
@@ -71,14 +71,15 @@ def test_half_gives_the_dtypes_of_a_real_half_model(name: str) -> None:
     assert ours(traced(model, Batch((), zoo.kwargs), "half")) == expected
 
 
-@pytest.mark.parametrize("name", sorted(set(ZOO) - NO_CUDA_ORACLE))
+@pytest.mark.parametrize("name", ZOO)
 def test_torch_cuda_gives_the_dtypes_of_real_cuda_autocast(name: str) -> None:
     zoo = ZOO[name]()
     model = without_cache(zoo.model).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = under_cuda_autocast(model, zoo.kwargs, torch.float16)
-    assert ours(traced(model, Batch((), zoo.kwargs))) == expected
+    found = ours(traced(model, Batch((), zoo.kwargs)))
+    assert [op for op in found if op[0] != ONLY_ON_CPU.get(name)] == expected
 
 
 class Author(nn.Module):
