@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit import scan
 from ampaudit.checks import Finding
 from ampaudit.errors import ReferenceBroken
 from ampaudit.report.model import Report
 
 from .planted import WIDTH, AdditiveMask, Branch, MaskedAttention, ResidualStream, TwoBranches
+from .planted import scan_under_autocast as scan
 
 X = (8, WIDTH)
 

@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ampaudit import scan
 from ampaudit.report.jsonfile import from_json, json_schema, schema_text, to_json
 from ampaudit.report.model import Report
 from ampaudit.report.text import print_report
 from ampaudit.report.words import plain
 
 from .planted import WIDTH, TwoBranches
+from .planted import scan_under_autocast as scan
 
 ROOT = Path(__file__).resolve().parents[1]
 

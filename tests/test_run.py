@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit import scan
 from ampaudit.convert import convert
 from ampaudit.errors import RunFailed
 from ampaudit.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.report.model import Report, SiteReport
-from ampaudit.run import audit as audit_module
+from ampaudit.run import runner as runner_module
 from ampaudit.run.backends import Emulated, Native
 from ampaudit.run.local import FULL_CALL
 from ampaudit.run.meter import Meter
@@ -23,6 +22,7 @@ from ampaudit.trace import trace
 from ampaudit.workflows.scan import scan_source
 
 from .planted import WIDTH, TwoBranches
+from .planted import scan_under_autocast as scan
 from .zoo import ZOO
 
 
@@ -258,7 +258,7 @@ def test_out_of_memory_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, where
     def fails(*_: object) -> None:
         raise (torch.OutOfMemoryError if where == "out of memory" else RuntimeError)(where)
 
-    monkeypatch.setattr(audit_module.LockStep, "run", fails)
+    monkeypatch.setattr(runner_module.LockStep, "run", fails)
     with pytest.raises(RunFailed, match="out of memory") as caught:
         scan(TwoBranches().eval(), torch.randn(2, WIDTH))
     assert "--ranges" in caught.value.hint

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ampaudit.cli.model_options import load_source, model_options
-from ampaudit.cli.output import as_text
+from ampaudit.cli.output import as_text, deliver
 
 if TYPE_CHECKING:
     from ampaudit.report.model import Report
@@ -59,24 +59,27 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
-    report = _audit(model, options)
-    _deliver(report, options)
-    context.exit(report.exit_code)
+    reports = _audit(model, options)
+    if len(reports) > 1:
+        context.exit(_deliver_comparison(reports, options))
+    _deliver(reports[0], options)
+    context.exit(reports[0].exit_code)
 
 
-def _audit(location: str, options: dict[str, Any]) -> Report:
+def _audit(location: str, options: dict[str, Any]) -> list[Report]:
     from ampaudit.cli.progress import Progress
     from ampaudit.policy import load_policy
 
-    rules = load_policy(options["policy"])  # its mistakes show before torch is loaded
+    # their mistakes show before torch is loaded
+    policies = [load_policy(name.strip()) for name in options["policy"].split(",")]
     with Progress(location) as progress:
         source = load_source(location, options)
 
-        from ampaudit.workflows.scan import scan_source
+        from ampaudit.workflows.scan import scan_policies
 
-        return scan_source(
+        return scan_policies(
             source,
-            policy=rules,
+            policies=policies,
             dtype=options["dtype"],
             device=options["device"],
             seed=options["seed"],
@@ -85,6 +88,15 @@ def _audit(location: str, options: dict[str, Any]) -> Report:
             fail_on=options["fail_on"],
             progress=progress.update,
         )
+
+
+def _deliver_comparison(reports: list[Report], options: dict[str, Any]) -> int:
+    from ampaudit.report.comparison import comparison_code, comparison_json, render_comparison
+
+    json = comparison_json(reports) if options["form"] == "json" else None
+    shown = render_comparison(reports)
+    deliver(lambda console: console.print(shown), json, options["output"], force=options["force"])
+    return comparison_code(reports)
 
 
 def _deliver(report: Report, options: dict[str, Any]) -> None:

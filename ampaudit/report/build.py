@@ -27,6 +27,7 @@ from ampaudit.report.model import (
     WhatIf,
 )
 from ampaudit.run.record import Observation
+from ampaudit.sites import SiteId
 from ampaudit.trace import Role, Site
 
 __all__ = ["FailOn", "build_report"]
@@ -42,9 +43,9 @@ def build_report(
     model: ModelInfo,
     run: RunInfo,
     fail_on: FailOn,
-    notes: tuple[str, ...] = (),
+    raised: tuple[SiteId, ...] = (),
 ) -> Report:
-    """The report of one audit; ``notes`` are added to those of the trace."""
+    """The report of one audit; ``raised`` are the sites that measured rules decided."""
     threshold = Severity(fail_on).rank if fail_on != "never" else math.inf
     failed = any(finding.severity.rank >= threshold for finding in findings)
     memory = converted.weight_bytes
@@ -60,7 +61,8 @@ def build_report(
         sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
         outputs=_outputs(context, converted),
         weights=WeightMemory(memory["master"], memory["working"]),
-        notes=converted.traced.notes + notes,
+        notes=converted.traced.notes,
+        raised=raised,
         environment=Environment(platform.python_version(), version("torch")),
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
     )

@@ -196,7 +196,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole audit."""
+    """A whole audit; ``raised`` are sites kept in float32 because of what a first pass measured."""
 
     schema: Literal[1]
     tool: ToolInfo
@@ -212,6 +212,7 @@ class Report:
     notes: tuple[str, ...]
     environment: Environment
     timings: dict[str, float] = field(default_factory=dict)
+    raised: tuple[SiteId, ...] = ()
 
     @property
     def exit_code(self) -> int:

@@ -15,7 +15,7 @@ from ampaudit.report.grid import open_table
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.report.words import plain, size_of
 
-__all__ = ["all_sites", "least_headroom", "nearest_table", "summary", "what_if_table"]
+__all__ = ["all_sites", "least_headroom", "nearest_table", "raised_table", "summary", "what_if_table"]
 
 
 def _lowered(report: Report) -> list[SiteReport]:
@@ -54,6 +54,28 @@ def nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
             "exact" if sqnr is None else f"{sqnr:.0f} dB",
         )
     yield table
+
+
+def raised_table(report: Report, count: int) -> Iterable[RenderableType]:
+    """Sites that the policy keeps in float32 because of their values: without that, some would break."""
+    raised = set(report.raised)
+    sites = [s for s in report.sites if s.site in raised]
+    if not sites:
+        return
+    limit = format_named(report.run.dtype).max
+    over = sum(s.forward is not None and s.forward.peak > limit for s in sites)
+    beyond = f"; {over} of them pass {number(limit)}" if over else ""
+    title = f"Kept in float32 because of their values: {len(sites)} sites{beyond}"
+    yield Text(title, style="bold")
+    table = open_table("site", "peak", "headroom", "rule", width=36, left=("rule",))
+    for site in sorted(sites, key=lambda s: s.forward.peak if s.forward else 0.0, reverse=True)[:count]:
+        seen = site.forward
+        bits = f"{seen.headroom_bits:+.1f} bits" if seen and seen.headroom_bits is not None else ""
+        peak = number(seen.peak) if seen else ""
+        table.add_row(Text(plain(site.site), overflow="fold"), peak, bits, plain(site.rule or ""))
+    yield table
+    if len(sites) > count:
+        yield Text(f"and {len(sites) - count} more; -v lists every site with its rule", "dim")
 
 
 def what_if_table(report: Report, count: int) -> Iterable[RenderableType]:

@@ -12,7 +12,14 @@ from rich.text import Text
 from ampaudit.checks.finding import Finding, Severity
 from ampaudit.checks.interface import number
 from ampaudit.report.model import Report
-from ampaudit.report.tables import all_sites, least_headroom, nearest_table, summary, what_if_table
+from ampaudit.report.tables import (
+    all_sites,
+    least_headroom,
+    nearest_table,
+    raised_table,
+    summary,
+    what_if_table,
+)
 from ampaudit.report.words import plain, short_op
 
 __all__ = ["TITLES", "print_report", "render"]
@@ -48,6 +55,8 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
     if report.run.level == "ranges":
         parts += [Text(), *what_if_table(report, nearest)]
     else:
+        raised = list(raised_table(report, nearest))
+        parts += [Text(), *raised] if raised else []
         parts += [Text(), *nearest_table(report, nearest)]
     parts += [Text(), *summary(report, hidden)]
     if verbosity > 0:
@@ -76,6 +85,8 @@ def _verdict(report: Report) -> Text:
         if least is not None:
             what += f"; the least headroom is {least.forward.headroom_bits:.1f} bits" if least.forward else ""
             what += f", at {plain(least.site)}"
+        if report.raised:
+            what += f"; {len(report.raised)} sites kept in float32"
     extra = f" ({warnings} warning{'s' if warnings != 1 else ''})" if warnings and errors else ""
     word, style = ("FAIL", "bold red") if errors or report.verdict == "fail" else ("PASS", "bold green")
     if word == "PASS" and report.run.level == "ranges" and warnings:

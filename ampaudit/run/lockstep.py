@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from ampaudit.convert import ConvertedModel
 from ampaudit.run.backends import Backend, Reference
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
+from ampaudit.run.sharing import MISSING, SharedReference
 from ampaudit.run.step import LOWER, Step
 from ampaudit.trace.graph import Placeholder, Role, Slot
 
@@ -79,10 +81,23 @@ class LockStep:
         A value is dropped after its last use. Where both runs would do the same thing to the same
         tensors in float32, it is done once.
         """
+        steps = self.steps(inputs, watch)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                outputs: list[Pair] = end.value
+                return outputs
+
+    def steps(
+        self, inputs: list[torch.Tensor], watch: Watch, shared: SharedReference | None = None
+    ) -> Generator[tuple[Step, ...], None, list[Pair]]:
+        """``run``, stopping before each group of steps, which it yields; gradients must be off."""
         values: dict[fx.Node, Pair] = self._start(inputs)
         for group in self.program.groups:
+            yield group
             state = self._random_state() if group[0].random else None
-            references = self._references(group, values)
+            references = self._references(group, values, shared)
             for step, reference in zip(group, references, strict=True):
                 inputs_of = {node: self._value(node, values) for node in step.node.all_input_nodes}
                 values[step.node] = self._advance(step, inputs_of, reference, state, watch)
@@ -92,7 +107,9 @@ class LockStep:
             del references
         return [self._value(node, values) for node in self.program.outputs]
 
-    def _references(self, group: tuple[Step, ...], values: dict[fx.Node, Pair]) -> list[Any]:
+    def _references(
+        self, group: tuple[Step, ...], values: dict[fx.Node, Pair], shared: SharedReference | None
+    ) -> list[Any]:
         """The reference's results of a run of steps."""
         found: dict[fx.Node, Any] = {}
         for step in group:
@@ -105,10 +122,23 @@ class LockStep:
                 else:
                     sides[node] = (self._reference_weight(node), None)
             args, kwargs = self._reference.arguments(step)
-            found[step.node] = self._reference.call(
-                step, _resolved(args, sides, 0), _resolved(kwargs, sides, 0)
+            found[step.node] = self._reference_call(
+                step, _resolved(args, sides, 0), _resolved(kwargs, sides, 0), shared
             )
         return [found[step.node] for step in group]
+
+    def _reference_call(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedReference | None
+    ) -> Any:
+        if shared is None:
+            return self._reference.call(step, args, kwargs)
+        leads = shared.programs[0] is self.program
+        result = MISSING if leads else shared.take(step, self.program, args, kwargs)
+        if result is MISSING:
+            result = self._reference.call(step, args, kwargs)
+        if leads:
+            shared.offer(step, self.program, args, kwargs, result)
+        return result
 
     def _advance(
         self,

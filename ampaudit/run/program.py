@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from ampaudit.run.aliases import written_nodes
 from ampaudit.run.step import LOWER, Step
+from ampaudit.trace.facts import named_arguments
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import mutated_arguments
 
@@ -100,7 +101,7 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
         wide_kwargs=widened(kwargs),
         dtypes=tuple(getattr(item, "dtype", None) for item in outputs),
         mutates=mutated_arguments(target) if overload else (),
-        random=overload and torch.Tag.nondeterministic_seeded in target.tags and not _shows(site),
+        random=overload and _draws(target, args, kwargs) and not _shows(site),
         bitwise=overload and str(target) in ("aten.view.dtype", "aten.nextafter.default"),
         frees=frees,
     )
@@ -122,6 +123,18 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _mapped(item, change) for key, item in value.items()}
     return change(value)
+
+
+def _draws(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers; attention is tagged so, and does it only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = named_arguments(target, args, kwargs)
+    return given.get("dropout_p", 0.0) != 0.0 if "dropout_p" in _names(target) else True
+
+
+def _names(target: OpOverload) -> list[str]:
+    return [argument.name for argument in target._schema.arguments]
 
 
 def _shows(site: Site | None) -> bool:

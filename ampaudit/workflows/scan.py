@@ -12,18 +12,18 @@ from ampaudit.checks import run_checks
 from ampaudit.checks.interface import CheckContext
 from ampaudit.errors import InputError, UsageError
 from ampaudit.formats import NumberFormat, lower_format
-from ampaudit.policy import RuleSet, load_policy
+from ampaudit.policy import Environment, RuleSet, load_policy
 from ampaudit.report.build import FailOn, build_report
 from ampaudit.report.model import ModelInfo, Report, RunInfo
-from ampaudit.run.audit import Audit, Plan, run_audit
+from ampaudit.run.audit import Audit, Plan, run_audits
 from ampaudit.run.backends import Backend
 from ampaudit.run.weights import weight_ranges
 from ampaudit.sites import SiteId
 from ampaudit.source import Batch, ModelSource
 
-__all__ = ["scan", "scan_source"]
+__all__ = ["environment_of", "scan", "scan_policies", "scan_source"]
 
-_SHOWN = 3
+Progress = Callable[[str, int, int], None]
 Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
@@ -90,45 +90,82 @@ def scan_source(
     ranges: bool = False,
     min_headroom: float = 1.0,
     fail_on: FailOn = "error",
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
     backend: Backend | None = None,
 ) -> Report:
     """Audit a loaded source; the arguments are those of ``scan``."""
-    form = lower_format(dtype)
-    rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
-    plan = Plan(
-        rules=None if ranges else rules,
-        author_rules=load_policy("torch-cuda"),
-        number_format=form,
-        device=_device(device),
+    return scan_policies(
+        source,
+        policies=[policy],
+        dtype=dtype,
+        device=device,
         seed=seed,
+        ranges=ranges,
+        min_headroom=min_headroom,
+        fail_on=fail_on,
+        progress=progress,
         backend=backend,
-    )
-    audit = run_audit(source.model, source.batches, plan, progress or _no_progress)
-    context = _context(audit, form, min_headroom, ranges)
+    )[0]
+
+
+def scan_policies(
+    source: ModelSource,
+    *,
+    policies: Sequence[str | RuleSet],
+    dtype: str,
+    device: str = "auto",
+    seed: int = 0,
+    ranges: bool = False,
+    min_headroom: float = 1.0,
+    fail_on: FailOn = "error",
+    progress: Progress | None = None,
+    backend: Backend | None = None,
+) -> list[Report]:
+    """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
+    form = lower_format(dtype)
+    where = _device(device)
+    loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in policies]
+    rule_sets = [rules.within(environment_of(where)) for rules in loaded]
+    author = load_policy("torch-cuda")
+    subjects = [None if ranges else rules for rules in rule_sets]
+    plans = [Plan(rules, author, form, where, seed=seed, backend=backend) for rules in subjects]
+    audits = run_audits(source.model, source.batches, plans, progress or _no_progress)
+    return [
+        _report(audit, source, rules, plan, min_headroom, fail_on)
+        for audit, rules, plan in zip(audits, rule_sets, plans, strict=True)
+    ]
+
+
+def _report(
+    audit: Audit, source: ModelSource, rules: RuleSet, plan: Plan, min_headroom: float, fail_on: FailOn
+) -> Report:
+    ranges = plan.rules is None
+    context = _context(audit, plan.number_format, min_headroom, ranges)
     level: Literal["ranges", "scan"] = "ranges" if ranges else "scan"
     info = RunInfo(
         device=audit.record.device,
         backend="float32" if ranges else audit.record.backend,
-        dtype=form.name,
+        dtype=plan.number_format.name,
         policy="fp32" if ranges else rules.name,
         batches=audit.record.batches,
-        seed=seed,
+        seed=plan.seed,
         level=level,
         mode="train" if source.model.training else "eval",
     )
     model = ModelInfo(source.location, source.kind, source.sha256)
-    notes = _raised_note(audit, rules)
-    return build_report(context, run_checks(context), audit.converted, model, info, fail_on, notes)
+    found = run_checks(context)
+    return build_report(context, found, audit.converted, model, info, fail_on, raised=audit.raised)
 
 
-def _raised_note(audit: Audit, rules: RuleSet) -> tuple[str, ...]:
-    if not audit.raised:
-        return ()
-    shown = ", ".join(audit.raised[:_SHOWN])
-    more = f" and {len(audit.raised) - _SHOWN} more" if len(audit.raised) > _SHOWN else ""
-    count = f"{len(audit.raised)} site{'s' if len(audit.raised) != 1 else ''}"
-    return (f"{count} raised to float32 by {rules.name}'s measured rules after a first pass: {shown}{more}",)
+def environment_of(device: torch.device) -> Environment:
+    """What rules about devices and versions ask for; without CUDA, no capability is known."""
+    versions = {"torch": torch.__version__.partition("+")[0]}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    if device.type != "cuda":
+        return Environment(None, versions)
+    major, minor = torch.cuda.get_device_capability(device)
+    return Environment(major + minor / 10, versions)
 
 
 def _context(audit: Audit, form: NumberFormat, min_headroom: float, ranges: bool) -> CheckContext:

@@ -1,0 +1,75 @@
+"""Several policies on one model, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ampaudit.checks.finding import Severity
+from ampaudit.report.grid import open_table
+from ampaudit.report.jsonfile import to_json
+from ampaudit.report.model import Report
+from ampaudit.report.tables import least_headroom
+from ampaudit.report.words import plain, short_op, size_of
+
+__all__ = ["comparison_code", "comparison_json", "render_comparison"]
+
+
+def comparison_code(reports: Sequence[Report]) -> int:
+    """0 if the model passes under one of the policies at least."""
+    return min(report.exit_code for report in reports)
+
+
+def comparison_json(reports: Sequence[Report]) -> str:
+    """``{"schema": 1, "reports": [...]}``, each as ``scan`` writes it for one policy."""
+    inner = ",\n".join(to_json(report).rstrip() for report in reports)
+    return f'{{"schema": 1, "reports": [\n{inner}\n]}}\n'
+
+
+def render_comparison(reports: Sequence[Report]) -> RenderableType:
+    """One row per policy, then what breaks under each."""
+    first = reports[0]
+    heading = (
+        f"{plain(first.model.source)}: {len(reports)} policies in {first.run.dtype}, {first.run.mode} mode, "
+        f"on {first.run.device} ({first.run.backend}), against one FP32 run"
+    )
+    table = open_table(
+        *("policy", "", "breaks", "least headroom", "output", "16-bit sites", "casts", "weights"), left=("",)
+    )
+    for report in reports:
+        table.add_row(*_row(report))
+    parts: list[RenderableType] = [Text(heading, "bold"), Text(), table]
+    for report in reports:
+        broken = [f for f in report.findings if f.severity is Severity.ERROR]
+        if broken:
+            names = [f"{plain(f.layer or '(top)')} {plain(short_op(f.op))}" for f in broken]
+            shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
+            parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), f"breaks at {shown}")]
+        if report.raised:
+            why = f"{len(report.raised)} sites kept in float32 because of their values"
+            parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), why)]
+    return Group(*parts)
+
+
+_SHOWN = 4
+
+
+def _row(report: Report) -> list[str | Text]:
+    errors = report.count(Severity.ERROR)
+    least = least_headroom(report)
+    bits = f"{least.forward.headroom_bits:.1f} bits" if least and least.forward else ""
+    sqnr = [o.sqnr_db for o in report.outputs if o.sqnr_db is not None]
+    lowered = sum(site.precision == report.run.dtype for site in report.sites)
+    verdict = Text("PASS", "bold green") if report.exit_code == 0 else Text("FAIL", "bold red")
+    return [
+        report.run.policy,
+        verdict,
+        str(errors) if errors else "",
+        bits,
+        f"{min(sqnr):.0f} dB" if sqnr else "exact",
+        f"{lowered} of {len(report.sites)}",
+        str(report.coverage.casts),
+        size_of(report.weights.working_bytes) if report.weights.working_bytes else "FP32",
+    ]

@@ -1,0 +1,51 @@
+"""What a run needs around it: exact float32, its own random numbers, errors with a next step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from ampaudit.errors import RunFailed, first_line
+
+__all__ = ["exact_float32", "guarded", "memory_errors"]
+
+
+@contextlib.contextmanager
+def guarded(device: torch.device) -> Iterator[None]:
+    """All of it; random numbers drawn inside do not change what is drawn after."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), exact_float32(), memory_errors(device):
+        yield
+
+
+@contextlib.contextmanager
+def exact_float32() -> Iterator[None]:
+    """Switch TF32 off: the reference is float32."""
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
+    torch.backends.cuda.matmul.allow_tf32 = False
+    # cudnn.flags also works where somebody has locked the global flags
+    kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
+    try:
+        with cudnn.flags(allow_tf32=False, benchmark_limit=cudnn.benchmark_limit, **kept):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = matmul
+
+
+@contextlib.contextmanager
+def memory_errors(device: torch.device) -> Iterator[None]:
+    """Out of memory, and ops that the device has no kernel for, as errors with a next step."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"out of memory on {device}: the audit holds the FP32 and the 16-bit run at once",
+            hint="use a smaller batch, --ranges (one FP32 run), or --device cpu",
+        ) from error
+    except (RuntimeError, NotImplementedError) as error:
+        text = first_line(error)
+        if "allocate memory" in text:
+            raise RunFailed(f"out of memory: {text}", hint="use a smaller batch, or --ranges") from error
+        raise RunFailed(f"the converted model could not be run on {device}: {text}") from error

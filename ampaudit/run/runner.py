@@ -1,0 +1,227 @@
+"""Runs the batches of one plan: traces, executes, repairs, merges."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampaudit.convert import ConvertedModel, convert
+from ampaudit.errors import InputError, ReferenceBroken
+from ampaudit.formats import NumberFormat
+from ampaudit.policy import Measurement, RuleSet, plain_fp32
+from ampaudit.run.backends import Backend, choose_backend
+from ampaudit.run.blame import Faults
+from ampaudit.run.evidence import measurements, weight_peaks
+from ampaudit.run.guards import guarded
+from ampaudit.run.lockstep import LockStep, Pair
+from ampaudit.run.meter import Measured, Meter
+from ampaudit.run.program import compile_program
+from ampaudit.run.record import Origin, RunRecord
+from ampaudit.run.repair import RepairingMeter
+from ampaudit.sites import SiteId
+from ampaudit.source.interface import Batch
+from ampaudit.trace import Site, trace
+from ampaudit.trace.capture import input_signature
+from ampaudit.trace.entry import tensor_leaves
+
+__all__ = ["Plan", "Prepared", "Runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        rules: the policy, ``None`` for the FP32 run alone (``--ranges``).
+        author_rules: the meaning of the author's own autocast regions.
+        number_format: the 16-bit format.
+        device: where to run.
+        seed: of every random number drawn during the run.
+        backend: overrides the device's usual backend.
+        measured: what an earlier run saw, for the policy's second phase.
+        reference_only: run FP32 alone, on the graph that the policy makes.
+    """
+
+    rules: RuleSet | None
+    author_rules: RuleSet
+    number_format: NumberFormat
+    device: torch.device
+    seed: int = 0
+    backend: Backend | None = None
+    measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
+    reference_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch that is ready to be run."""
+
+    executor: LockStep
+    tensors: list[torch.Tensor]
+    meter: Meter
+    batch: Batch
+    number: int
+
+
+class Runner:
+    """Keeps one executor per input signature: a batch of another shape is traced anew."""
+
+    def __init__(self, model: nn.Module, plan: Plan, record: RunRecord) -> None:
+        self._model = model
+        self._plan = plan
+        self.record = record
+        self._backend = plan.backend or choose_backend(plan.device)
+        self._executors: dict[tuple[Any, ...], LockStep] = {}
+        self.sites: dict[str, Site] = {}
+        self.parameter_free: set[str] = set()
+        self._given: dict[tuple[Any, ...], dict[str, float]] = {}
+        self.converted: ConvertedModel | None = None
+        record.backend = self._backend.name
+
+    def run(self, batch: Batch, number: int) -> None:
+        """Trace if need be, run, and run again with repairs if something went wrong."""
+        ready = self.prepare(batch, number)
+        started = time.perf_counter()
+        outputs = self._pass(ready.executor, ready.tensors, ready.meter, number)
+        self._add_seconds("run", started)
+        self.finish(ready, outputs)
+
+    def prepare(self, batch: Batch, number: int) -> Prepared:
+        """Trace if need be, and look at the inputs."""
+        executor = self.executor(batch)
+        tensors = tensor_leaves(batch.args, batch.kwargs)
+        _refuse_broken_inputs(tensors, number)
+        return Prepared(executor, tensors, self._meter(), batch, number)
+
+    def finish(self, ready: Prepared, outputs: list[Pair]) -> None:
+        """Read what a run measured; run again with repairs if something went wrong; merge."""
+        started = time.perf_counter()
+        executor, tensors, meter, number = ready.executor, ready.tensors, ready.meter, ready.number
+        measured = list(meter.results())
+        self._note_inputs(executor, tensors, ready.batch)
+        self._refuse_broken_reference(outputs, measured, number)
+        faults = Faults(
+            executor.program,
+            measured,
+            self._plan.number_format.max,
+            lambda node: executor.given_peak(node, tensors),
+        )
+        self.record.masks |= faults.masks
+        self.record.by_design |= faults.by_design
+        if faults.need_repair:
+            repairing = RepairingMeter(self._meter(), faults.masks)
+            self._pass(executor, tensors, repairing, number)
+            meter, measured = repairing.meter, list(repairing.meter.results())
+            self._note_origins(repairing.origins, faults, number)
+        self._merge(meter, measured)
+        self._add_seconds("run", started)
+
+    def executor(self, batch: Batch) -> LockStep:
+        """The executor for batches of this signature, traced on first use."""
+        signature = input_signature(batch.args, batch.kwargs)
+        if signature in self._executors:
+            return self._executors[signature]
+        started = time.perf_counter()
+        plan = self._plan
+        rules = plan.rules or plain_fp32()
+        author_rules = plan.author_rules if plan.rules else plain_fp32()
+        traced = trace(
+            self._model, batch.args, batch.kwargs, rules, author_rules, plan.number_format, plan.measured
+        )
+        converted = convert(traced)
+        self._add_seconds("trace", started)
+        program = compile_program(traced, plan.device)
+        executor = LockStep(
+            program, converted, self._backend, plan.device, reference_only=self._reference_only
+        )
+        self._executors[signature] = executor
+        self.converted = self.converted or converted
+        for site in traced.sites:
+            self.sites.setdefault(site.id, site)
+        free = {node.name for node in program.parameter_free}
+        self.parameter_free |= {site.id for site in traced.sites if site.node in free}
+        return executor
+
+    def _meter(self) -> Meter:
+        return Meter(self._plan.number_format, self._backend, local=not self._reference_only)
+
+    @property
+    def _reference_only(self) -> bool:
+        return self._plan.rules is None or self._plan.reference_only
+
+    def _pass(
+        self, executor: LockStep, tensors: list[torch.Tensor], watch: Meter | RepairingMeter, number: int
+    ) -> list[Pair]:
+        with guarded(self._plan.device):
+            torch.manual_seed(self._plan.seed + number)
+            return executor.run(tensors, watch)
+
+    def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor], batch: Batch) -> None:
+        if self._plan.rules is None or not self._plan.rules.measured:
+            return
+        seen = self._given.setdefault(input_signature(batch.args, batch.kwargs), {})
+        floats = [node for node in executor.program.inputs if executor.is_given_float(node)]
+        for node in floats:
+            seen[node.name] = max(seen.get(node.name, 0.0), executor.given_peak(node, tensors))
+
+    def measurements(self) -> dict[SiteId, Measurement]:
+        """What the batches so far have shown, for the policy's second phase."""
+        found: dict[SiteId, Measurement] = {}
+        for signature, executor in self._executors.items():
+            weights = weight_peaks(executor.program)
+            found |= measurements(executor.program, self.record, self._given.get(signature, {}), weights)
+        return found
+
+    def _note_origins(self, origins: Sequence[SiteId], faults: Faults, number: int) -> None:
+        known = {origin.site for origin in self.record.origins}
+        for site in origins:
+            if site not in known:
+                self.record.origins.append(Origin(site, number, faults.poisoned_by(site)))
+
+    def _merge(self, meter: Meter, measured: Sequence[Measured]) -> None:
+        for row in measured:
+            self.record.observation(row.site).merge(row.fields, row.elements)
+        for site, error, signal, elements in meter.local_results():
+            observation = self.record.observation(site)
+            observation.local_err_sq += error
+            observation.local_ref_sq += signal
+            observation.local_elements += elements
+        for name, statistics in meter.samples.results.items():
+            self.record.observation(self.sites[name].id).samples.add(statistics)
+        self.record.uncovered.update(meter.uncovered)
+        self.record.batches += 1
+
+    def _refuse_broken_reference(self, outputs: list[Pair], measured: list[Measured], number: int) -> None:
+        if not any(_is_broken(reference) for reference, _ in outputs):
+            return
+        first = next((row.site for row in measured if row.fields["ref_bad"] > 0), None)
+        site = self.sites[first] if first else None
+        where = f" at {site.id}" if site else ""
+        line = f" ({site.source.file}:{site.source.line})" if site and site.source else ""
+        raise ReferenceBroken(
+            f"the FP32 model itself gives NaN or infinity in batch {number}; the first is{where}{line}"
+        )
+
+    def _add_seconds(self, phase: str, started: float) -> None:
+        elapsed = time.perf_counter() - started
+        self.record.seconds[phase] = self.record.seconds.get(phase, 0.0) + elapsed
+
+
+def _is_broken(output: object) -> bool:
+    """NaN, +inf, or nothing but -inf; some -inf is how masked scores and log-probabilities look."""
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.numel() == 0:
+        return False
+    return bool((output.isnan() | (output == torch.inf)).any() or (output == -torch.inf).all())
+
+
+def _refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:
+    for index, tensor in enumerate(tensors):
+        if tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any()):
+            raise InputError(
+                f"input[{index}] of batch {number} holds NaN or infinity", hint="clean the input"
+            )

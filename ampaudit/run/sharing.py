@@ -1,0 +1,133 @@
+"""One FP32 reference for several policies: what one run has computed, the others need not compute again.
+
+Different policies put different casts into one model, and what the casts do is the only difference between
+their graphs, mostly. So the runs go side by side, the first a step ahead; an op whose inputs in a later run
+are the very tensors that the first run gave to the same op has the same result, and takes it. Where the
+graphs differ (code that asks for a dtype), the inputs differ too, and the op is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ampaudit.run.program import Program
+from ampaudit.run.step import Step
+from ampaudit.sites import SiteId
+
+__all__ = ["MISSING", "SharedReference", "interleave"]
+
+MISSING = object()
+Upcoming = Generator[tuple[Step, ...], None, list[Any]]
+
+
+@dataclass(slots=True)
+class _Result:
+    target: Any
+    leaves: list[Any]
+    value: Any
+    wanted: int
+
+
+@dataclass(slots=True)
+class SharedReference:
+    """Results of the first of several runs, each kept until every other run has asked for it.
+
+    Attributes:
+        programs: what runs, the first one first.
+    """
+
+    programs: Sequence[Program]
+    taken: int = 0
+    _results: dict[SiteId, _Result] = field(default_factory=dict)
+    _done: set[SiteId] = field(default_factory=set)
+    _wanted: dict[SiteId, int] = field(default_factory=dict)
+    _leading: frozenset[SiteId] = frozenset()
+
+    def __post_init__(self) -> None:
+        first, *others = [{s.site.id for s in p.steps if s.site is not None} for p in self.programs]
+        self._leading = frozenset(first)
+        for sites in others:
+            for site in sites & first:
+                self._wanted[site] = self._wanted.get(site, 0) + 1
+
+    def offer(self, step: Step, program: Program, args: Any, kwargs: Any, value: Any) -> None:
+        """The first run has computed a step."""
+        if step.site is None:
+            return
+        self._done.add(step.site.id)
+        wanted = self._wanted.get(step.site.id, 0)
+        if wanted and _shareable(step, program):
+            leaves = pytree.tree_leaves((args, kwargs))
+            self._results[step.site.id] = _Result(step.target, leaves, value, wanted)
+
+    def take(self, step: Step, program: Program, args: Any, kwargs: Any) -> Any:
+        """The first run's result of the same op on the same tensors, or ``MISSING``."""
+        found = self._results.get(step.site.id) if step.site is not None else None
+        if found is None or step.site is None:
+            return MISSING
+        found.wanted -= 1
+        if found.wanted == 0:
+            del self._results[step.site.id]
+        leaves = pytree.tree_leaves((args, kwargs))
+        same = found.target is step.target and len(leaves) == len(found.leaves)
+        if not same or not _shareable(step, program) or not all(map(_same, leaves, found.leaves)):
+            return MISSING
+        self.taken += 1
+        return found.value
+
+    def ready(self, group: tuple[Step, ...]) -> bool:
+        """Whether the first run is past every site of a group that it has."""
+        sites = (step.site.id for step in group if step.site is not None)
+        return all(site in self._done or site not in self._leading for site in sites)
+
+    def finish(self) -> None:
+        """The first run is over: nobody waits any longer."""
+        self._done |= self._leading
+
+
+def interleave(runs: Sequence[Upcoming], shared: SharedReference) -> list[list[Any]]:
+    """Advance all runs group by group, the first one ahead; the results of each in order."""
+    results: list[list[Any]] = [[] for _ in runs]
+    waiting: dict[int, tuple[Step, ...]] = {}
+
+    def advance(index: int) -> None:
+        try:
+            waiting[index] = next(runs[index])
+        except StopIteration as end:
+            results[index] = end.value
+            waiting.pop(index, None)
+            if index == 0:
+                shared.finish()
+
+    for index in range(len(runs)):
+        advance(index)
+    while waiting:
+        if 0 in waiting:
+            advance(0)
+        for index in range(1, len(runs)):
+            while index in waiting and shared.ready(waiting[index]):
+                advance(index)
+    return results
+
+
+def _shareable(step: Step, program: Program) -> bool:
+    """Whether nothing writes to the result or to an input, now or later, and no chance is involved."""
+    touched = (step.node, *step.node.all_input_nodes)
+    return not step.mutates and not step.random and not any(node in program.written for node in touched)
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Equal constants, or one tensor; the first run's is kept alive, so an address means one thing."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first is second or (
+            first.data_ptr() == second.data_ptr()
+            and first.dtype == second.dtype
+            and first.shape == second.shape
+            and first.stride() == second.stride()
+        )
+    return type(first) is type(second) and bool(first == second)
