@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint check schema bench clean
+.PHONY: demo test lint check schema aten bench clean
 
 demo: $(VENV)/.demo
-	$(BIN)/ampaudit scan examples/t5_feed_forward.py --fail-on never
+	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2
@@ -21,9 +21,14 @@ check: lint test
 
 schema: $(VENV)/.dev
 	$(BIN)/python -c "from ampaudit.report.jsonfile import schema_text; print(schema_text(), end='')" > docs/report.schema.json
+	$(BIN)/python -c "from ampaudit.policy.jsonschema import schema_text; print(schema_text(), end='')" > docs/rules.schema.json
+
+aten: $(VENV)/.dev
+	$(BIN)/python -m tests.aten_ops > ampaudit/policy/aten_ops.txt
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/scan_overhead.py
+	$(BIN)/python benchmarks/planning.py
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

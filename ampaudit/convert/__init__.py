@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ampaudit.convert.model import ConvertedModel, convert
+from ampaudit.convert.model import ConvertedModel, WeightCopy, clipped, convert
 
-__all__ = ["ConvertedModel", "convert"]
+__all__ = ["ConvertedModel", "WeightCopy", "clipped", "convert"]

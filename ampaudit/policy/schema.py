@@ -162,6 +162,10 @@ class Weights(_Strict):
     """How the converted model keeps parameters and buffers, takes inputs and gives outputs."""
 
     storage: Literal["float32", "lower"] = "float32"
+    buffers: Literal["all", "persistent"] = Field(
+        default="all",
+        description="which buffers storage is about: all, as .half() casts; persistent, as loading does",
+    )
     inputs: Placement = "unchanged"
     outputs: Placement = "unchanged"
     master: bool = Field(default=True, description="keep the FP32 weights beside the 16-bit copies")

@@ -106,7 +106,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
         raise
     except Exception as error:
         raise trace_failure(error, type(model).__name__, setting.rules.name) from error
-    notes = storage_notes(model, file.weights)
+    notes = storage_notes(model, file.weights, lower)
     return _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
 
 

@@ -20,7 +20,7 @@ def stored_dtypes(model: nn.Module, weights: Weights, lower: torch.dtype) -> dic
     """The dtype of each floating-point tensor that is not stored as it is, by name; float64 stays."""
     if weights.storage != "lower":
         return {}
-    listed = _kept_in_fp32(model) if weights.keep_fp32_modules == "respect" else ()
+    listed = _kept_in_fp32(model, lower) if weights.keep_fp32_modules == "respect" else ()
     rules = [
         rule for rule in weights.keep if not rule.dtype or str(lower).removeprefix("torch.") in rule.dtype
     ]
@@ -30,14 +30,15 @@ def stored_dtypes(model: nn.Module, weights: Weights, lower: torch.dtype) -> dic
         name: lower
         for name, tensor in named_tensors(model).items()
         if tensor.dtype in CASTABLE
+        and (weights.buffers == "all" or _is_loaded(name, modules[name.rpartition(".")[0]]))
         and not any(fnmatchcase(part, pattern) for part in name.split(".") for pattern in listed)
         and not any(_keeps(rule, name, modules[name.rpartition(".")[0]]) for rule in rules)
     }
 
 
-def storage_notes(model: nn.Module, weights: Weights) -> tuple[str, ...]:
+def storage_notes(model: nn.Module, weights: Weights, lower: torch.dtype) -> tuple[str, ...]:
     """What the model's author asks for, and whether the policy heeds it."""
-    listed = _kept_in_fp32(model)
+    listed = _kept_in_fp32(model, lower)
     if weights.storage != "lower" or not listed:
         return ()
     respected = weights.keep_fp32_modules == "respect"
@@ -45,11 +46,22 @@ def storage_notes(model: nn.Module, weights: Weights) -> tuple[str, ...]:
     return (f"the model asks to keep {', '.join(listed)} in FP32: {what}",)
 
 
-def _kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
-    """Module names that the author asks to keep in FP32 (Transformers' ``_keep_in_fp32_modules``)."""
+def _is_loaded(name: str, module: nn.Module) -> bool:
+    """Whether a checkpoint holds the tensor: it is no buffer that the model computes for itself."""
+    return name.rpartition(".")[2] not in module._non_persistent_buffers_set
+
+
+def _kept_in_fp32(model: nn.Module, lower: torch.dtype) -> tuple[str, ...]:
+    """Module names that the author asks to keep in FP32.
+
+    Transformers heeds ``_keep_in_fp32_modules`` for float16 only, and the strict list for both formats.
+    """
+    lists = ["_keep_in_fp32_modules_strict"]
+    if lower is torch.float16:
+        lists.append("_keep_in_fp32_modules")
     names: set[str] = set()
     for module in model.modules():
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        for attribute in lists:
             listed = getattr(module, attribute, None)
             if isinstance(listed, Iterable):
                 names.update(str(name) for name in listed)
