@@ -72,6 +72,8 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
 
     # their mistakes show before torch is loaded
     policies = [load_policy(name.strip()) for name in options["policy"].split(",")]
+    if options["ranges"] and len(policies) > 1:
+        raise click.UsageError("--ranges runs FP32 only: no policy makes a difference to it")
     with Progress(location) as progress:
         source = load_source(location, options)
 

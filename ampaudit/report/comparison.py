@@ -48,7 +48,7 @@ def render_comparison(reports: Sequence[Report]) -> RenderableType:
             shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
             parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), f"breaks at {shown}")]
         if report.raised:
-            why = f"{len(report.raised)} sites kept in float32 because of their values"
+            why = f"{len(report.raised)} sites raised to float32 because of their values"
             parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), why)]
     return Group(*parts)
 

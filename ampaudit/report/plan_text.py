@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -39,12 +40,14 @@ def render_plan(plan: PlanReport, *, layer: str | None = None, verbose: bool = F
     if len(shown) < len(sites):
         hidden = len(sites) - len(shown)
         parts.append(Text(f"and {hidden} sites that only hand on values; -v shows them", "dim"))
+    if layer is not None:
+        parts += [Text(), Text("below, the rules of these layers and the totals of the whole model", "dim")]
     return Group(*parts, Text(), _rule_table(plan, sites), Text(), _totals(plan))
 
 
 def _site_table(sites: Sequence[PlannedSite], verbose: bool) -> Table:
     made = open_table(
-        "site", "times", "precision", "casts", "bytes", "rule", width=30, left=("precision", "rule")
+        "site", "times", "precision", "casts", "bytes", "rule", width=24, left=("precision", "rule")
     )
     for row in _collapsed(sites, verbose):
         site = row.sites[0]
@@ -54,7 +57,7 @@ def _site_table(sites: Sequence[PlannedSite], verbose: bool) -> Table:
             Text(site.precision, "bold" if site.precision != "float32" else ""),
             str(sum(s.casts for s in row.sites) or ""),
             size_of(sum(s.cast_bytes for s in row.sites)) if any(s.casts for s in row.sites) else "",
-            plain(site.rule or "(default)"),
+            Text(plain(site.rule or "(default)"), overflow="fold"),
         )
     return made
 
@@ -76,11 +79,12 @@ def _collapsed(sites: Sequence[PlannedSite], verbose: bool) -> Iterable[_Row]:
 
 
 def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
-    used = {site.rule for site in sites}
+    counts = Counter(site.rule for site in sites)
     made = open_table("rule", "sites", "reason", "why", left=("reason", "why"))
     for use in plan.rules:
-        if use.rule in used:
-            made.add_row(plain(use.rule or "(default)"), str(use.sites), use.reason, Text(plain(use.why)))
+        if counts[use.rule]:
+            name = Text(plain(use.rule or "(default)"), overflow="fold")
+            made.add_row(name, str(counts[use.rule]), use.reason, Text(plain(use.why)))
     return made
 
 
@@ -150,7 +154,7 @@ def _difference_table(
     verbose: bool,
 ) -> Table:
     columns = ("site", "times", first.policy, second.policy)
-    made = open_table(*columns, width=30, left=columns[2:])
+    made = open_table(*columns, width=24, left=columns[2:])
     groups: dict[tuple[str, ...], list[str]] = {}
     for a, b in different:
         name = a.site if verbose else pattern_of(a.site)

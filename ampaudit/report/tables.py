@@ -65,7 +65,7 @@ def raised_table(report: Report, count: int) -> Iterable[RenderableType]:
     limit = format_named(report.run.dtype).max
     over = sum(s.forward is not None and s.forward.peak > limit for s in sites)
     beyond = f"; {over} of them pass {number(limit)}" if over else ""
-    title = f"Kept in float32 because of their values: {len(sites)} sites{beyond}"
+    title = f"Raised to float32 because of their values: {len(sites)} sites{beyond}"
     yield Text(title, style="bold")
     table = open_table("site", "peak", "headroom", "rule", width=36, left=("rule",))
     for site in sorted(sites, key=lambda s: s.forward.peak if s.forward else 0.0, reverse=True)[:count]:

@@ -86,7 +86,7 @@ def _verdict(report: Report) -> Text:
             what += f"; the least headroom is {least.forward.headroom_bits:.1f} bits" if least.forward else ""
             what += f", at {plain(least.site)}"
         if report.raised:
-            what += f"; {len(report.raised)} sites kept in float32"
+            what += f"; {len(report.raised)} sites raised to float32"
     extra = f" ({warnings} warning{'s' if warnings != 1 else ''})" if warnings and errors else ""
     word, style = ("FAIL", "bold red") if errors or report.verdict == "fail" else ("PASS", "bold green")
     if word == "PASS" and report.run.level == "ranges" and warnings:

@@ -44,7 +44,9 @@ def plan_source(
     setting = Plan(rules, load_policy("torch-cuda"), form, torch.device("cpu"), seed, reference_only=True)
     seen, sites = measure(source.model, source.batches, setting, progress or _no_progress)
     raised = raised_sites(rules, sites, seen)
-    note = f"{len(raised)} sites decided by measured rules, after {len(source.batches)} batch(es) in FP32"
+    count = len(source.batches)
+    batches = "1 batch" if count == 1 else f"{count} batches"
+    note = f"{len(raised)} sites raised by measured rules, after {batches} in FP32"
     return _planned(source, rules, _traced(source, rules, form, seen), (note,))
 
 
