@@ -46,6 +46,14 @@ class Measurement:
     consumer_peak: float | None = None
     mask: bool = False
 
+    def joined(self, other: Measurement) -> Measurement:
+        """What both runs saw together: the larger peaks, and a mask if either saw one."""
+        peaks = {
+            name: max((p for p in (getattr(self, name), getattr(other, name)) if p is not None), default=None)
+            for name in ("weight_peak", "input_peak", "output_peak", "consumer_peak")
+        }
+        return Measurement(**peaks, mask=self.mask or other.mask)
+
 
 @dataclass(frozen=True, slots=True)
 class Environment:

@@ -174,7 +174,9 @@ class Runner:
         found: dict[SiteId, Measurement] = {}
         for signature, executor in self._executors.items():
             weights = weight_peaks(executor.program)
-            found |= measurements(executor.program, self.record, self._given.get(signature, {}), weights)
+            given = self._given.get(signature, {})
+            for site, seen in measurements(executor.program, self.record, given, weights).items():
+                found[site] = seen.joined(found[site]) if site in found else seen
         return found
 
     def _note_origins(self, origins: Sequence[SiteId], faults: Faults, number: int) -> None:

@@ -89,7 +89,6 @@ class Caster:
         self.dtype = dtype
         self._facts = facts
         self._planned = planned
-        self._whole = rules.op_names | author_rules.op_names
         self._numbering: defaultdict[int, SiteNumbering] = defaultdict(SiteNumbering)
         self._casts: dict[tuple[int, int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # writes so far by storage: fake tensors do not count versions while they are traced
@@ -105,7 +104,9 @@ class Caster:
         """Whether to trace what a composite op consists of: a rule may mention its parts."""
         if not is_composite(op) or kept_whole(op):
             return False
-        return op_name(op) not in self._whole
+        region = current_region(self.rules.file.autocast, self.dtype)
+        rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
+        return op_name(op) not in rules.op_names
 
     def decide(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -80,32 +80,23 @@ def scan(
     )
 
 
+class ScanOptions(TypedDict, total=False):
+    """The options of ``scan_policies`` that have a default."""
+
+    device: str
+    seed: int
+    ranges: bool
+    min_headroom: float
+    fail_on: FailOn
+    progress: Progress | None
+    backend: Backend | None
+
+
 def scan_source(
-    source: ModelSource,
-    *,
-    policy: str | RuleSet,
-    dtype: str,
-    device: str = "auto",
-    seed: int = 0,
-    ranges: bool = False,
-    min_headroom: float = 1.0,
-    fail_on: FailOn = "error",
-    progress: Progress | None = None,
-    backend: Backend | None = None,
+    source: ModelSource, *, policy: str | RuleSet, dtype: str, **options: Unpack[ScanOptions]
 ) -> Report:
-    """Audit a loaded source; the arguments are those of ``scan``."""
-    return scan_policies(
-        source,
-        policies=[policy],
-        dtype=dtype,
-        device=device,
-        seed=seed,
-        ranges=ranges,
-        min_headroom=min_headroom,
-        fail_on=fail_on,
-        progress=progress,
-        backend=backend,
-    )[0]
+    """Audit a loaded source under one policy."""
+    return scan_policies(source, policies=[policy], dtype=dtype, **options)[0]
 
 
 def scan_policies(
