@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["INSERTED", "REPLAYED", "replayed_meta", "replaying"]
+__all__ = ["INSERTED", "OPAQUE", "REPLAYED", "replayed_meta", "replaying"]
 
 # attribute under which a replaying module keeps the graph; no part of a layer's path
 REPLAYED = "ampaudit_replayed"
 
 # metadata of a conversion that the policy adds around the model
 INSERTED = {"ampaudit_inserted": True}
+# key in the metadata of a node whose insides no policy looks into, such as torch.cond
+OPAQUE = "ampaudit_opaque"
 
 _CURRENT: ContextVar[Mapping[str, Any] | None] = ContextVar("replayed", default=None)
 

@@ -12,9 +12,11 @@ from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
 from ampaudit.run.step import Step
 from ampaudit.sites import SiteId
-from ampaudit.trace.graph import Slot
+from ampaudit.trace.graph import Role, Slot
 
 __all__ = ["measurements", "weight_peaks"]
+
+_CASTS = (Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
 
 def measurements(
@@ -34,7 +36,7 @@ def measurements(
     for step in program.steps:
         peaks[step.node] = _output_peak(step, record, peaks)
     masks = _mask_nodes(program, record)
-    stored = {p.node for p in program.traced.placeholders if p.slot is not Slot.INPUT}
+    stored = _stored_nodes(program)
     found: dict[SiteId, Measurement] = {}
     for step in program.steps:
         if step.site is None or step.site.facts is None:
@@ -42,7 +44,7 @@ def measurements(
         facts, sources = step.site.facts, step.node.all_input_nodes
         found[step.site.id] = Measurement(
             weight_peak=max((weights[n] for n in facts.parameters if n in weights), default=None),
-            input_peak=_largest(peaks[n] for n in sources if n.name not in stored),
+            input_peak=_largest(peaks[n] for n in sources if n not in stored),
             output_peak=peaks[step.node],
             consumer_peak=_largest(peaks[n] for n in _users(step.node) if n in peaks),
             mask=step.node in masks or any(n in masks for n in sources) or _is_attention_mask(step, peaks),
@@ -67,6 +69,18 @@ def _output_peak(step: Step, record: RunRecord, peaks: Mapping[fx.Node, float | 
     if seen is not None:
         return seen.ref_peak
     return None if step.makes_values else _largest(peaks[n] for n in step.node.all_input_nodes)
+
+
+def _stored_nodes(program: Program) -> set[fx.Node]:
+    """Parameters, buffers and constants, with their casts and views."""
+    names = {p.node for p in program.traced.placeholders if p.slot is not Slot.INPUT}
+    stored = {node for node in program.inputs if node.name in names}
+    for step in program.steps:
+        site = step.site
+        handed_on = not step.makes_values or (site is not None and site.role in _CASTS)
+        if handed_on and step.node.all_input_nodes and all(n in stored for n in step.node.all_input_nodes):
+            stored.add(step.node)
+    return stored
 
 
 def _mask_nodes(program: Program, record: RunRecord) -> set[fx.Node]:

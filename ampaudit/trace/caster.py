@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.policy import Decision, OpFacts, RuleSet
 from ampaudit.policy.schema import PAINTED, Cast
-from ampaudit.replay import replayed_meta
+from ampaudit.replay import OPAQUE, replayed_meta
 from ampaudit.sites import SiteId, SiteNumbering
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region
 from ampaudit.trace.facts import FactFinder, named_arguments
@@ -33,6 +33,9 @@ META_KEY = "ampaudit"  # of a node's metadata: its OpRecord
 
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
+)
+INSIDE = Decision(
+    Cast.FOLLOW, None, "default", "inside an op with a graph of its own, which stays in float32"
 )
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
@@ -126,6 +129,8 @@ class Caster:
     def _decision(self, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
         if region.kind is RegionKind.DISABLED:
             return AUTHOR_DISABLED, self.dtype
+        if (replayed_meta() or {}).get(OPAQUE):
+            return INSIDE, self.dtype
         if facts.site in self._planned:
             return self._planned[SiteId(facts.site)], self.dtype
         rules, dtype = self.rules, self.dtype

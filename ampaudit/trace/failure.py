@@ -37,7 +37,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str | None, str], ...] = (
     ),
 )
 # what kernels say when a policy casts one of their inputs and not the others
-_MIXED = ("same dtype", "expected scalar type", "have the same type", "same data type")
+_MIXED = ("same dtype", "expected scalar type", "have the same type", "same data type", "match weight dtype")
 _FALLBACK = (
     "simplify that line so that torch.export(strict=False) accepts it; --debug shows torch's own report"
 )

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
 
 from ampaudit.formats import NumberFormat
 from ampaudit.policy import Measurement, RuleSet, plain_fp32
 from ampaudit.policy.planning import PlanSite, plan_graph
-from ampaudit.replay import REPLAYED, replaying
+from ampaudit.replay import INSERTED, OPAQUE, REPLAYED, replaying
 from ampaudit.sites import SiteId
 from ampaudit.trace.capture import Setting, capture
 from ampaudit.trace.entry import layer_path, tensor_leaves
@@ -118,8 +119,8 @@ class GraphReplay(nn.Module):
             else tensors[place.node if place.slot is Slot.CONSTANT else place.name]
             for place in self._survey.placeholders
         ]
-        module = fx.GraphModule({}, self._survey.graph)
-        outputs = _Replayer(module, garbage_collect_values=True).run(*values, enable_io_processing=False)
+        replayer = _Replayer(self, garbage_collect_values=True, graph=self._survey.graph)
+        outputs = replayer.run(*values, enable_io_processing=False)
         return tuple(outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphReplay:
@@ -140,8 +141,22 @@ class _Replayer(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and _does_nothing(n):
             return self.env[n.all_input_nodes[0]]
+        if isinstance(n.target, HigherOrderOperator):
+            return self._opaque(n)
         with replaying(n.meta):
             return super().run_node(n)
+
+    def _opaque(self, n: fx.Node) -> Any:
+        """An op with a graph of its own, such as ``torch.cond``: it is left in the FP32 of the survey."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        with replaying(INSERTED):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _in_float32, (args, kwargs))
+        with replaying(n.meta | {OPAQUE: True}):
+            return self.call_function(n.target, args, kwargs)
+
+
+def _in_float32(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.float32) if value.dtype in CASTABLE and value.dtype != torch.float32 else value
 
 
 def _does_nothing(node: fx.Node) -> bool:
