@@ -52,6 +52,38 @@ def test_training_with_dropout_falls_back_to_one_after_the_other() -> None:
         assert without_time(report) == without_time(alone)
 
 
+class Attends(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+class WritesInHalf(nn.Module):
+    """Writes in place under one policy only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        g = torch.tanh(h)
+        if x.dtype == torch.float16:
+            h.add_(1.0)
+        return self.second(h) + g
+
+
+@pytest.mark.parametrize("policies", [["torch-cuda", "half"], ["half", "torch-cuda"]])
+@pytest.mark.parametrize("kind", [Attends, WritesInHalf])
+def test_chance_and_writes_of_one_policy_do_not_reach_the_other(
+    kind: type[nn.Module], policies: list[str]
+) -> None:
+    source = source_of(kind().train(), Batch((torch.randn(2, 4, 8),)))
+    together = scan_policies(source, policies=policies, dtype="float16")
+    for policy, report in zip(policies, together, strict=True):
+        (alone,) = scan_policies(source, policies=[policy], dtype="float16")
+        assert without_time(report) == without_time(alone)
+
+
 class Grows(nn.Module):
     """Overflows under every policy that lowers, and writes in place."""
 

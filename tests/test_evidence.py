@@ -58,6 +58,31 @@ def test_masks_are_no_evidence() -> None:
     assert scan(MaskedAttention().eval(), torch.randn(2, 8, 16)).raised == ()
 
 
+class LowMask(nn.Module):
+    """Adds a mask in 16 bits that is in range, by less than a factor of 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(16, 8)
+        self.register_buffer("mask", torch.tensor([0.0] * 5 + [-60000.0] * 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.q(x)
+        return torch.softmax(scores + self.mask.to(scores.dtype), dim=-1)
+
+
+def test_a_mask_in_16_bits_is_no_evidence_either() -> None:
+    report = scan(LowMask().eval(), torch.randn(2, 16))
+    assert next(s.precision for s in report.sites if s.site == "(top)/add") == "float16"
+    assert report.raised == ()
+
+
+def test_measurements_of_two_runs_keep_the_larger_peaks() -> None:
+    first = Measurement(weight_peak=1.0, output_peak=5.0)
+    second = Measurement(weight_peak=2.0, input_peak=3.0, output_peak=4.0, mask=True)
+    assert first.joined(second) == second.joined(first) == Measurement(2.0, 3.0, 5.0, None, True)
+
+
 @pytest.mark.parametrize("name", ["bert", "t5", "swin", "gemma3"])
 def test_healthy_architectures_are_left_alone(name: str) -> None:
     zoo = ZOO[name]()
@@ -153,6 +178,16 @@ def test_a_converter_does_not_see_what_the_author_says_about_float16() -> None:
     assert calls["(top)/pow"] == "float32"
     assert "(top)/clamp" in calls
     assert "(top)/clamp" not in graph
+
+
+def test_an_upcast_that_did_nothing_in_float32_is_not_in_the_graph() -> None:
+    words = {"reason": "speed", "why": "w", "source": "s"}
+    low = {"id": "low", "match": {"op": ["mul.Tensor"]}, "cast": "lower", **words}
+    data = {"name": "x", "title": "t", "level": "graph", "defaults": {"cast": "narrowest"}, "rules": [low]}
+    rules = RuleSet(RuleFile.model_validate(data))
+    found = {s.site: s.precision for s in scan(Authored().eval(), torch.randn(2, 8), policy=rules).sites}
+    assert found["(top)/pow"] == found["(top)/mean"] == "float16"
+    assert "(top)/to" not in found
 
 
 def test_decisions_of_an_inner_op_hold_for_the_op_around_it() -> None:

@@ -185,6 +185,20 @@ def test_plan_counts_casts_bytes_and_weights(model: str) -> None:
     assert (half["casts"], half["weights"]["after"]) == (0, 2 * (linears + norms))
 
 
+def test_a_weight_that_one_use_takes_in_float32_is_not_counted_as_16_bit(tmp_path: Path) -> None:
+    path = tmp_path / "tied.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Tied(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.embed = nn.Embedding(10, 8)\n"
+        "    def forward(self, x):\n        h = self.embed(x)\n"
+        "        return nn.functional.linear(h, self.embed.weight)\n"
+        "def example_inputs():\n    return torch.tensor([[1, 2]])\n"
+    )
+    plan = json.loads(run("plan", str(path), "--policy", "torch-cuda", "--format", "json").stdout)
+    assert plan["weights"] == {"before": 320, "after": 320, "masters": 0}
+
+
 def test_plan_of_a_measured_policy_runs_fp32_once() -> None:
     location = str(EXAMPLES / "t5_feed_forward.py")
     plan = json.loads(run("plan", location, "--format", "json").stdout)

@@ -12,6 +12,7 @@ from torch import nn
 from ampaudit.errors import TraceFailed
 from ampaudit.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import Environment, OpFacts, RuleSet, load_policy
+from ampaudit.policy.conditions import UNSET, ArgTest, Bound
 from ampaudit.policy.planning import PlanSite, plan_graph
 from ampaudit.policy.schema import Cast
 from ampaudit.trace import Role, TracedModel, trace
@@ -161,6 +162,43 @@ def test_clamp_keeps_the_output_in_range_and_the_reference_exact(tmp_path: Path)
     assert half.forward.sqnr_db < 20
 
 
+def test_clamp_of_a_float32_op(tmp_path: Path) -> None:
+    from ampaudit import scan
+
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.constant_(layer.weight, 100.0)
+    rule = "  - id: it\n    match: {op: [linear]}\n    cast: float32\n    clamp: 200\n"
+    report = scan(nn.Sequential(layer).eval(), torch.ones(1, 4), policy=policy(tmp_path, rule))
+    assert report.outputs[0].sqnr_db == pytest.approx(6.02, abs=0.01)  # 200 instead of 400
+
+
+def test_depth_says_nothing_about_ops_without_one(tmp_path: Path) -> None:
+    rules = policy(tmp_path, "  - id: it\n    when: {depth: {max: 1000000}}\n    cast: float32\n")
+    assert {name.split("/")[1] for name in decided(traced(rules), "it")} == {"linear", "softmax"}
+
+
+def test_true_is_not_one() -> None:
+    assert ArgTest(equals=1).holds(1)
+    assert not ArgTest(equals=1).holds(True)
+    assert ArgTest.model_validate({"in": [True]}).holds(True)
+    assert not ArgTest.model_validate({"in": [True]}).holds(1)
+    assert ArgTest(equals=None).holds(None)
+    assert not ArgTest(equals=None).holds(UNSET)
+    assert ArgTest(magnitude=Bound(max=2)).holds([-2, 1])
+    assert not ArgTest(range=Bound(min=0)).holds([-2, 1])
+
+
+def test_composite_ops_stay_whole_only_for_rules_that_name_them() -> None:
+    class Similar(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cosine_similarity(x, x + 1)
+
+    names = {p: {s.id for s in traced(load_policy(p), Similar()).sites} for p in ("half", "torch-cuda")}
+    assert "(top)/cosine_similarity" in names["torch-cuda"]
+    assert "(top)/cosine_similarity" not in names["half"]
+    assert len(names["half"]) > 4
+
+
 def test_narrowest_and_widest(tmp_path: Path) -> None:
     class Adds(nn.Module):
         def __init__(self) -> None:
@@ -195,8 +233,9 @@ def test_an_argument_that_is_written_is_never_cast(tmp_path: Path) -> None:
             h += x
             return h
 
-    rules = policy(tmp_path, '  - id: it\n    match: {op: ["@add"]}\n    cast: lower\n')
-    found = traced(rules, InPlace())
+    rule = '  - id: it\n    match: {op: ["@add"]}\n    cast: lower\n    arguments: {self: lower}\n'
+    found = traced(policy(tmp_path, rule), InPlace())
+    assert not [s for s in found.sites if s.role is Role.INSERTED_CAST]
     add = next(node for node in found.graph.nodes if str(node.target) == "aten.add_.Tensor")
     assert add.meta["val"].dtype is torch.float32
     assert "mul" in str(add.args[0])
@@ -206,7 +245,7 @@ def test_extends_overrides_drops_and_inherits(tmp_path: Path) -> None:
     policy(
         tmp_path,
         "  - id: a\n    match: {op: [linear]}\n    cast: lower\n\n"
-        "  - id: b\n    match: {op: [conv2d]}\n    cast: lower\n\n"
+        "  - id: b\n    match: {op: [conv2d, conv3d]}\n    cast: lower\n\n"
         "  - id: c\n    match: {op: [conv1d]}\n    cast: lower\n",
         "autocast: true\nweights: {outputs: float32}\nloss_scale: apex\n",
         name="parent",
@@ -217,8 +256,9 @@ def test_extends_overrides_drops_and_inherits(tmp_path: Path) -> None:
         "extends: [parent.yaml]\ndrop: [c]\n",
         name="child",
     )
-    found = {op: child.decide(OpFacts(op, "", "float16")).cast for op in ("linear", "conv2d", "conv1d")}
-    assert found == {"linear": Cast.LOWER, "conv2d": Cast.FLOAT32, "conv1d": Cast.FOLLOW}
+    ops = ("linear", "conv2d", "conv3d", "conv1d")
+    found = [child.decide(OpFacts(op, "", "float16")).cast for op in ops]
+    assert found == [Cast.LOWER, Cast.FLOAT32, Cast.FOLLOW, Cast.FOLLOW]
     assert child.file.autocast
     assert child.file.weights.outputs == "float32"
     assert child.file.loss_scale == "apex"

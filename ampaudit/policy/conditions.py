@@ -50,7 +50,6 @@ class Bound(BaseModel):
             and (self.max is None or value <= self.max)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
-            and value == value
         )
 
 
