@@ -129,8 +129,12 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
     torch.set_autocast_cache_enabled(False)
+    # an author's own torch.autocast("cuda") switches itself off where there is no device
+    available = mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False)
+    bf16 = mock.patch("torch.cuda.is_bf16_supported", return_value=True)
     try:
-        yield
+        with available, bf16:
+            yield
     finally:
         torch.set_autocast_enabled("cuda", False)
         torch.set_autocast_cache_enabled(True)

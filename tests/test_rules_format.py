@@ -263,6 +263,7 @@ def test_extends_overrides_drops_and_inherits(tmp_path: Path) -> None:
     assert child.file.weights.outputs == "float32"
     assert child.file.loss_scale == "apex"
     assert child.name == "child"
+    assert [rule.id for rule in child.file.rules] == ["b", "a"]
 
 
 def test_formats_may_differ(tmp_path: Path) -> None:
