@@ -115,6 +115,32 @@ def test_device_and_version_conditions(tmp_path: Path) -> None:
         assert (here.decide(facts).rule == "hopper") is applies
 
 
+def test_scan_and_plan_know_the_version_and_no_device_here(tmp_path: Path) -> None:
+    from ampaudit import scan
+    from ampaudit.source import Batch, ModelSource
+    from ampaudit.workflows.plan import plan_source
+
+    text = """
+  - id: version
+    match: {op: [linear]}
+    when: {versions: {torch: ">=2"}}
+    cast: lower
+
+  - id: device
+    match: {op: [softmax.int]}
+    when: {capability: {min: 1.0}}
+    cast: lower
+"""
+    x = torch.randn(4, 8)
+    rules = policy(tmp_path, text)
+    found = {s.rule for s in scan(Model().eval(), x, policy=rules, device="cpu").sites}
+    source = ModelSource("Model", "object", Model().eval(), (Batch((x,)),))
+    planned = {s.rule for s in plan_source(source, rules, "float16", device="cpu").sites}
+    assert found == planned | {None}
+    assert "version" in planned
+    assert "device" not in planned
+
+
 def dtype_of(found: TracedModel, site: str) -> torch.dtype | None:
     return next(s.dtype for s in found.sites if s.id == site)
 

@@ -17,6 +17,7 @@ __all__ = ["plan_command"]
 @click.argument("model")
 @click.option("--policy", default="ampaudit", show_default=True, help="Policy name or rule file.")
 @click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
 @click.option("--layer", metavar="GLOB", help="Only layers that match, such as 'encoder.layer.0.*'.")
 @model_options
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
@@ -42,7 +43,14 @@ def plan_command(model: str, **options: Any) -> None:
 
         from ampaudit.workflows.plan import plan_source
 
-        plan = plan_source(source, rules, options["dtype"], seed=options["seed"], progress=progress.update)
+        plan = plan_source(
+            source,
+            rules,
+            options["dtype"],
+            device=options["device"],
+            seed=options["seed"],
+            progress=progress.update,
+        )
     from ampaudit.report.jsonfile import any_json
     from ampaudit.report.plan_text import matching_sites, render_plan
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from ampaudit.convert import convert
 from ampaudit.formats import NumberFormat, lower_format
 from ampaudit.policy import Measurement, RuleSet, load_policy
@@ -14,6 +12,7 @@ from ampaudit.run.audit import Plan, measure, raised_sites
 from ampaudit.sites import SiteId
 from ampaudit.source import ModelSource
 from ampaudit.trace import TracedModel, trace
+from ampaudit.workflows.device import environment_of, pick_device
 
 __all__ = ["plan_source"]
 
@@ -21,7 +20,13 @@ Progress = Callable[[str, int, int], None]
 
 
 def plan_source(
-    source: ModelSource, policy: str | RuleSet, dtype: str, *, seed: int = 0, progress: Progress | None = None
+    source: ModelSource,
+    policy: str | RuleSet,
+    dtype: str,
+    *,
+    device: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> PlanReport:
     """What a policy does to each op of a model, for the shapes of its first batch.
 
@@ -31,6 +36,7 @@ def plan_source(
         source: the model and its batches.
         policy: name, path or rule set.
         dtype: ``float16`` or ``bfloat16``.
+        device: ``auto``, ``cpu`` or ``cuda``: what rules about devices see, and where numbers are measured.
         seed: of the random numbers that the model draws.
         progress: told about each batch.
 
@@ -38,10 +44,12 @@ def plan_source(
         AuditError: see ``ampaudit.errors``.
     """
     form = lower_format(dtype)
+    where = pick_device(device)
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
+    rules = rules.within(environment_of(where))
     if not rules.measured:
         return _planned(source, rules, _traced(source, rules, form, {}))
-    setting = Plan(rules, load_policy("torch-cuda"), form, torch.device("cpu"), seed, reference_only=True)
+    setting = Plan(rules, load_policy("torch-cuda"), form, where, seed, reference_only=True)
     seen, sites = measure(source.model, source.batches, setting, progress or _no_progress)
     raised = raised_sites(rules, sites, seen)
     count = len(source.batches)

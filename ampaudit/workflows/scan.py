@@ -10,9 +10,9 @@ from torch import nn
 
 from ampaudit.checks import run_checks
 from ampaudit.checks.interface import CheckContext
-from ampaudit.errors import InputError, UsageError
+from ampaudit.errors import InputError
 from ampaudit.formats import NumberFormat, lower_format
-from ampaudit.policy import Environment, RuleSet, load_policy
+from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.build import FailOn, build_report
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, Plan, run_audits
@@ -20,8 +20,9 @@ from ampaudit.run.backends import Backend
 from ampaudit.run.weights import weight_ranges
 from ampaudit.sites import SiteId
 from ampaudit.source import Batch, ModelSource
+from ampaudit.workflows.device import environment_of, pick_device
 
-__all__ = ["environment_of", "scan", "scan_policies", "scan_source"]
+__all__ = ["scan", "scan_policies", "scan_source"]
 
 Progress = Callable[[str, int, int], None]
 Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -114,7 +115,7 @@ def scan_policies(
 ) -> list[Report]:
     """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
     form = lower_format(dtype)
-    where = _device(device)
+    where = pick_device(device)
     loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in policies]
     rule_sets = [rules.within(environment_of(where)) for rules in loaded]
     author = load_policy("torch-cuda")
@@ -148,17 +149,6 @@ def _report(
     return build_report(context, found, audit.converted, model, info, fail_on, raised=audit.raised)
 
 
-def environment_of(device: torch.device) -> Environment:
-    """What rules about devices and versions ask for; without CUDA, no capability is known."""
-    versions = {"torch": torch.__version__.partition("+")[0]}
-    if torch.version.cuda:
-        versions["cuda"] = torch.version.cuda
-    if device.type != "cuda":
-        return Environment(None, versions)
-    major, minor = torch.cuda.get_device_capability(device)
-    return Environment(major + minor / 10, versions)
-
-
 def _context(audit: Audit, form: NumberFormat, min_headroom: float, ranges: bool) -> CheckContext:
     return CheckContext(
         sites=audit.sites,
@@ -186,16 +176,6 @@ def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
         site.id: tuple(copies[used.name] for used in nodes[site.node].all_input_nodes if used.name in copies)
         for site in audit.converted.traced.sites
     }
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this machine has no usable CUDA device", hint="use --device cpu")
-    if name not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: unknown device", hint="one of: auto, cuda, cpu")
-    return torch.device(name)
 
 
 def _batch(item: Any) -> Batch:
