@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ampaudit.errors import AuditError
     from ampaudit.report.model import Report
+    from ampaudit.report.plan import PlanReport
+    from ampaudit.workflows.plan import plan
     from ampaudit.workflows.scan import scan
 
 __version__ = "0.1.0"
-__all__ = ["AuditError", "Report", "__version__", "scan"]
+__all__ = ["AuditError", "PlanReport", "Report", "__version__", "plan", "scan"]
 
 _HOMES = {
     "AuditError": "ampaudit.errors",
+    "PlanReport": "ampaudit.report.plan",
     "Report": "ampaudit.report.model",
+    "plan": "ampaudit.workflows.plan",
     "scan": "ampaudit.workflows.scan",
 }
 

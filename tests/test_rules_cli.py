@@ -185,6 +185,19 @@ def test_plan_counts_casts_bytes_and_weights(model: str) -> None:
     assert (half["casts"], half["weights"]["after"]) == (0, 2 * (linears + norms))
 
 
+def test_plan_from_python() -> None:
+    import torch
+
+    import ampaudit
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1)).eval()
+    plan = ampaudit.plan(model, torch.randn(2, 4), policy="torch-cuda", dtype="bfloat16")
+    assert [(s.site, s.precision) for s in plan.sites] == [("0/linear", "bfloat16"), ("1/softmax", "float32")]
+    assert model[0].weight.dtype is torch.float32
+    with pytest.raises(AuditError, match="not a 16-bit format"):
+        ampaudit.plan(model, torch.randn(2, 4), dtype="float32")
+
+
 def test_a_weight_that_one_use_takes_in_float32_is_not_counted_as_16_bit(tmp_path: Path) -> None:
     path = tmp_path / "tied.py"
     path.write_text(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+
 from ampaudit.convert import convert
 from ampaudit.formats import NumberFormat, lower_format
 from ampaudit.policy import Measurement, RuleSet, load_policy
@@ -13,10 +15,36 @@ from ampaudit.sites import SiteId
 from ampaudit.source import ModelSource
 from ampaudit.trace import TracedModel, trace
 from ampaudit.workflows.device import environment_of, pick_device
+from ampaudit.workflows.inputs import Inputs, source_of
 
-__all__ = ["plan_source"]
+__all__ = ["plan", "plan_source"]
 
 Progress = Callable[[str, int, int], None]
+
+
+def plan(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    policy: str | RuleSet = "ampaudit",
+    dtype: str = "float16",
+    device: str = "auto",
+    seed: int = 0,
+) -> PlanReport:
+    """What a policy does to each op of a model in memory; nothing is run in 16 bits.
+
+    Args:
+        model: in the mode (``train()`` or ``eval()``) that is meant; it is not changed.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        policy: name of a shipped policy, path of a rule file, or a loaded rule set.
+        dtype: ``float16`` or ``bfloat16``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        seed: of the random numbers that the model draws.
+
+    Raises:
+        AuditError: see ``ampaudit.errors``.
+    """
+    return plan_source(source_of(model, [inputs]), policy, dtype, device=device, seed=seed)
 
 
 def plan_source(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypedDict, Unpack
 
-import torch
 from torch import nn
 
 from ampaudit.checks import run_checks
@@ -19,13 +18,13 @@ from ampaudit.run.audit import Audit, Plan, run_audits
 from ampaudit.run.backends import Backend
 from ampaudit.run.weights import weight_ranges
 from ampaudit.sites import SiteId
-from ampaudit.source import Batch, ModelSource
+from ampaudit.source import ModelSource
 from ampaudit.workflows.device import environment_of, pick_device
+from ampaudit.workflows.inputs import Inputs, source_of
 
 __all__ = ["scan", "scan_policies", "scan_source"]
 
 Progress = Callable[[str, int, int], None]
-Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
 def scan(
@@ -63,12 +62,7 @@ def scan(
             "give either inputs or batches", hint="scan(model, inputs) or scan(model, batches=[...])"
         )
     given = [inputs] if inputs is not None else list(batches or [])
-    source = ModelSource(
-        location=type(model).__name__,
-        kind="object",
-        model=model,
-        batches=tuple(_batch(item) for item in given),
-    )
+    source = source_of(model, given)
     return scan_source(
         source,
         policy=policy,
@@ -176,18 +170,6 @@ def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
         site.id: tuple(copies[used.name] for used in nodes[site.node].all_input_nodes if used.name in copies)
         for site in audit.converted.traced.sites
     }
-
-
-def _batch(item: Any) -> Batch:
-    if isinstance(item, Batch):
-        return item
-    if isinstance(item, torch.Tensor):
-        return Batch((item,))
-    if isinstance(item, Mapping):
-        return Batch((), dict(item))
-    if isinstance(item, Sequence) and not isinstance(item, str):
-        return Batch(tuple(item))
-    raise InputError(f"inputs are of type {type(item).__name__}", hint="pass a tensor, a tuple or a dict")
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
