@@ -78,7 +78,7 @@ class WeightsError(AuditError):
 class PolicyError(AuditError):
     """A policy name or a rule file is wrong."""
 
-    default_hint = "name a shipped policy (torch-cuda, half) or the path of a rule file"
+    default_hint = "name a policy that 'ampaudit rules list' lists, or the path of a rule file"
 
 
 class OutputError(AuditError):

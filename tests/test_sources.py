@@ -98,6 +98,21 @@ class Scaled(nn.Module):
         return {"y": self.head(self.encoder(x)) * scale}
 
 
+@pytest.mark.parametrize("policy", ["onnx", "tensorflow", "modelopt"])
+def test_an_exported_program_under_a_policy_of_level_graph(tmp_path: Path, policy: str) -> None:
+    model = Scaled().eval()
+    inputs = (torch.randn(2, 8),), {"scale": torch.tensor(2.0)}
+    path = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(model, *inputs, strict=False), path)
+    source = open_source(str(path), SourceOptions())
+    exported = scan(source.model, batches=source.batches, policy=policy)
+    alive = scan(model, {"x": inputs[0][0], **inputs[1]}, policy=policy)
+    kinds = ({s.site: (s.precision, s.rule, s.layer, s.source) for s in r.sites} for r in (exported, alive))
+    ours, theirs = kinds
+    assert ours == theirs
+    assert ours["head/linear"][0] == "float16"
+
+
 def test_an_exported_program_keeps_layers_lines_and_values(tmp_path: Path) -> None:
     model = Scaled().eval()
     inputs = (torch.randn(2, 8),), {"scale": torch.ones(1)}

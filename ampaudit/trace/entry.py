@@ -73,8 +73,11 @@ def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
 
 def layer_path(path: str) -> str:
     """The user's name of a module below the entry: ``audited_model.encoder`` is ``encoder``."""
-    for wrapper in (_EXPORT_ROOT, ENTRY_NAME, REPLAYED):
-        path = "" if path == wrapper else path.removeprefix(f"{wrapper}.")
+    first, _, rest = path.partition(".")
+    # an exported program is itself replayed, and may be replayed again
+    while first in (_EXPORT_ROOT, ENTRY_NAME, REPLAYED):
+        path = rest
+        first, _, rest = path.partition(".")
     return path
 
 

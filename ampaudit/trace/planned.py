@@ -17,6 +17,7 @@ from ampaudit.policy.planning import PlanSite, plan_graph
 from ampaudit.replay import INSERTED, OPAQUE, REPLAYED, replaying
 from ampaudit.sites import SiteId
 from ampaudit.trace.capture import Setting, capture
+from ampaudit.trace.caster import META_KEY, OpRecord
 from ampaudit.trace.entry import layer_path, tensor_leaves
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.opnames import CASTABLE
@@ -143,7 +144,7 @@ class _Replayer(fx.Interpreter):
             return self.env[n.all_input_nodes[0]]
         if isinstance(n.target, HigherOrderOperator):
             return self._opaque(n)
-        with replaying(n.meta):
+        with replaying(_origin(n)):
             return super().run_node(n)
 
     def _opaque(self, n: fx.Node) -> Any:
@@ -151,8 +152,16 @@ class _Replayer(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         with replaying(INSERTED):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _in_float32, (args, kwargs))
-        with replaying(n.meta | {OPAQUE: True}):
+        with replaying(_origin(n) | {OPAQUE: True}):
             return self.call_function(n.target, args, kwargs)
+
+
+def _origin(node: fx.Node) -> dict[str, Any]:
+    """Layer and line of a survey's node, which may itself be one that was replayed, and its record."""
+    record = node.meta.get(META_KEY)
+    if isinstance(record, OpRecord) and record.replayed is not None:
+        return {**record.replayed, META_KEY: record}
+    return dict(node.meta)
 
 
 def _in_float32(value: torch.Tensor) -> torch.Tensor:
