@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampaudit.policy import OpFacts, RuleSet, load_file, load_policy
-from ampaudit.policy.opset import inner_op
+from ampaudit.policy.opset import aten_names, expand, inner_op
 from ampaudit.policy.scaling import profiles
 from ampaudit.policy.schema import Cast
 from ampaudit.policy.vocabulary import load_vocabulary
@@ -219,6 +219,23 @@ def test_op_matrix(column: str) -> None:
         checked += 1
         assert casts(rules, ops, dtype) <= expected, (name, ops)
     assert checked >= 8
+
+
+@pytest.mark.parametrize(
+    ("column", "policy"), [("apex_O1", "apex-o1"), ("paddle_O1", "paddle-o1"), ("torch_cpu", "torch-cpu")]
+)
+def test_what_a_system_does_not_list_is_left_alone(column: str, policy: str) -> None:
+    rules = load_policy(policy)
+    dtype = "bfloat16" if policy == "torch-cpu" else "float16"
+    checked = 0
+    for row in FACTS["op_matrix"].values():
+        name = row["names"]["torch"]
+        if row[column] != "not listed" or name is None:
+            continue
+        ops = (name,) if name in aten_names() else expand(f"{name}.*")
+        checked += 1
+        assert casts(rules, ops, dtype) == {Cast.FOLLOW}, ops
+    assert checked > 5
 
 
 def torch_ops(rules: RuleSet, name: str) -> tuple[str, ...]:
