@@ -138,6 +138,26 @@ def test_clipping_moves_finite_numbers_only() -> None:
     assert torch.equal(clipped(values, limits).nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("policy", ["half", "onnx"])
+def test_a_run_takes_its_weights_from_the_runs_device(policy: str) -> None:
+    """The model may be elsewhere: its own tensors have no values here once the executor is made."""
+    from ampaudit.run.backends import Native
+    from ampaudit.run.lockstep import LockStep
+    from ampaudit.run.meter import Meter
+    from ampaudit.run.program import compile_program
+
+    model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    converted = convert(trace(model, (x,), {}, load_policy(policy), load_policy("torch-cuda"), FLOAT16))
+    device = torch.device("cpu")
+    executor = LockStep(compile_program(converted.traced, device), converted, Native(), device)
+    for name, tensor in converted.masters.items():
+        converted.masters[name] = tensor.to("meta")
+    ((reference, value),) = executor.run([x], Meter(FLOAT16, Native(), local=False))
+    assert torch.equal(reference, model(x))
+    assert value.dtype is torch.float16
+    assert torch.allclose(value.float(), reference, atol=1e-2)
+
+
 def test_the_onnx_policy_clips_weights_and_constants_and_the_reference_is_not_clipped() -> None:
     from ampaudit import scan
 

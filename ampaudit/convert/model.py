@@ -42,14 +42,13 @@ class ConvertedModel:
     def working(self, node: str) -> torch.Tensor:
         """The working copy for a node, made from its master by round-to-nearest-even."""
         copy = self.copies[node]
-        return self.unrounded(copy.placeholder).to(copy.dtype)
+        return self.unrounded(copy.placeholder, self.masters[copy.placeholder].detach()).to(copy.dtype)
 
-    def unrounded(self, placeholder: str) -> torch.Tensor:
-        """What a working copy is rounded from: the master, or the master clipped.
+    def unrounded(self, placeholder: str, master: torch.Tensor) -> torch.Tensor:
+        """What a working copy is rounded from: its master, on whatever device, or the master clipped.
 
         Some converters clip finite weights first; that is part of their policy, and only done for them.
         """
-        master = self.masters[placeholder].detach()
         clip = self.traced.clip if placeholder in self.copies else None
         return clipped(master, clip) if clip is not None else master
 

@@ -225,7 +225,7 @@ class LockStep:
         # a weight that the model itself keeps in 16 bits is one for the backend, too
         if node.name not in self._converted.copies and master.dtype not in LOWER:
             return reference, reference
-        return reference, self.backend.hold(self._converted.unrounded(node.name), place.dtype)
+        return reference, self.backend.hold(self._converted.unrounded(node.name, master), place.dtype)
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:
         return self._reference.hold(self._masters[node.name].detach(), None)
