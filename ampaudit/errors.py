@@ -17,6 +17,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 __all__ = [
     "AuditError",
     "CouldNotAudit",
@@ -29,6 +32,7 @@ __all__ = [
     "TraceFailed",
     "UsageError",
     "WeightsError",
+    "did_you_mean",
     "first_line",
 ]
 
@@ -37,6 +41,12 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text that says something, or its type where it says nothing."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'? `` for a hint, or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 class AuditError(Exception):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ampaudit.policy.painting import paint
 from ampaudit.policy.schema import Cast
 from ampaudit.trace.depth import reduction_depth
-from ampaudit.trace.facts import named_arguments
+from ampaudit.trace.opnames import named_arguments
 
 # -- painting ------------------------------------------------------------------------------------------
 

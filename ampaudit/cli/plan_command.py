@@ -51,7 +51,7 @@ def plan_command(model: str, **options: Any) -> None:
             seed=options["seed"],
             progress=progress.update,
         )
-    from ampaudit.report.jsonfile import any_json
+    from ampaudit.report.jsonfile import to_json
     from ampaudit.report.plan_text import matching_sites, render_plan
 
     layer = options["layer"]
@@ -59,7 +59,7 @@ def plan_command(model: str, **options: Any) -> None:
         raise click.BadParameter(
             _no_layer(layer, sorted({s.layer for s in plan.sites})), param_hint="--layer"
         )
-    json = any_json(plan) if options["form"] == "json" else None
+    json = to_json(plan) if options["form"] == "json" else None
     deliver(
         lambda console: console.print(render_plan(plan, layer=layer, verbose=options["verbose"])),
         json,

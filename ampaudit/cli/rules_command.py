@@ -59,7 +59,7 @@ def validate_command(file: str, debug: bool) -> None:
     loaded = load_file(file)
     for warning in loaded.warnings:
         click.echo(f"warning: {warning}", err=True)
-    ops = len(frozenset().union(*loaded.ops.values()))
+    ops = len(loaded.rules.op_names)
     click.echo(
         f"{loaded.path}: policy {loaded.file.name!r}, {len(loaded.file.rules)} rules about {ops} ops: valid"
     )
@@ -101,12 +101,12 @@ def _model_diff(a: Any, b: Any, model: str, dtype: str, form: str, options: dict
         plans = [
             plan_source(source, p, dtype, seed=options["seed"], progress=progress.update) for p in (a, b)
         ]
-    from ampaudit.report.jsonfile import any_json
+    from ampaudit.report.jsonfile import to_json
     from ampaudit.report.plan_text import render_difference
 
     text = None
     if form == "json":
-        text = json.dumps({p.policy: json.loads(any_json(p)) for p in plans}, indent=1) + "\n"
+        text = json.dumps({p.policy: json.loads(to_json(p)) for p in plans}, indent=1) + "\n"
     shown = render_difference(plans[0], plans[1], verbose=options["verbose"])
     deliver(lambda console: console.print(shown), text, None, force=False)
 

@@ -130,8 +130,7 @@ class RuleSet:
         rules = [rule for rule in file.rules if fits_environment(rule.when, self.environment)]
         self._static = _Index([rule for rule in rules if not rule.measured], self.ops)
         self._measured = _Index([rule for rule in rules if rule.measured], self.ops)
-        cast = file.defaults.cast
-        self._fallback = Decision(Cast(cast), None, "default", file.defaults.why)
+        self._fallback = Decision(file.defaults.cast, None, "default", file.defaults.why)
         self.measured = any(rule.measured for rule in rules)
         self.looks_around = any(r.painted or r.when.producer or r.when.consumer for r in rules)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ampaudit.errors import PolicyError
+from ampaudit.errors import PolicyError, did_you_mean
 from ampaudit.policy.decide import RuleSet
 from ampaudit.policy.mistakes import check_rules, suspicious, unknown_op
 from ampaudit.policy.opset import UnknownOp, expand
@@ -38,6 +37,11 @@ class Loaded:
     ops: dict[str, frozenset[str]]
     warnings: tuple[str, ...]
 
+    @property
+    def rules(self) -> RuleSet:
+        """The policy, ready to decide."""
+        return RuleSet(self.file, self.ops)
+
 
 def load_policy(name_or_path: str) -> RuleSet:
     """The policy of that name, or from that rule file.
@@ -45,8 +49,7 @@ def load_policy(name_or_path: str) -> RuleSet:
     Raises:
         PolicyError: unknown name, unreadable file, or a mistake in it (with line and column).
     """
-    loaded = load_file(name_or_path)
-    return RuleSet(loaded.file, loaded.ops)
+    return load_file(name_or_path).rules
 
 
 def load_file(name_or_path: str) -> Loaded:
@@ -68,8 +71,7 @@ def _find(name_or_path: str, beside: Path) -> Path:
         return path
     if name_or_path in policy_names():
         return rules_directory() / f"{name_or_path}.yaml"
-    near = difflib.get_close_matches(name_or_path, policy_names(), n=1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
+    meant = did_you_mean(name_or_path, policy_names())
     raise PolicyError(
         f"unknown policy {name_or_path!r}",
         hint=f"{meant}shipped policies: {', '.join(policy_names())}; or pass the path of a rule file",
@@ -77,14 +79,13 @@ def _find(name_or_path: str, beside: Path) -> Path:
 
 
 def _load(path: Path, children: tuple[Path, ...]) -> Loaded:
-    shipped = path.parent == rules_directory()
-    return _shipped(path, children) if shipped else _read(path, children)
+    return _shipped(path) if path.parent == rules_directory() else _read(path, children)
 
 
 @cache
-def _shipped(path: Path, children: tuple[Path, ...]) -> Loaded:
+def _shipped(path: Path) -> Loaded:
     """Rule sets are never changed, and a scan needs the one of CUDA autocast beside its own."""
-    return _read(path, children)
+    return _read(path, ())
 
 
 def _read(path: Path, children: tuple[Path, ...]) -> Loaded:
@@ -110,7 +111,7 @@ def _parent(document: Document, index: int, name: str, children: tuple[Path, ...
         raise PolicyError(f"{where}: a policy extends itself: {names}", hint="remove one extends")
     if len(chain) > _MAX_PARENTS:
         raise PolicyError(f"{where}: more than {_MAX_PARENTS} policies on top of each other")
-    return _load(path, () if path.parent == rules_directory() else chain)
+    return _load(path, chain)
 
 
 def _joined(

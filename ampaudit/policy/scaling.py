@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ampaudit.errors import PolicyError
+from ampaudit.errors import PolicyError, did_you_mean
 from ampaudit.policy.places import rules_directory
 from ampaudit.policy.schema import LossScale
 from ampaudit.policy.yamlfile import read_yaml
@@ -47,8 +46,7 @@ def profile(name: str, where: str = "") -> LossScaleProfile:
     """
     if name in profiles():
         return profiles()[name]
-    near = difflib.get_close_matches(name, profiles(), n=1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
+    meant = did_you_mean(name, profiles())
     prefix = f"{where}: " if where else ""
     raise PolicyError(
         f"{prefix}unknown loss-scale profile {name!r}", hint=f"{meant}one of: {', '.join(profiles())}"

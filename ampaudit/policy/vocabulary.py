@@ -39,13 +39,9 @@ class Vocabulary:
 
     Attributes:
         ops: ATen names of each; empty for an op that has no counterpart among ATen's.
-        unmapped: why not, for those.
     """
 
-    name: str
-    title: str
     ops: dict[str, tuple[str, ...]]
-    unmapped: dict[str, str]
 
     def expand(self, name: str) -> tuple[str, ...]:
         """The ATen ops of a name of this vocabulary, or of ``aten::`` and a name of ATen's.
@@ -84,8 +80,7 @@ def load_vocabulary(name: str) -> Vocabulary:
         first = error.errors(include_url=False)[0]
         raise PolicyError(f"{document.at(first['loc'])}: {first['msg']}") from error
     ops = {own: _aten(document, own, names) for own, names in file.ops.items()}
-    unmapped = {op: group.why for group in file.unmapped for op in group.ops}
-    return Vocabulary(file.name, file.title, ops | dict.fromkeys(unmapped, ()), unmapped)
+    return Vocabulary(ops | {name: () for group in file.unmapped for name in group.ops})
 
 
 def _aten(document: Document, own: str, names: tuple[str, ...]) -> tuple[str, ...]:

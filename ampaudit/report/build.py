@@ -72,16 +72,15 @@ def _coverage(context: CheckContext) -> Coverage:
     floats = [site for site in context.sites if site.dtype is not None]
     seen = [s for s in floats if s.id in context.record.observations]
     handed_on = [s for s in floats if s.role in _HANDS_ON]
-    inserted = (Role.INSERTED_CAST, Role.WEIGHT_CAST)
     return Coverage(
         sites=len(floats),
         audited=len(seen) + sum(s.id not in context.record.observations for s in handed_on),
         measured=len(seen),
         proved=0,
         integer_sites=len(context.sites) - len(floats),
-        no_rule=sum(s.decision.rule is None and s.role not in inserted for s in floats),
+        no_rule=sum(s.decision.rule is None and not s.role.inserted for s in floats),
         author_sites=sum(s.decision.reason == "author" for s in floats),
-        casts=sum(s.role in inserted for s in floats),
+        casts=sum(s.role.inserted for s in floats),
         author_casts=sum(s.role is Role.CAST for s in floats),
         uncovered_ops=tuple(sorted(context.record.uncovered)),
     )

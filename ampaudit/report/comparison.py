@@ -16,6 +16,8 @@ from ampaudit.report.words import plain, short_op, size_of
 
 __all__ = ["comparison_code", "comparison_json", "render_comparison"]
 
+_SHOWN = 4
+
 
 def comparison_code(reports: Sequence[Report]) -> int:
     """0 if the model passes under one of the policies at least."""
@@ -51,9 +53,6 @@ def render_comparison(reports: Sequence[Report]) -> RenderableType:
             why = f"{len(report.raised)} sites raised to float32 because of their values"
             parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), why)]
     return Group(*parts)
-
-
-_SHOWN = 4
 
 
 def _row(report: Report) -> list[str | Text]:

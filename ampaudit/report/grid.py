@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["open_table"]
+__all__ = ["labelled", "open_table"]
 
 
 def open_table(*columns: str, width: int | None = None, left: Collection[str] = ()) -> Table:
@@ -17,3 +18,11 @@ def open_table(*columns: str, width: int | None = None, left: Collection[str] = 
         flush: Literal["left", "right"] = "left" if index == 0 or name in left else "right"
         table.add_column(name, justify=flush, min_width=width if index == 0 else None)
     return table
+
+
+def labelled(rows: Iterable[tuple[str | Text, ...]]) -> Table:
+    """Rows of a bold label and what is said about it, for one thing or several side by side."""
+    grid = Table.grid(padding=(0, 2))
+    for label, *texts in rows:
+        grid.add_row(Text(str(label), style="bold"), *(Text(t) if isinstance(t, str) else t for t in texts))
+    return grid

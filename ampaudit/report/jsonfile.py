@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from ampaudit.report.model import Report
 
-__all__ = ["any_json", "from_json", "json_schema", "to_json"]
+if TYPE_CHECKING:
+    from ampaudit.report.plan import PlanReport
+
+__all__ = ["from_json", "json_schema", "to_json"]
+
 
 _ADAPTER = TypeAdapter(Report)
 
 
-def to_json(report: Report) -> str:
-    """Indented JSON, fields in the order of the schema, a newline at the end."""
-    return _ADAPTER.dump_json(report, indent=1).decode() + "\n"
-
-
-def any_json(value: Any) -> str:
-    """A dataclass of the report package as indented JSON, a newline at the end."""
-    return TypeAdapter(type(value)).dump_json(value, indent=1).decode() + "\n"
+def to_json(report: Report | PlanReport) -> str:
+    """Indented JSON, fields in the order of the dataclass, a newline at the end."""
+    return TypeAdapter(type(report)).dump_json(report, indent=1).decode() + "\n"
 
 
 def from_json(text: str) -> Report:

@@ -10,12 +10,11 @@ import torch
 from torch import fx
 
 from ampaudit.convert import ConvertedModel
+from ampaudit.run.step import LOWER
 from ampaudit.trace.graph import Role, Site
+from ampaudit.trace.opnames import converts
 
 __all__ = ["PlanReport", "PlannedSite", "PlannedWeights", "RuleUse", "build_plan", "pattern_of"]
-
-_LOWER = (torch.float16, torch.bfloat16)
-_INSERTED = (Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def build_plan(
     traced = converted.traced
     floats = [site for site in traced.sites if site.dtype is not None]
     casts = _casts(converted)
-    shown = [s for s in floats if s.role not in _INSERTED]
+    shown = [s for s in floats if not s.role.inserted]
     sites = tuple(_planned(site, casts.get(site.node, (0, 0))) for site in shown)
     computing = [s for s in shown if s.role is Role.COMPUTE]
     return PlanReport(
@@ -108,9 +107,9 @@ def build_plan(
         dtype=str(traced.dtype).removeprefix("torch."),
         sites=sites,
         rules=_rules(shown),
-        lower=sum(s.dtype in _LOWER for s in computing),
+        lower=sum(s.dtype in LOWER for s in computing),
         float32=sum(s.dtype is torch.float32 for s in computing),
-        other=sum(s.dtype not in (*_LOWER, torch.float32) for s in computing),
+        other=sum(s.dtype not in (*LOWER, torch.float32) for s in computing),
         casts=sum(count for count, _ in casts.values()),
         cast_bytes=sum(size for _, size in casts.values()),
         author_casts=sum(s.role is Role.CAST for s in shown),
@@ -160,19 +159,13 @@ def _casts(converted: ConvertedModel) -> dict[str, tuple[int, int]]:
     nodes = {node.name: node for node in converted.traced.graph.nodes}
     found: dict[str, tuple[int, int]] = {}
     for site in converted.traced.sites:
-        if site.role not in _INSERTED or site.dtype is None:
+        if not site.role.inserted or site.dtype is None:
             continue
         node = nodes[site.node]
-        users = _consumers(node)
-        if not users:
-            continue
-        count, size = found.get(users[0], (0, 0))
-        found[users[0]] = (count + 1, size + _moved(node))
+        first = next((user.name for user in node.users if user.op == "call_function"), "output")
+        count, size = found.get(first, (0, 0))
+        found[first] = (count + 1, size + _moved(node))
     return found
-
-
-def _consumers(node: fx.Node) -> list[str]:
-    return [user.name for user in node.users if user.op == "call_function"] or ["output"]
 
 
 def _moved(node: fx.Node) -> int:
@@ -204,7 +197,6 @@ def _stored_size(node: fx.Node, dtype: torch.dtype | None, tensor: torch.Tensor)
     """Bytes of a weight in the narrowest dtype in which all of its uses take it."""
     itemsize = (dtype or tensor.dtype).itemsize
     uses = [user.meta.get("val") for user in node.users]
-    cast = [str(user.target).startswith(("aten.to.", "aten._to_copy")) for user in node.users]
-    if uses and all(cast):
+    if uses and all(converts(user.target) for user in node.users):
         itemsize = max(value.element_size() for value in uses if isinstance(value, torch.Tensor))
     return tensor.numel() * min(itemsize, tensor.element_size())

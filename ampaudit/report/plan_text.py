@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ampaudit.report.grid import open_table
+from ampaudit.report.grid import labelled, open_table
 from ampaudit.report.plan import PlannedSite, PlanReport, pattern_of
 from ampaudit.report.words import plain, short_op, size_of
 
-__all__ = ["matching_sites", "render_difference", "render_plan", "totals"]
+__all__ = ["matching_sites", "render_difference", "render_plan"]
 
 _QUIET_ROLES = ("view", "select")
+Item = TypeVar("Item")
 
 
 def matching_sites(plan: PlanReport, layer: str | None) -> tuple[PlannedSite, ...]:
@@ -42,40 +43,41 @@ def render_plan(plan: PlanReport, *, layer: str | None = None, verbose: bool = F
         parts.append(Text(f"and {hidden} sites that only hand on values; -v shows them", "dim"))
     if layer is not None:
         parts += [Text(), Text("below, the rules of these layers and the totals of the whole model", "dim")]
-    return Group(*parts, Text(), _rule_table(plan, sites), Text(), _totals(plan))
+    return Group(*parts, Text(), _rule_table(plan, sites), Text(), labelled(totals(plan)))
 
 
 def _site_table(sites: Sequence[PlannedSite], verbose: bool) -> Table:
     made = open_table(
         "site", "times", "precision", "casts", "bytes", "rule", width=24, left=("precision", "rule")
     )
-    for row in _collapsed(sites, verbose):
-        site = row.sites[0]
+    rows = _stacked(sites, lambda s: s.site, lambda s: (s.precision, s.rule or "", s.op), verbose)
+    for name, times, members in rows:
+        site = members[0]
         made.add_row(
-            Text(plain(row.name), overflow="fold"),
-            str(len(row.sites)) if len(row.sites) > 1 else "",
+            name,
+            times,
             Text(site.precision, "bold" if site.precision != "float32" else ""),
-            str(sum(s.casts for s in row.sites) or ""),
-            size_of(sum(s.cast_bytes for s in row.sites)) if any(s.casts for s in row.sites) else "",
+            str(sum(s.casts for s in members) or ""),
+            size_of(sum(s.cast_bytes for s in members)) if any(s.casts for s in members) else "",
             Text(plain(site.rule or "(default)"), overflow="fold"),
         )
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    name: str
-    sites: tuple[PlannedSite, ...]
-
-
-def _collapsed(sites: Sequence[PlannedSite], verbose: bool) -> Iterable[_Row]:
-    """Sites of the same place in different layers of a stack as one row, at the first of them."""
-    groups: dict[tuple[str, ...], list[PlannedSite]] = {}
-    for site in sites:
-        name = site.site if verbose else pattern_of(site.site)
-        groups.setdefault((name, site.precision, site.rule or "", site.op), []).append(site)
-    for key, members in groups.items():
-        yield _Row(key[0] if len(members) > 1 else members[0].site, tuple(members))
+def _stacked(
+    items: Iterable[Item],
+    site: Callable[[Item], str],
+    alike: Callable[[Item], tuple[str, ...]],
+    verbose: bool,
+) -> Iterable[tuple[Text, str, list[Item]]]:
+    """Items of the same place in different layers of a stack together, with their name and number."""
+    groups: dict[tuple[str, ...], list[Item]] = {}
+    for item in items:
+        place = site(item) if verbose else pattern_of(site(item))
+        groups.setdefault((place, *alike(item)), []).append(item)
+    for (place, *_), members in groups.items():
+        name = place if len(members) > 1 else site(members[0])
+        yield Text(plain(name), overflow="fold"), str(len(members)) if len(members) > 1 else "", members
 
 
 def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
@@ -86,13 +88,6 @@ def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
             name = Text(plain(use.rule or "(default)"), overflow="fold")
             made.add_row(name, str(counts[use.rule]), use.reason, Text(plain(use.why)))
     return made
-
-
-def _totals(plan: PlanReport) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    for label, text in totals(plan):
-        grid.add_row(Text(label, style="bold"), Text(text))
-    return grid
 
 
 def totals(plan: PlanReport) -> list[tuple[str, str]]:
@@ -140,11 +135,10 @@ def render_difference(first: PlanReport, second: PlanReport, *, verbose: bool = 
                 "code that asks for the dtype, or ops that one of them splits"
             ),
         ]
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row("", Text(first.policy, "bold"), Text(second.policy, "bold"))
-    for (label, ours), (_, other) in zip(totals(first)[:3], totals(second)[:3], strict=True):
-        grid.add_row(Text(label, style="bold"), Text(ours), Text(other))
-    return Group(*parts, Text(), grid)
+    sides = zip(totals(first)[:3], totals(second)[:3], strict=True)
+    heads = ("", Text(first.policy, "bold"), Text(second.policy, "bold"))
+    costs = ((label, ours, other) for (label, ours), (_, other) in sides)
+    return Group(*parts, Text(), labelled([heads, *costs]))
 
 
 def _difference_table(
@@ -155,17 +149,11 @@ def _difference_table(
 ) -> Table:
     columns = ("site", "times", first.policy, second.policy)
     made = open_table(*columns, width=24, left=columns[2:])
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for a, b in different:
-        name = a.site if verbose else pattern_of(a.site)
-        groups.setdefault((name, _side(a), _side(b), short_op(a.op)), []).append(a.site)
-    for (name, ours, theirs, _), members in groups.items():
-        made.add_row(
-            Text(plain(name if len(members) > 1 else members[0]), overflow="fold"),
-            str(len(members)) if len(members) > 1 else "",
-            Text(ours),
-            Text(theirs),
-        )
+    rows = _stacked(
+        different, lambda pair: pair[0].site, lambda pair: (*map(_side, pair), short_op(pair[0].op)), verbose
+    )
+    for name, times, members in rows:
+        made.add_row(name, times, *(Text(_side(site)) for site in members[0]))
     return made
 
 

@@ -9,30 +9,31 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.policy import OpFacts, RuleSet, load_file, policy_names
+from ampaudit.policy import OpFacts, RuleSet, load_policy, policy_names
 from ampaudit.policy.load import Loaded
 from ampaudit.policy.opset import aten_names
 from ampaudit.policy.schema import Rule, Weights, When
 from ampaudit.report.grid import open_table
 from ampaudit.report.words import plain
 
-_OPS_SHOWN = 16
 __all__ = ["diff_rows", "list_rows", "render_diff", "render_list", "render_policy"]
+
+_OPS_SHOWN = 16
 
 
 def list_rows() -> list[dict[str, Any]]:
     """Name, title and size of each shipped policy."""
     rows = []
     for name in policy_names():
-        loaded = load_file(name)
+        rules = load_policy(name)
         rows.append(
             {
                 "name": name,
-                "title": loaded.file.title,
-                "level": loaded.file.level,
-                "rules": len(loaded.file.rules),
-                "ops": len(frozenset().union(*loaded.ops.values())),
-                "measured": any(rule.measured for rule in loaded.file.rules),
+                "title": rules.file.title,
+                "level": rules.file.level,
+                "rules": len(rules.file.rules),
+                "ops": len(rules.op_names),
+                "measured": rules.measured,
             }
         )
     return rows
@@ -171,9 +172,8 @@ def _op_list(ops: Sequence[str], verbose: bool) -> str:
 
 def _other_differences(first: RuleSet, second: RuleSet) -> list[tuple[str, str, str]]:
     a, b = first.file, second.file
-    pairs = [
+    return [
         ("any other op", a.defaults.cast.value, b.defaults.cast.value),
         ("weights", _weights(a.weights), _weights(b.weights)),
         ("acts on", a.level, b.level),
     ]
-    return pairs

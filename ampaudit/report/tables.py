@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ampaudit.checks.finding import Severity
 from ampaudit.checks.interface import number
 from ampaudit.formats import format_named
-from ampaudit.report.grid import open_table
+from ampaudit.report.grid import labelled, open_table
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.report.words import plain, size_of
 
@@ -158,10 +157,7 @@ def summary(report: Report, hidden: int) -> Iterable[RenderableType]:
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.timings.items())
     if spent:
         rows.append(("Time", spent))
-    grid = Table.grid(padding=(0, 2))
-    for label, text in rows:
-        grid.add_row(Text(label, style="bold"), Text(text))
-    yield grid
+    yield labelled(rows)
 
 
 def _outputs(report: Report) -> str:

@@ -11,10 +11,6 @@ from ampaudit.trace.graph import Role
 
 __all__ = ["written_nodes"]
 
-# views share memory by definition; a cast returns its own input where the dtypes agree, and in the
-# float32 reference they always do; lists of views are taken apart by nodes that are no site
-_SHARING = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
-
 
 def written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
     """Every node in the same group as a written one; groups join what may share memory."""
@@ -31,7 +27,9 @@ def written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
         root(step.node)
         for source in step.node.all_input_nodes:
             root(source)
-        if step.site is None or step.site.role in _SHARING:
+        # views share memory by definition; a cast returns its own input where the dtypes agree, and in the
+        # float32 reference they always do; lists of views are taken apart by nodes that are no site
+        if step.site is None or step.site.role is Role.VIEW or step.site.role.converts:
             for source in step.node.all_input_nodes[:1]:
                 parent[root(step.node)] = root(source)
         for target in _targets(step):

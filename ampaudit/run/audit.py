@@ -21,9 +21,14 @@ from ampaudit.sites import SiteId
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
 
-__all__ = ["Audit", "Plan", "Runner", "measure", "raised_sites", "run_audit", "run_audits"]
+__all__ = ["Audit", "Plan", "Progress", "Runner", "measure", "raised_sites", "run_audits", "silent"]
 
 Progress = Callable[[str, int, int], None]
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """Progress that nobody sees."""
+    del phase, done, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +45,6 @@ class Audit:
     raised: tuple[SiteId, ...] = ()
 
 
-def run_audit(model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: Progress) -> Audit:
-    """Audit a model over batches.
-
-    Raises:
-        TraceFailed: the model cannot be exported.
-        RunFailed: it cannot be run, for lack of memory or of a kernel.
-        ReferenceBroken: FP32 is not finite either.
-        InputError: an input holds NaN or infinity, or there is no batch.
-    """
-    return run_audits(model, batches, [plan], progress)[0]
-
-
 def run_audits(
     model: nn.Module, batches: Sequence[Batch], plans: Sequence[Plan], progress: Progress
 ) -> list[Audit]:
@@ -61,7 +54,10 @@ def run_audits(
     again under what they decided; those are run together, too.
 
     Raises:
-        AuditError: the same as ``run_audit``.
+        TraceFailed: the model cannot be exported.
+        RunFailed: it cannot be run, for lack of memory or of a kernel.
+        ReferenceBroken: FP32 is not finite either.
+        InputError: an input holds NaN or infinity, or there is no batch.
     """
     if not batches:
         raise InputError("there is no batch to run", hint="make batches() yield at least one batch")
@@ -127,7 +123,7 @@ def measure(
     """What the batches show to the policy's measured rules, and the sites that it is about.
 
     Raises:
-        AuditError: the same as ``run_audit``.
+        AuditError: the same as ``run_audits``.
     """
     runner = _run_all(model, batches, [plan], progress, "measuring")[0]
     return runner.measurements(), tuple(runner.sites.values())

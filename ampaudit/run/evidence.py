@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -12,11 +14,10 @@ from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
 from ampaudit.run.step import Step
 from ampaudit.sites import SiteId
-from ampaudit.trace.graph import Role, Slot
+from ampaudit.trace.graph import Slot
+from ampaudit.trace.opnames import converts
 
 __all__ = ["measurements", "weight_peaks"]
-
-_CASTS = (Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
 
 def measurements(
@@ -59,8 +60,12 @@ def weight_peaks(program: Program) -> dict[str, float]:
     floats = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     if not floats:
         return {}
-    peaks = [t.float().nan_to_num(0.0, 0.0, 0.0).abs().amax().cpu() for t in floats.values()]
-    return dict(zip(floats, torch.stack(peaks).tolist(), strict=True))
+    ends = [torch.aminmax(t) for t in floats.values()]
+    fetched = torch.stack([torch.maximum(-low, high).double().cpu() for low, high in ends]).tolist()
+    return {
+        name: peak if math.isfinite(peak) else float(floats[name].nan_to_num(0.0, 0.0, 0.0).abs().amax())
+        for name, peak in zip(floats, fetched, strict=True)
+    }
 
 
 def _output_peak(step: Step, record: RunRecord, peaks: Mapping[fx.Node, float | None]) -> float | None:
@@ -77,7 +82,7 @@ def _stored_nodes(program: Program) -> set[fx.Node]:
     stored = {node for node in program.inputs if node.name in names}
     for step in program.steps:
         site = step.site
-        handed_on = not step.makes_values or (site is not None and site.role in _CASTS)
+        handed_on = not step.makes_values or (site is not None and site.role.converts)
         if handed_on and step.node.all_input_nodes and all(n in stored for n in step.node.all_input_nodes):
             stored.add(step.node)
     return stored
@@ -106,7 +111,7 @@ def _is_attention_mask(step: Step, peaks: Mapping[fx.Node, float | None]) -> boo
 def _users(node: fx.Node) -> Iterable[fx.Node]:
     """Who uses a value, casts and tuple access looked through."""
     for user in node.users:
-        if "getitem" in str(user.target) or str(user.target).startswith(("aten.to.", "aten._to_copy")):
+        if user.target is operator.getitem or converts(user.target):
             yield from _users(user)
         else:
             yield user

@@ -14,7 +14,7 @@ from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.sharing import MISSING, SharedReference
 from ampaudit.run.step import LOWER, Step
-from ampaudit.trace.graph import Placeholder, Role, Slot
+from ampaudit.trace.graph import Placeholder, Slot
 
 __all__ = ["LockStep", "Pair", "Watch"]
 
@@ -170,7 +170,7 @@ class LockStep:
         """Where memory is written, a cast must not return its own input, as it would in float32."""
         if step.node not in self.program.written or step.site is None:
             return result
-        if step.site.role in (Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST):
+        if step.site.role.converts:
             source = step.node.all_input_nodes[0].meta.get("val")
             if getattr(source, "dtype", None) != step.dtypes[0] and any(
                 result is arg for arg in (*call.args, *call.ref_args)

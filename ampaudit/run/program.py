@@ -12,9 +12,8 @@ from torch._ops import OpOverload
 
 from ampaudit.run.aliases import written_nodes
 from ampaudit.run.step import LOWER, Step
-from ampaudit.trace.facts import named_arguments
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
-from ampaudit.trace.opnames import mutated_arguments
+from ampaudit.trace.opnames import argument_names, mutated_arguments, named_arguments
 
 __all__ = ["Program", "compile_program", "widened"]
 
@@ -130,11 +129,7 @@ def _draws(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     given = named_arguments(target, args, kwargs)
-    return given.get("dropout_p", 0.0) != 0.0 if "dropout_p" in _names(target) else True
-
-
-def _names(target: OpOverload) -> list[str]:
-    return [argument.name for argument in target._schema.arguments]
+    return given.get("dropout_p", 0.0) != 0.0 if "dropout_p" in argument_names(target) else True
 
 
 def _shows(site: Site | None) -> bool:

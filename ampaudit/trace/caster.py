@@ -17,12 +17,15 @@ from ampaudit.policy.schema import PAINTED, Cast
 from ampaudit.replay import OPAQUE, replayed_meta
 from ampaudit.sites import SiteId, SiteNumbering
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region
-from ampaudit.trace.facts import FactFinder, named_arguments
+from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.opnames import (
     CASTABLE,
+    argument_names,
+    converts,
     is_composite,
     kept_whole,
     mutated_arguments,
+    named_arguments,
     op_name,
     short_name,
 )
@@ -181,8 +184,8 @@ class Caster:
             to = exceptions.get(name, target)
             return pytree.tree_map(lambda leaf: convert(leaf, to), value)
 
-        names = [argument.name for argument in op._schema.arguments]
-        args = tuple(convert_all(name, value) for name, value in zip(names, args, strict=False))
+        pairs = zip(argument_names(op), args, strict=False)
+        args = tuple(convert_all(name, value) for name, value in pairs)
         return op, args, {name: convert_all(name, value) for name, value in kwargs.items()}
 
     def clipped(
@@ -196,7 +199,6 @@ class Caster:
         limits = self.rules.file.weights.clip
         if limits is None or decision.cast is not Cast.LOWER:
             return args, kwargs, {}
-        names = [argument.name for argument in op._schema.arguments]
         exact: dict[int | str, Any] = {}
 
         def clip(key: int | str, name: str, value: Any) -> Any:
@@ -207,7 +209,8 @@ class Caster:
                 exact[key] = value
             return math.copysign(magnitude, value)
 
-        made = tuple(clip(i, n, v) for i, (n, v) in enumerate(zip(names, args, strict=False)))
+        pairs = zip(argument_names(op), args, strict=False)
+        made = tuple(clip(position, name, value) for position, (name, value) in enumerate(pairs))
         return made, {name: clip(name, name, value) for name, value in kwargs.items()}, exact
 
     def _target(
@@ -243,7 +246,7 @@ def _castable(value: Any) -> bool:
 def _with_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """``dtype=float32`` where the caller left it unset; as autocast does, only for a 16-bit input."""
     given = named_arguments(op, args, kwargs)
-    first = given.get(op._schema.arguments[0].name)
+    first = given.get(argument_names(op)[0])
     if given.get("dtype") is None and _castable(first):
         return kwargs | {"dtype": torch.float32}
     return kwargs
@@ -258,6 +261,6 @@ def _appended(op: OpOverload) -> OpOverload:
 
 def _lowered_dtype(op: OpOverload, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """In a FP32 graph ``dtype=float32`` is what the trace saw, not what the author asked for."""
-    if op._schema.name.split("::", 1)[1] in ("to", "_to_copy") or kwargs.get("dtype") is not torch.float32:
+    if converts(op) or kwargs.get("dtype") is not torch.float32:
         return kwargs
     return kwargs | {"dtype": dtype}

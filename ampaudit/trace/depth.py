@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from ampaudit.trace.opnames import base_name
+
 __all__ = ["reduction_depth"]
 
 Named = Mapping[str, Any]
@@ -24,7 +26,7 @@ def reduction_depth(op: OpOverload, named: Named) -> int | None:
         op: the ATen op.
         named: its arguments by schema name.
     """
-    rule = _RULES.get(op._schema.name.split("::", 1)[1])
+    rule = _RULES.get(base_name(op))
     if rule is None:
         return None
     try:

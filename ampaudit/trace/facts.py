@@ -15,10 +15,10 @@ from ampaudit.policy.matching import class_names
 from ampaudit.sites import SiteId
 from ampaudit.trace.depth import reduction_depth
 from ampaudit.trace.entry import layer_path
-from ampaudit.trace.opnames import op_name
+from ampaudit.trace.opnames import named_arguments, op_name
 from ampaudit.trace.shadow import named_tensors
 
-__all__ = ["FactFinder", "named_arguments"]
+__all__ = ["FactFinder"]
 
 
 class FactFinder:
@@ -69,12 +69,6 @@ class FactFinder:
         names = self._names
         leaves = pytree.tree_leaves((args, kwargs))
         return tuple(names[id(t)] for t in leaves if isinstance(t, torch.Tensor) and id(t) in names)
-
-
-def named_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by schema name; those left at their default are absent."""
-    names = [argument.name for argument in op._schema.arguments]
-    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _is_plain(value: Any) -> bool:

@@ -27,6 +27,16 @@ class Role(StrEnum):
     INSERTED_CAST = "inserted-cast"  # a conversion that the policy added
     WEIGHT_CAST = "weight-cast"  # a parameter, buffer or constant that is converted
 
+    @property
+    def converts(self) -> bool:
+        """Whether the site is a conversion, whoever made it."""
+        return self in (Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
+
+    @property
+    def inserted(self) -> bool:
+        """Whether the policy put the site there."""
+        return self in (Role.INSERTED_CAST, Role.WEIGHT_CAST)
+
 
 class Slot(StrEnum):
     """Where the value of a placeholder comes from."""

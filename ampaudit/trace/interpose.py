@@ -71,9 +71,8 @@ def interposed(caster: Caster) -> Iterator[None]:
         if replayed_meta() is INSERTED:
             return record(OpRecord(IMPLICIT_CAST, inserted=True), op, *args, **kwargs)
         made, dtype = caster.decide(op, args, kwargs, _layer(self), id(self.tracer))
-        made = replace(made, replayed=replayed_meta())
         args, kwargs, exact = caster.clipped(op, args, kwargs, made.decision)
-        made = replace(made, exact=exact)
+        made = replace(made, exact=exact, replayed=replayed_meta())
         op, args, kwargs = caster.apply(made.decision, dtype, op, args, kwargs, cast, id(self.tracer))
         result = record(made, op, *args, **kwargs)
         caster.note_writes(op, args)

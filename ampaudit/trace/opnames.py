@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -12,10 +13,14 @@ from ampaudit.policy.opset import inner_op
 __all__ = [
     "CASTABLE",
     "CAST_OPS",
+    "argument_names",
+    "base_name",
+    "converts",
     "is_composite",
     "is_view",
     "kept_whole",
     "mutated_arguments",
+    "named_arguments",
     "op_name",
     "selects",
     "short_name",
@@ -54,13 +59,35 @@ _SELECTING = frozenset(
 # dtypes that a policy may change; float64 is absent on purpose: autocast leaves it alone, and so do we
 CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
-CAST_OPS = frozenset({"to", "_to_copy", "type_as"})
+_CONVERSIONS = frozenset({"to", "_to_copy"})
+CAST_OPS = _CONVERSIONS | {"type_as"}
+
+
+def base_name(op: OpOverload) -> str:
+    """The op without namespace and overload: ``softmax``."""
+    return op._schema.name.split("::", 1)[1]
+
+
+@cache
+def argument_names(op: OpOverload) -> tuple[str, ...]:
+    """Names of the op's arguments in order."""
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+def named_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name; those left at their default are absent."""
+    return dict(zip(argument_names(op), args, strict=False)) | kwargs
+
+
+def converts(target: object) -> bool:
+    """Whether a node's target gives its first argument in another dtype: ``to`` or ``_to_copy``."""
+    return isinstance(target, OpOverload) and base_name(target) in _CONVERSIONS
 
 
 @cache
 def op_name(op: OpOverload) -> str:
     """The policy's name of an op: ``linear``, or ``softmax.int`` where the overload has a name."""
-    base = op._schema.name.split("::", 1)[1]
+    base = base_name(op)
     prefix = "" if op.namespace == "aten" else f"{op.namespace}::"
     overload = op._overloadname
     return f"{prefix}{base}" if overload in ("", "default") else f"{prefix}{base}.{overload}"
@@ -69,7 +96,7 @@ def op_name(op: OpOverload) -> str:
 @cache
 def short_name(op: OpOverload) -> str:
     """The op's name in site ids: ``linear``, ``softmax``, ``mylib::swish``."""
-    base = op._schema.name.split("::", 1)[1]
+    base = base_name(op)
     return base if op.namespace == "aten" else f"{op.namespace}::{base}"
 
 
@@ -85,8 +112,7 @@ def is_composite(op: OpOverload) -> bool:
 @cache
 def kept_whole(op: OpOverload) -> bool:
     """Whether a composite op stays one site when no rule mentions it."""
-    base = op._schema.name.split("::", 1)[1]
-    return base in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
+    return base_name(op) in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
 
 
 @cache
@@ -99,7 +125,7 @@ def is_view(op: OpOverload) -> bool:
 @cache
 def selects(op: OpOverload) -> bool:
     """Whether the op only picks, moves or zeroes elements of its inputs."""
-    return op._schema.name.split("::", 1)[1] in _SELECTING
+    return base_name(op) in _SELECTING
 
 
 @cache

@@ -60,20 +60,13 @@ def trace(
     uncast = plain_fp32(whole=rules.op_names)
     survey = capture(model, args, kwargs, replace(setting, rules=uncast, author_rules=uncast))
     sites = plan_sites(survey)
-    decisions = plan_graph(rules, [_with_measurement(site, setting) for site in sites])
+    decisions = plan_graph(rules, sites)
     planned = {SiteId(site.facts.site): made for site, made in zip(sites, decisions, strict=True)}
     replay = GraphReplay(model, survey)
     replay.training = model.training
     leaves = tuple(tensor_leaves(args, kwargs))
     traced = capture(replay, leaves, {}, replace(setting, author_rules=uncast, planned=planned))
     return replace(traced, outputs=survey.outputs)
-
-
-def _with_measurement(site: PlanSite, setting: Setting) -> PlanSite:
-    """The survey is made without measurements and in no format; decisions are made with both."""
-    seen = setting.measured.get(SiteId(site.facts.site))
-    dtype = setting.number_format.name
-    return PlanSite(replace(site.facts, measurement=seen, dtype=dtype), site.inputs)
 
 
 def plan_sites(traced: TracedModel) -> list[PlanSite]:
@@ -105,7 +98,7 @@ class GraphReplay(nn.Module):
     def __init__(self, model: nn.Module, survey: TracedModel) -> None:
         super().__init__()
         setattr(self, REPLAYED, model)
-        self._survey = survey
+        self._survey = _Survey(survey)
         for place in survey.placeholders:
             if place.slot is Slot.CONSTANT:
                 self.register_buffer(place.node, survey.tensors[place.node], persistent=False)
@@ -124,18 +117,16 @@ class GraphReplay(nn.Module):
         outputs = replayer.run(*values, enable_io_processing=False)
         return tuple(outputs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphReplay:
-        """Copy the weights' holder; the graph is only read."""
-        import copy
 
-        made = GraphReplay.__new__(GraphReplay)
-        nn.Module.__init__(made)
-        made._survey = self._survey
-        made.training = self.training
-        setattr(made, REPLAYED, copy.deepcopy(getattr(self, REPLAYED), memo))
-        for name, value in self._buffers.items():
-            made.register_buffer(name, copy.deepcopy(value, memo), persistent=False)
-        return made
+class _Survey:
+    """The FP32 graph: a copy of its replay reads the same one."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self.graph = traced.graph
+        self.placeholders = traced.placeholders
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Survey:
+        return self
 
 
 class _Replayer(fx.Interpreter):

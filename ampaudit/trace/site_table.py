@@ -16,7 +16,7 @@ from ampaudit.sites import SiteNumbering
 from ampaudit.trace.caster import META_KEY, OpRecord
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
-from ampaudit.trace.opnames import CAST_OPS, is_view, selects
+from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, selects
 from ampaudit.trace.stack import source_lines
 
 __all__ = ["build_sites", "float_value"]
@@ -90,7 +90,7 @@ def _cast_weight(node: fx.Node, weights: dict[str, Placeholder]) -> Placeholder 
 def _role(node: fx.Node, record: OpRecord | None, weight: Placeholder | None) -> Role:
     if not isinstance(node.target, OpOverload):
         return Role.COMPUTE
-    if node.target._schema.name.split("::")[-1] in CAST_OPS:
+    if base_name(node.target) in CAST_OPS:
         if weight is not None:
             return Role.WEIGHT_CAST
         return Role.INSERTED_CAST if record and record.inserted else Role.CAST

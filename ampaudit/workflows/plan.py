@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 
 from ampaudit.convert import convert
 from ampaudit.formats import NumberFormat, lower_format
 from ampaudit.policy import Measurement, RuleSet, load_policy
 from ampaudit.report.plan import PlanReport, build_plan
-from ampaudit.run.audit import Plan, measure, raised_sites
+from ampaudit.run.audit import Plan, Progress, measure, raised_sites, silent
 from ampaudit.sites import SiteId
 from ampaudit.source import ModelSource
 from ampaudit.trace import TracedModel, trace
@@ -18,8 +16,6 @@ from ampaudit.workflows.device import environment_of, pick_device
 from ampaudit.workflows.inputs import Inputs, source_of
 
 __all__ = ["plan", "plan_source"]
-
-Progress = Callable[[str, int, int], None]
 
 
 def plan(
@@ -78,7 +74,7 @@ def plan_source(
     if not rules.measured:
         return _planned(source, rules, _traced(source, rules, form, {}))
     setting = Plan(rules, load_policy("torch-cuda"), form, where, seed, reference_only=True)
-    seen, sites = measure(source.model, source.batches, setting, progress or _no_progress)
+    seen, sites = measure(source.model, source.batches, setting, progress or silent)
     raised = raised_sites(rules, sites, seen)
     count = len(source.batches)
     batches = "1 batch" if count == 1 else f"{count} batches"
@@ -98,7 +94,3 @@ def _planned(
 ) -> PlanReport:
     masters = rules.file.weights.master
     return build_plan(convert(traced), source.location, masters=masters, notes=notes)
-
-
-def _no_progress(phase: str, done: int, total: int) -> None:
-    del phase, done, total

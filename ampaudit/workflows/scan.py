@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypedDict, Unpack
 
 from torch import nn
@@ -14,7 +14,7 @@ from ampaudit.formats import NumberFormat, lower_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.build import FailOn, build_report
 from ampaudit.report.model import ModelInfo, Report, RunInfo
-from ampaudit.run.audit import Audit, Plan, run_audits
+from ampaudit.run.audit import Audit, Plan, Progress, run_audits, silent
 from ampaudit.run.backends import Backend
 from ampaudit.run.weights import weight_ranges
 from ampaudit.sites import SiteId
@@ -23,8 +23,6 @@ from ampaudit.workflows.device import environment_of, pick_device
 from ampaudit.workflows.inputs import Inputs, source_of
 
 __all__ = ["scan", "scan_policies", "scan_source"]
-
-Progress = Callable[[str, int, int], None]
 
 
 def scan(
@@ -115,7 +113,7 @@ def scan_policies(
     author = load_policy("torch-cuda")
     subjects = [None if ranges else rules for rules in rule_sets]
     plans = [Plan(rules, author, form, where, seed=seed, backend=backend) for rules in subjects]
-    audits = run_audits(source.model, source.batches, plans, progress or _no_progress)
+    audits = run_audits(source.model, source.batches, plans, progress or silent)
     return [
         _report(audit, source, rules, plan, min_headroom, fail_on)
         for audit, rules, plan in zip(audits, rule_sets, plans, strict=True)
@@ -170,7 +168,3 @@ def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
         site.id: tuple(copies[used.name] for used in nodes[site.node].all_input_nodes if used.name in copies)
         for site in audit.converted.traced.sites
     }
-
-
-def _no_progress(phase: str, done: int, total: int) -> None:
-    del phase, done, total
