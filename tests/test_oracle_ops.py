@@ -77,7 +77,10 @@ def ours(case: Case, policy: str, form: NumberFormat) -> list[torch.dtype]:
 
 def as_dtype(case: Case, dtype: torch.dtype) -> Case:
     name, function, args, kwargs = case
-    cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
     return name, function, pytree.tree_map_only(torch.Tensor, cast, args), kwargs
 
 

@@ -11,6 +11,8 @@ from ampaudit.errors import PolicyError
 from ampaudit.policy import OpFacts, load_file, load_policy, policy_names
 from ampaudit.policy.schema import Cast
 
+from .test_rules_mistakes import GOOD
+
 
 def test_torch_cuda_names_exactly_the_ops_that_the_dispatcher_registers() -> None:
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
@@ -49,27 +51,6 @@ def test_shipped_policies_load() -> None:
         loaded = load_file(name)
         assert loaded.file.name == name
         assert not loaded.warnings
-
-
-GOOD = """\
-name: mine
-title: a test
-autocast: true
-rules:
-  - id: head
-    match: {layer: ["head*"]}
-    cast: float32
-    reason: precision
-    why: the head decides.
-    source: this test
-  - id: linear
-    match: {op: [linear]}
-    when: {dtype: [float16]}
-    cast: lower
-    reason: speed
-    why: fast.
-    source: this test
-"""
 
 
 def test_first_matching_rule_decides(tmp_path: Path) -> None:
