@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint check schema aten bench clean
+.PHONY: demo test lint check schema docs aten bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
@@ -22,6 +22,9 @@ check: lint test
 schema: $(VENV)/.dev
 	$(BIN)/python -c "from ampaudit.report.jsonfile import schema_text; print(schema_text(), end='')" > docs/report.schema.json
 	$(BIN)/python -c "from ampaudit.policy.jsonschema import schema_text; print(schema_text(), end='')" > docs/rules.schema.json
+
+docs: $(VENV)/.dev
+	$(BIN)/python -c "from ampaudit.pages.document import document; print(document(), end='')" > docs/checks.md
 
 aten: $(VENV)/.dev
 	$(BIN)/python -m tests.aten_ops > ampaudit/policy/aten_ops.txt

@@ -1,30 +1,54 @@
-"""Checks turn a run's record into findings; one file per check.
+"""Checks turn a run's record into findings; one file and one page per code.
 
-Adding one: write a module with ``CHECK = Check(code, title, find)`` and list it in ``ALL_CHECKS``.
+A check is ``CHECK = Check(code, find)``; a cause, ``CAUSE = Cause(code, applies, advice)``, names the
+reason for an origin (``origins.py``). Kind and severity stand on the page (``ampaudit.pages``).
 """
 
 from __future__ import annotations
 
-from ampaudit.checks import domain, forbidden, headroom, mask, overflow, uncovered, weights, what_if
+from ampaudit.checks import (
+    alignment,
+    cancellation,
+    costly_island,
+    double,
+    epsilon,
+    float32_spread,
+    forbidden,
+    hard_cast,
+    headroom,
+    hidden_clamp,
+    in_place,
+    inside_norm,
+    local_error,
+    log_sigmoid,
+    log_softmax,
+    mask,
+    no_kernel,
+    not_taken,
+    origins,
+    output_error,
+    ping_pong,
+    positions,
+    probabilities,
+    small_weights,
+    tied_weights,
+    uncovered,
+    unmentioned,
+    weights,
+    what_if,
+)
 from ampaudit.checks.finding import Evidence, Finding, Severity, Source
 from ampaudit.checks.interface import Check, CheckContext
+from ampaudit.checks.running import run_checks
 
 __all__ = ["ALL_CHECKS", "Check", "CheckContext", "Evidence", "Finding", "Severity", "Source", "run_checks"]
 
-ALL_CHECKS: tuple[Check, ...] = (
-    overflow.CHECK,
-    domain.CHECK,
-    weights.CHECK,
-    forbidden.CHECK,
-    headroom.CHECK,
-    what_if.CHECK,
-    mask.CHECK,
-    uncovered.CHECK,
+_MODULES = (
+    *(origins, weights, forbidden, headroom, what_if, mask, hidden_clamp, inside_norm),
+    *(epsilon, log_softmax, log_sigmoid, cancellation, positions, local_error, output_error),
+    *(hard_cast, double, probabilities, in_place, no_kernel),
+    *(small_weights, tied_weights),
+    *(alignment, ping_pong, costly_island, float32_spread),
+    *(uncovered, unmentioned, not_taken),
 )
-
-
-def run_checks(context: CheckContext) -> tuple[Finding, ...]:
-    """All findings, the gravest first, then in graph order."""
-    order = {site.id: position for position, site in enumerate(context.sites)}
-    found = [finding for check in ALL_CHECKS for finding in check.find(context)]
-    return tuple(sorted(found, key=lambda f: (-f.severity.rank, order.get(f.site, -1), f.code, f.layer)))
+ALL_CHECKS: tuple[Check, ...] = tuple(module.CHECK for module in _MODULES)

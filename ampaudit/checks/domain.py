@@ -1,35 +1,33 @@
-"""AMP103: NaN or infinity without a large value: a division by zero, log of zero, inf - inf and the like."""
+"""AMP115: rounding moves a value out of the domain of its op: acos(1.001), sqrt(-1e-4)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from ampaudit.checks.interface import Cause, CheckContext
+from ampaudit.run.record import Origin
+from ampaudit.trace import Site
 
-from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.interface import Check, CheckContext, as_origin, finding_at, number
+__all__ = ["CAUSE"]
 
-__all__ = ["CHECK"]
-
-
-def find(context: CheckContext) -> Iterator[Finding]:
-    """Origins whose wrong elements were ordinary numbers in FP32."""
-    form = context.number_format
-    for origin in context.record.origins:
-        site = context.site[origin.site]
-        if context.is_overflow(origin) or context.from_weight(site):
-            continue
-        seen = context.observed(site.id)
-        became = "NaN" if seen.nan else "infinite"
-        cause = (
-            f"values up to {number(seen.bad_ref_peak)} in FP32 became {became}: an input of this op rounds "
-            f"to zero or out of its domain in {form.name} (none below {number(form.min_subnormal)} is kept)"
-        )
-        advice = (
-            f"look for a small eps, a difference or a probability among the inputs; keep {site.id} in float32"
-        )
-        finding = finding_at(
-            context, site, "AMP103", "nan" if seen.nan else "domain", Severity.ERROR, cause, advice
-        )
-        yield as_origin(finding, origin)
+_DOMAINS = {
+    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "lgamma"), "negative"),
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv", "logit"), "beyond 1"),
+    "acosh": "below 1",
+}
 
 
-CHECK = Check("AMP103", "result out of the domain of its op", find)
+def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """NaN at an op that is not defined everywhere, or infinity at the end of its domain."""
+    del origin
+    base, seen = context.flow.base(site), context.observed(site.id)
+    if base not in _DOMAINS:
+        return None
+    if seen.nan:
+        return f"{base} is not defined where its input is {_DOMAINS[base]}, and rounding takes it there"
+    if base in ("atanh", "erfinv", "logit"):
+        return f"{base} is infinite at the end of its domain, and rounding takes its input there"
+    return None
+
+
+CAUSE = Cause(
+    "AMP115", applies, "clamp the input to the domain, with a margin of the format's eps, or use float32 here"
+)

@@ -6,21 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from ampaudit.pages.page import Kind
 from ampaudit.sites import SiteId, SourceLine
 
 __all__ = ["Evidence", "Finding", "Severity", "Source"]
-
-Kind = Literal[
-    "overflow",
-    "underflow",
-    "nan",
-    "precision",
-    "domain",
-    "constant",
-    "weights",
-    "gradient",
-    "uncovered",
-]
 
 
 class Severity(StrEnum):
@@ -57,6 +46,11 @@ class Evidence:
         nan: elements that became NaN.
         elements: elements looked at.
         headroom_bits: log2(limit / peak); negative beyond the limit.
+        sqnr_db: accuracy of the site's values against FP32, with everything that went before.
+        local_sqnr_db: accuracy of this op alone, on exact inputs.
+        max_error: largest absolute error among the sampled elements.
+        flushed: share of the sampled elements that is zero in 16 bits only.
+        subnormal: elements, or their share, that are subnormal in 16 bits.
     """
 
     peak: float | None = None
@@ -65,11 +59,22 @@ class Evidence:
     nan: int | None = None
     elements: int | None = None
     headroom_bits: float | None = None
+    sqnr_db: float | None = None
+    local_sqnr_db: float | None = None
+    max_error: float | None = None
+    flushed: float | None = None
+    subnormal: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding of one check."""
+    """One finding of one check.
+
+    Attributes:
+        fate: of a value that is not finite: meant so, hidden again inside the model, or in its output.
+        hidden_at: sites that hide it: they take in inf or NaN and give finite values.
+        suppressed: why it does not count: the option or the comment that hides it.
+    """
 
     code: str
     kind: Kind
@@ -85,3 +90,6 @@ class Finding:
     poisons: tuple[SiteId, ...]
     cause: str
     advice: str
+    fate: Literal["intended", "recovered", "reaches the output"] | None = None
+    hidden_at: tuple[SiteId, ...] = ()
+    suppressed: str | None = None

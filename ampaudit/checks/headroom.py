@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import Check, CheckContext, finding_at, number
 
 __all__ = ["CHECK"]
@@ -14,12 +14,10 @@ def find(context: CheckContext) -> Iterator[Finding]:
     """Healthy 16-bit sites with less headroom than the margin; masks are meant to be at the limit."""
     if context.ranges_only:
         return
-    origins = {origin.site for origin in context.record.origins}
-    poisoned = {site for origin in context.record.origins for site in origin.poisons}
     form = context.number_format
     for site in context.sites:
         seen = context.observed(site.id)
-        exempt = site.id in origins or site.id in poisoned or site.id in context.record.by_design
+        exempt = site.id in context.broken_sites or site.id in context.record.by_design
         if exempt or site.id in context.parameter_free or not seen.elements or not context.lowered(site):
             continue
         bits = form.headroom_bits(seen.finite_peak)
@@ -28,7 +26,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             advice = (
                 f"values {2 ** max(bits, 0):.3g} times as large overflow here; check more data with --batches"
             )
-            yield finding_at(context, site, "AMP102", "overflow", Severity.WARNING, cause, advice)
+            yield finding_at(context, site, "AMP102", cause, advice)
 
 
-CHECK = Check("AMP102", "headroom below the margin", find)
+CHECK = Check("AMP102", find)

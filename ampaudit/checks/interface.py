@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
-from ampaudit.checks.finding import Evidence, Finding, Kind, Severity, Source
+from ampaudit.checks.finding import Evidence, Finding, Severity, Source
 from ampaudit.formats import NumberFormat
+from ampaudit.pages import page_of
 from ampaudit.run.record import Observation, Origin, RunRecord
 from ampaudit.run.weights import WeightRange
 from ampaudit.sites import SiteId
 from ampaudit.trace import Role, Site
+from ampaudit.trace.flow import Flow
 
-__all__ = ["Check", "CheckContext", "finding_at", "number"]
+__all__ = [
+    "Cause",
+    "Check",
+    "CheckContext",
+    "finding_about",
+    "finding_at",
+    "number",
+    "some_sites",
+    "source_of",
+]
+
+_HANDS_ON = (Role.VIEW, Role.SELECT)
 
 
 @dataclass(frozen=True)
@@ -23,22 +37,28 @@ class CheckContext:
     Attributes:
         sites: all sites in graph order.
         record: what the run saw.
+        flow: who makes and who reads each value.
         number_format: the 16-bit format of the run.
         parameter_free: sites that no parameter reaches (masks, positions, constants).
-        weights: ranges of the weights that are held in 16 bits.
+        weights: the weights that are held in 16 bits.
         users: for each site, the names of the weights that it uses directly.
         min_headroom: bits below which a site is reported.
+        min_sqnr: decibels below which a result is called inaccurate.
         ranges_only: whether only FP32 ran (``--ranges``).
+        fused: whether norms are taken to be one kernel with FP32 inside.
     """
 
     sites: tuple[Site, ...]
     record: RunRecord
+    flow: Flow
     number_format: NumberFormat
     parameter_free: frozenset[str]
     weights: tuple[WeightRange, ...]
     users: dict[SiteId, tuple[str, ...]]
-    min_headroom: float
-    ranges_only: bool
+    min_headroom: float = 1.0
+    min_sqnr: float = 20.0
+    ranges_only: bool = False
+    fused: bool = True
 
     @cached_property
     def site(self) -> dict[SiteId, Site]:
@@ -49,6 +69,46 @@ class CheckContext:
     def broken_weights(self) -> frozenset[str]:
         """Names of weights that overflow when they are held in 16 bits."""
         return frozenset(w.name for w in self.weights if w.peak >= self.number_format.overflow_at)
+
+    @cached_property
+    def graph_sites(self) -> tuple[Site, ...]:
+        """The sites of the first batch's graph, which ``flow`` is about."""
+        own = {site.id for site in self.flow.traced.sites}
+        return tuple(site for site in self.sites if site.id in own)
+
+    @cached_property
+    def lowered_sites(self) -> tuple[Site, ...]:
+        """Sites of the graph that make 16-bit values, views and selections left out."""
+        return tuple(s for s in self.graph_sites if self.lowered(s) and s.role not in _HANDS_ON)
+
+    @cached_property
+    def outputs(self) -> tuple[tuple[str, SiteId | None, float | None], ...]:
+        """Per output of the model: its name, the site that made its values, and their accuracy in dB."""
+        graph, found = self.flow.traced.graph, []
+        nodes = graph.output_node().args[0]
+        for name, node in zip(self.flow.traced.outputs, nodes, strict=False):  # type: ignore[arg-type]
+            site = self._made(node)
+            found.append((name, site, self.observed(site).sqnr_db if site is not None else None))
+        return tuple(found)
+
+    @cached_property
+    def origin_sites(self) -> frozenset[SiteId]:
+        """Sites that went wrong by themselves."""
+        return frozenset(origin.site for origin in self.record.origins)
+
+    @cached_property
+    def broken_sites(self) -> frozenset[SiteId]:
+        """Origins, and what they poison."""
+        return self.origin_sites | {site for origin in self.record.origins for site in origin.poisons}
+
+    def _made(self, node: object) -> SiteId | None:
+        sites = self.flow.traced.site_of_node
+        while (site := sites.get(node.name)) is None or site.role in _HANDS_ON:  # type: ignore[attr-defined]
+            sources = node.all_input_nodes  # type: ignore[attr-defined]
+            if not sources:
+                break
+            node = sources[0]
+        return site.id if site is not None else None
 
     def observed(self, site: SiteId) -> Observation:
         """The observation of a site, an empty one if it has none."""
@@ -73,38 +133,67 @@ class CheckContext:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A named question asked of a run."""
+    """A named question asked of a run; its page says the rest."""
 
     code: str
-    title: str
     find: Callable[[CheckContext], Iterable[Finding]]
 
 
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A named reason for an origin.
+
+    Attributes:
+        code: of its page.
+        applies: says why this is the reason, as a clause to go on "in FP32 ..."; ``None`` if it is not.
+        advice: what to write instead.
+    """
+
+    code: str
+    applies: Callable[[CheckContext, Site, Origin], str | None]
+    advice: str
+
+
 def finding_at(
-    context: CheckContext, site: Site, code: str, kind: Kind, severity: Severity, cause: str, advice: str
+    context: CheckContext,
+    site: Site,
+    code: str,
+    cause: str,
+    advice: str,
+    *,
+    severity: Severity | None = None,
+    confidence: Literal["observed", "proved", "rule"] = "observed",
 ) -> Finding:
-    """An observed forward finding at a site, with that site's numbers as evidence."""
-    seen = context.observed(site.id)
-    form = context.number_format
-    peak = seen.finite_peak if seen.elements else None
+    """A forward finding at a site, with that site's numbers; kind and severity are the page's."""
+    made = finding_about(code, site.id, site.layer, cause, advice, severity=severity, confidence=confidence)
+    return replace(
+        made, phase="forward", op=site.op, source=source_of(site), evidence=_evidence(context, site)
+    )
+
+
+def finding_about(
+    code: str,
+    site: SiteId,
+    layer: str,
+    cause: str,
+    advice: str,
+    *,
+    severity: Severity | None = None,
+    confidence: Literal["observed", "proved", "rule"] = "observed",
+) -> Finding:
+    """A finding about something that is no op; kind and severity are the page's."""
+    page = page_of(code)
     return Finding(
         code=code,
-        kind=kind,
-        severity=severity,
-        confidence="observed",
-        phase="forward",
-        layer=site.layer,
-        op=site.op,
-        site=site.id,
-        source=source_of(site),
-        evidence=Evidence(
-            peak=peak,
-            limit=form.max,
-            inf=int(seen.pos_inf + seen.neg_inf),
-            nan=int(seen.nan),
-            elements=seen.elements,
-            headroom_bits=form.headroom_bits(peak) if peak else None,
-        ),
+        kind=page.kind,
+        severity=severity or Severity(page.severity),
+        confidence=confidence,
+        phase="static",
+        layer=layer,
+        op="",
+        site=site,
+        source=None,
+        evidence=Evidence(),
         origin=False,
         poisons=(),
         cause=cause,
@@ -112,9 +201,24 @@ def finding_at(
     )
 
 
-def as_origin(finding: Finding, origin: Origin) -> Finding:
-    """The finding as an origin with what it poisons."""
-    return replace(finding, origin=True, poisons=origin.poisons)
+def _evidence(context: CheckContext, site: Site) -> Evidence:
+    seen, form = context.observed(site.id), context.number_format
+    peak = seen.finite_peak if seen.elements else None
+    samples = seen.samples
+    share = max(samples.sampled, 1)
+    return Evidence(
+        peak=peak,
+        limit=form.max,
+        inf=int(seen.pos_inf + seen.neg_inf),
+        nan=int(seen.nan),
+        elements=seen.elements,
+        headroom_bits=form.headroom_bits(peak) if peak else None,
+        sqnr_db=seen.sqnr_db,
+        local_sqnr_db=seen.local_sqnr_db,
+        max_error=samples.max_error if samples.sampled else None,
+        flushed=samples.flushed / share,
+        subnormal=samples.subnormal / share,
+    )
 
 
 def source_of(site: Site) -> Source | None:
@@ -122,6 +226,13 @@ def source_of(site: Site) -> Source | None:
     if site.source is None:
         return None
     return Source(site.source.file, site.source.line, site.source.code, site.caller)
+
+
+def some_sites(sites: Sequence[Site | SiteId | str], shown: int = 3) -> str:
+    """The first few ids, and how many more."""
+    names = [site.id if isinstance(site, Site) else str(site) for site in sites]
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"
 
 
 def number(value: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import Check, CheckContext, finding_at
 
 __all__ = ["CHECK"]
@@ -15,9 +15,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     for op, reason in sorted(context.record.uncovered.items()):
         site = next(s for s in context.sites if s.op == op)
         advice = "judge this op by hand; the sites after it are audited"
-        yield finding_at(
-            context, site, "AMP901", "uncovered", Severity.NOTE, f"{op} is not covered: {reason}", advice
-        )
+        yield finding_at(context, site, "AMP901", f"{op} is not covered: {reason}", advice)
 
 
-CHECK = Check("AMP901", "not covered", find)
+CHECK = Check("AMP901", find)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ampaudit.checks.finding import Evidence, Finding, Severity
-from ampaudit.checks.interface import Check, CheckContext, number, source_of
+from ampaudit.checks.interface import Check, CheckContext, finding_about, number, source_of
+from ampaudit.run.weights import WeightRange
 from ampaudit.sites import SiteId
 from ampaudit.trace import Site
 
-__all__ = ["CHECK"]
+__all__ = ["CHECK", "of_weight"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
@@ -24,30 +27,64 @@ def find(context: CheckContext) -> Iterator[Finding]:
             continue
         explained = [(o, s) for o, s in origins if context.from_weight(s) == weight.name]
         poisons = dict.fromkeys(p for o, s in explained for p in (s.id, *o.poisons))
-        harmless = not weight.parameter and not explained
+        harmless = not weight.parameter and not explained and _users_are_right(context, weight.name)
         first: Site | None = explained[0][1] if explained else None
-        yield Finding(
-            code="AMP401",
-            kind="weights",
+        variance = weight.name.endswith("running_var")
+        text = f"{weight.name} holds {number(weight.peak)}; {form.name} ends at {number(form.max)}"
+        count = f"; {weight.overflow} of {weight.elements} elements become inf"
+        yield of_weight(
+            context,
+            weight,
+            "AMP403" if variance else "AMP401",
+            text + count + ("; every value that depends on it came out finite" if harmless else ""),
+            f"keep {weight.name} in float32, or rescale it",
             severity=Severity.NOTE if harmless else Severity.ERROR,
-            confidence="observed",
-            phase="weights",
-            layer=weight.name.rpartition(".")[0],
-            op="cast",
-            site=first.id if first else SiteId(f"{weight.name}/stored"),
-            source=source_of(first) if first else None,
-            evidence=Evidence(
-                peak=weight.peak,
-                limit=form.max,
-                elements=weight.elements,
-                headroom_bits=form.headroom_bits(weight.peak),
-            ),
-            origin=not harmless,
+            first=first,
             poisons=tuple(p for p in poisons if first is None or p != first.id),
-            cause=f"{weight.name} holds {number(weight.peak)}; {form.name} ends at {number(form.max)}"
-            + ("; every value that depends on it came out finite" if harmless else ""),
-            advice=f"keep {weight.name} in float32, or rescale it",
         )
 
 
-CHECK = Check("AMP401", "weight out of range", find)
+def _users_are_right(context: CheckContext, name: str) -> bool:
+    """Whether every op that uses a weight gives accurate values all the same."""
+    users = [site for site, names in context.users.items() if name in names]
+    accuracies = [db for site in users if (db := context.observed(site).sqnr_db) is not None]
+    return min(accuracies, default=math.inf) >= context.min_sqnr
+
+
+def of_weight(
+    context: CheckContext,
+    weight: WeightRange,
+    code: str,
+    cause: str,
+    advice: str,
+    *,
+    severity: Severity | None = None,
+    first: Site | None = None,
+    poisons: tuple[SiteId, ...] = (),
+) -> Finding:
+    """A finding about a weight, at the first site where it shows or at the weight itself."""
+    form = context.number_format
+    site = first.id if first else SiteId(f"{weight.name}/stored")
+    layer = weight.name.rpartition(".")[0]
+    made = finding_about(code, site, layer, cause, advice, severity=severity)
+    evidence = Evidence(
+        peak=weight.peak,
+        limit=form.max,
+        inf=weight.overflow,
+        elements=weight.elements,
+        headroom_bits=form.headroom_bits(weight.peak) if weight.peak else None,
+        flushed=weight.vanish / weight.nonzero if weight.nonzero else 0.0,
+        subnormal=weight.subnormal / weight.nonzero if weight.nonzero else 0.0,
+    )
+    return replace(
+        made,
+        phase="weights",
+        op="cast",
+        source=source_of(first) if first else None,
+        evidence=evidence,
+        origin=made.severity is Severity.ERROR,
+        poisons=poisons,
+    )
+
+
+CHECK = Check("AMP401", find)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import Check, CheckContext, finding_at, number
 
 __all__ = ["CHECK"]
@@ -22,7 +22,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             continue
         cause = f"FP32 values reach {number(seen.ref_peak)}; {form.name} ends at {number(form.max)}"
         advice = "run a full scan: it says whether the policy computes this in 16 bits, and what that breaks"
-        yield finding_at(context, site, "AMP110", "overflow", Severity.WARNING, cause, advice)
+        yield finding_at(context, site, "AMP110", cause, advice)
 
 
-CHECK = Check("AMP110", "would overflow in 16 bits", find)
+CHECK = Check("AMP110", find)

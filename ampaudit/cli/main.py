@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from ampaudit import __version__
+from ampaudit.cli.explain_command import explain_command
 from ampaudit.cli.plan_command import plan_command
 from ampaudit.cli.rules_command import rules_group
 from ampaudit.cli.scan_command import scan_command
@@ -29,7 +30,7 @@ def main() -> None:
     """
 
 
-for _command in (scan_command, plan_command, rules_group):
+for _command in (scan_command, plan_command, rules_group, explain_command):
     main.add_command(_command)
 
 

@@ -40,6 +40,12 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--min-headroom", type=float, default=1.0, show_default=True, metavar="BITS", help="Warn below this."
 )
+@click.option(
+    "--min-sqnr", type=float, default=20.0, show_default=True, metavar="DB", help="Accuracy asked for."
+)
+@click.option(
+    "--ignore", multiple=True, metavar="CODE[:LAYER]", help="Hide findings by code, and layer glob; repeat."
+)
 @click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
 @click.option("-v", "--verbose", is_flag=True, help="Notes and every site, too.")
 @click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
@@ -87,6 +93,8 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
             seed=options["seed"],
             ranges=options["ranges"],
             min_headroom=options["min_headroom"],
+            min_sqnr=options["min_sqnr"],
+            ignore=options["ignore"],
             fail_on=options["fail_on"],
             progress=progress.update,
         )

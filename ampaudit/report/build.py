@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Literal
 
 from ampaudit import __version__
 from ampaudit.checks import Finding, Severity
@@ -47,7 +47,7 @@ def build_report(
 ) -> Report:
     """The report of one audit; ``raised`` are the sites that measured rules decided."""
     threshold = Severity(fail_on).rank if fail_on != "never" else math.inf
-    failed = any(finding.severity.rank >= threshold for finding in findings)
+    failed = any(f.severity.rank >= threshold and f.suppressed is None for f in findings)
     memory = converted.weight_bytes
     return Report(
         schema=SCHEMA,
@@ -59,7 +59,7 @@ def build_report(
         coverage=_coverage(context),
         findings=findings,
         sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
-        outputs=_outputs(context, converted),
+        outputs=_outputs(context),
         weights=WeightMemory(memory["master"], memory["working"]),
         notes=converted.traced.notes,
         raised=raised,
@@ -154,21 +154,8 @@ def _what_if(seen: Observation, form: NumberFormat) -> WhatIf:
     )
 
 
-def _outputs(context: CheckContext, converted: ConvertedModel) -> tuple[OutputAccuracy, ...]:
-    """The accuracy of each output, found at the site that made its values."""
-    sites = converted.traced.site_of_node
-    nodes: Any = converted.traced.graph.output_node().args[0]
-    found: list[OutputAccuracy] = []
-    for name, node in zip(converted.traced.outputs, nodes, strict=False):
-        while (site := sites.get(node.name)) is None or site.role in _HANDS_ON:
-            sources = node.all_input_nodes
-            if not sources:
-                break
-            node = sources[0]
-        made = site.id if site is not None else None
-        sqnr = context.observed(made).sqnr_db if made is not None else None
-        found.append(OutputAccuracy(name, made, _rounded(sqnr)))
-    return tuple(found)
+def _outputs(context: CheckContext) -> tuple[OutputAccuracy, ...]:
+    return tuple(OutputAccuracy(name, made, _rounded(sqnr)) for name, made, sqnr in context.outputs)
 
 
 def _bits(form: NumberFormat, peak: float) -> float | None:

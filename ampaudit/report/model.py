@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ampaudit.checks.finding import Finding, Severity, Source
+from ampaudit.checks.running import CRASHED
 from ampaudit.sites import SiteId
 
 __all__ = [
@@ -216,9 +217,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 for a pass, 1 for findings at or above ``fail_on``."""
+        """0 for a pass, 1 for findings at or above ``fail_on``, 3 if a check itself failed."""
+        if any(finding.code == CRASHED for finding in self.findings):
+            return 3
         return 0 if self.verdict == "pass" else 1
 
     def count(self, severity: Severity) -> int:
-        """Findings of one severity."""
-        return sum(finding.severity is severity for finding in self.findings)
+        """Findings of one severity, without those that are suppressed."""
+        return sum(f.severity is severity and f.suppressed is None for f in self.findings)

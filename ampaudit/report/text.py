@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ampaudit.checks.finding import Finding, Severity
 from ampaudit.checks.interface import number
+from ampaudit.pages import page_of
 from ampaudit.report.model import Report
 from ampaudit.report.tables import (
     all_sites,
@@ -22,19 +23,9 @@ from ampaudit.report.tables import (
 )
 from ampaudit.report.words import plain, short_op
 
-__all__ = ["TITLES", "print_report", "render"]
+__all__ = ["print_report", "render"]
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
-TITLES = {
-    "AMP101": "overflow",
-    "AMP102": "little headroom",
-    "AMP103": "out of domain",
-    "AMP104": "saturated mask",
-    "AMP110": "would overflow",
-    "AMP401": "weight out of range",
-    "AMP601": "forbidden op",
-    "AMP901": "not covered",
-}
 _POISONS_SHOWN = 3
 
 
@@ -48,10 +39,11 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
     if verbosity < 0:
         return _verdict(report)
     parts: list[RenderableType] = [_heading(report), Text(), _verdict(report)]
-    shown = [f for f in report.findings if verbosity > 0 or f.severity is not Severity.NOTE]
+    active = [f for f in report.findings if f.suppressed is None]
+    shown = [f for f in active if verbosity > 0 or f.severity is not Severity.NOTE]
     for position, finding in enumerate(shown, 1):
         parts += [Text(), _finding(finding, position)]
-    hidden = len(report.findings) - len(shown)
+    hidden = len(active) - len(shown)
     if report.run.level == "ranges":
         parts += [Text(), *what_if_table(report, nearest)]
     else:
@@ -95,7 +87,7 @@ def _verdict(report: Report) -> Text:
 
 
 def _finding(finding: Finding, position: int) -> RenderableType:
-    title = TITLES.get(finding.code, finding.kind)
+    title = page_of(finding.code).title
     lines: list[RenderableType] = [
         Text.assemble(
             f"{position:>2}  ",

@@ -8,6 +8,7 @@ from torch import fx
 
 from ampaudit.run.meter import Measured
 from ampaudit.run.program import Program
+from ampaudit.run.record import Fate, Origin, decibel
 from ampaudit.run.step import Step
 from ampaudit.sites import SiteId
 
@@ -45,7 +46,10 @@ class Faults:
         self._given_peak = given_peak
         self._rows: dict[SiteId, Measured] = {}
         self._peaks: dict[SiteId, float] = {}
+        self._seen: dict[SiteId, tuple[float, float]] = {}
         for row in measured:
+            signal, error = self._seen.get(row.site, (0.0, 0.0))
+            self._seen[row.site] = (signal + row.fields["ref_sq"], error + row.fields["err_sq"])
             self._peaks[row.site] = max(self._peaks.get(row.site, 0.0), row.fields["ref_peak"])
             if row.bad and row.site not in self._rows:
                 self._rows[row.site] = row
@@ -64,7 +68,7 @@ class Faults:
         """Whether anything is wrong that is not a harmless mask."""
         return any(not self._harmless(step) for step in self._wrong_steps())
 
-    def poisoned_by(self, origin: SiteId) -> tuple[SiteId, ...]:
+    def _poisoned_by(self, origin: SiteId) -> tuple[SiteId, ...]:
         """Wrong sites that a path of wrong sites connects with the origin, in graph order."""
         start = next(s.node for s in self._program.steps if s.site and s.site.id == origin)
         reached = self._reach(start)
@@ -73,6 +77,29 @@ class Faults:
             for step in self._program.steps
             if step.site and step.node in reached and step.node is not start and step.makes_values
         )
+
+    def origin(self, site: SiteId, batch: int) -> Origin:
+        """What became of an origin: what it poisons, and whether an output shows it."""
+        start = next(s.node for s in self._program.steps if s.site and s.site.id == site)
+        reached = self._reach(start)
+        shown = any(node in reached for node in self._program.outputs)
+        hiding = [
+            step.site.id
+            for step in self._program.steps
+            if step.site
+            and step.node not in reached
+            and step.makes_values
+            and step.site.id in self._seen
+            and any(node in reached for node in step.node.all_input_nodes)
+        ]
+        fate: Fate = "reaches the output" if shown or not hiding else "recovered"
+        sqnr = [db for hidden in hiding if (db := self._sqnr(hidden)) is not None]
+        return Origin(site, batch, self._poisoned_by(site), fate, tuple(hiding), min(sqnr, default=None))
+
+    def _sqnr(self, site: SiteId) -> float | None:
+        """Accuracy in the unrepaired run; where nothing of the signal is left, 0."""
+        signal, error = self._seen[site]
+        return decibel(signal, error) if signal else (0.0 if error else None)
 
     def _wrong_nodes(self) -> set[fx.Node]:
         wrong: set[fx.Node] = set()

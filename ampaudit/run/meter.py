@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from ampaudit.formats import NumberFormat
 from ampaudit.run.backends import Backend
 from ampaudit.run.flat import flat_pair
+from ampaudit.run.inside import inside_peak
 from ampaudit.run.local import local_error
 from ampaudit.run.lockstep import StepCall
 from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
@@ -55,6 +56,7 @@ class Meter:
         self._local = local
         self._rows: list[tuple[SiteId, list[float] | torch.Tensor, int]] = []
         self._local_rows: list[tuple[SiteId, torch.Tensor, int]] = []
+        self._inside_rows: list[tuple[SiteId, torch.Tensor]] = []
 
     def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
         """Single CPU outputs are measured while they are rounded."""
@@ -72,11 +74,17 @@ class Meter:
         bad = False
         for first, second in float_outputs(reference, value):
             bad |= self._measure_pair(step, first, second, call.measure)
+        self._look_inside(step, call)
         if self._local and step.lowered and not call.shared and not bad:
             error = local_error(step, self._backend, call, reference)
             if error is not None:
                 self._local_rows.append((step.site.id, *error))
         return value
+
+    def _look_inside(self, step: Step, call: StepCall) -> None:
+        assert step.site is not None
+        if self._local and (peak := inside_peak(step, call.ref_args, self._near * 2)) is not None:
+            self._inside_rows.append((step.site.id, peak))
 
     def _measure_pair(
         self, step: Step, reference: torch.Tensor, value: torch.Tensor, seen: BlockMeasure | None
@@ -126,6 +134,12 @@ class Meter:
         for site, row, elements in self._rows:
             numbers = next(fetched) if isinstance(row, torch.Tensor) else row
             yield Measured(site, dict(zip(FIELDS, numbers, strict=True)), elements)
+
+    def inside_results(self) -> Iterator[tuple[SiteId, float]]:
+        """The largest square inside each norm that is given 16 bits."""
+        if self._inside_rows:
+            peaks = torch.stack([peak for _, peak in self._inside_rows]).tolist()
+            yield from zip((site for site, _ in self._inside_rows), peaks, strict=True)
 
     def local_results(self) -> Iterator[tuple[SiteId, float, float, int]]:
         """Sums of squared local errors and references, with the elements they are over."""

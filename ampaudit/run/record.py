@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ampaudit.run.measure import FIELDS
 from ampaudit.run.samples import SampleStatistics
 from ampaudit.sites import SiteId
 
-__all__ = ["Observation", "Origin", "RunRecord"]
+__all__ = ["Fate", "Observation", "Origin", "RunRecord", "decibel"]
+
+Fate = Literal["reaches the output", "recovered"]
 
 _MAXIMA = ("ref_peak", "peak", "bad_ref_peak")
 
@@ -19,6 +22,7 @@ class Observation:
     """Everything measured at one site, merged over batches (maxima, minima, sums).
 
     Peaks, counts and errors are over all elements; what ``samples`` holds is over the sampled ones.
+    ``inside_peak`` is the largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch.
     """
 
     elements: int = 0
@@ -35,12 +39,15 @@ class Observation:
     local_err_sq: float = 0.0
     local_ref_sq: float = 0.0
     local_elements: int = 0
+    inside_peak: float = 0.0
+    batch_peaks: list[float] = field(default_factory=list)
     samples: SampleStatistics = field(default_factory=SampleStatistics)
 
     def merge(self, fields: dict[str, float], elements: int) -> None:
         """Add one batch's measured fields."""
         self.elements += elements
         self.batches += 1
+        self.batch_peaks.append(fields["ref_peak"])
         for name, number in fields.items():
             old = getattr(self, name)
             setattr(self, name, max(old, number) if name in _MAXIMA else old + number)
@@ -58,12 +65,12 @@ class Observation:
     @property
     def sqnr_db(self) -> float | None:
         """Accumulated signal to error ratio, 10 log10(sum ref^2 / sum err^2); None without error."""
-        return _decibel(self.ref_sq, self.err_sq)
+        return decibel(self.ref_sq, self.err_sq)
 
     @property
     def local_sqnr_db(self) -> float | None:
         """The same for this op alone, fed with the reference's inputs rounded to 16 bits."""
-        return _decibel(self.local_ref_sq, self.local_err_sq)
+        return decibel(self.local_ref_sq, self.local_err_sq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +81,17 @@ class Origin:
         site: where.
         batch: number of the first batch in which it happened, from 0.
         poisons: sites that become inf or NaN because of it when nothing is repaired, in graph order.
+        fate: whether an output of the model is inf or NaN because of it, or all is finite again before.
+        hidden_at: sites that take in inf or NaN from it and give finite values, in graph order.
+        hidden_sqnr_db: the worst accuracy at those; ``None`` where they are exact.
     """
 
     site: SiteId
     batch: int
     poisons: tuple[SiteId, ...]
+    fate: Fate = "reaches the output"
+    hidden_at: tuple[SiteId, ...] = ()
+    hidden_sqnr_db: float | None = None
 
 
 @dataclass(slots=True)
@@ -112,7 +125,8 @@ class RunRecord:
         return self.observations.setdefault(site, Observation())
 
 
-def _decibel(signal: float, error: float) -> float | None:
+def decibel(signal: float, error: float) -> float | None:
+    """10 log10(signal / error); ``None`` without error, or without signal."""
     if error == 0.0 or signal == 0.0 or not math.isfinite(signal / error):
         return None
     return 10.0 * math.log10(signal / error)

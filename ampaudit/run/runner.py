@@ -21,7 +21,7 @@ from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import LockStep, Pair
 from ampaudit.run.meter import Measured, Meter
 from ampaudit.run.program import compile_program
-from ampaudit.run.record import Origin, RunRecord
+from ampaudit.run.record import RunRecord
 from ampaudit.run.repair import RepairingMeter
 from ampaudit.sites import SiteId
 from ampaudit.source.interface import Batch
@@ -183,7 +183,7 @@ class Runner:
         known = {origin.site for origin in self.record.origins}
         for site in origins:
             if site not in known:
-                self.record.origins.append(Origin(site, number, faults.poisoned_by(site)))
+                self.record.origins.append(faults.origin(site, number))
 
     def _merge(self, meter: Meter, measured: Sequence[Measured]) -> None:
         for row in measured:
@@ -193,6 +193,9 @@ class Runner:
             observation.local_err_sq += error
             observation.local_ref_sq += signal
             observation.local_elements += elements
+        for site, peak in meter.inside_results():
+            observation = self.record.observation(site)
+            observation.inside_peak = max(observation.inside_peak, peak)
         for name, statistics in meter.samples.results.items():
             self.record.observation(self.sites[name].id).samples.add(statistics)
         self.record.uncovered.update(meter.uncovered)

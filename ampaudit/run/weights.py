@@ -1,11 +1,16 @@
-"""Ranges of the weights that the converted model holds in 16 bits."""
+"""Ranges of the weights that the converted model holds in 16 bits, and what rounding does to them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import torch
+
 from ampaudit.convert import ConvertedModel
+from ampaudit.formats import NumberFormat, format_named
+from ampaudit.run.measure import BLOCK
+from ampaudit.run.step import LOWER
 from ampaudit.trace.graph import Slot
 
 __all__ = ["WeightRange", "weight_ranges"]
@@ -13,9 +18,18 @@ __all__ = ["WeightRange", "weight_ranges"]
 
 @dataclass(frozen=True, slots=True)
 class WeightRange:
-    """One weight in FP32: its name, element count, and largest finite magnitude.
+    """One weight in FP32, and in 16 bits; counts are exact, over all elements.
 
-    ``parameter`` is false for buffers and constants.
+    Attributes:
+        name: its path.
+        parameter: false for buffers and constants.
+        elements: how many.
+        peak: largest finite magnitude.
+        nonfinite: whether it holds inf or NaN in FP32 already.
+        nonzero: elements that are not zero in FP32.
+        overflow: finite elements that become infinite.
+        vanish: elements that become zero.
+        subnormal: elements that become subnormal and so lose precision.
     """
 
     name: str
@@ -23,10 +37,14 @@ class WeightRange:
     elements: int
     peak: float
     nonfinite: bool
+    nonzero: int = 0
+    overflow: int = 0
+    vanish: int = 0
+    subnormal: int = 0
 
 
 def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[WeightRange, ...]:
-    """One range per weight that has a 16-bit copy, in graph order.
+    """One range per weight that has a 16-bit copy, in graph order; tied weights are read once.
 
     Args:
         converted: the model.
@@ -40,9 +58,50 @@ def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[W
             continue
         peak = known.get(copy.name, math.nan)
         if not math.isfinite(peak):
-            peak = max(-float(master.amin()), float(master.amax()))
+            peak = float(torch.maximum(-master.amin(), master.amax()))
         finite = math.isfinite(peak)
+        form = format_named(str(copy.dtype).removeprefix("torch."))
+        unrounded = converted.unrounded(copy.placeholder, master)
+        beyond = not finite or peak >= form.overflow_at
+        counts = _counts(unrounded, copy.dtype, form, beyond) if copy.dtype in LOWER else (0, 0, 0, 0)
+        nonzero, overflow, vanish, subnormal = counts
         ranges[copy.name] = WeightRange(
-            copy.name, copy.placeholder in parameters, master.numel(), peak if finite else 0.0, not finite
+            copy.name,
+            copy.placeholder in parameters,
+            master.numel(),
+            peak if finite else _finite_peak(master),
+            not finite,
+            nonzero,
+            overflow,
+            vanish,
+            subnormal,
         )
     return tuple(ranges.values())
+
+
+def _finite_peak(master: torch.Tensor) -> float:
+    return float(master.float().abs().nan_to_num(0.0, 0.0, 0.0).amax())
+
+
+def _counts(
+    master: torch.Tensor, dtype: torch.dtype, form: NumberFormat, beyond: bool
+) -> tuple[int, int, int, int]:
+    """Non-zero, overflowing (if there are such), vanishing and subnormal elements, counted in blocks.
+
+    The magnitude of a 16-bit float orders like its lower 15 bits: those below the smallest normal number
+    are zero or subnormal, those of all ones in the exponent are infinite.
+    """
+    flat = master.reshape(-1)
+    edges = torch.tensor([form.min_normal, math.inf], dtype=dtype).view(torch.int16)
+    normal, infinite = edges.tolist()
+    rows: list[torch.Tensor] = []
+    for start in range(0, flat.numel(), BLOCK):
+        block = flat[start : start + BLOCK]
+        half = block.to(dtype)
+        bits = half.view(torch.int16).bitwise_and(0x7FFF)
+        counted = [block, half, bits.lt(normal)]
+        counted += [bits.eq(infinite) & block.isfinite()] if beyond else []
+        rows.append(torch.stack([torch.count_nonzero(part) for part in counted]))
+    nonzero, kept, tiny, *rest = torch.stack(rows).sum(0).tolist()
+    zeros = flat.numel() - kept
+    return nonzero, rest[0] if rest else 0, nonzero - kept, tiny - zeros

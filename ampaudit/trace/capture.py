@@ -33,7 +33,7 @@ from ampaudit.trace.interpose import interposed
 from ampaudit.trace.opnames import CASTABLE
 from ampaudit.trace.shadow import fake_like, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
-from ampaudit.trace.storage import storage_notes, stored_dtypes
+from ampaudit.trace.storage import split_ties, storage_notes, stored_dtypes
 
 __all__ = ["Setting", "capture", "input_signature"]
 
@@ -140,6 +140,7 @@ def _assemble(
         dtype=setting.lower,
         notes=notes,
         clip=setting.rules.file.weights.clip,
+        split_ties=split_ties(model, setting.rules.file.weights, setting.lower),
     )
 
 

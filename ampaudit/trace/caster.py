@@ -30,7 +30,7 @@ from ampaudit.trace.opnames import (
     short_name,
 )
 
-__all__ = ["META_KEY", "Call", "Caster", "OpRecord"]
+__all__ = ["META_KEY", "NO_KERNEL", "Call", "Caster", "OpRecord"]
 
 META_KEY = "ampaudit"  # of a node's metadata: its OpRecord
 
@@ -39,6 +39,9 @@ AUTHOR_DISABLED = Decision(
 )
 INSIDE = Decision(
     Cast.FOLLOW, None, "default", "inside an op with a graph of its own, which stays in float32"
+)
+NO_KERNEL = Decision(
+    Cast.FORBID, None, "no-kernel", "torch has no 16-bit kernel for it; the audit went on in float32"
 )
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 

@@ -105,7 +105,7 @@ class TracedModel:
 
     ``tensors`` maps placeholder names to the model's own FP32 tensors (never copies); ``signature`` are
     the shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
-    fit.
+    fit; ``split_ties`` names tied weights that the policy would store differently under each name.
     """
 
     graph: fx.Graph
@@ -118,6 +118,7 @@ class TracedModel:
     dtype: torch.dtype
     notes: tuple[str, ...]
     clip: Constants | None = None
+    split_ties: tuple[tuple[str, ...], ...] = ()
 
     @property
     def site_of_node(self) -> dict[str, Site]:

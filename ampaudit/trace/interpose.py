@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,10 +22,13 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ampaudit.replay import INSERTED, replayed_meta
 from ampaudit.sites import SiteId
-from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, Caster, OpRecord
+from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, NO_KERNEL, Caster, OpRecord
 from ampaudit.trace.entry import layer_of
 
 __all__ = ["interposed"]
+
+# what torch says where an op has no kernel for a 16-bit format
+_NO_KERNEL = re.compile(r"\b(Half|BFloat16|[Ll]ow precision)\b")
 
 
 @contextmanager
@@ -50,8 +54,13 @@ def interposed(caster: Caster) -> Iterator[None]:
             # the flags that the author's code reads must not make autocast act below the tracer
             nodes = self.tracer.graph.nodes
             last = next(iter(reversed(nodes)), None)
-            with torch._C._DisableAutocast():
-                result = original(self, target, types, call_args, call_kwargs)
+            try:
+                with torch._C._DisableAutocast():
+                    result = original(self, target, types, call_args, call_kwargs)
+            except (RuntimeError, NotImplementedError):
+                for node in list(itertools.takewhile(lambda n: n is not last, reversed(nodes))):
+                    self.tracer.graph.erase_node(node)
+                raise
             # an op with several results is followed by one node for each
             for node in itertools.takewhile(lambda n: n is not last, reversed(nodes)):
                 if isinstance(node.target, OpOverload):
@@ -59,8 +68,7 @@ def interposed(caster: Caster) -> Iterator[None]:
             return result
 
         if caster.splits(op):
-            with self:
-                parts = op.decompose(*args, **kwargs)
+            parts = _parts(self, op, args, kwargs)
             if parts is not NotImplemented:
                 return parts
 
@@ -74,7 +82,14 @@ def interposed(caster: Caster) -> Iterator[None]:
         args, kwargs, exact = caster.clipped(op, args, kwargs, made.decision)
         made = replace(made, exact=exact, replayed=replayed_meta())
         op, args, kwargs = caster.apply(made.decision, dtype, op, args, kwargs, cast, id(self.tracer))
-        result = record(made, op, *args, **kwargs)
+        try:
+            result = record(made, op, *args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if not _NO_KERNEL.search(str(error)):
+                raise
+            made = replace(made, decision=NO_KERNEL)
+            op, args, kwargs = caster.apply(NO_KERNEL, dtype, op, args, kwargs, cast, id(self.tracer))
+            result = record(made, op, *args, **kwargs)
         caster.note_writes(op, args)
         limit = made.decision.clamp
         if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
@@ -88,6 +103,19 @@ def interposed(caster: Caster) -> Iterator[None]:
         yield
     finally:
         ProxyTorchDispatchMode.__torch_dispatch__ = original  # type: ignore[method-assign]
+
+
+def _parts(
+    mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a composite op consists of; ``NotImplemented`` where it refuses 16 bits as a whole."""
+    try:
+        with mode:
+            return op.decompose(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        if not _NO_KERNEL.search(str(error)):
+            raise
+        return NotImplemented
 
 
 def _layer(mode: ProxyTorchDispatchMode) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -13,11 +14,25 @@ from ampaudit.policy.schema import KeepFp32, Weights
 from ampaudit.trace.opnames import CASTABLE
 from ampaudit.trace.shadow import named_tensors
 
-__all__ = ["storage_notes", "stored_dtypes"]
+__all__ = ["split_ties", "storage_notes", "stored_dtypes"]
 
 
 def stored_dtypes(model: nn.Module, weights: Weights, lower: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each floating-point tensor that is not stored as it is, by name; float64 stays."""
+    """The dtype of each floating-point tensor that is not stored as it is, by name; float64 stays.
+
+    A tensor with several names is treated alike under each: where one is kept, all are.
+    """
+    stored = _chosen(model, weights, lower)
+    apart = {name for names in _tied_apart(model, stored) for name in names}
+    return {name: dtype for name, dtype in stored.items() if name not in apart}
+
+
+def split_ties(model: nn.Module, weights: Weights, lower: torch.dtype) -> tuple[tuple[str, ...], ...]:
+    """Names of one tensor of which the policy keeps only some as they are."""
+    return _tied_apart(model, _chosen(model, weights, lower))
+
+
+def _chosen(model: nn.Module, weights: Weights, lower: torch.dtype) -> dict[str, torch.dtype]:
     if weights.storage != "lower":
         return {}
     listed = _kept_in_fp32(model, lower) if weights.keep_fp32_modules == "respect" else ()
@@ -34,6 +49,14 @@ def stored_dtypes(model: nn.Module, weights: Weights, lower: torch.dtype) -> dic
         and not any(fnmatchcase(part, pattern) for part in name.split(".") for pattern in listed)
         and not any(_keeps(rule, name, modules[name.rpartition(".")[0]]) for rule in rules)
     }
+
+
+def _tied_apart(model: nn.Module, stored: Mapping[str, torch.dtype]) -> tuple[tuple[str, ...], ...]:
+    tied: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in named_tensors(model).items():
+        tied[id(tensor)].append(name)
+    groups = (tuple(names) for names in tied.values())
+    return tuple(names for names in groups if 0 < sum(name in stored for name in names) < len(names))
 
 
 def storage_notes(model: nn.Module, weights: Weights, lower: torch.dtype) -> tuple[str, ...]:

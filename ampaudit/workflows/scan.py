@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypedDict, Unpack
+from typing import Literal, Unpack
 
 from torch import nn
 
-from ampaudit.checks import run_checks
+from ampaudit.checks import ALL_CHECKS, Finding, run_checks
 from ampaudit.checks.interface import CheckContext
+from ampaudit.checks.suppress import comments_in, suppressed
 from ampaudit.errors import InputError
-from ampaudit.formats import NumberFormat, lower_format
+from ampaudit.formats import lower_format
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.report.build import FailOn, build_report
+from ampaudit.report.build import build_report
 from ampaudit.report.model import ModelInfo, Report, RunInfo
-from ampaudit.run.audit import Audit, Plan, Progress, run_audits, silent
-from ampaudit.run.backends import Backend
-from ampaudit.run.weights import weight_ranges
-from ampaudit.sites import SiteId
+from ampaudit.run.audit import Audit, Plan, run_audits
 from ampaudit.source import ModelSource
+from ampaudit.workflows.context import context_of
 from ampaudit.workflows.device import environment_of, pick_device
 from ampaudit.workflows.inputs import Inputs, source_of
+from ampaudit.workflows.settings import ScanOptions, Settings
 
 __all__ = ["scan", "scan_policies", "scan_source"]
 
@@ -32,11 +32,7 @@ def scan(
     batches: Iterable[Inputs] | None = None,
     policy: str | RuleSet = "ampaudit",
     dtype: str = "float16",
-    device: str = "auto",
-    seed: int = 0,
-    ranges: bool = False,
-    min_headroom: float = 1.0,
-    fail_on: FailOn = "error",
+    **options: Unpack[ScanOptions],
 ) -> Report:
     """Audit a model in memory.
 
@@ -46,11 +42,7 @@ def scan(
         batches: several batches instead of one.
         policy: name of a shipped policy, path of a rule file, or a loaded rule set.
         dtype: ``float16`` or ``bfloat16``.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        seed: of the random numbers that the model draws.
-        ranges: only run FP32 and say what each format would do to its values.
-        min_headroom: bits below which a healthy site is reported as a warning.
-        fail_on: severity from which ``report.exit_code`` is 1.
+        **options: see ``Settings``.
 
     Raises:
         AuditError: see ``ampaudit.errors``.
@@ -61,28 +53,7 @@ def scan(
         )
     given = [inputs] if inputs is not None else list(batches or [])
     source = source_of(model, given)
-    return scan_source(
-        source,
-        policy=policy,
-        dtype=dtype,
-        device=device,
-        seed=seed,
-        ranges=ranges,
-        min_headroom=min_headroom,
-        fail_on=fail_on,
-    )
-
-
-class ScanOptions(TypedDict, total=False):
-    """The options of ``scan_policies`` that have a default."""
-
-    device: str
-    seed: int
-    ranges: bool
-    min_headroom: float
-    fail_on: FailOn
-    progress: Progress | None
-    backend: Backend | None
+    return scan_source(source, policy=policy, dtype=dtype, **options)
 
 
 def scan_source(
@@ -97,74 +68,49 @@ def scan_policies(
     *,
     policies: Sequence[str | RuleSet],
     dtype: str,
-    device: str = "auto",
-    seed: int = 0,
-    ranges: bool = False,
-    min_headroom: float = 1.0,
-    fail_on: FailOn = "error",
-    progress: Progress | None = None,
-    backend: Backend | None = None,
+    **options: Unpack[ScanOptions],
 ) -> list[Report]:
     """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
-    form = lower_format(dtype)
-    where = pick_device(device)
+    settings = Settings(**options)
+    form, where = lower_format(dtype), pick_device(settings.device)
+    hidden = settings.hidden
     loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in policies]
     rule_sets = [rules.within(environment_of(where)) for rules in loaded]
     author = load_policy("torch-cuda")
-    subjects = [None if ranges else rules for rules in rule_sets]
-    plans = [Plan(rules, author, form, where, seed=seed, backend=backend) for rules in subjects]
-    audits = run_audits(source.model, source.batches, plans, progress or silent)
-    return [
-        _report(audit, source, rules, plan, min_headroom, fail_on)
-        for audit, rules, plan in zip(audits, rule_sets, plans, strict=True)
+    subjects = [None if settings.ranges else rules for rules in rule_sets]
+    plans = [
+        Plan(rules, author, form, where, seed=settings.seed, backend=settings.backend) for rules in subjects
     ]
+    audits = run_audits(source.model, source.batches, plans, settings.told)
+    reports: list[Report] = []
+    for audit, rules in zip(audits, rule_sets, strict=True):
+        context = context_of(audit, form, settings)
+        found = run_checks(context, ALL_CHECKS)
+        hiding = (*hidden, *comments_in(context.sites))
+        subject = (source, rules, settings)
+        reports.append(_report(audit, context, suppressed(found, hiding), subject))
+    return reports
 
 
 def _report(
-    audit: Audit, source: ModelSource, rules: RuleSet, plan: Plan, min_headroom: float, fail_on: FailOn
+    audit: Audit,
+    context: CheckContext,
+    findings: tuple[Finding, ...],
+    subject: tuple[ModelSource, RuleSet, Settings],
 ) -> Report:
-    ranges = plan.rules is None
-    context = _context(audit, plan.number_format, min_headroom, ranges)
-    level: Literal["ranges", "scan"] = "ranges" if ranges else "scan"
+    source, rules, settings = subject
+    level: Literal["ranges", "scan"] = "ranges" if settings.ranges else "scan"
     info = RunInfo(
         device=audit.record.device,
-        backend="float32" if ranges else audit.record.backend,
-        dtype=plan.number_format.name,
-        policy="fp32" if ranges else rules.name,
+        backend="float32" if settings.ranges else audit.record.backend,
+        dtype=context.number_format.name,
+        policy="fp32" if settings.ranges else rules.name,
         batches=audit.record.batches,
-        seed=plan.seed,
+        seed=settings.seed,
         level=level,
         mode="train" if source.model.training else "eval",
     )
     model = ModelInfo(source.location, source.kind, source.sha256)
-    found = run_checks(context)
-    return build_report(context, found, audit.converted, model, info, fail_on, raised=audit.raised)
-
-
-def _context(audit: Audit, form: NumberFormat, min_headroom: float, ranges: bool) -> CheckContext:
-    return CheckContext(
-        sites=audit.sites,
-        record=audit.record,
-        number_format=form,
-        parameter_free=audit.parameter_free,
-        weights=() if ranges else weight_ranges(audit.converted, _weight_peaks(audit)),
-        users=_weight_users(audit),
-        min_headroom=min_headroom,
-        ranges_only=ranges,
+    return build_report(
+        context, findings, audit.converted, model, info, settings.fail_on, raised=audit.raised
     )
-
-
-def _weight_peaks(audit: Audit) -> dict[str, float]:
-    """Peaks of the weights that are cast in the graph: the run measured them."""
-    seen = audit.record.observations
-    return {s.weight: seen[s.id].ref_peak for s in audit.sites if s.weight is not None and s.id in seen}
-
-
-def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
-    """For each site, the weights held in 16 bits that it uses directly."""
-    copies = {copy.node: copy.name for copy in audit.converted.copies.values()}
-    nodes = {node.name: node for node in audit.converted.traced.graph.nodes}
-    return {
-        site.id: tuple(copies[used.name] for used in nodes[site.node].all_input_nodes if used.name in copies)
-        for site in audit.converted.traced.sites
-    }

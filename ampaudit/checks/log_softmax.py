@@ -1,0 +1,41 @@
+"""AMP203: log(softmax(x)): a small probability becomes 0, and its log is -inf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.interface import Cause, Check, CheckContext, finding_at, number
+from ampaudit.run.record import Origin
+from ampaudit.trace import Site
+
+__all__ = ["CAUSE", "CHECK"]
+
+_ADVICE = "write torch.log_softmax(x, dim)"
+
+
+def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | None:
+    """A log whose input is a softmax in 16 bits."""
+    del origin
+    flow = context.flow
+    if flow.base(site) not in ("log", "log1p", "log2", "log10"):
+        return None
+    softmax = flow.comes_from(flow.node(site).all_input_nodes[0], "softmax", within=2)
+    if softmax is None or not any(context.lowered(step) for step in (softmax, *flow.makers(site))):
+        return None
+    form = context.number_format
+    return f"probabilities below {number(form.flush_below)} are 0 in {form.name}, and log(0) is -inf"
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """The pattern in 16 bits where this input did not break it: another one will."""
+    for site in context.graph_sites:
+        reason = applies(context, site, None)
+        if reason and site.id not in context.origin_sites:
+            yield finding_at(
+                context, site, "AMP203", reason, _ADVICE, severity=Severity.WARNING, confidence="rule"
+            )
+
+
+CAUSE = Cause("AMP203", applies, _ADVICE)
+CHECK = Check("AMP203", find)

@@ -1,0 +1,30 @@
+"""``ampaudit explain``: the page of a check, or the list of all."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["explain_command"]
+
+
+@click.command("explain", short_help="Print the page of a check, such as AMP106.")
+@click.argument("code", required=False)
+def explain_command(code: str | None) -> None:
+    """Print what CODE means, why it is bad, and what to write instead; without CODE, list all codes."""
+    from rich.console import Console
+
+    from ampaudit.pages import all_pages, page_of
+    from ampaudit.pages.document import family
+
+    console = Console(highlight=False)
+    if code is not None:
+        from rich.markdown import Markdown
+
+        console.print(Markdown(page_of(code).text))
+        return
+    from ampaudit.report.grid import open_table
+
+    table = open_table("code", "says", "severity", "about", left=("says", "severity", "about"))
+    for page in all_pages().values():
+        table.add_row(page.code, page.title, page.severity, family(page.code))
+    console.print(table)

@@ -1,0 +1,146 @@
+"""Who makes what a site reads, and who reads what it makes: views and casts are looked through."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from ampaudit.sites import SiteId
+from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
+from ampaudit.trace.opnames import base_name, named_arguments
+
+__all__ = ["Flow"]
+
+_HANDED_ON = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
+
+
+class Flow:
+    """The flow of values through a traced graph, as checks ask about it."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self.traced = traced
+        self._sites = traced.site_of_node
+        self._places = {place.node: place for place in traced.placeholders}
+        self._nodes: dict[str, fx.Node] = {node.name: node for node in traced.graph.nodes}
+
+    @cached_property
+    def constants(self) -> frozenset[SiteId]:
+        """Sites that no parameter and no floating-point input reaches: masks, positions, tables."""
+        free: set[fx.Node] = set()
+        for node in self.traced.graph.nodes:
+            place = self._places.get(node.name)
+            if place is not None:
+                dtype = place.dtype
+                given = place.slot is Slot.INPUT and dtype is not None and dtype.is_floating_point
+                if place.slot is not Slot.PARAMETER and not given:
+                    free.add(node)
+            elif all(used in free for used in node.all_input_nodes):
+                free.add(node)
+        return frozenset(self._sites[n.name].id for n in free if n.name in self._sites)
+
+    def node(self, site: Site) -> fx.Node:
+        """The graph's node of a site."""
+        return self._nodes[site.node]
+
+    def base(self, site: Site | None) -> str:
+        """The site's op without overload and in-place mark: ``add`` for ``aten.add_.Tensor``; '' for none."""
+        if site is None:
+            return ""
+        target = self.node(site).target
+        return base_name(target).rstrip("_") if isinstance(target, OpOverload) else ""
+
+    def arguments(self, site: Site) -> dict[str, Any]:
+        """The node's arguments by the names of ATen's schema; values are nodes."""
+        node = self.node(site)
+        if not isinstance(node.target, OpOverload):
+            return {}
+        return named_arguments(node.target, node.args, dict(node.kwargs))
+
+    def root(self, node: Any) -> fx.Node | None:
+        """The node that made a value, behind views, casts and tuple access."""
+        while isinstance(node, fx.Node):
+            site = self._sites.get(node.name)
+            through = node.target is operator.getitem or (site is not None and site.role in _HANDED_ON)
+            if not through or not node.all_input_nodes:
+                return node
+            node = node.all_input_nodes[0]
+        return None
+
+    def maker(self, node: Any) -> Site | None:
+        """The site that made a value; ``None`` for inputs, weights and Python numbers."""
+        root = self.root(node)
+        return self._sites.get(root.name) if root is not None else None
+
+    def made_by(self, node: Any, *ops: str) -> Site | None:
+        """The maker, if its op is one of these."""
+        site = self.maker(node)
+        return site if self.base(site) in ops else None
+
+    def given(self, node: Any) -> Placeholder | None:
+        """The placeholder behind views and casts, if the value is one."""
+        root = self.root(node)
+        return self._places.get(root.name) if root is not None else None
+
+    def is_weight(self, node: Any) -> bool:
+        """Whether a value is a parameter, buffer or constant."""
+        place = self.given(node)
+        return place is not None and place.slot is not Slot.INPUT
+
+    def makers(self, site: Site) -> list[Site]:
+        """Sites whose values a site reads."""
+        found = (self.maker(node) for node in self.node(site).all_input_nodes)
+        return [maker for maker in found if maker is not None]
+
+    def readers(self, site: Site) -> list[Site]:
+        """Sites that read what a site makes."""
+        return list({reader.id: reader for reader in self._readers(self.node(site))}.values())
+
+    def _readers(self, node: fx.Node) -> Iterator[Site]:
+        for user in node.users:
+            site = self._sites.get(user.name)
+            if user.target is operator.getitem or (site is not None and site.role in _HANDED_ON):
+                yield from self._readers(user)
+            elif site is not None:
+                yield site
+
+    def leads_to(self, site: Site, *ops: str, within: int = 3) -> Site | None:
+        """The nearest reader with one of these ops, at most so many ops away."""
+        frontier, seen = [site], {site.id}
+        for _ in range(within):
+            following = [r for s in frontier for r in self.readers(s) if r.id not in seen]
+            for reader in following:
+                if self.base(reader) in ops:
+                    return reader
+            seen |= {reader.id for reader in following}
+            frontier = following
+        return None
+
+    def comes_from(self, node: Any, *ops: str, within: int = 3) -> Site | None:
+        """The nearest op behind a value that is one of these, at most so many ops back."""
+        frontier = [node]
+        for _ in range(within):
+            makers = [maker for n in frontier if (maker := self.maker(n)) is not None]
+            for maker in makers:
+                if self.base(maker) in ops:
+                    return maker
+            frontier = [n for maker in makers for n in self.node(maker).all_input_nodes]
+        return None
+
+    def reaches(self, site: SiteId, others: frozenset[SiteId]) -> bool:
+        """Whether a value flows from a site into one of the others."""
+        start = next(s for s in self.traced.sites if s.id == site)
+        frontier, seen = [self.node(start)], set[fx.Node]()
+        while frontier:
+            for user in frontier.pop().users:
+                found = self._sites.get(user.name)
+                if found is not None and found.id in others:
+                    return True
+                if user not in seen:
+                    seen.add(user)
+                    frontier.append(user)
+        return False

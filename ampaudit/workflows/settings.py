@@ -1,0 +1,69 @@
+"""The options of a scan, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ampaudit.checks.suppress import Suppression, option
+from ampaudit.report.build import FailOn
+from ampaudit.run.audit import Progress, silent
+from ampaudit.run.backends import Backend
+
+__all__ = ["ScanOptions", "Settings"]
+
+
+class ScanOptions(TypedDict, total=False):
+    """The options by name, all with a default; see ``Settings``."""
+
+    device: str
+    seed: int
+    ranges: bool
+    min_headroom: float
+    min_sqnr: float
+    fail_on: FailOn
+    ignore: Sequence[str]
+    progress: Progress | None
+    backend: Backend | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to scan.
+
+    Attributes:
+        device: ``auto``, ``cpu`` or ``cuda``.
+        seed: of the random numbers that the model draws.
+        ranges: only run FP32 and say what each format would do to its values.
+        min_headroom: bits below which a healthy site is reported as a warning.
+        min_sqnr: decibels below which an output, or an op by itself, is reported as inaccurate.
+        fail_on: severity from which ``report.exit_code`` is 1.
+        ignore: what to hide: ``CODE``, ``CODE:layer glob`` or ``:layer glob``.
+        progress: told about each batch.
+        backend: overrides the device's usual backend.
+    """
+
+    device: str = "auto"
+    seed: int = 0
+    ranges: bool = False
+    min_headroom: float = 1.0
+    min_sqnr: float = 20.0
+    fail_on: FailOn = "error"
+    ignore: Sequence[str] = ()
+    progress: Progress | None = None
+    backend: Backend | None = None
+
+    @property
+    def told(self) -> Progress:
+        """Who is told about progress."""
+        return self.progress or silent
+
+    @property
+    def hidden(self) -> tuple[Suppression, ...]:
+        """The suppressions that ``ignore`` asks for.
+
+        Raises:
+            UsageError: one of them names no check.
+        """
+        return tuple(map(option, self.ignore))
