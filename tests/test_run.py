@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampaudit.checks import Severity
 from ampaudit.convert import convert
 from ampaudit.errors import RunFailed
 from ampaudit.formats import FLOAT16
@@ -221,7 +222,7 @@ def test_in_place_writes_reach_both_runs() -> None:
     x = torch.randn(4, WIDTH)
     for policy in ("torch-cuda", "half"):
         report = scan(model, x, policy=policy)
-        assert report.findings == ()
+        assert report.count(Severity.ERROR) + report.count(Severity.WARNING) == 0
         assert report.outputs[0].sqnr_db is not None
         assert report.outputs[0].sqnr_db > 50
 

@@ -11,7 +11,7 @@ from ampaudit.trace import Site
 __all__ = ["CHECK"]
 
 MULTIPLE = 8  # elements: 16 bytes of a 16-bit format, NVIDIA's "Matrix Multiplication Background" guide
-SMALL = 8
+SMALL = 16  # of smaller products, padding is no news
 _PRODUCTS = ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d")
 
 

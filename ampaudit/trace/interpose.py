@@ -28,7 +28,9 @@ from ampaudit.trace.entry import layer_of
 __all__ = ["interposed"]
 
 # what torch says where an op has no kernel for a 16-bit format
-_NO_KERNEL = re.compile(r"\b(Half|BFloat16|[Ll]ow precision)\b")
+_NO_KERNEL = re.compile(
+    r"not implemented for '(Half|BFloat16)'|Unsupported dtype|[Ll]ow precision dtypes not"
+)
 
 
 @contextmanager
