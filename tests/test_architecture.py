@@ -15,7 +15,7 @@ FLOORS = {
     "formats": 1, "sites": 1, "replay": 1, "pages": 1,
     "policy": 2,
     "source": 3, "trace": 3,
-    "convert": 4,
+    "convert": 4, "bounds": 4,
     "run": 5,
     "checks": 6,
     "report": 7,

@@ -1,0 +1,101 @@
+"""What is assumed about a model's inputs: stated, the rows of a table, or the batches' own range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ampaudit.errors import UsageError, did_you_mean
+from ampaudit.trace.graph import Placeholder, Slot, TracedModel
+
+__all__ = ["Assumption", "assumptions", "parse_assumption"]
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """One input's range.
+
+    Attributes:
+        name: as reports name it: ``input[0]``.
+        low: smallest value.
+        high: largest value.
+        source: ``stated``, ``embedding table`` or ``batches``.
+    """
+
+    name: str
+    low: float
+    high: float
+    source: str
+
+
+def parse_assumption(text: str) -> tuple[str, float, float]:
+    """Of ``input[0]=-1:1``, or ``input=-1:1`` for every floating-point input.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    name, _, ends = text.partition("=")
+    low, _, high = ends.partition(":")
+    try:
+        numbers = float(low), float(high)
+    except ValueError:
+        numbers = math.nan, math.nan
+    if not name or not numbers[0] <= numbers[1] or math.isinf(numbers[0]) or math.isinf(numbers[1]):
+        raise UsageError(
+            f"--assume {text!r} is no range", hint="--assume 'input[0]=-1:1', or input=-1:1 for all"
+        )
+    return name.strip(), *numbers
+
+
+def assumptions(
+    traced: TracedModel, batches: Sequence[Sequence[torch.Tensor]], stated: Iterable[str]
+) -> dict[str, Assumption]:
+    """The range of each input of the graph, by placeholder.
+
+    Args:
+        traced: the graph.
+        batches: each batch's tensors, in the order of the graph's inputs.
+        stated: what the user assumes, as text.
+
+    Raises:
+        UsageError: an assumption about an input that the model does not have.
+    """
+    places = [place for place in traced.placeholders if place.slot is Slot.INPUT]
+    given = {name: (low, high) for name, low, high in map(parse_assumption, stated)}
+    known = [place.name for place in places]
+    for name in given:
+        if name not in known and name != "input":
+            hint = did_you_mean(name, [*known, "input"]) + f"inputs: {', '.join(known)}"
+            raise UsageError(f"--assume {name}: the model has no such input", hint=hint)
+    return {place.node: _of(traced, place, index, batches, given) for index, place in enumerate(places)}
+
+
+def _of(
+    traced: TracedModel,
+    place: Placeholder,
+    index: int,
+    batches: Sequence[Sequence[torch.Tensor]],
+    given: dict[str, tuple[float, float]],
+) -> Assumption:
+    floating = place.dtype is not None and place.dtype.is_floating_point
+    if place.name in given or ("input" in given and floating):
+        low, high = given.get(place.name, given.get("input", (0.0, 0.0)))
+        return Assumption(place.name, low, high, "stated")
+    node = next(n for n in traced.graph.nodes if n.name == place.node)
+    tables = [u for u in node.users if str(u.target).startswith("aten.embedding.") and u.args[1] is node]
+    if tables and len(tables) == len(node.users):
+        rows = min(int(table.args[0].meta["val"].shape[0]) for table in tables)
+        return Assumption(place.name, 0.0, float(rows - 1), "embedding table")
+    ends = [_range(tensors[index]) for tensors in batches if tensors[index].numel()]
+    low, high = min((e[0] for e in ends), default=0.0), max((e[1] for e in ends), default=0.0)
+    return Assumption(place.name, low, high, "batches")
+
+
+def _range(tensor: torch.Tensor) -> tuple[float, float]:
+    value = tensor.to(torch.int8) if tensor.dtype is torch.bool else tensor
+    if value.is_complex():
+        return -math.inf, math.inf
+    return float(value.amin()), float(value.amax())

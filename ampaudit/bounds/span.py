@@ -1,0 +1,176 @@
+"""An abstract value: per element a low and a high end, and bounds on norms along an axis.
+
+Ends are float64 tensors that broadcast to the value: a dimension has size 1 where all its elements share
+one bound. So a hidden state of shape (batch, tokens, 768) may have ends of shape (1, 1, 768), and splitting
+it into heads splits its ends the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["NOTHING", "Axes", "Span", "exactly", "finite", "symmetric", "unbounded"]
+
+Axes = Mapping[int, torch.Tensor]
+NOTHING: Axes = {}
+# float64 arithmetic on ends is itself rounded; each result is widened by this much
+OUTWARD = 2.0**-40
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What is known about a value of the given shape.
+
+    Attributes:
+        shape: of the value.
+        low: lower ends, broadcastable to the shape.
+        high: upper ends.
+        norms: by axis (from 0), a bound on the L2 norm along it; size 1 there.
+        sums: by axis, a bound on the sum of magnitudes along it.
+        mean: a bound on the magnitude of the mean along the last axis; ``None`` if nothing better is known
+            than what the others say.
+    """
+
+    shape: tuple[int, ...]
+    low: torch.Tensor
+    high: torch.Tensor
+    norms: Axes = field(default_factory=dict)
+    sums: Axes = field(default_factory=dict)
+    mean: float | None = None
+
+    @property
+    def magnitude(self) -> torch.Tensor:
+        """Largest |x|, per element."""
+        return torch.maximum(self.low.abs(), self.high.abs())
+
+    @property
+    def peak(self) -> float:
+        """Largest |x| of all."""
+        return float(self.magnitude.amax()) if self.magnitude.numel() else 0.0
+
+    @property
+    def bounded(self) -> bool:
+        """Whether anything is known at all."""
+        return math.isfinite(self.peak)
+
+    def axis(self, axis: int) -> int:
+        """An axis counted from 0."""
+        return axis % len(self.shape) if self.shape else 0
+
+    def norm(self, axis: int) -> torch.Tensor:
+        """A bound on the L2 norm along an axis: the known one, or the root of the summed squares."""
+        place = self.axis(axis)
+        found = self._along(self.magnitude.square(), place).sqrt()
+        known = self.norms.get(place)
+        known = self.sums.get(place) if known is None else known
+        return found if known is None else torch.minimum(found, known)
+
+    def sum(self, axis: int) -> torch.Tensor:
+        """A bound on the sum of magnitudes along an axis."""
+        place = self.axis(axis)
+        found = self._along(self.magnitude, place)
+        known = self.sums.get(place)
+        if known is None and place in self.norms:
+            known = self.norms[place] * math.sqrt(self.shape[place])  # Cauchy and Schwarz
+        return found if known is None else torch.minimum(found, known)
+
+    @property
+    def row_mean(self) -> float:
+        """A bound on |mean| along the last axis."""
+        if not self.shape:
+            return self.peak
+        found = float(self.sum(-1).amax()) / max(self.shape[-1], 1)
+        return found if self.mean is None else min(found, self.mean)
+
+    def _along(self, ends: torch.Tensor, axis: int) -> torch.Tensor:
+        if not self.shape:
+            return ends
+        total = ends.sum(axis, keepdim=True)
+        return total if ends.shape[axis] == self.shape[axis] else total * self.shape[axis]
+
+    def over(self, axis: int) -> Span:
+        """The same with one bound for all elements along an axis."""
+        place = self.axis(axis)
+        low, high = self.low.amin(place, keepdim=True), self.high.amax(place, keepdim=True)
+        return Span(self.shape, low, high)
+
+    def only(self) -> Span:
+        """Ends without norms."""
+        return Span(self.shape, self.low, self.high)
+
+    def widened(self, relative: float, absolute: float = 0.0) -> Span:
+        """For values that are each off by up to ``relative * |x| + absolute``."""
+        off = self.magnitude * relative + absolute
+        grown = 1.0 + relative + OUTWARD
+
+        def more(axes: Axes, per: float) -> Axes:
+            return {a: finite(n * grown + per * absolute * self.shape[a], 1) for a, n in axes.items()}
+
+        low, high = finite(self.low - off, -1), finite(self.high + off, 1)
+        mean = None if self.mean is None else self.mean + self._mean_size() * relative + absolute
+        return Span(self.shape, low, high, more(self.norms, 1.0), more(self.sums, 1.0), mean)
+
+    def _mean_size(self) -> float:
+        return float(self.sum(-1).amax()) / self.shape[-1] if self.shape and self.shape[-1] else 0.0
+
+    def clipped(self, limit: float) -> Span:
+        """For values that are known to lie within the limit in either direction."""
+        low, high = self.low.clamp(-limit, limit), self.high.clamp(-limit, limit)
+        return Span(self.shape, low, high, self.norms, self.sums, self.mean)
+
+    def within(self, other: Span) -> Span:
+        """What both say about one value."""
+        low, high = torch.maximum(self.low, other.low), torch.minimum(self.high, other.high)
+        mean = self.mean if other.mean is None else other.mean
+        return Span(self.shape, low, high, self.norms or other.norms, self.sums or other.sums, mean)
+
+    def contains(self, value: torch.Tensor) -> bool:
+        """Whether a value is inside, ends and norms; for tests."""
+        if tuple(value.shape) != self.shape:
+            return False
+        wide = value.double()
+        inside = bool(((wide >= self.low) & (wide <= self.high)).all())
+        norms = all(bool((wide.norm(dim=a, keepdim=True) <= n).all()) for a, n in self.norms.items())
+        sums = all(bool((wide.abs().sum(a, keepdim=True) <= n).all()) for a, n in self.sums.items())
+        mean = self.mean is None or bool((wide.mean(-1).abs() <= self.mean).all())
+        return inside and norms and sums and mean
+
+
+def finite(ends: torch.Tensor, sign: int) -> torch.Tensor:
+    """Inf - inf is not known: the far end."""
+    return ends.nan_to_num(sign * math.inf, math.inf, -math.inf)
+
+
+def symmetric(shape: tuple[int, ...], magnitude: torch.Tensor | float) -> Span:
+    """Between -magnitude and +magnitude."""
+    ends = torch.as_tensor(magnitude, dtype=torch.float64)
+    ends = finite(ends, 1)
+    ends = ends.reshape((1,) * (len(shape) - ends.ndim) + tuple(ends.shape))
+    return Span(shape, -ends, ends)
+
+
+def unbounded(shape: tuple[int, ...]) -> Span:
+    """Nothing is known."""
+    return symmetric(shape, math.inf)
+
+
+def exactly(value: torch.Tensor, largest: int = 1 << 16) -> Span:
+    """A known tensor; of one with more elements than ``largest`` only the ends of its rows are kept."""
+    shape = tuple(value.shape)
+    wide = value.detach()
+    if wide.dtype is torch.bool:
+        wide = wide.to(torch.int8)
+    if value.numel() == 0:
+        return symmetric(shape, 0.0)
+    if value.numel() <= largest:
+        ends = wide.double()
+        return Span(shape, finite(ends, -1), finite(ends, 1))
+    leading = tuple(range(value.ndim - 1))
+    low, high = wide.amin(leading, keepdim=True).double(), wide.amax(leading, keepdim=True).double()
+    if low.numel() > largest:
+        low, high = low.amin().reshape((1,) * value.ndim), high.amax().reshape((1,) * value.ndim)
+    return Span(shape, finite(low, -1), finite(high, 1))
