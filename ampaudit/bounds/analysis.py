@@ -19,7 +19,7 @@ from ampaudit.bounds.transfers import FLOAT32_ULP, TRANSFERS, OpCall
 from ampaudit.formats import FORMATS, LOWER_FORMATS, NumberFormat
 from ampaudit.sites import SiteId
 from ampaudit.trace.flow import Flow
-from ampaudit.trace.graph import Placeholder, Role, Slot, TracedModel
+from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, mutated_arguments, named_arguments
 
 __all__ = ["Bound", "SpanTable", "bound"]
@@ -86,6 +86,7 @@ class _Pass:
     form: NumberFormat
     flow: Flow = field(init=False)
     spans: _Spans = field(init=False)
+    sites: dict[str, Site] = field(init=False)
     bounds: dict[SiteId, Bound] = field(default_factory=dict)
     uncovered: dict[str, None] = field(default_factory=dict)
     constant: set[fx.Node] = field(default_factory=set)
@@ -94,6 +95,7 @@ class _Pass:
     def __post_init__(self) -> None:
         self.flow = Flow(self.traced)
         self.spans = _Spans()
+        self.sites = self.traced.site_of_node
         self.spoiled = set(_overwritten(self.traced.graph))
 
     def run(self) -> SpanTable:
@@ -127,11 +129,10 @@ class _Pass:
             self.spans[node] = items[index] if isinstance(items, list) else unbounded(_shape(node))  # type: ignore[index]
             return
         if self._fold(node):
-            self._prove(node, self.spans.raw(node))
+            self._prove(node, [self.spans.peak(node)])
             return
         found = self._transferred(node)
-        first = found[0] if isinstance(found, list) else found
-        self._prove(node, first)
+        self._prove(node, [item.peak for item in (found if isinstance(found, list) else [found])])
         self.spans[node] = (
             [_rounded(item, d) for item, d in zip(found, _dtypes(node), strict=False)]
             if isinstance(found, list)
@@ -183,13 +184,12 @@ class _Pass:
         call = OpCall(node, given, self.spans, self.spans.tensors, self.flow, self.form.max)
         return function(call)
 
-    def _prove(self, node: fx.Node, found: Span | list[Span]) -> None:
-        site = self.flow.traced.site_of_node.get(node.name)
+    def _prove(self, node: fx.Node, peaks: list[float]) -> None:
+        site = self.sites.get(node.name)
         if site is None or site.dtype is None:
             return
-        first = found[0] if isinstance(found, list) else found
         form = FORMATS.get(str(site.dtype).removeprefix("torch."))
-        peak = max(item.peak for item in found) if isinstance(found, list) else first.peak
+        peak = max(peaks, default=0.0)
         computed = peak * (1 + 8 * FLOAT32_ULP)
         limit = form.overflow_at if form is not None else math.inf
         if site.role in (Role.VIEW, Role.SELECT):  # no new values
@@ -203,6 +203,14 @@ class _Spans(dict[fx.Node, Any]):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[fx.Node, torch.Tensor] = {}
+
+    def peak(self, node: fx.Node) -> float:
+        """The largest magnitude of a weight or constant, before it is rounded."""
+        tensor = self.tensors[node]
+        if not tensor.numel() or tensor.is_complex():
+            return 0.0 if not tensor.numel() else math.inf
+        low, high = torch.aminmax(tensor.to(torch.int8) if tensor.dtype is torch.bool else tensor)
+        return max(-float(low), float(high))
 
     def raw(self, node: fx.Node) -> Span:
         """A weight or constant before it is rounded to what the graph holds."""

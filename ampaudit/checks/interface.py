@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from ampaudit.bounds import SpanTable
 from ampaudit.checks.finding import Evidence, Finding, Severity, Source
 from ampaudit.formats import NumberFormat
 from ampaudit.pages import page_of
@@ -45,6 +46,7 @@ class CheckContext:
         min_headroom: bits below which a site is reported.
         min_sqnr: decibels below which a result is called inaccurate.
         ranges_only: whether only FP32 ran (``--ranges``).
+        bounds: what is proved, if that was asked for.
         fused: whether norms are taken to be one kernel with FP32 inside.
     """
 
@@ -59,6 +61,7 @@ class CheckContext:
     min_sqnr: float = 20.0
     ranges_only: bool = False
     fused: bool = True
+    bounds: SpanTable | None = None
 
     @cached_property
     def site(self) -> dict[SiteId, Site]:
@@ -90,6 +93,11 @@ class CheckContext:
             site = self._made(node)
             found.append((name, site, self.observed(site).sqnr_db if site is not None else None))
         return tuple(found)
+
+    @cached_property
+    def proved(self) -> frozenset[SiteId]:
+        """Sites that are proved not to overflow by their own fault."""
+        return self.bounds.proved if self.bounds is not None else frozenset()
 
     @cached_property
     def origin_sites(self) -> frozenset[SiteId]:

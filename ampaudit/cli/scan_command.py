@@ -43,6 +43,11 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--min-sqnr", type=float, default=20.0, show_default=True, metavar="DB", help="Accuracy asked for."
 )
+@click.option("--prove", is_flag=True, help="Prove sites safe for every input in its range, too.")
+@click.option("--static", is_flag=True, help="Proofs only: nothing is run.")
+@click.option(
+    "--assume", multiple=True, metavar="INPUT=LOW:HIGH", help="An input's range, for proofs; 'input' is all."
+)
 @click.option(
     "--ignore", multiple=True, metavar="CODE[:LAYER]", help="Hide findings by code, and layer glob; repeat."
 )
@@ -95,6 +100,9 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
             min_headroom=options["min_headroom"],
             min_sqnr=options["min_sqnr"],
             ignore=options["ignore"],
+            prove=options["prove"] or bool(options["assume"]),
+            static=options["static"],
+            assume=options["assume"],
             fail_on=options["fail_on"],
             progress=progress.update,
         )

@@ -19,6 +19,7 @@ from ampaudit.report.model import (
     Forward,
     ModelInfo,
     OutputAccuracy,
+    Proofs,
     Report,
     RunInfo,
     SiteReport,
@@ -32,6 +33,10 @@ from ampaudit.trace import Role, Site
 
 __all__ = ["FailOn", "build_report"]
 
+CONTRACT = (
+    "matrix products, sums and norms add up in float32 in any order; a norm's variance is taken about the mean "
+    "that it subtracts; overflow gives infinity; subnormals are kept"
+)
 FailOn = Literal["error", "warning", "note", "never"]
 _HANDS_ON = (Role.VIEW, Role.SELECT)
 
@@ -63,6 +68,7 @@ def build_report(
         weights=WeightMemory(memory["master"], memory["working"]),
         notes=converted.traced.notes,
         raised=raised,
+        proofs=_proofs(context),
         environment=Environment(platform.python_version(), version("torch")),
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
     )
@@ -76,7 +82,7 @@ def _coverage(context: CheckContext) -> Coverage:
         sites=len(floats),
         audited=len(seen) + sum(s.id not in context.record.observations for s in handed_on),
         measured=len(seen),
-        proved=0,
+        proved=len(context.proved),
         integer_sites=len(context.sites) - len(floats),
         no_rule=sum(s.decision.rule is None and not s.role.inserted for s in floats),
         author_sites=sum(s.decision.reason == "author" for s in floats),
@@ -106,17 +112,32 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         verdict=_verdict(context, site, seen),
         by_design=site.id in context.record.by_design or site.id in context.parameter_free,
         forward=_forward(seen, context.number_format) if seen is not None else None,
+        bound=_bound(context, site),
         what_if=what_if,
     )
 
 
+def _bound(context: CheckContext, site: Site) -> float | None:
+    found = context.bounds.bounds.get(site.id) if context.bounds is not None else None
+    return found.peak if found is not None and math.isfinite(found.peak) else None
+
+
+def _proofs(context: CheckContext) -> Proofs | None:
+    table = context.bounds
+    if table is None:
+        return None
+    return Proofs(table.assumed, len(table.proved), len(table.bounds), table.uncovered, CONTRACT)
+
+
 def _verdict(
     context: CheckContext, site: Site, seen: Observation | None
-) -> Literal["observed", "overflows", "poisoned", "not observed"]:
+) -> Literal["proved", "observed", "overflows", "poisoned", "not observed"]:
     if any(origin.site == site.id for origin in context.record.origins):
         return "overflows"
     if any(site.id in origin.poisons for origin in context.record.origins):
         return "poisoned"
+    if site.id in context.proved:
+        return "proved"
     return "observed" if seen is not None or site.role in _HANDS_ON else "not observed"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ampaudit.bounds.domain import Assumption
 from ampaudit.checks.finding import Finding, Severity, Source
 from ampaudit.checks.running import CRASHED
 from ampaudit.sites import SiteId
@@ -18,6 +19,7 @@ __all__ = [
     "Forward",
     "ModelInfo",
     "OutputAccuracy",
+    "Proofs",
     "Report",
     "RunInfo",
     "SiteReport",
@@ -48,7 +50,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """How it was audited; ``level`` is ``scan`` or ``ranges``."""
+    """How it was audited; ``level`` is ``scan``, ``ranges`` or ``static``."""
 
     device: str
     backend: str
@@ -56,7 +58,7 @@ class RunInfo:
     policy: str
     batches: int
     seed: int
-    level: Literal["scan", "ranges"]
+    level: Literal["scan", "ranges", "static"]
     mode: Literal["eval", "train"]
 
 
@@ -68,7 +70,7 @@ class Coverage:
         sites: sites with a floating-point output.
         audited: those that were measured, or hand on measured values.
         measured: those that make new values.
-        proved: those with a proof (none yet).
+        proved: those that are proved not to overflow by their own fault (``--prove``, ``--static``).
         integer_sites: ops without a floating-point output.
         no_rule: sites that no rule of the policy mentions; they follow type promotion.
         author_sites: sites inside the author's own autocast(enabled=False) regions.
@@ -149,7 +151,8 @@ class SiteReport:
     """One site.
 
     ``forward`` is null where it hands on the values of its input (role view or select). ``by_design``:
-    it is near the limit because it takes in a mask, or is a value that no parameter has touched.
+    it is near the limit because it takes in a mask, or is a value that no parameter has touched. ``bound``:
+    no input of the proof's domain makes a larger magnitude here; null without a proof, or if unbounded.
     """
 
     site: SiteId
@@ -167,7 +170,27 @@ class SiteReport:
     by_design: bool
     forward: Forward | None
     gradient: None = None
+    bound: float | None = None
     what_if: dict[str, WhatIf] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proofs:
+    """What the proofs rest on.
+
+    Attributes:
+        assumed: the range of each input: stated, of an embedding table's rows, or of the batches.
+        proved: sites that cannot overflow by their own fault.
+        sites: sites that the proofs are about.
+        uncovered_ops: ops that nothing is known about; their values are taken to be anything.
+        contract: what is taken for granted about kernels.
+    """
+
+    assumed: tuple[Assumption, ...]
+    proved: int
+    sites: int
+    uncovered_ops: tuple[str, ...]
+    contract: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +237,7 @@ class Report:
     environment: Environment
     timings: dict[str, float] = field(default_factory=dict)
     raised: tuple[SiteId, ...] = ()
+    proofs: Proofs | None = None
 
     @property
     def exit_code(self) -> int:

@@ -14,7 +14,15 @@ from ampaudit.report.grid import labelled, open_table
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.report.words import plain, size_of
 
-__all__ = ["all_sites", "least_headroom", "nearest_table", "raised_table", "summary", "what_if_table"]
+__all__ = [
+    "all_sites",
+    "least_headroom",
+    "nearest_table",
+    "raised_table",
+    "summary",
+    "unproved_table",
+    "what_if_table",
+]
 
 
 def _lowered(report: Report) -> list[SiteReport]:
@@ -38,11 +46,13 @@ def _headroom(site: SiteReport) -> float:
 def nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
     """Healthy sites with the least headroom."""
     bad = {f.site for f in report.findings if f.severity is not Severity.NOTE}
-    sites = [s for s in _lowered(report) if s.verdict == "observed" and s.site not in bad]
+    healthy = [s for s in _lowered(report) if s.verdict in ("observed", "proved")]
+    sites = [s for s in healthy if s.site not in bad]
     if not sites:
         return
     yield Text(f"Nearest the limit, of {len(sites)} healthy sites in {report.run.dtype}", style="bold")
-    table = open_table("site", "peak", "headroom", "accuracy", width=36)
+    columns = ("site", "peak", "headroom", "accuracy", *(("proved below",) if report.proofs else ()))
+    table = open_table(*columns, width=36)
     for site in sorted(sites, key=_headroom)[:count]:
         assert site.forward is not None
         sqnr = site.forward.sqnr_db
@@ -51,7 +61,26 @@ def nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
             number(site.forward.peak),
             f"{_headroom(site):.1f} bits",
             "exact" if sqnr is None else f"{sqnr:.0f} dB",
+            *((_proved(site),) if report.proofs else ()),
         )
+    yield table
+
+
+def _proved(site: SiteReport) -> str:
+    """The bound where it is a proof."""
+    return number(site.bound) if site.verdict == "proved" and site.bound is not None else "no"
+
+
+def unproved_table(report: Report, count: int) -> Iterable[RenderableType]:
+    """Sites without a proof, in graph order: the first decides what becomes of those after it."""
+    sites = [s for s in report.sites if s.verdict != "proved"]
+    if not sites:
+        return
+    yield Text(f"Not proved: {len(sites)} sites; the first", style="bold")
+    table = open_table("site", "bound", width=36)
+    for site in sites[: count * 2]:
+        known = "unbounded" if site.bound is None else number(site.bound)
+        table.add_row(Text(plain(site.site), overflow="fold"), known)
     yield table
 
 
@@ -117,9 +146,10 @@ def summary(report: Report, hidden: int) -> Iterable[RenderableType]:
         (
             "Coverage",
             f"{cover.audited} of {cover.sites} floating-point sites audited ({cover.measured} measured, the "
-            f"others hand values on); {len(cover.uncovered_ops)} ops not covered; 0 proved",
+            f"others hand values on); {len(cover.uncovered_ops)} ops not covered; {cover.no_rule} without a rule",
         )
     ]
+    rows += _proof_rows(report)
     if report.run.level == "scan":
         lowered = sum(site.precision == report.run.dtype for site in report.sites)
         own = (
@@ -158,6 +188,25 @@ def summary(report: Report, hidden: int) -> Iterable[RenderableType]:
     if spent:
         rows.append(("Time", spent))
     yield labelled(rows)
+
+
+def _proof_rows(report: Report) -> list[tuple[str, str]]:
+    proofs = report.proofs
+    if proofs is None:
+        return []
+    over = sum(site.verdict == "overflows" for site in report.sites)
+    watched = "not proved" if report.run.level == "static" else "observed only"
+    rest = proofs.sites - proofs.proved - over
+    ranges = ", ".join(
+        f"{plain(a.name)} in {number(a.low)}:{number(a.high)} ({a.source})" for a in proofs.assumed
+    )
+    rows = [
+        ("Proofs", f"{proofs.proved} of {proofs.sites} sites proved, {rest} {watched}, {over} overflow"),
+        ("Assumed", f"{ranges or 'nothing about inputs'}; {proofs.contract}"),
+    ]
+    if proofs.uncovered_ops:
+        rows.append(("Unbounded", f"ops that no proof covers: {', '.join(proofs.uncovered_ops)}"))
+    return rows
 
 
 def _outputs(report: Report) -> str:

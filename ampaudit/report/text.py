@@ -19,6 +19,7 @@ from ampaudit.report.tables import (
     nearest_table,
     raised_table,
     summary,
+    unproved_table,
     what_if_table,
 )
 from ampaudit.report.words import plain, short_op
@@ -46,6 +47,8 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
     hidden = len(active) - len(shown)
     if report.run.level == "ranges":
         parts += [Text(), *what_if_table(report, nearest)]
+    elif report.run.level == "static":
+        parts += [Text(), *unproved_table(report, nearest)]
     else:
         raised = list(raised_table(report, nearest))
         parts += [Text(), *raised] if raised else []
@@ -60,7 +63,8 @@ def _heading(report: Report) -> Text:
     run = report.run
     batches = f"{run.batches} batch{'es' if run.batches != 1 else ''}"
     what = "FP32 ranges" if run.level == "ranges" else f"policy {run.policy}, {run.dtype}"
-    line = f"{plain(report.model.source)}: {what}, {run.mode} mode, {batches} on {run.device} ({run.backend})"
+    how = "nothing was run" if run.level == "static" else f"{batches} on {run.device} ({run.backend})"
+    line = f"{plain(report.model.source)}: {what}, {run.mode} mode, {how}"
     return Text.assemble(("ampaudit ", "bold"), (report.tool.version, "bold"), "  ", line)
 
 
@@ -69,6 +73,10 @@ def _verdict(report: Report) -> Text:
     dtype = report.run.dtype
     if errors:
         what = f"{errors} place{'s' if errors != 1 else ''} break{'s' if errors == 1 else ''} in {dtype}"
+    elif report.run.level == "static" and report.proofs is not None:
+        left = report.proofs.sites - report.proofs.proved
+        what = f"{report.proofs.proved} of {report.proofs.sites} sites are proved safe in {dtype}"
+        what += f"; a scan must observe the other {left}" if left else ""
     elif report.run.level == "ranges" and warnings:
         what = f"{warnings} site{'s' if warnings != 1 else ''} would overflow in {dtype}"
     else:

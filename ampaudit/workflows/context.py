@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ampaudit.bounds import SpanTable
 from ampaudit.checks.interface import CheckContext
 from ampaudit.formats import NumberFormat
 from ampaudit.run.audit import Audit
@@ -13,7 +14,9 @@ from ampaudit.workflows.settings import Settings
 __all__ = ["context_of"]
 
 
-def context_of(audit: Audit, form: NumberFormat, settings: Settings) -> CheckContext:
+def context_of(
+    audit: Audit, form: NumberFormat, settings: Settings, bounds: SpanTable | None = None
+) -> CheckContext:
     """The context of one audit under a number format."""
     return CheckContext(
         sites=audit.sites,
@@ -26,6 +29,7 @@ def context_of(audit: Audit, form: NumberFormat, settings: Settings) -> CheckCon
         min_headroom=settings.min_headroom,
         min_sqnr=settings.min_sqnr,
         ranges_only=settings.ranges,
+        bounds=bounds,
     )
 
 

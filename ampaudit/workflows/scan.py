@@ -10,7 +10,7 @@ from torch import nn
 from ampaudit.checks import ALL_CHECKS, Finding, run_checks
 from ampaudit.checks.interface import CheckContext
 from ampaudit.checks.suppress import comments_in, suppressed
-from ampaudit.errors import InputError
+from ampaudit.errors import InputError, UsageError
 from ampaudit.formats import lower_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.build import build_report
@@ -20,6 +20,7 @@ from ampaudit.source import ModelSource
 from ampaudit.workflows.context import context_of
 from ampaudit.workflows.device import environment_of, pick_device
 from ampaudit.workflows.inputs import Inputs, source_of
+from ampaudit.workflows.proofs import prove, static_audit
 from ampaudit.workflows.settings import ScanOptions, Settings
 
 __all__ = ["scan", "scan_policies", "scan_source"]
@@ -72,6 +73,8 @@ def scan_policies(
 ) -> list[Report]:
     """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
     settings = Settings(**options)
+    if settings.ranges and (settings.static or settings.prove):
+        raise UsageError("--ranges runs FP32 alone", hint="leave out --static and --prove, or --ranges")
     form, where = lower_format(dtype), pick_device(settings.device)
     hidden = settings.hidden
     loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in policies]
@@ -81,10 +84,15 @@ def scan_policies(
     plans = [
         Plan(rules, author, form, where, seed=settings.seed, backend=settings.backend) for rules in subjects
     ]
-    audits = run_audits(source.model, source.batches, plans, settings.told)
+    if settings.static:
+        audits = [static_audit(source, plan) for plan in plans]
+    else:
+        audits = run_audits(source.model, source.batches, plans, settings.told)
     reports: list[Report] = []
-    for audit, rules in zip(audits, rule_sets, strict=True):
-        context = context_of(audit, form, settings)
+    for audit, rules, plan in zip(audits, rule_sets, plans, strict=True):
+        asked = settings.prove or settings.static
+        table = prove(audit, source.batches, plan, settings) if asked else None
+        context = context_of(audit, form, settings, table)
         found = run_checks(context, ALL_CHECKS)
         hiding = (*hidden, *comments_in(context.sites))
         subject = (source, rules, settings)
@@ -99,7 +107,8 @@ def _report(
     subject: tuple[ModelSource, RuleSet, Settings],
 ) -> Report:
     source, rules, settings = subject
-    level: Literal["ranges", "scan"] = "ranges" if settings.ranges else "scan"
+    level: Literal["ranges", "scan", "static"] = "ranges" if settings.ranges else "scan"
+    level = "static" if settings.static else level
     info = RunInfo(
         device=audit.record.device,
         backend="float32" if settings.ranges else audit.record.backend,

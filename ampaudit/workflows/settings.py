@@ -24,6 +24,9 @@ class ScanOptions(TypedDict, total=False):
     min_sqnr: float
     fail_on: FailOn
     ignore: Sequence[str]
+    prove: bool
+    static: bool
+    assume: Sequence[str]
     progress: Progress | None
     backend: Backend | None
 
@@ -40,6 +43,9 @@ class Settings:
         min_sqnr: decibels below which an output, or an op by itself, is reported as inaccurate.
         fail_on: severity from which ``report.exit_code`` is 1.
         ignore: what to hide: ``CODE``, ``CODE:layer glob`` or ``:layer glob``.
+        prove: bound every site for all inputs of the stated domain, too.
+        static: bound every site and run nothing.
+        assume: ranges of inputs for the proofs: ``input[0]=-1:1``, or ``input=-1:1`` for all.
         progress: told about each batch.
         backend: overrides the device's usual backend.
     """
@@ -51,6 +57,9 @@ class Settings:
     min_sqnr: float = 20.0
     fail_on: FailOn = "error"
     ignore: Sequence[str] = ()
+    prove: bool = False
+    static: bool = False
+    assume: Sequence[str] = ()
     progress: Progress | None = None
     backend: Backend | None = None
 
