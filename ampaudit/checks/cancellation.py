@@ -52,7 +52,7 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
         frontier = [maker for step in frontier for maker in context.flow.makers(step)]
         for maker in frontier:
             peaks = [context.observed(m.id).ref_peak for m in context.flow.makers(maker)]
-            if context.lowered(maker) and len(peaks) == 2 and context.flow.base(maker) in ("sub", "rsub"):
+            if len(peaks) == 2 and context.flow.base(maker) in ("sub", "rsub"):
                 return f"{maker.id} is a difference of values up to {number(max(peaks))} that nearly cancel"
     return None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import fx
+
 from ampaudit.checks.finding import Finding, Severity
 from ampaudit.checks.interface import Cause, Check, CheckContext, finding_at, number
 from ampaudit.run.record import Origin
@@ -11,6 +13,7 @@ from ampaudit.trace import Site
 
 __all__ = ["CAUSE", "CHECK"]
 
+LARGEST_EPS = 0.01
 _ADVICE = "write F.logsigmoid(-x) for log(1 - sigmoid(x)), F.logsigmoid(x) for log(sigmoid(x))"
 
 
@@ -20,14 +23,34 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
     flow = context.flow
     if flow.base(site) not in ("log", "log1p", "log2", "log10"):
         return None
-    node = flow.node(site).all_input_nodes[0]
-    between = flow.made_by(node, "rsub", "sub", "neg", "add", "clamp", "clamp_min")
-    sigmoid = flow.comes_from(node, "sigmoid", within=3)
-    if sigmoid is None or not any(s is not None and context.lowered(s) for s in (sigmoid, between)):
+    steps = _steps(context, flow.node(site).all_input_nodes[0])
+    if steps is None or not any(context.lowered(step) for step in steps):
         return None
     bits = context.number_format.fraction_bits
     edge = (bits + 1 + 1) * 0.6931
     return f"1 - sigmoid(x) rounds to 0 in {context.number_format.name} from x = {number(edge)} on"
+
+
+def _steps(context: CheckContext, node: fx.Node) -> list[Site] | None:
+    """A sigmoid, then ``1 - p``, ``-p``, a lower limit or a small eps; ``None`` for anything else."""
+    flow, steps = context.flow, list[Site]()
+    for _ in range(4):
+        site = flow.maker(node)
+        if site is None:
+            return None
+        steps.append(site)
+        if flow.base(site) == "sigmoid":
+            return steps
+        if flow.base(site) not in ("sub", "rsub", "neg", "add", "clamp", "clamp_min"):
+            return None
+        numbers = [v for v in flow.arguments(site).values() if isinstance(v, int | float)]
+        if any(abs(v) > LARGEST_EPS and v not in (1, -1) for v in numbers):
+            return None
+        tensors = [n for n in flow.node(site).all_input_nodes if flow.comes_from(n, "sigmoid", within=3)]
+        if len(tensors) != 1:
+            return None
+        node = tensors[0]
+    return None
 
 
 def find(context: CheckContext) -> Iterator[Finding]:

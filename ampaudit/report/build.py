@@ -34,8 +34,8 @@ from ampaudit.trace import Role, Site
 __all__ = ["FailOn", "build_report"]
 
 CONTRACT = (
-    "matrix products, sums and norms add up in float32 in any order; a norm's variance is taken about the mean "
-    "that it subtracts; overflow gives infinity; subnormals are kept"
+    "matrix products, sums and norms add up in float32 in any order; a norm's variance is taken about the "
+    "mean that it subtracts; overflow gives infinity; subnormals are kept"
 )
 FailOn = Literal["error", "warning", "note", "never"]
 _HANDS_ON = (Role.VIEW, Role.SELECT)

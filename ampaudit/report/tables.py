@@ -146,9 +146,12 @@ def summary(report: Report, hidden: int) -> Iterable[RenderableType]:
         (
             "Coverage",
             f"{cover.audited} of {cover.sites} floating-point sites audited ({cover.measured} measured, the "
-            f"others hand values on); {len(cover.uncovered_ops)} ops not covered; {cover.no_rule} without a rule",
+            f"others hand values on); {len(cover.uncovered_ops)} ops not covered; no rule mentions "
+            f"{cover.no_rule} sites",
         )
     ]
+    if report.run.level == "static":
+        rows.clear()
     rows += _proof_rows(report)
     if report.run.level == "scan":
         lowered = sum(site.precision == report.run.dtype for site in report.sites)
