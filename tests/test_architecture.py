@@ -18,9 +18,10 @@ FLOORS = {
     "convert": 4, "bounds": 4,
     "run": 5,
     "checks": 6,
-    "report": 7,
-    "workflows": 8,
-    "cli": 9,
+    "advice": 7,
+    "report": 8,
+    "workflows": 9,
+    "cli": 10,
 }  # fmt: skip
 WITHOUT_TORCH = ("errors", "formats", "sites", "replay", "pages", "policy", "cli")
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem in FLOORS)

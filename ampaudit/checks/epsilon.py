@@ -10,7 +10,7 @@ from ampaudit.checks.interface import Cause, Check, CheckContext, finding_at, nu
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 
-__all__ = ["CAUSE", "CHECK"]
+__all__ = ["CAUSE", "CHECK", "lost_eps"]
 
 _PROTECTED = ("div", "log", "log2", "log10", "rsqrt", "sqrt", "reciprocal", "pow", "floor_divide")
 _PROTECTING = ("add", "clamp", "clamp_min", "clip", "maximum", "max", "sub")
@@ -44,9 +44,8 @@ def _eps(context: CheckContext, site: Site) -> float | None:
     return abs(small[0]) if small else None
 
 
-def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """A division, root or logarithm shortly after an eps that is lost."""
-    del origin
+def lost_eps(context: CheckContext, site: Site) -> tuple[Site, float] | None:
+    """The eps shortly before a division, root or logarithm that 16 bits lose, with the op that adds it."""
     flow = context.flow
     if flow.base(site) not in _PROTECTED:
         return None
@@ -56,8 +55,17 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
         for maker in frontier:
             eps = _eps(context, maker) if context.lowered(maker) else None
             if eps is not None:
-                return f"eps = {number(eps)} at {maker.id} is lost in {context.number_format.name}"
+                return maker, eps
     return None
+
+
+def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """A division, root or logarithm shortly after an eps that is lost."""
+    del origin
+    found = lost_eps(context, site)
+    if found is None:
+        return None
+    return f"eps = {number(found[1])} at {found[0].id} is lost in {context.number_format.name}"
 
 
 CAUSE = Cause("AMP202", applies, _ADVICE)

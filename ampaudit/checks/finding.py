@@ -9,7 +9,7 @@ from typing import Literal
 from ampaudit.pages.page import Kind
 from ampaudit.sites import SiteId, SourceLine
 
-__all__ = ["Evidence", "Finding", "Severity", "Source"]
+__all__ = ["Evidence", "Finding", "Severity", "Source", "Trial", "TrialKind"]
 
 
 class Severity(StrEnum):
@@ -66,6 +66,28 @@ class Evidence:
     subnormal: float | None = None
 
 
+TrialKind = Literal["rewrite", "rescale", "rule", "dtype"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A change that was tried and cured the finding (``--advise``).
+
+    Attributes:
+        kind: a rewrite of the code, weights rescaled, a rule of the policy, or another format.
+        change: what to do.
+        paste: what to copy.
+        before: what the run without it gave.
+        after: what the run with it gave.
+    """
+
+    kind: TrialKind
+    change: str
+    paste: str
+    before: str
+    after: str
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One finding of one check.
@@ -74,6 +96,7 @@ class Finding:
         fate: of a value that is not finite: meant so, hidden again inside the model, or in its output.
         hidden_at: sites that hide it: they take in inf or NaN and give finite values.
         suppressed: why it does not count: the option or the comment that hides it.
+        tried: changes that cure it, the smallest first, each after a run that shows it.
     """
 
     code: str
@@ -93,3 +116,4 @@ class Finding:
     fate: Literal["intended", "recovered", "reaches the output"] | None = None
     hidden_at: tuple[SiteId, ...] = ()
     suppressed: str | None = None
+    tried: tuple[Trial, ...] = ()

@@ -116,8 +116,22 @@ def _finding(finding: Finding, position: int) -> RenderableType:
     body.append(Text.assemble(("why   ", "dim"), plain(finding.cause)))
     if finding.poisons:
         body.append(Text.assemble(("then  ", "dim"), _poisons(finding.poisons)))
-    body.append(Text.assemble(("next  ", "dim"), plain(finding.advice)))
+    body += _advice(finding)
     return Group(*lines, Padding(Group(*body), (0, 0, 0, 4), expand=False))
+
+
+def _advice(finding: Finding) -> list[RenderableType]:
+    """What was tried and cures; or, where nothing was tried, what may."""
+    if not finding.tried:
+        untried = " (not tried; --advise tries)" if finding.severity is Severity.ERROR else ""
+        return [Text.assemble(("next  ", "dim"), plain(finding.advice), (untried, "dim"))]
+    lines: list[RenderableType] = []
+    for trial in finding.tried:
+        lines.append(Text.assemble(("cure  ", "bold green"), plain(trial.change)))
+        lines += [Text(f"      {plain(line)}", "cyan") for line in trial.paste.splitlines()]
+        lines.append(Text.assemble(("      before  ", "dim"), plain(trial.before)))
+        lines.append(Text.assemble(("      after   ", "dim"), plain(trial.after)))
+    return lines
 
 
 def _source_line(file: str, line: int, code: str) -> Text:

@@ -27,6 +27,7 @@ from ampaudit.sites import SiteId
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
 from ampaudit.trace.capture import input_signature
+from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import tensor_leaves
 
 __all__ = ["Plan", "Prepared", "Runner"]
@@ -45,6 +46,7 @@ class Plan:
         backend: overrides the device's usual backend.
         measured: what an earlier run saw, for the policy's second phase.
         reference_only: run FP32 alone, on the graph that the policy makes.
+        edits: ops to rewrite, by site, to try a change of the model's code.
     """
 
     rules: RuleSet | None
@@ -55,6 +57,7 @@ class Plan:
     backend: Backend | None = None
     measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
     reference_only: bool = False
+    edits: Mapping[SiteId, Edit] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +133,8 @@ class Runner:
         plan = self._plan
         rules = plan.rules or plain_fp32()
         author_rules = plan.author_rules if plan.rules else plain_fp32()
-        traced = trace(
-            self._model, batch.args, batch.kwargs, rules, author_rules, plan.number_format, plan.measured
-        )
+        setting = (rules, author_rules, plan.number_format, plan.measured, plan.edits)
+        traced = trace(self._model, batch.args, batch.kwargs, *setting)
         converted = convert(traced)
         self._add_seconds("trace", started)
         program = compile_program(traced, plan.device)

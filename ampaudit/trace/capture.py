@@ -24,6 +24,7 @@ from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.sites import SiteId
 from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.caster import Caster
+from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import Entry, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
@@ -55,6 +56,7 @@ class Setting:
         number_format: the 16-bit format of the run.
         measured: what a run saw, by site; empty before there was one.
         planned: decisions that were made on the whole graph, by site.
+        edits: ops to rewrite, by site, to try a change of the model's code.
     """
 
     rules: RuleSet
@@ -62,6 +64,7 @@ class Setting:
     number_format: NumberFormat
     measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
     planned: Mapping[SiteId, Decision] = field(default_factory=dict)
+    edits: Mapping[SiteId, Edit] = field(default_factory=dict)
 
     @property
     def lower(self) -> torch.dtype:
@@ -98,7 +101,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
         for t in tensor_leaves(args, kwargs)
     )
     facts = FactFinder(entry, setting.number_format.name, setting.measured)
-    caster = Caster(setting.rules, setting.author_rules, lower, facts, setting.planned)
+    caster = Caster(setting.rules, setting.author_rules, lower, facts, setting.planned, setting.edits)
     try:
         with _quiet(), torch.no_grad(), autocast_visible(file.autocast, lower), interposed(caster):
             program = torch.export.export(entry, inputs, strict=False)

@@ -17,6 +17,7 @@ from ampaudit.policy.schema import PAINTED, Cast
 from ampaudit.replay import OPAQUE, replayed_meta
 from ampaudit.sites import SiteId, SiteNumbering
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region
+from ampaudit.trace.edits import Edit, History, OpCalled
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.opnames import (
     CASTABLE,
@@ -83,6 +84,7 @@ class Caster:
         dtype: the 16-bit format of the run.
         facts: reads an op call.
         planned: decisions that were made on the whole graph, by site.
+        edits: ops that are to be rewritten, by site.
     """
 
     def __init__(
@@ -92,7 +94,10 @@ class Caster:
         dtype: torch.dtype,
         facts: FactFinder,
         planned: Mapping[SiteId, Decision],
+        edits: Mapping[SiteId, Edit],
     ) -> None:
+        self._edits = edits
+        self.history = History()
         self.rules = rules
         self.author_rules = author_rules
         self.dtype = dtype
@@ -117,16 +122,24 @@ class Caster:
         rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
         return op_name(op) not in rules.op_names
 
-    def decide(
-        self,
-        op: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        layer: tuple[str, str],
-        tracer_id: int,
-    ) -> tuple[OpRecord, torch.dtype]:
+    def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
+        """The id of the op that is traced next."""
+        return _replayed_site() or self._numbering[tracer_id].next_id(layer, short_name(op))
+
+    def edited(self, site: SiteId, called: OpCalled, emit: Call) -> OpCalled:
+        """The op to trace at a site: the model's own, or what an edit makes of it."""
+        edit = self._edits.get(site)
+        return called if edit is None else edit(called, self.history, emit)
+
+    def note(self, result: Any, called: OpCalled) -> None:
+        """Remember what an op of the model made, for edits, and what it wrote to."""
+        self.note_writes(called.op, called.args)
+        if any(edit.looks_back for edit in self._edits.values()):
+            self.history.note(result, called)
+
+    def decide(self, site: SiteId, called: OpCalled, layer: tuple[str, str]) -> tuple[OpRecord, torch.dtype]:
         """The decision for an op of a layer (path, class name), and the 16-bit dtype that it means."""
-        site = _replayed_site() or self._numbering[tracer_id].next_id(layer[0], short_name(op))
+        op, args, kwargs = called.op, called.args, called.kwargs
         region = current_region(self.rules.file.autocast, self.dtype)
         facts = self._facts.of(op, args, kwargs, *layer, site)
         decision, dtype = self._decision(facts, region)

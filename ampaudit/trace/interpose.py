@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from ampaudit.replay import INSERTED, replayed_meta
 from ampaudit.sites import SiteId
 from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, NO_KERNEL, Caster, OpRecord
+from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
 
 __all__ = ["interposed"]
@@ -80,7 +81,15 @@ def interposed(caster: Caster) -> Iterator[None]:
 
         if replayed_meta() is INSERTED:
             return record(OpRecord(IMPLICIT_CAST, inserted=True), op, *args, **kwargs)
-        made, dtype = caster.decide(op, args, kwargs, _layer(self), id(self.tracer))
+
+        def emit(target: OpOverload, *call_args: Any) -> Any:
+            return record(OpRecord(IMPLICIT_CAST, inserted=True), target, *call_args)
+
+        layer = _layer(self)
+        site = caster.site_of(op, layer[0], id(self.tracer))
+        called = caster.edited(site, OpCalled(op, args, kwargs), emit)
+        made, dtype = caster.decide(site, called, layer)
+        op, args, kwargs = called.op, called.args, called.kwargs
         args, kwargs, exact = caster.clipped(op, args, kwargs, made.decision)
         made = replace(made, exact=exact, replayed=replayed_meta())
         op, args, kwargs = caster.apply(made.decision, dtype, op, args, kwargs, cast, id(self.tracer))
@@ -92,7 +101,7 @@ def interposed(caster: Caster) -> Iterator[None]:
             made = replace(made, decision=NO_KERNEL)
             op, args, kwargs = caster.apply(NO_KERNEL, dtype, op, args, kwargs, cast, id(self.tracer))
             result = record(made, op, *args, **kwargs)
-        caster.note_writes(op, args)
+        caster.note(result, OpCalled(op, args, kwargs))
         limit = made.decision.clamp
         if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result

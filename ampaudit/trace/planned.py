@@ -18,6 +18,7 @@ from ampaudit.replay import INSERTED, OPAQUE, REPLAYED, replaying
 from ampaudit.sites import SiteId
 from ampaudit.trace.capture import Setting, capture
 from ampaudit.trace.caster import META_KEY, OpRecord
+from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import layer_path, tensor_leaves
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.opnames import CASTABLE
@@ -35,6 +36,7 @@ def trace(
     author_rules: RuleSet,
     number_format: NumberFormat,
     measured: Mapping[SiteId, Measurement] | None = None,
+    edits: Mapping[SiteId, Edit] | None = None,
 ) -> TracedModel:
     """The model's graph for inputs like these, with the policy's casts in it.
 
@@ -50,11 +52,12 @@ def trace(
         author_rules: what an autocast region of the author's own means (CUDA autocast's rules).
         number_format: the 16-bit format of the run.
         measured: what a run saw, by site, for the policy's second phase.
+        edits: ops to rewrite, by site.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
     """
-    setting = Setting(rules, author_rules, number_format, measured or {})
+    setting = Setting(rules, author_rules, number_format, measured or {}, edits=edits or {})
     if rules.file.level == "calls":
         return capture(model, args, kwargs, setting)
     uncast = plain_fp32(whole=rules.op_names)
@@ -65,7 +68,7 @@ def trace(
     replay = GraphReplay(model, survey)
     replay.training = model.training
     leaves = tuple(tensor_leaves(args, kwargs))
-    traced = capture(replay, leaves, {}, replace(setting, author_rules=uncast, planned=planned))
+    traced = capture(replay, leaves, {}, replace(setting, author_rules=uncast, planned=planned, edits={}))
     return replace(traced, outputs=survey.outputs)
 
 

@@ -17,6 +17,7 @@ from ampaudit.report.build import build_report
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, Plan, run_audits
 from ampaudit.source import ModelSource
+from ampaudit.workflows.advise import advised
 from ampaudit.workflows.context import context_of
 from ampaudit.workflows.device import environment_of, pick_device
 from ampaudit.workflows.inputs import Inputs, source_of
@@ -95,8 +96,10 @@ def scan_policies(
         context = context_of(audit, form, settings, table)
         found = run_checks(context, ALL_CHECKS)
         hiding = (*hidden, *comments_in(context.sites))
-        subject = (source, rules, settings)
-        reports.append(_report(audit, context, suppressed(found, hiding), subject))
+        shown = suppressed(found, hiding)
+        if settings.advise and not settings.ranges and not settings.static:
+            shown = advised(shown, source, plan, context, settings)
+        reports.append(_report(audit, context, shown, (source, rules, settings)))
     return reports
 
 

@@ -25,6 +25,7 @@ class ScanOptions(TypedDict, total=False):
     fail_on: FailOn
     ignore: Sequence[str]
     prove: bool
+    advise: bool
     static: bool
     assume: Sequence[str]
     progress: Progress | None
@@ -43,6 +44,7 @@ class Settings:
         min_sqnr: decibels below which an output, or an op by itself, is reported as inaccurate.
         fail_on: severity from which ``report.exit_code`` is 1.
         ignore: what to hide: ``CODE``, ``CODE:layer glob`` or ``:layer glob``.
+        advise: try changes for the errors, and report those that cure.
         prove: bound every site for all inputs of the stated domain, too.
         static: bound every site and run nothing.
         assume: ranges of inputs for the proofs: ``input[0]=-1:1``, or ``input=-1:1`` for all.
@@ -58,6 +60,7 @@ class Settings:
     fail_on: FailOn = "error"
     ignore: Sequence[str] = ()
     prove: bool = False
+    advise: bool = False
     static: bool = False
     assume: Sequence[str] = ()
     progress: Progress | None = None

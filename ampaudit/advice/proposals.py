@@ -1,0 +1,23 @@
+"""All proposals for a finding, in the order in which an engineer would like them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.advice.interface import Proposal, Subject
+from ampaudit.advice.rescale import rescaled
+from ampaudit.advice.rewrites import rewrites
+from ampaudit.advice.rules import keep_in_float32
+from ampaudit.checks.finding import Finding
+
+__all__ = ["proposals"]
+
+
+def proposals(subject: Subject, finding: Finding) -> Iterator[Proposal]:
+    """A rewrite of the line, then weights rescaled, then float32 for a few ops, then another format."""
+    yield from rewrites(subject, finding)
+    yield from rescaled(subject, finding)
+    yield from keep_in_float32(subject, finding)
+    if subject.context.number_format.name == "float16":
+        change = "use bfloat16, which has the range of float32"
+        yield Proposal("dtype", change, "--dtype bfloat16", dtype="bfloat16")

@@ -1,0 +1,146 @@
+"""Rewrites of single ops while a model is traced: what an author would write instead, to try it out.
+
+An edit is given the op as the model calls it and gives the op to trace in its place. Sites keep their ids,
+so a run with an edit can be compared with one without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch._ops import OpOverload
+
+from ampaudit.trace.opnames import base_name, converts
+
+__all__ = ["AsLogSigmoid", "AsLogSoftmax", "Constant", "Edit", "HandedOn", "History", "OpCalled", "Scaled"]
+
+aten = torch.ops.aten
+Emit = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OpCalled:
+    """An op with its arguments."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class History:
+    """Who made each tensor of a trace; keeps them alive, so that an id is never used twice.
+
+    torch.export takes a constant that outlives its op for one of the model's own, so nothing is kept unless
+    an edit asks for it.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, OpCalled]] = {}
+
+    def note(self, result: Any, called: OpCalled) -> None:
+        """Remember a call by its result."""
+        if isinstance(result, torch.Tensor):
+            self._made[id(result)] = (result, called)
+
+    def of(self, value: Any) -> OpCalled | None:
+        """The call that made a value, casts looked through."""
+        found = self._made.get(id(value))
+        while found is not None and converts(found[1].op):
+            found = self._made.get(id(found[1].args[0]))
+        return found[1] if found is not None else None
+
+
+class Edit(Protocol):
+    """One rewrite; ``looks_back`` if it asks who made its input."""
+
+    looks_back: ClassVar[bool]
+
+    def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
+        """The op to trace instead; further ops are traced before it with ``emit(op, *args)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Another Python number in the place of one: a larger eps, a mask that the format holds.
+
+    Attributes:
+        old: the number to replace.
+        new: what takes its place.
+    """
+
+    old: float
+    new: float
+    looks_back: ClassVar[bool] = False
+
+    def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
+        """The same op with the new number."""
+        del history, emit
+
+        def change(value: Any) -> Any:
+            same = (
+                isinstance(value, int | float) and not isinstance(value, bool) and abs(value) == abs(self.old)
+            )
+            return (self.new if value > 0 else -self.new) if same else value
+
+        return OpCalled(
+            called.op, tuple(map(change, called.args)), {k: change(v) for k, v in called.kwargs.items()}
+        )
+
+
+class AsLogSoftmax:
+    """``log_softmax(x)`` for ``log(softmax(x))``."""
+
+    looks_back: ClassVar[bool] = True
+
+    def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
+        """The log becomes the whole; the softmax before it has no user left."""
+        del emit
+        made = history.of(called.args[0])
+        if made is None or base_name(made.op) != "softmax":
+            return called
+        return OpCalled(aten.log_softmax.int, made.args[:2], {})
+
+
+class AsLogSigmoid:
+    """``logsigmoid(x)`` for ``log(sigmoid(x))``, ``logsigmoid(-x)`` for ``log(1 - sigmoid(x))``."""
+
+    looks_back: ClassVar[bool] = True
+
+    def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
+        """The log becomes the whole."""
+        made, negative = history.of(called.args[0]), False
+        if made is not None and base_name(made.op) in ("rsub", "sub"):
+            tensors = [arg for arg in made.args[:2] if isinstance(arg, torch.Tensor)]
+            made, negative = history.of(tensors[-1]), True
+        if made is None or base_name(made.op) != "sigmoid":
+            return called
+        x = made.args[0]
+        return OpCalled(aten.log_sigmoid.default, (emit(aten.neg.default, x) if negative else x,), {})
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """The first operand of a product times a factor: scores that are scaled before they are added up."""
+
+    factor: float
+    looks_back: ClassVar[bool] = False
+
+    def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
+        """The same product of a smaller operand."""
+        del history
+        first, *rest = called.args
+        return OpCalled(called.op, (emit(aten.mul.Scalar, first, self.factor), *rest), called.kwargs)
+
+
+class HandedOn:
+    """The op is left out: its first operand is the result."""
+
+    looks_back: ClassVar[bool] = False
+
+    def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
+        """A view of the operand."""
+        del history, emit
+        return OpCalled(aten.alias.default, called.args[:1], {})
