@@ -37,6 +37,7 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
         policy=options.pop("policy", "half"),
         dtype=options.pop("dtype", "float16"),
         ranges=options.pop("ranges", "") == "true",
+        contract=options.pop("contract", ""),
     )
 
 

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 
 from ampaudit.bounds import elementwise, norms, products, reductions, shapes
 from ampaudit.bounds.domain import Assumption
+from ampaudit.bounds.memory import overwritten
 from ampaudit.bounds.span import Span, exactly, symmetric, unbounded
 from ampaudit.bounds.transfers import FLOAT32_ULP, TRANSFERS, OpCall
 from ampaudit.formats import FORMATS, LOWER_FORMATS, NumberFormat
@@ -96,7 +97,7 @@ class _Pass:
         self.flow = Flow(self.traced)
         self.spans = _Spans()
         self.sites = self.traced.site_of_node
-        self.spoiled = set(_overwritten(self.traced.graph))
+        self.spoiled = set(overwritten(self.traced.graph))
 
     def run(self) -> SpanTable:
         places = {place.node: place for place in self.traced.placeholders}
@@ -266,54 +267,3 @@ def _dtypes(node: fx.Node) -> list[torch.dtype | None]:
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(n) for n in getattr(node.meta.get("val"), "shape", ()))
-
-
-def _overwritten(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Values that are read after somebody wrote into their memory, or whose memory others share.
-
-    ``relu_(x)`` on an x that nobody else reads is as good as ``relu(x)``.
-    """
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        target = node.target
-        if node.op != "call_function" or not isinstance(target, OpOverload):
-            continue
-        for position in mutated_arguments(target):
-            written = node.args[position] if position < len(node.args) else None
-            if not isinstance(written, fx.Node):
-                continue
-            later = any(order[user] > order[node] for user in written.users)
-            shared = written.op == "placeholder" or any(map(_shows, (written, *written.users)))
-            if later or shared:
-                yield from _family(written)
-
-
-def _shows(node: fx.Node) -> bool:
-    """Whether a node may share memory with its input."""
-    if not isinstance(node.target, OpOverload):
-        return node.target is operator.getitem
-    return is_view(node.target) or base_name(node.target) in (
-        "contiguous",
-        "reshape",
-        "dropout",
-        "to",
-        "flatten",
-    )
-
-
-def _family(node: fx.Node) -> set[fx.Node]:
-    """Everything that may share memory with a value, through views in either direction."""
-    found, frontier = {node}, [node]
-    while frontier:
-        current = frontier.pop()
-        sources = current.all_input_nodes[:1] if _shows(current) or _writes(current) else []
-        near = [*sources, *(user for user in current.users if _shows(user) or _writes(user))]
-        for other in near:
-            if other not in found:
-                found.add(other)
-                frontier.append(other)
-    return found
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and bool(mutated_arguments(node.target))

@@ -30,6 +30,7 @@ from ampaudit.checks import (
     ping_pong,
     positions,
     probabilities,
+    saturated,
     small_weights,
     tied_weights,
     uncovered,
@@ -44,7 +45,7 @@ from ampaudit.checks.running import run_checks
 __all__ = ["ALL_CHECKS", "Check", "CheckContext", "Evidence", "Finding", "Severity", "Source", "run_checks"]
 
 _MODULES = (
-    *(origins, weights, forbidden, headroom, what_if, mask, hidden_clamp, inside_norm),
+    *(origins, weights, forbidden, headroom, what_if, mask, hidden_clamp, inside_norm, saturated),
     *(epsilon, log_softmax, log_sigmoid, cancellation, positions, local_error, output_error),
     *(hard_cast, double, probabilities, in_place, no_kernel),
     *(small_weights, tied_weights),

@@ -48,6 +48,7 @@ class CheckContext:
         ranges_only: whether only FP32 ran (``--ranges``).
         bounds: what is proved, if that was asked for.
         fused: whether norms are taken to be one kernel with FP32 inside.
+        saturating: whether overflow gives the largest finite number.
     """
 
     sites: tuple[Site, ...]
@@ -61,6 +62,7 @@ class CheckContext:
     min_sqnr: float = 20.0
     ranges_only: bool = False
     fused: bool = True
+    saturating: bool = False
     bounds: SpanTable | None = None
 
     @cached_property

@@ -44,6 +44,12 @@ _FILE = click.Path(path_type=Path)
     "--min-sqnr", type=float, default=20.0, show_default=True, metavar="DB", help="Accuracy asked for."
 )
 @click.option("--advise", is_flag=True, help="Try changes for each error; print those that cure it.")
+@click.option(
+    "--contract",
+    default="",
+    metavar="WORDS",
+    help="Another way to compute: lower-accumulate, saturate, flush-to-zero, decomposed.",
+)
 @click.option("--prove", is_flag=True, help="Prove sites safe for every input in its range, too.")
 @click.option("--static", is_flag=True, help="Proofs only: nothing is run.")
 @click.option(
@@ -102,6 +108,7 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
             min_sqnr=options["min_sqnr"],
             ignore=options["ignore"],
             advise=options["advise"],
+            contract=options["contract"],
             prove=options["prove"] or bool(options["assume"]),
             static=options["static"],
             assume=options["assume"],

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Literal
 
 from ampaudit import __version__
-from ampaudit.checks import Finding, Severity
+from ampaudit.checks import ALL_CHECKS, Finding, Severity, run_checks
 from ampaudit.checks.interface import CheckContext, source_of
 from ampaudit.convert import ConvertedModel
 from ampaudit.formats import WHAT_IF_FORMATS, NumberFormat
@@ -24,6 +25,7 @@ from ampaudit.report.model import (
     RunInfo,
     SiteReport,
     ToolInfo,
+    VerdictChange,
     WeightMemory,
     WhatIf,
 )
@@ -31,7 +33,7 @@ from ampaudit.run.record import Observation
 from ampaudit.sites import SiteId
 from ampaudit.trace import Role, Site
 
-__all__ = ["FailOn", "build_report"]
+__all__ = ["FailOn", "build_report", "changed_verdicts"]
 
 CONTRACT = (
     "matrix products, sums and norms add up in float32 in any order; a norm's variance is taken about the "
@@ -72,6 +74,24 @@ def build_report(
         environment=Environment(platform.python_version(), version("torch")),
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
     )
+
+
+def changed_verdicts(usual: CheckContext, here: CheckContext, report: Report) -> tuple[VerdictChange, ...]:
+    """Sites with another gravest finding, notes aside, than under the usual contract; in graph order."""
+    before = _gravest(run_checks(usual, ALL_CHECKS))
+    after = _gravest(report.findings)
+    sites = [s.id for s in here.sites if s.id in before or s.id in after]
+    fine = "no finding"
+    changes = (VerdictChange(s, before.get(s, fine), after.get(s, fine)) for s in sites)
+    return tuple(change for change in changes if change.usual != change.here)
+
+
+def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
+    found: dict[SiteId, str] = {}
+    for finding in findings:  # the gravest come first
+        if finding.severity is not Severity.NOTE:
+            found.setdefault(finding.site, f"{finding.severity} {finding.code}")
+    return found
 
 
 def _coverage(context: CheckContext) -> Coverage:

@@ -24,6 +24,7 @@ __all__ = [
     "RunInfo",
     "SiteReport",
     "ToolInfo",
+    "VerdictChange",
     "WeightMemory",
     "WhatIf",
 ]
@@ -50,7 +51,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """How it was audited; ``level`` is ``scan``, ``ranges`` or ``static``."""
+    """How it was audited.
+
+    Attributes:
+        level: ``scan``, ``ranges`` or ``static``.
+        contract: what was taken for granted about kernels, where 16 bits are emulated.
+    """
 
     device: str
     backend: str
@@ -60,6 +66,7 @@ class RunInfo:
     seed: int
     level: Literal["scan", "ranges", "static"]
     mode: Literal["eval", "train"]
+    contract: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +182,15 @@ class SiteReport:
 
 
 @dataclass(frozen=True, slots=True)
+class VerdictChange:
+    """A site that another execution contract (``--contract``) judges differently: the gravest of both."""
+
+    site: SiteId
+    usual: str
+    here: str
+
+
+@dataclass(frozen=True, slots=True)
 class Proofs:
     """What the proofs rest on.
 
@@ -238,6 +254,7 @@ class Report:
     timings: dict[str, float] = field(default_factory=dict)
     raised: tuple[SiteId, ...] = ()
     proofs: Proofs | None = None
+    changed: tuple[VerdictChange, ...] = ()
 
     @property
     def exit_code(self) -> int:

@@ -16,6 +16,7 @@ from ampaudit.report.words import plain, size_of
 
 __all__ = [
     "all_sites",
+    "changed_table",
     "least_headroom",
     "nearest_table",
     "raised_table",
@@ -81,6 +82,17 @@ def unproved_table(report: Report, count: int) -> Iterable[RenderableType]:
     for site in sites[: count * 2]:
         known = "unbounded" if site.bound is None else number(site.bound)
         table.add_row(Text(plain(site.site), overflow="fold"), known)
+    yield table
+
+
+def changed_table(report: Report, count: int) -> Iterable[RenderableType]:
+    """Verdicts that differ from those under the usual execution contract."""
+    if not report.changed:
+        return
+    yield Text(f"Other verdicts than under the usual contract: {len(report.changed)} sites", style="bold")
+    table = open_table("site", "usual", "here", width=36, left=("usual", "here"))
+    for change in report.changed[: count * 2]:
+        table.add_row(Text(plain(change.site), overflow="fold"), change.usual, change.here)
     yield table
 
 
@@ -175,6 +187,8 @@ def summary(report: Report, hidden: int) -> Iterable[RenderableType]:
                 f"{size_of(weights.working_bytes)} of 16-bit copies",
             )
         )
+    if report.run.level == "scan" and report.run.backend != "native":
+        rows.append(("Contract", report.run.contract))
     limits = format_named(report.run.dtype)
     rows.append(
         (

@@ -15,6 +15,7 @@ from ampaudit.pages import page_of
 from ampaudit.report.model import Report
 from ampaudit.report.tables import (
     all_sites,
+    changed_table,
     least_headroom,
     nearest_table,
     raised_table,
@@ -52,6 +53,8 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
     else:
         raised = list(raised_table(report, nearest))
         parts += [Text(), *raised] if raised else []
+        changed = list(changed_table(report, nearest))
+        parts += [Text(), *changed] if changed else []
         parts += [Text(), *nearest_table(report, nearest)]
     parts += [Text(), *summary(report, hidden)]
     if verbosity > 0:

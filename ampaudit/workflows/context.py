@@ -6,6 +6,7 @@ from ampaudit.bounds import SpanTable
 from ampaudit.checks.interface import CheckContext
 from ampaudit.formats import NumberFormat
 from ampaudit.run.audit import Audit
+from ampaudit.run.contract import contract_of
 from ampaudit.run.weights import weight_ranges
 from ampaudit.sites import SiteId
 from ampaudit.trace.flow import Flow
@@ -18,6 +19,7 @@ def context_of(
     audit: Audit, form: NumberFormat, settings: Settings, bounds: SpanTable | None = None
 ) -> CheckContext:
     """The context of one audit under a number format."""
+    contract = contract_of(settings.contract)
     return CheckContext(
         sites=audit.sites,
         record=audit.record,
@@ -30,6 +32,8 @@ def context_of(
         min_sqnr=settings.min_sqnr,
         ranges_only=settings.ranges,
         bounds=bounds,
+        fused=contract.fused,
+        saturating="saturate" in contract.words,
     )
 
 

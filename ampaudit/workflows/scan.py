@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, Unpack
 
 from torch import nn
@@ -13,9 +14,10 @@ from ampaudit.checks.suppress import comments_in, suppressed
 from ampaudit.errors import InputError, UsageError
 from ampaudit.formats import lower_format
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.report.build import build_report
+from ampaudit.report.build import build_report, changed_verdicts
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, Plan, run_audits
+from ampaudit.run.contract import Contracted, contract_of
 from ampaudit.source import ModelSource
 from ampaudit.workflows.advise import advised
 from ampaudit.workflows.context import context_of
@@ -85,10 +87,16 @@ def scan_policies(
     plans = [
         Plan(rules, author, form, where, seed=settings.seed, backend=settings.backend) for rules in subjects
     ]
-    if settings.static:
-        audits = [static_audit(source, plan) for plan in plans]
+    contract = contract_of(settings.contract)
+    if contract.words and not (settings.static or settings.ranges):
+        usual = plans
+        plans = [replace(plan, backend=Contracted(contract)) for plan in plans]
+        both = run_audits(source.model, source.batches, [*plans, *usual], settings.told)
+        audits, before = both[: len(plans)], both[len(plans) :]
+    elif settings.static:
+        audits, before = [static_audit(source, plan) for plan in plans], []
     else:
-        audits = run_audits(source.model, source.batches, plans, settings.told)
+        audits, before = run_audits(source.model, source.batches, plans, settings.told), []
     reports: list[Report] = []
     for audit, rules, plan in zip(audits, rule_sets, plans, strict=True):
         asked = settings.prove or settings.static
@@ -99,7 +107,11 @@ def scan_policies(
         shown = suppressed(found, hiding)
         if settings.advise and not settings.ranges and not settings.static:
             shown = advised(shown, source, plan, context, settings)
-        reports.append(_report(audit, context, shown, (source, rules, settings)))
+        report = _report(audit, context, shown, (source, rules, settings))
+        if before:
+            usual_context = context_of(before[len(reports)], form, replace(settings, contract=""))
+            report = replace(report, changed=changed_verdicts(usual_context, context, report))
+        reports.append(report)
     return reports
 
 
@@ -120,6 +132,7 @@ def _report(
         batches=audit.record.batches,
         seed=settings.seed,
         level=level,
+        contract=contract_of(settings.contract).text,
         mode="train" if source.model.training else "eval",
     )
     model = ModelInfo(source.location, source.kind, source.sha256)

@@ -27,6 +27,7 @@ class ScanOptions(TypedDict, total=False):
     prove: bool
     advise: bool
     static: bool
+    contract: str
     assume: Sequence[str]
     progress: Progress | None
     backend: Backend | None
@@ -47,6 +48,7 @@ class Settings:
         advise: try changes for the errors, and report those that cure.
         prove: bound every site for all inputs of the stated domain, too.
         static: bound every site and run nothing.
+        contract: how the target computes, as ``saturate,decomposed``; empty for the usual way.
         assume: ranges of inputs for the proofs: ``input[0]=-1:1``, or ``input=-1:1`` for all.
         progress: told about each batch.
         backend: overrides the device's usual backend.
@@ -62,6 +64,7 @@ class Settings:
     prove: bool = False
     advise: bool = False
     static: bool = False
+    contract: str = ""
     assume: Sequence[str] = ()
     progress: Progress | None = None
     backend: Backend | None = None
