@@ -18,7 +18,10 @@ _FILE = click.Path(path_type=Path)
 _OPTIONS = (
     click.option("--weights", type=_FILE, metavar="FILE", help="Checkpoint: safetensors, or .pt state_dict."),
     click.option(
-        "--inputs", type=_FILE, metavar="FILE", help="Python file with example_inputs() or batches()."
+        "--inputs",
+        type=_FILE,
+        metavar="FILE",
+        help="Python file with example_inputs() or batches(); or safetensors.",
     ),
     click.option("--batches", type=click.IntRange(1), default=1, show_default=True, help="Batches to run."),
     click.option("--seed", type=int, default=0, show_default=True),

@@ -36,8 +36,9 @@ class Progress:
                 sys.stderr.flush()
 
     def update(self, phase: str, done: int, total: int) -> None:
-        """Batch ``done`` of ``total`` is about to run (or all are done)."""
-        self._message = f"{phase} {self._what}: batch {min(done + 1, total)} of {total}"
+        """Batch, or try, ``done`` of ``total`` is about to run (or all are done)."""
+        what = f"{phase} {self._what}: batch" if phase.startswith(("auditing", "measuring")) else f"{phase}:"
+        self._message = f"{what} {min(done + 1, total)} of {total}"
         if self._shown.is_set() and done < total:
             self._write()
 

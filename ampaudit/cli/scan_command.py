@@ -51,6 +51,13 @@ _FILE = click.Path(path_type=Path)
     help="Another way to compute: lower-accumulate, saturate, flush-to-zero, decomposed.",
 )
 @click.option("--prove", is_flag=True, help="Prove sites safe for every input in its range, too.")
+@click.option(
+    "--stress",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Search for inputs that overflow: N evaluations a site.",
+)
 @click.option("--static", is_flag=True, help="Proofs only: nothing is run.")
 @click.option(
     "--assume", multiple=True, metavar="INPUT=LOW:HIGH", help="An input's range, for proofs; 'input' is all."
@@ -108,6 +115,7 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
             min_sqnr=options["min_sqnr"],
             ignore=options["ignore"],
             advise=options["advise"],
+            stress=options["stress"],
             contract=options["contract"],
             prove=options["prove"] or bool(options["assume"]),
             static=options["static"],

@@ -24,12 +24,14 @@ from ampaudit.report.model import (
     Report,
     RunInfo,
     SiteReport,
+    Tail,
     ToolInfo,
     VerdictChange,
     WeightMemory,
     WhatIf,
 )
 from ampaudit.run.record import Observation
+from ampaudit.run.tail import LEAST_BATCHES, tail_risk
 from ampaudit.sites import SiteId
 from ampaudit.trace import Role, Site
 
@@ -40,6 +42,7 @@ CONTRACT = (
     "mean that it subtracts; overflow gives infinity; subnormals are kept"
 )
 FailOn = Literal["error", "warning", "note", "never"]
+_TAILS = 5
 _HANDS_ON = (Role.VIEW, Role.SELECT)
 
 
@@ -71,6 +74,7 @@ def build_report(
         notes=converted.traced.notes,
         raised=raised,
         proofs=_proofs(context),
+        tails=_tails(context),
         environment=Environment(platform.python_version(), version("torch")),
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
     )
@@ -140,6 +144,22 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
 def _bound(context: CheckContext, site: Site) -> float | None:
     found = context.bounds.bounds.get(site.id) if context.bounds is not None else None
     return found.peak if found is not None and math.isfinite(found.peak) else None
+
+
+def _tails(context: CheckContext) -> tuple[Tail, ...]:
+    """For the 16-bit sites nearest to the limit, where there are batches enough."""
+    if context.record.batches < LEAST_BATCHES or context.record.origins:
+        return ()
+    shapes = [shape for shape, _ in context.flow.traced.signature]
+    samples = shapes[0][0] if shapes and shapes[0] else 1
+    sites = [s for s in context.lowered_sites if s.role is not Role.WEIGHT_CAST]
+    sites = [s for s in sites if s.id not in context.record.by_design | context.flow.constants]
+    sites.sort(key=lambda s: -context.observed(s.id).ref_peak)
+    limit = context.number_format.overflow_at
+    found = ((s.id, tail_risk(context.observed(s.id).batch_peaks, limit, samples)) for s in sites[:_TAILS])
+    return tuple(
+        Tail(site, r.per_million, r.low, r.high, r.batches, r.samples) for site, r in found if r is not None
+    )
 
 
 def _proofs(context: CheckContext) -> Proofs | None:

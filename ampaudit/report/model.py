@@ -23,6 +23,8 @@ __all__ = [
     "Report",
     "RunInfo",
     "SiteReport",
+    "Stressed",
+    "Tail",
     "ToolInfo",
     "VerdictChange",
     "WeightMemory",
@@ -182,6 +184,37 @@ class SiteReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Stressed:
+    """One searched site (``--stress``).
+
+    Attributes:
+        site: which.
+        seen: the FP32 peak on the given batches.
+        reached: the largest FP32 peak that an input of the domain was found to make.
+        overflows: whether that input overflows in a run.
+        file: where it was saved, to be used with ``--inputs``.
+    """
+
+    site: SiteId
+    seen: float
+    reached: float
+    overflows: bool
+    file: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Expected overflows of a site beyond the data (``run/tail.py``), with a 90 % interval."""
+
+    site: SiteId
+    per_million: float
+    low: float
+    high: float
+    batches: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class VerdictChange:
     """A site that another execution contract (``--contract``) judges differently: the gravest of both."""
 
@@ -255,6 +288,8 @@ class Report:
     raised: tuple[SiteId, ...] = ()
     proofs: Proofs | None = None
     changed: tuple[VerdictChange, ...] = ()
+    stressed: tuple[Stressed, ...] = ()
+    tails: tuple[Tail, ...] = ()
 
     @property
     def exit_code(self) -> int:

@@ -164,7 +164,7 @@ def summary(report: Report, hidden: int) -> Iterable[RenderableType]:
     ]
     if report.run.level == "static":
         rows.clear()
-    rows += _proof_rows(report)
+    rows += [*_proof_rows(report), *_beyond_rows(report)]
     if report.run.level == "scan":
         lowered = sum(site.precision == report.run.dtype for site in report.sites)
         own = (
@@ -223,6 +223,20 @@ def _proof_rows(report: Report) -> list[tuple[str, str]]:
     ]
     if proofs.uncovered_ops:
         rows.append(("Unbounded", f"ops that no proof covers: {', '.join(proofs.uncovered_ops)}"))
+    return rows
+
+
+def _beyond_rows(report: Report) -> list[tuple[str, str]]:
+    """What was found, or is to be expected, beyond the given batches."""
+    rows: list[tuple[str, str]] = []
+    for s in report.stressed:
+        found = f"overflows: --inputs {s.file}" if s.overflows else "no overflow found"
+        reached = f"peak {number(s.seen)} raised to {number(s.reached)}"
+        rows.append(("Stress", f"{plain(s.site)}: {reached}; {plain(found)}"))
+    for t in report.tails:
+        rate = f"{number(t.per_million)} expected overflows per million samples"
+        interval = f"(90 %: {number(t.low)} to {number(t.high)}, from {t.batches} batches)"
+        rows.append(("Tail", f"{plain(t.site)}: {rate} {interval}"))
     return rows
 
 

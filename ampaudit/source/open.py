@@ -5,6 +5,7 @@ Adding a source: write ``from_xyz(...) -> ModelSource`` in its own file, and a b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ampaudit.errors import SourceError
@@ -24,7 +25,12 @@ def open_source(location: str, options: SourceOptions) -> ModelSource:
     Raises:
         SourceError, InputError, WeightsError: each says what, where, and what to do next.
     """
-    source = _open(location, options)
+    saved = options.inputs if options.inputs is not None and options.inputs.suffix == ".safetensors" else None
+    source = _open(location, options if saved is None else replace(options, inputs=None, batches=1))
+    if saved is not None:
+        from ampaudit.source.tensors import with_inputs
+
+        source = with_inputs(source, saved)
     source.model.train(options.train)
     if options.weights is not None:
         from ampaudit.source.weights import load_weights

@@ -25,6 +25,7 @@ from ampaudit.workflows.device import environment_of, pick_device
 from ampaudit.workflows.inputs import Inputs, source_of
 from ampaudit.workflows.proofs import prove, static_audit
 from ampaudit.workflows.settings import ScanOptions, Settings
+from ampaudit.workflows.stress import stressed
 
 __all__ = ["scan", "scan_policies", "scan_source"]
 
@@ -99,7 +100,7 @@ def scan_policies(
         audits, before = run_audits(source.model, source.batches, plans, settings.told), []
     reports: list[Report] = []
     for audit, rules, plan in zip(audits, rule_sets, plans, strict=True):
-        asked = settings.prove or settings.static
+        asked = settings.prove or settings.static or settings.stress > 0
         table = prove(audit, source.batches, plan, settings) if asked else None
         context = context_of(audit, form, settings, table)
         found = run_checks(context, ALL_CHECKS)
@@ -111,6 +112,8 @@ def scan_policies(
         if before:
             usual_context = context_of(before[len(reports)], form, replace(settings, contract=""))
             report = replace(report, changed=changed_verdicts(usual_context, context, report))
+        if settings.stress > 0 and not settings.static:
+            report = replace(report, stressed=stressed(source, audit, plan, context, settings))
         reports.append(report)
     return reports
 

@@ -28,6 +28,8 @@ class ScanOptions(TypedDict, total=False):
     advise: bool
     static: bool
     contract: str
+    stress: int
+    stress_dir: str
     assume: Sequence[str]
     progress: Progress | None
     backend: Backend | None
@@ -49,6 +51,8 @@ class Settings:
         prove: bound every site for all inputs of the stated domain, too.
         static: bound every site and run nothing.
         contract: how the target computes, as ``saturate,decomposed``; empty for the usual way.
+        stress: evaluations spent on each of a few unproved sites, to find an input that overflows it.
+        stress_dir: where such inputs are saved.
         assume: ranges of inputs for the proofs: ``input[0]=-1:1``, or ``input=-1:1`` for all.
         progress: told about each batch.
         backend: overrides the device's usual backend.
@@ -65,6 +69,8 @@ class Settings:
     advise: bool = False
     static: bool = False
     contract: str = ""
+    stress: int = 0
+    stress_dir: str = "."
     assume: Sequence[str] = ()
     progress: Progress | None = None
     backend: Backend | None = None
