@@ -32,6 +32,7 @@ aten: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/scan_overhead.py
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/proofs.py
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

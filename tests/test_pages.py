@@ -92,6 +92,11 @@ def test_the_document_is_made_from_the_pages() -> None:
     assert path.read_text(encoding="utf-8") == document(), "run: make docs"
 
 
+def test_the_readme_counts_them() -> None:
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"{len(PAGES)} codes" in readme
+
+
 def test_explain_prints_a_page_and_the_list(cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     page = cli("explain", "amp204")
     assert page.returncode == 0

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ampaudit.advice.interface import Proposal, Subject
 from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import some_sites
+from ampaudit.pages import page_of
 from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Cast, KeepFp32, Match, Reason, Rule
 from ampaudit.sites import SiteId
@@ -33,15 +34,16 @@ def keep_in_float32(subject: Subject, finding: Finding) -> Iterator[Proposal]:
     first = [s for s in start if s.facts is not None]
     if not first:
         return
-    yield _keep(subject, [s.id for s in first], [])
+    why = f"{page_of(finding.code).title} ({finding.code})"
+    yield _keep(subject, [s.id for s in first], [], why)
     if finding.kind != "overflow":
-        yield from _back(subject, first)
+        yield from _back(subject, first, why)
     island, border = _island(subject, first)
     if len(island) > len(first) or border:
-        yield _keep(subject, island, border)
+        yield _keep(subject, island, border, why)
 
 
-def _back(subject: Subject, first: Sequence[Site]) -> Iterator[Proposal]:
+def _back(subject: Subject, first: Sequence[Site], why: str) -> Iterator[Proposal]:
     """The site and what its input is made of, further back each time: rounding began somewhere there."""
     context = subject.context
     order = [s.id for s in context.graph_sites]
@@ -52,7 +54,7 @@ def _back(subject: Subject, first: Sequence[Site]) -> Iterator[Proposal]:
         frontier = [m for m in made if m.id not in kept and m.facts is not None]
         kept |= {m.id: m for m in frontier}
         if back in BACK or not frontier:
-            yield _keep(subject, sorted(kept, key=order.index), _border(subject, kept, order))
+            yield _keep(subject, sorted(kept, key=order.index), _border(subject, kept, order), why)
         if not frontier:
             return
 
@@ -89,8 +91,8 @@ def _island(subject: Subject, first: Sequence[Site]) -> tuple[list[SiteId], list
     return ids, (sorted(set(border) - set(island), key=order.index) if stored else [])
 
 
-def _keep(subject: Subject, sites: Sequence[SiteId], border: Sequence[SiteId]) -> Proposal:
-    rules = [_rule("keep", sites, Cast.FLOAT32, "it overflows in 16 bits")]
+def _keep(subject: Subject, sites: Sequence[SiteId], border: Sequence[SiteId], why: str) -> Proposal:
+    rules = [_rule("keep", sites, Cast.FLOAT32, why)]
     if border:
         rules.append(_rule("return", border, Cast.NARROWEST, "what follows goes on in 16 bits"))
     change = f"keep {some_sites(sites)} in float32"

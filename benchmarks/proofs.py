@@ -1,0 +1,110 @@
+"""What the bound pass costs beside one plain FP32 forward, and how much of an encoder it proves.
+
+Both are timed side by side, forward and bound pass in turns. The pass is also timed on encoders of 1 to 12
+layers: it reads each weight once, so its time grows with their number.
+
+    python benchmarks/proofs.py [--repeats 9] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampaudit.bounds import bound
+from ampaudit.bounds.domain import assumptions
+from ampaudit.formats import FLOAT16
+from ampaudit.policy import load_policy
+from ampaudit.trace import trace
+from ampaudit.trace.entry import tensor_leaves
+
+LIMITS = {"forward multiples": 1.0, "proved share": 0.7}
+LAYERS = (1, 3, 6, 12)
+
+
+def encoder(layers: int, attention: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(num_hidden_layers=layers, attn_implementation=attention)).eval()
+    ids = torch.randint(0, 30_000, (4, 128))
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def measured(layers: int, attention: str, policy: str, repeats: int) -> dict[str, Any]:
+    model, inputs = encoder(layers, attention)
+    rules, author = load_policy(policy), load_policy("torch-cuda")
+    traced = trace(model, (), inputs, rules, author, FLOAT16)
+    domain = assumptions(traced, [tensor_leaves((), inputs)], [])
+    forwards, passes = [], []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        with torch.no_grad():
+            model(**inputs)
+        forwards.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        table = bound(traced, domain, FLOAT16)
+        passes.append(time.perf_counter() - started)
+    ratios = sorted(b / f for b, f in zip(passes, forwards, strict=True))
+    return {
+        "layers": layers,
+        "attention": attention,
+        "policy": policy,
+        "forward_s": statistics.median(forwards),
+        "bound_s": statistics.median(passes),
+        "ratio": statistics.median(ratios),
+        "ratio_low": ratios[0],
+        "ratio_high": ratios[-1],
+        "sites": len(table.bounds),
+        "proved": len(table.proved),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = [
+        measured(12, attention, policy, options.repeats)
+        for attention in ("sdpa", "eager")
+        for policy in ("ampaudit", "torch-cuda", "half")
+    ]
+    print("BERT-base, 12 layers, 4 x 128")
+    for row in rows:
+        share = row["proved"] / row["sites"]
+        print(
+            f"{row['attention']:6} {row['policy']:11} {row['ratio']:.2f} x "
+            f"({row['ratio_low']:.2f} to {row['ratio_high']:.2f})  proved {row['proved']} of {row['sites']} "
+            f"({share:.0%})"
+        )
+    growing = [measured(layers, "sdpa", "torch-cuda", options.repeats) for layers in LAYERS]
+    first, last = growing[1], growing[-1]
+    exponent = math.log(last["bound_s"] / first["bound_s"]) / math.log(last["layers"] / first["layers"])
+    print(
+        "seconds by layers:", {row["layers"]: round(row["bound_s"], 3) for row in growing}, f"{exponent:.2f}"
+    )
+    if options.json:
+        data = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "limits": LIMITS,
+            "encoders": rows,
+            "growing": growing,
+            "exponent": exponent,
+        }
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
