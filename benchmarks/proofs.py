@@ -22,10 +22,13 @@ import torch
 
 from ampaudit.bounds import bound
 from ampaudit.bounds.domain import assumptions
+from ampaudit.convert import convert
 from ampaudit.formats import FLOAT16
 from ampaudit.policy import load_policy
-from ampaudit.trace import trace
+from ampaudit.run.search import Search
+from ampaudit.trace import Role, trace
 from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.flow import Flow
 
 LIMITS = {"forward multiples": 1.0, "proved share": 0.7}
 LAYERS = (1, 3, 6, 12)
@@ -69,6 +72,24 @@ def measured(layers: int, attention: str, policy: str, repeats: int) -> dict[str
     }
 
 
+def attacked(sites: int, steps: int) -> dict[str, Any]:
+    """Proved sites of BERT-base nearest to the limit by their bound, searched for an input that passes it."""
+    model, _ = encoder(12, "eager")
+    ids = torch.randint(0, 30_000, (1, 32))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    traced = trace(model, (), inputs, load_policy("half"), load_policy("torch-cuda"), FLOAT16)
+    leaves = tensor_leaves((), inputs)
+    domain = assumptions(traced, [leaves], [])
+    table = bound(traced, domain, FLOAT16)
+    ends = {name: (assumed.low, assumed.high) for name, assumed in domain.items()}
+    search = Search(convert(traced), ends, torch.device("cpu"))
+    computed = [s for s in traced.sites if s.role is Role.COMPUTE and s.id in table.proved]
+    computed = [s for s in computed if s.id not in Flow(traced).constants]
+    nearest = sorted(computed, key=lambda s: -table.bounds[s.id].peak)[:sites]
+    reached = {s.id: search.ascend(s.id, leaves, steps, 0).peak / table.bounds[s.id].peak for s in nearest}
+    return {"sites": len(reached), "steps": steps, "largest_share_of_bound": max(reached.values())}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
@@ -93,6 +114,10 @@ def main() -> None:
     print(
         "seconds by layers:", {row["layers"]: round(row["bound_s"], 3) for row in growing}, f"{exponent:.2f}"
     )
+    attack = attacked(12, 24)
+    print(
+        f"attacked {attack['sites']} proved sites: {attack['largest_share_of_bound']:.2g} of a bound reached"
+    )
     if options.json:
         data = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -102,6 +127,7 @@ def main() -> None:
             "encoders": rows,
             "growing": growing,
             "exponent": exponent,
+            "attack": attack,
         }
         options.json.write_text(json.dumps(data, indent=1) + "\n")
 

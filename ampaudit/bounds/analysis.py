@@ -61,7 +61,7 @@ class SpanTable:
 
     @property
     def proved(self) -> frozenset[SiteId]:
-        """Sites that cannot overflow by their own fault."""
+        """Sites that do not overflow unless one before them has."""
         return frozenset(site for site, found in self.bounds.items() if found.proved)
 
 
@@ -69,7 +69,8 @@ def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFor
     """Bounds for every site of a graph.
 
     A value of an op in 16 bits that is not proved is taken to lie within the format from there on: were it
-    not, it would be infinite, and that is the fault of its site alone.
+    not, it would be infinite, and that is the fault of its site alone. So a proof says: as long as nothing
+    before it has overflowed, this site does not.
 
     Args:
         traced: the graph, with its weights.

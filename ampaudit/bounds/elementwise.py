@@ -139,11 +139,18 @@ def square(call: OpCall) -> Span:
 
 
 def _monotone(
-    op: str, function: Ends, low: float = -math.inf, high: float = math.inf, *, shrinks: bool = False
+    op: str,
+    function: Ends,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    shrinks: bool = False,
+    absolute: float = 0.0,
 ) -> None:
     """A function that grows everywhere: ends map to ends; ``low`` and ``high`` are its own limits.
 
-    ``shrinks``: nowhere larger in magnitude than its input, so that norms stay.
+    ``shrinks``: nowhere larger in magnitude than its input, so that norms stay. ``absolute``: error of a
+    library's polynomial near 0.
     """
 
     @transfer(op)
@@ -154,7 +161,7 @@ def _monotone(
         lowest = function(x.low).nan_to_num(low, math.inf, -math.inf).clamp(low, high)
         highest = function(x.high).nan_to_num(high, math.inf, -math.inf).clamp(low, high)
         norms = x.norms if shrinks else {}
-        wide = _shaped(call, lowest, highest, norms).widened(ELEMENTARY)
+        wide = _shaped(call, lowest, highest, norms).widened(ELEMENTARY, absolute)
         return Span(wide.shape, wide.low.clamp(min=low), wide.high.clamp(max=_above(high)), wide.norms)
 
 
@@ -168,7 +175,7 @@ _monotone("exp2", torch.exp2, 0.0)
 _monotone("expm1", torch.expm1, -1.0)
 _monotone("sigmoid", torch.sigmoid, 0.0, 1.0)
 _monotone("tanh", torch.tanh, -1.0, 1.0, shrinks=True)
-_monotone("erf", torch.erf, -1.0, 1.0)
+_monotone("erf", torch.erf, -1.0, 1.0, absolute=ELEMENTARY)
 _monotone("atan", torch.atan, -math.pi / 2, math.pi / 2)
 _monotone("softplus", torch.nn.functional.softplus, 0.0)
 _monotone("log_sigmoid", torch.nn.functional.logsigmoid, -math.inf, 0.0)
@@ -221,7 +228,7 @@ def leaky(call: OpCall) -> Span:
         return symmetric(call.shape, math.inf)
     weight = call.tensor("weight") if "weight" in call.given else None
     if weight is not None:
-        slope = float(weight.abs().amax())
+        slope = float(weight.abs().amax()) * (1 + 2.0**-7)
     elif "prelu" in name:
         return symmetric(call.shape, math.inf)
     least = max(abs(float(slope)), 1.0, 1.7581 if "selu" in name else 0.0)

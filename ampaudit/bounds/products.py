@@ -46,13 +46,16 @@ def _affine_rows(call: OpCall, x: Span, weight: torch.Tensor, bias: torch.Tensor
     shift = bias.double() if bias is not None else torch.zeros((), dtype=torch.float64)
     norm = x.norm(-1)
     reach = _times(rows, norm)
-    result = Span(call.shape, *_around(shift, reach * (1 + accumulated(size + 1))))
+    edge = _edge(call, shift, bias)
+    result = Span(call.shape, *_around(shift, reach * (1 + accumulated(size + 1)) + edge))
     # end by end is sharper where nothing is known of norms but what the ends say themselves
     known = x.norms.get(len(x.shape) - 1)
     if known is None or (result.peak > call.limit and bool((x.only().norm(-1) <= known).all())):
-        result = result.within(_by_ends(call, x, weight, shift, (relative, absolute)))
-    mean = float((_times(_average(weight, rows, relative), norm) + shift.mean().abs()).amax())
-    length = _times(rows.square().sum().sqrt(), norm) + shift.square().sum().sqrt() * _spread(bias, weight)
+        result = result.within(_by_ends(call, x, weight, (shift, edge), (relative, absolute)))
+    mean = float((_times(_average(weight, rows, relative), norm) + shift.mean().abs() + edge.mean()).amax())
+    length = _times(rows.square().sum().sqrt(), norm) + (shift.abs() + edge).square().sum().sqrt() * _spread(
+        bias, weight
+    )
     length = length * (1 + accumulated(size + 1))
     mean += float(length.amax()) * accumulated(size + 1) + absolute * float(x.sum(-1).amax())
     return Span(call.shape, result.low, result.high, {len(call.shape) - 1: length}, mean=mean)
@@ -67,6 +70,15 @@ def _average(weight: torch.Tensor, rows: torch.Tensor, relative: float) -> torch
     return total
 
 
+def _edge(call: OpCall, shift: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """How far the bias that the graph adds may be from the known one."""
+    if bias is None:
+        return torch.zeros((), dtype=torch.float64)
+    name = "bias" if "bias" in call.given else "self"
+    relative, absolute = call.loose(name)
+    return shift.abs() * relative + absolute
+
+
 def _spread(bias: torch.Tensor | None, weight: torch.Tensor) -> float:
     """A bias with one element per row is counted once; a scalar one as often as there are rows."""
     return 1.0 if bias is None or bias.numel() == weight.shape[0] else math.sqrt(weight.shape[0])
@@ -78,7 +90,11 @@ def _around(middle: torch.Tensor, reach: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _by_ends(
-    call: OpCall, x: Span, weight: torch.Tensor, shift: torch.Tensor, loose: tuple[float, float]
+    call: OpCall,
+    x: Span,
+    weight: torch.Tensor,
+    bias: tuple[torch.Tensor, torch.Tensor],
+    loose: tuple[float, float],
 ) -> Span:
     if not x.bounded:
         return symmetric(call.shape, math.inf)
@@ -91,7 +107,7 @@ def _by_ends(
     total = (torch.maximum(low.abs(), high.abs()).float() @ magnitude.t()).double()
     # float32 products here and in the model, and the rounding of the weights
     off = total * (3 * accumulated(size + 2) + loose[0]) + loose[1] * x.sum(-1)
-    low_end, high_end = _around(middle + shift, reach + off)
+    low_end, high_end = _around(middle + bias[0], reach + off + bias[1])
     return Span(call.shape, finite(low_end, -1), finite(high_end, 1))
 
 
@@ -176,7 +192,7 @@ def convolution(call: OpCall) -> Span:
     off = total * (3 * accumulated(terms + 2) + relative) + absolute * largest.sum(1) * terms
     shift = bias.double() if bias is not None else torch.zeros(out, dtype=torch.float64)
     shape = (1, out) + (1,) * (len(call.shape) - 2)
-    off = off + shift.abs() * accumulated(2)
+    off = off + shift.abs() * accumulated(2) + _edge(call, shift, bias)
     return Span(call.shape, (bottom + shift - off).reshape(shape), (top + shift + off).reshape(shape))
 
 

@@ -142,9 +142,18 @@ def same(call: OpCall) -> Span:
     if "dropout" in str(call.node.target) and call.given.get("train"):
         rate = float(call.given["p"])
         return symmetric(call.shape, x.peak / (1 - rate) if rate < 1 else 0.0)
-    # what infinity becomes as an integer is not defined
-    narrowed = not call.node.meta["val"].is_floating_point() and x.peak >= call.limit
-    return unbounded(call.shape) if narrowed else x
+    value = call.node.meta["val"]
+    return x if value.is_floating_point() else _whole(call, x, value.dtype)
+
+
+def _whole(call: OpCall, x: Span, dtype: torch.dtype) -> Span:
+    """A cast to integers drops the fraction; what infinity becomes is not defined, and truth is 0 or 1."""
+    if dtype is torch.bool:
+        ends = torch.zeros((1,) * len(call.shape), dtype=torch.float64)
+        return Span(call.shape, ends, ends + 1.0)
+    if x.peak >= call.limit or dtype.is_complex or x.peak > torch.iinfo(dtype).max:
+        return unbounded(call.shape)
+    return Span(call.shape, x.low.trunc(), x.high.trunc())
 
 
 @transfer("slice", "select", "narrow", "index_select", "gather", "index", "roll", "flip", "repeat", "tile")

@@ -51,12 +51,15 @@ class OpCall:
         return tuple(int(n) for n in first.shape)
 
     def span(self, name: str) -> Span:
-        """Of an argument: a node's, or the one of a Python number."""
+        """Of an argument: a node's, or the one of a Python number, which some kernels round first."""
         value = self.given[name]
         if isinstance(value, fx.Node):
             found: Span = self.spans[value]
             return found
-        return exactly(torch.tensor(float(value), dtype=torch.float64))
+        number = exactly(torch.tensor(float(value), dtype=torch.float64))
+        dtype = getattr(self.node.meta["val"], "dtype", None)
+        form = FORMATS.get(str(dtype).removeprefix("torch."))
+        return number if form is None else number.widened(form.eps / 2, form.min_subnormal / 2)
 
     def has(self, name: str) -> bool:
         """Whether an argument is given and not None."""
