@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.advice import Proposal
 from ampaudit.checks import Finding
 from ampaudit.pages import all_pages
 from ampaudit.report.model import Report
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
+from ampaudit.workflows.advise import _same_function
+from ampaudit.workflows.inputs import source_of
 from ampaudit.workflows.scan import scan_source
 
 from .models import CASES
@@ -81,6 +84,17 @@ def test_a_power_of_two_moves_from_one_layer_to_the_next(policy: str) -> None:
     exec(cure.paste, {"torch": torch, "model": model})
     assert torch.equal(model(x), before)
     assert not errors(scan(model, x, policy=policy))
+
+
+def test_another_function_is_no_cure() -> None:
+    """The guard of the rescaling: FP32 must give the same bits."""
+    model, other = Pair().eval(), Pair().eval()
+    other.load_state_dict(model.state_dict())
+    source = source_of(model, [torch.randn(4, WIDTH)])
+    assert _same_function(source, Proposal("rescale", "", "", model=other))
+    with torch.no_grad():
+        other.down.bias[0] += 1e-3
+    assert not _same_function(source, Proposal("rescale", "", "", model=other))
 
 
 def test_weights_that_something_else_reads_are_not_rescaled() -> None:

@@ -32,6 +32,12 @@ def test_the_fit_finds_the_parameters(shape: float) -> None:
     assert found.scale == pytest.approx(7.0, rel=0.05)
 
 
+def test_the_fit_of_a_strongly_bent_tail_needs_the_second_term() -> None:
+    found = fit(ExtremeValues(0.6, 100.0, 7.0).sample(400_000, np.random.default_rng(5)))
+    assert found is not None
+    assert found.shape == pytest.approx(0.6, abs=0.008)
+
+
 @pytest.mark.parametrize("shape", [-0.1, 0.0, 0.1])
 def test_the_interval_covers_the_truth_about_as_often_as_it_says(shape: float) -> None:
     truth, limit = ExtremeValues(shape, 100.0, 7.0), 125.0
