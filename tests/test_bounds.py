@@ -389,6 +389,30 @@ def test_most_of_an_encoder_is_proved() -> None:
     assert {a.source for a in table.assumed} <= {"embedding table", "batches"}
 
 
+@pytest.mark.parametrize("function", ["norm", "rms", "group", "var"])
+def test_the_inside_of_a_norm_has_a_bound_of_its_own(function: str) -> None:
+    calls: dict[str, Function] = {
+        "norm": lambda m, x: m.norm(x),
+        "rms": lambda m, x: m.rms(x),
+        "group": lambda m, x: m.group(x.reshape(2, 5, 8)[:, :, :6].transpose(1, 2)),
+        "var": lambda m, x: x.var(-1),
+    }
+    made = trace(
+        Call(calls[function]).eval(),
+        (torch.zeros(ROWS),),
+        {},
+        load_policy("half"),
+        load_policy("torch-cuda"),
+        FLOAT16,
+    )
+    table = table_of(made, ROWS, -300.0, 500.0, "float16")
+    (inside,) = [b.inside for b in table.bounds.values() if b.inside is not None]
+    for x in hostile(ROWS, -300.0, 500.0, 1):
+        centre = x if function == "rms" else x - x.mean(-1, keepdim=True)
+        assert inside >= float(centre.half().double().square().amax())
+    assert inside <= 1.02 * (500.0**2 if function == "rms" else 800.0**2)
+
+
 def test_a_weight_that_overflows_is_not_proved() -> None:
     model = nn.Linear(4, 4)
     with torch.no_grad():

@@ -37,10 +37,12 @@ class Bound:
     Attributes:
         peak: no finite input of the site makes a larger value before it is rounded; infinity if unknown.
         proved: whether that is within the format of the site.
+        inside: of a norm or variance, a bound on the largest square that it computes; ``None`` of other ops.
     """
 
     peak: float
     proved: bool
+    inside: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,19 @@ class _Pass:
         limit = form.overflow_at if form is not None else math.inf
         if site.role in (Role.VIEW, Role.SELECT):  # no new values
             limit = math.inf if math.isfinite(peak) else limit
-        self.bounds[site.id] = Bound(computed, bool(computed < limit))
+        self.bounds[site.id] = Bound(computed, bool(computed < limit), self._inside(node))
+
+    def _inside(self, node: fx.Node) -> float | None:
+        """(x - mean)^2 of a centring norm is at most the spread, squared; x^2 of another the squared peak."""
+        target = node.target
+        name = base_name(target) if isinstance(target, OpOverload) else ""
+        if name not in norms.CENTRED and name not in norms.PLAIN:
+            return None
+        x = self.spans[node.all_input_nodes[0]]
+        if not isinstance(x, Span) or not x.low.numel():
+            return None
+        reach = float(x.high.amax() - x.low.amin()) if name in norms.CENTRED else x.peak
+        return reach * reach * (1 + 2.0**-7)
 
 
 class _Spans(dict[fx.Node, Any]):

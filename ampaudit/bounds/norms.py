@@ -9,8 +9,10 @@ import torch
 from ampaudit.bounds.span import Span, symmetric
 from ampaudit.bounds.transfers import ELEMENTARY, FLOAT32_ULP, OpCall, accumulated, transfer
 
-__all__: list[str] = []
+__all__ = ["CENTRED", "PLAIN"]
 
+CENTRED = ("layer_norm", "group_norm", "var", "std", "var_mean", "std_mean")
+PLAIN = ("rms_norm", "linalg_vector_norm", "norm", "cosine_similarity")
 LOOSE = 2.0**-7  # of a float32 variance, where its row is not all but constant
 
 

@@ -20,7 +20,11 @@ def explain_command(code: str | None) -> None:
     if code is not None:
         from rich.markdown import Markdown
 
-        console.print(Markdown(page_of(code).text))
+        page = page_of(code)
+        console.print(Markdown(page.text))
+        names = {"ranges": "--ranges"}
+        options = [names.get(name, f"--{name} {value}") for name, value in page.bad.options.items()]
+        console.print(f"\nTo see it, save the bad example and run: ampaudit scan bad.py {' '.join(options)}")
         return
     from ampaudit.report.grid import open_table
 

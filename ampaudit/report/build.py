@@ -137,6 +137,8 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         by_design=site.id in context.record.by_design or site.id in context.parameter_free,
         forward=_forward(seen, context.number_format) if seen is not None else None,
         bound=_bound(context, site),
+        bound_inside=_bound_inside(context, site),
+        inside=seen.inside_peak if seen is not None and seen.inside_peak > 0 else None,
         what_if=what_if,
     )
 
@@ -144,6 +146,12 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
 def _bound(context: CheckContext, site: Site) -> float | None:
     found = context.bounds.bounds.get(site.id) if context.bounds is not None else None
     return found.peak if found is not None and math.isfinite(found.peak) else None
+
+
+def _bound_inside(context: CheckContext, site: Site) -> float | None:
+    found = context.bounds.bounds.get(site.id) if context.bounds is not None else None
+    inside = found.inside if found is not None else None
+    return inside if inside is not None and math.isfinite(inside) else None
 
 
 def _tails(context: CheckContext) -> tuple[Tail, ...]:

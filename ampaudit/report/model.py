@@ -162,6 +162,7 @@ class SiteReport:
     ``forward`` is null where it hands on the values of its input (role view or select). ``by_design``:
     it is near the limit because it takes in a mask, or is a value that no parameter has touched. ``bound``:
     no input of the proof's domain makes a larger magnitude here; null without a proof, or if unbounded.
+    ``inside`` is the largest square seen inside a norm that is given 16 bits, ``bound_inside`` a bound on it.
     """
 
     site: SiteId
@@ -180,6 +181,8 @@ class SiteReport:
     forward: Forward | None
     gradient: None = None
     bound: float | None = None
+    bound_inside: float | None = None
+    inside: float | None = None
     what_if: dict[str, WhatIf] | None = None
 
 
