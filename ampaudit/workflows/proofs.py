@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ampaudit.bounds import SpanTable, bound
 from ampaudit.bounds.domain import assumptions
@@ -56,6 +57,9 @@ def static_audit(source: ModelSource, plan: Plan) -> Audit:
     assert rules is not None
     batch = source.batches[0]
     traced = trace(source.model, batch.args, batch.kwargs, rules, plan.author_rules, plan.number_format)
+    if rules.measured:
+        note = "rules about measured values were not applied: nothing was run"
+        traced = replace(traced, notes=(*traced.notes, note))
     backend = plan.backend or choose_backend(plan.device)
     record = RunRecord(device=plan.device.type, backend=backend.name)
     record.seconds["trace"] = time.perf_counter() - started

@@ -118,6 +118,11 @@ def scan_policies(
     return reports
 
 
+def _contract(audit: Audit, settings: Settings) -> str:
+    native = audit.record.backend == "native" and not settings.static
+    return "the device's own kernels" if native else contract_of(settings.contract).text
+
+
 def _report(
     audit: Audit,
     context: CheckContext,
@@ -135,7 +140,7 @@ def _report(
         batches=audit.record.batches,
         seed=settings.seed,
         level=level,
-        contract=contract_of(settings.contract).text,
+        contract=_contract(audit, settings),
         mode="train" if source.model.training else "eval",
     )
     model = ModelInfo(source.location, source.kind, source.sha256)

@@ -1,0 +1,88 @@
+"""``--prove`` and ``--static`` as a user meets them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+from torch import nn
+
+from ampaudit import scan
+from ampaudit.cli.main import main
+from ampaudit.errors import UsageError
+from ampaudit.report.model import Report
+from ampaudit.report.text import print_report
+
+
+class Wide(nn.Module):
+    """Proved for inputs up to 10, not for those up to 1000."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, bias=False)
+        nn.init.constant_(self.inner.weight, 100.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def shown(report: Report) -> str:
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=120, highlight=False))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("way", ["prove", "static"])
+@pytest.mark.parametrize(("reach", "proved"), [(10, True), (80, True), (83, False), (1000, False)])
+def test_the_stated_range_decides(way: str, reach: int, proved: bool) -> None:
+    """8 terms of 100 * 80 are 64,000; of 100 * 83, 66,400."""
+    report = scan(Wide(), torch.ones(1, 8), policy="half", assume=[f"input={-reach}:{reach}"], **{way: True})  # type: ignore[arg-type]
+    site = next(s for s in report.sites if s.site == "inner/linear")
+    assert (site.verdict == "proved") is proved
+    assert report.proofs is not None
+    assert report.proofs.assumed[0].source == "stated"
+    assert f"{report.proofs.proved} of {report.proofs.sites} sites" in shown(report)
+    assert (site.forward is None) is (way == "static")
+
+
+def test_an_overflow_is_no_proof_and_the_bound_stands_beside_the_peak() -> None:
+    report = scan(Wide(), torch.full((1, 8), 100.0), policy="half", prove=True)
+    site = next(s for s in report.sites if s.site == "inner/linear")
+    assert site.verdict == "overflows"
+    healthy = scan(Wide(), torch.full((1, 8), 10.0), policy="half", prove=True)
+    assert "proved below" in shown(healthy)
+    (inner,) = [s for s in healthy.sites if s.site == "inner/linear"]
+    assert inner.forward is not None
+    assert inner.bound is not None
+    assert inner.forward.peak == 8000.0 <= inner.bound < 8100.0
+
+
+def test_static_finds_what_needs_no_run() -> None:
+    model = Wide()
+    with torch.no_grad():
+        model.inner.weight[0, 0] = 1e6
+    report = scan(model, torch.ones(1, 8), policy="half", static=True)
+    assert [f.code for f in report.findings if f.severity == "error"] == ["AMP401"]
+    noted = scan(Wide(), torch.ones(1, 8), policy="ampaudit", static=True)
+    assert any("nothing was run" in note for note in noted.notes)
+
+
+def test_the_command(model_file: Callable[[str], Path]) -> None:
+    path = model_file(
+        "class Model(nn.Module):\n    def forward(self, x):\n        return x * 100\n"
+        "def example_inputs():\n    return torch.ones(2, 4)\n"
+    )
+    result = CliRunner().invoke(
+        main, ["scan", str(path), "--policy", "half", "--static", "--assume", "input=-9:9"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 sites are proved safe" in result.output
+    wrong = CliRunner().invoke(main, ["scan", str(path), "--assume", "y=0:1"])
+    assert isinstance(wrong.exception, UsageError)
+    both = CliRunner().invoke(main, ["scan", str(path), "--ranges", "--prove"])
+    assert isinstance(both.exception, UsageError)
