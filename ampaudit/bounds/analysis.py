@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.bounds import elementwise, norms, products, reductions, shapes
+from ampaudit.bounds import elementwise, functions, norms, products, reductions, shapes
 from ampaudit.bounds.domain import Assumption
 from ampaudit.bounds.memory import overwritten
 from ampaudit.bounds.span import Span, exactly, symmetric, unbounded
@@ -25,7 +25,7 @@ from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, mutated_argumen
 
 __all__ = ["Bound", "SpanTable", "bound"]
 
-_REGISTERED = (elementwise, norms, products, reductions, shapes)
+_REGISTERED = (elementwise, functions, norms, products, reductions, shapes)
 _NAMES = {form.name for form in LOWER_FORMATS}
 FOLDED = 1 << 22  # elements up to which a constant is computed
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.bounds.span import Span, exactly
+from ampaudit.bounds.span import Axes, Span, exactly, finite
 from ampaudit.formats import FORMATS
 from ampaudit.trace.flow import Flow
 
-__all__ = ["FLOAT32_ULP", "TRANSFERS", "DuplicateTransfer", "OpCall", "accumulated", "transfer"]
+__all__ = ["FLOAT32_ULP", "TRANSFERS", "DuplicateTransfer", "OpCall", "accumulated", "shaped", "transfer"]
 
 FLOAT32_ULP = 2.0**-24  # half of an ulp, relative: the unit roundoff of float32
 ELEMENTARY = 2.0**-20  # sixteen of them: what libraries promise for exp, tanh and the like, and more
@@ -100,3 +100,14 @@ def accumulated(terms: int) -> float:
     """n*u / (1 - n*u): relative error of a float32 sum of n terms in any order (Higham 2002, 3.1)."""
     product = terms * FLOAT32_ULP
     return product / (1.0 - product) if product < 0.5 else float("inf")
+
+
+def shaped(call: OpCall, low: torch.Tensor, high: torch.Tensor, norms: Axes | None = None) -> Span:
+    """The span of an op's output from ends that broadcast to it."""
+    shape = call.shape
+    rank = len(shape)
+
+    def fit(ends: torch.Tensor) -> torch.Tensor:
+        return ends.reshape((1,) * (rank - ends.ndim) + tuple(ends.shape[max(ends.ndim - rank, 0) :]))
+
+    return Span(shape, finite(fit(low), -1), finite(fit(high), 1), dict(norms or {}))

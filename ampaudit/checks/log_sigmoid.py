@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.interface import Cause, Check, CheckContext, finding_at, number
+from ampaudit.checks.finding import Finding
+from ampaudit.checks.interface import Cause, Check, CheckContext, number
+from ampaudit.checks.latent import LOGARITHMS, latent
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 
@@ -21,7 +22,7 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
     """A log of a sigmoid, or of one minus it, with one of the steps before it in 16 bits."""
     del origin
     flow = context.flow
-    if flow.base(site) not in ("log", "log1p", "log2", "log10"):
+    if flow.base(site) not in LOGARITHMS:
         return None
     steps = _steps(context, flow.node(site).all_input_nodes[0])
     if steps is None or not any(context.lowered(step) for step in steps):
@@ -54,13 +55,8 @@ def _steps(context: CheckContext, node: fx.Node) -> list[Site] | None:
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """The pattern in 16 bits where this input did not break it: another one will."""
-    for site in context.graph_sites:
-        reason = applies(context, site, None)
-        if reason and site.id not in context.origin_sites:
-            yield finding_at(
-                context, site, "AMP204", reason, _ADVICE, severity=Severity.WARNING, confidence="rule"
-            )
+    """The pattern in 16 bits where this input did not break it."""
+    return latent(context, "AMP204", applies, _ADVICE)
 
 
 CAUSE = Cause("AMP204", applies, _ADVICE)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.interface import Cause, Check, CheckContext, finding_at, number
+from ampaudit.checks.finding import Finding
+from ampaudit.checks.interface import Cause, Check, CheckContext, number
+from ampaudit.checks.latent import LOGARITHMS, latent
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 
@@ -18,7 +19,7 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
     """A log whose input is a softmax in 16 bits."""
     del origin
     flow = context.flow
-    if flow.base(site) not in ("log", "log1p", "log2", "log10"):
+    if flow.base(site) not in LOGARITHMS:
         return None
     softmax = flow.comes_from(flow.node(site).all_input_nodes[0], "softmax", within=2)
     if softmax is None or not any(context.lowered(step) for step in (softmax, *flow.makers(site))):
@@ -28,13 +29,8 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """The pattern in 16 bits where this input did not break it: another one will."""
-    for site in context.graph_sites:
-        reason = applies(context, site, None)
-        if reason and site.id not in context.origin_sites:
-            yield finding_at(
-                context, site, "AMP203", reason, _ADVICE, severity=Severity.WARNING, confidence="rule"
-            )
+    """The pattern in 16 bits where this input did not break it."""
+    return latent(context, "AMP203", applies, _ADVICE)
 
 
 CAUSE = Cause("AMP203", applies, _ADVICE)
