@@ -11,9 +11,7 @@ from .zoo import ZOO
 LEAST_PROVED = 0.6  # Mixtral's router and experts have ops without a bound
 
 
-@pytest.mark.parametrize(
-    ("policy", "dtype"), [("half", "float16"), ("half", "bfloat16"), ("ampaudit", "float16")]
-)
+@pytest.mark.parametrize(("policy", "dtype"), [("half", "float16"), ("ampaudit", "bfloat16")])
 @pytest.mark.parametrize("name", ZOO)
 def test_a_healthy_architecture_is_quiet_and_inside_its_bounds(name: str, policy: str, dtype: str) -> None:
     zoo = ZOO[name]()
