@@ -177,6 +177,7 @@ NUMBERS = st.one_of(
 )
 
 
+@hypothesis.settings(deadline=None)  # a trace takes what the machine gives it
 @hypothesis.given(FORMATS, st.lists(NUMBERS, min_size=1, max_size=40))
 def test_weights_are_counted_exactly(dtype: str, numbers: list[float]) -> None:
     """The oracle rounds number by number."""

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from ampaudit.bounds import elementwise, functions, norms, products, reductions, shapes
 from ampaudit.bounds.domain import Assumption
 from ampaudit.bounds.memory import overwritten
-from ampaudit.bounds.span import Span, exactly, symmetric, unbounded
+from ampaudit.bounds.span import Span, between, exactly, symmetric, unbounded
 from ampaudit.bounds.transfers import FLOAT32_ULP, TRANSFERS, OpCall
 from ampaudit.formats import FORMATS, LOWER_FORMATS, NumberFormat
 from ampaudit.sites import SiteId
@@ -120,7 +120,7 @@ class _Pass:
             return
         if place.slot is Slot.INPUT:
             given = self.domain[node.name]
-            self.spans[node] = _rounded(_between(shape, given.low, given.high), place.dtype)
+            self.spans[node] = _rounded(between(shape, given.low, given.high), place.dtype)
             return
         self.spans.tensors[node] = self.traced.tensors[node.name].detach()
         if place.slot is not Slot.PARAMETER:
@@ -256,12 +256,6 @@ def _rounded(span: Span, dtype: torch.dtype | None) -> Span:
         return span
     loose = form.eps / 2 if form.name in _NAMES else 8 * FLOAT32_ULP
     return span.widened(loose, form.min_subnormal / 2).clipped(form.max)
-
-
-def _between(shape: tuple[int, ...], low: float, high: float) -> Span:
-    ends = (1,) * len(shape)
-    options: dict[str, Any] = {"dtype": torch.float64}
-    return Span(shape, torch.full(ends, low, **options), torch.full(ends, high, **options))
 
 
 def _unknown(value: Any) -> Span | list[Span]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import reduce
 
 import torch
 
 from ampaudit.bounds.patterns import normalized_row, shifted_by_maximum
-from ampaudit.bounds.span import Span, symmetric
+from ampaudit.bounds.span import Span, between, symmetric
 from ampaudit.bounds.transfers import ELEMENTARY, OpCall, shaped, transfer
 
 __all__: list[str] = []
@@ -67,15 +68,18 @@ def multiply(call: OpCall) -> Span:
     if (row := normalized_row(call)) is not None:
         return row
     a, b = call.span("self"), call.span("other")
-    products = [_product(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
-    low, high = products[0], products[0]
-    for product in products[1:]:
-        low, high = torch.minimum(low, product), torch.maximum(high, product)
+    low, high = _extremes(a, b.low, b.high)
     if call.given["self"] is call.given["other"]:
         low = low.clamp(min=0.0)
     norms = {axis: norm * float(b.peak) for axis, norm in _aligned(call, a).items()}
     norms |= {axis: norm * float(a.peak) for axis, norm in _aligned(call, b).items() if axis not in norms}
     return shaped(call, low, high, norms)
+
+
+def _extremes(a: Span, *factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest product of an end of a span and a factor."""
+    products = [_product(end, factor) for end in (a.low, a.high) for factor in factors]
+    return reduce(torch.minimum, products), reduce(torch.maximum, products)
 
 
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -89,10 +93,7 @@ def divide(call: OpCall) -> Span:
     a, b = call.span("self"), call.span("other")
     if bool(((b.low <= 0) & (b.high >= 0)).any()):
         return symmetric(call.shape, math.inf)
-    ends = [_product(x, 1.0 / y) for x in (a.low, a.high) for y in (b.low, b.high)]
-    low, high = ends[0], ends[0]
-    for end in ends[1:]:
-        low, high = torch.minimum(low, end), torch.maximum(high, end)
+    low, high = _extremes(a, 1.0 / b.low, 1.0 / b.high)
     step = 1.0 if call.has("rounding_mode") else 0.0
     smallest = float(torch.minimum(b.low.abs(), b.high.abs()).amin())
     norms = {axis: norm / smallest for axis, norm in _aligned(call, a).items()} if not step else {}
@@ -184,4 +185,4 @@ def masked_fill(call: OpCall) -> Span:
 @transfer(*"eq ne lt le gt ge logical_and logical_or logical_not isinf isnan isfinite bitwise_not".split())
 def truth(call: OpCall) -> Span:
     """0 or 1."""
-    return shaped(call, torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64))
+    return between(call.shape, 0.0, 1.0)

@@ -64,9 +64,8 @@ def _affine(
     scale, shift = (
         t.double().reshape(leading + tuple(t.shape)) if t.ndim else t.double() for t in (weight, bias)
     )
-    reach = (
-        core * scale.abs() * (1 + 2.0**-7)
-    )  # the affine part is rounded with the weights, to 8 bits at worst
+    # the affine part is rounded with the weights, to 8 bits at worst
+    reach = core * scale.abs() * (1 + 2.0**-7)
     edge = shift.abs() * 2.0**-7 + 2.0**-24
     low, high = shift - reach - edge, shift + reach + edge
     rank = len(call.shape)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ampaudit.bounds.span import Axes, Span, exactly, symmetric, unbounded
+from ampaudit.bounds.span import Axes, Span, between, exactly, symmetric, unbounded
 from ampaudit.bounds.transfers import OpCall, transfer
 
 __all__ = ["reshaped"]
@@ -149,8 +149,7 @@ def same(call: OpCall) -> Span:
 def _whole(call: OpCall, x: Span, dtype: torch.dtype) -> Span:
     """A cast to integers drops the fraction; what infinity becomes is not defined, and truth is 0 or 1."""
     if dtype is torch.bool:
-        ends = torch.zeros((1,) * len(call.shape), dtype=torch.float64)
-        return Span(call.shape, ends, ends + 1.0)
+        return between(call.shape, 0.0, 1.0)
     if x.peak >= call.limit or dtype.is_complex or x.peak > torch.iinfo(dtype).max:
         return unbounded(call.shape)
     return Span(call.shape, x.low.trunc(), x.high.trunc())
@@ -202,9 +201,7 @@ def joined(call: OpCall) -> Span:
     spans = [_span_of(call, item) for item in call.given["tensors"]]
     low = min((float(s.low.amin()) for s in spans if math.prod(s.shape)), default=0.0)
     high = max((float(s.high.amax()) for s in spans if math.prod(s.shape)), default=0.0)
-    ends = (1,) * len(call.shape)
-    options = {"dtype": torch.float64}
-    return Span(call.shape, torch.full(ends, low, **options), torch.full(ends, high, **options))  # type: ignore[call-overload]
+    return between(call.shape, low, high)
 
 
 def _span_of(call: OpCall, item: object) -> Span:
@@ -272,9 +269,4 @@ def counted(call: OpCall) -> Span:
         float(v) for k, v in call.given.items() if k in ("start", "end") and isinstance(v, int | float)
     ]
     low, high = min((*numbers, 0.0)), max((*numbers, 0.0))
-    ends = (1,) * len(call.shape)
-    return Span(
-        call.shape,
-        torch.full(ends, low, dtype=torch.float64),
-        torch.full(ends, high, dtype=torch.float64),
-    )
+    return between(call.shape, low, high)

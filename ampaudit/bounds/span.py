@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["NOTHING", "Axes", "Span", "exactly", "finite", "symmetric", "unbounded"]
+__all__ = ["Axes", "Span", "between", "exactly", "finite", "symmetric", "unbounded"]
 
 Axes = Mapping[int, torch.Tensor]
-NOTHING: Axes = {}
 # float64 arithmetic on ends is itself rounded; each result is widened by this much
 OUTWARD = 2.0**-40
 
@@ -143,6 +142,12 @@ class Span:
 def finite(ends: torch.Tensor, sign: int) -> torch.Tensor:
     """Inf - inf is not known: the far end."""
     return ends.nan_to_num(sign * math.inf, math.inf, -math.inf)
+
+
+def between(shape: tuple[int, ...], low: float, high: float) -> Span:
+    """One pair of ends for all elements."""
+    ends = torch.tensor([low, high], dtype=torch.float64)
+    return Span(shape, *(end.reshape((1,) * len(shape)) for end in ends))
 
 
 def symmetric(shape: tuple[int, ...], magnitude: torch.Tensor | float) -> Span:

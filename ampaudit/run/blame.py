@@ -68,21 +68,16 @@ class Faults:
         """Whether anything is wrong that is not a harmless mask."""
         return any(not self._harmless(step) for step in self._wrong_steps())
 
-    def _poisoned_by(self, origin: SiteId) -> tuple[SiteId, ...]:
-        """Wrong sites that a path of wrong sites connects with the origin, in graph order."""
-        start = next(s.node for s in self._program.steps if s.site and s.site.id == origin)
-        reached = self._reach(start)
-        return tuple(
-            step.site.id
-            for step in self._program.steps
-            if step.site and step.node in reached and step.node is not start and step.makes_values
-        )
-
     def origin(self, site: SiteId, batch: int) -> Origin:
         """What became of an origin: what it poisons, and whether an output shows it."""
         start = next(s.node for s in self._program.steps if s.site and s.site.id == site)
         reached = self._reach(start)
         shown = any(node in reached for node in self._program.outputs)
+        poisons = tuple(
+            step.site.id
+            for step in self._program.steps
+            if step.site and step.node in reached and step.node is not start and step.makes_values
+        )
         hiding = [
             step.site.id
             for step in self._program.steps
@@ -94,7 +89,7 @@ class Faults:
         ]
         fate: Fate = "reaches the output" if shown or not hiding else "recovered"
         sqnr = [db for hidden in hiding if (db := self._sqnr(hidden)) is not None]
-        return Origin(site, batch, self._poisoned_by(site), fate, tuple(hiding), min(sqnr, default=None))
+        return Origin(site, batch, poisons, fate, tuple(hiding), min(sqnr, default=None))
 
     def _sqnr(self, site: SiteId) -> float | None:
         """Accuracy in the unrepaired run; where nothing of the signal is left, 0."""
