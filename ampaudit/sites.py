@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import NewType
 
-__all__ = ["SiteId", "SiteNumbering", "SourceLine"]
+__all__ = ["SiteId", "SiteNumbering", "SourceLine", "pattern_of"]
 
 SiteId = NewType("SiteId", str)
 
@@ -32,3 +33,8 @@ class SiteNumbering:
         self._seen[base] += 1
         count = self._seen[base]
         return SiteId(base if count == 1 else f"{base}#{count}")
+
+
+def pattern_of(name: str) -> str:
+    """A site or layer with a star for each number: what the layers of a stack have in common."""
+    return re.sub(r"(?<=\.)\d+(?=[./]|$)", "*", name)

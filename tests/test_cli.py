@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ampaudit.errors import OutputError
-from ampaudit.report.writer import write_text
+from ampaudit.files import write_text
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]

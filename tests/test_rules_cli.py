@@ -17,7 +17,7 @@ from ampaudit.cli.main import main
 from ampaudit.errors import AuditError
 from ampaudit.policy import OpFacts, load_file, load_policy, policy_names
 from ampaudit.policy.jsonschema import schema_text
-from ampaudit.report.plan import pattern_of
+from ampaudit.sites import pattern_of
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

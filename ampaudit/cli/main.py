@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from ampaudit import __version__
+from ampaudit.cli.convert_command import convert_command, verify_command
 from ampaudit.cli.explain_command import explain_command
 from ampaudit.cli.plan_command import plan_command
 from ampaudit.cli.rules_command import rules_group
@@ -30,7 +31,11 @@ def main() -> None:
     """
 
 
-for _command in (scan_command, plan_command, rules_group, explain_command):
+COMMANDS: tuple[click.Command, ...] = (
+    *(scan_command, plan_command, convert_command, verify_command),
+    *(rules_group, explain_command),
+)
+for _command in COMMANDS:
     main.add_command(_command)
 
 

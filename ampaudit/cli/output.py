@@ -37,7 +37,7 @@ def deliver(show: Callable[[Console], None], json: str | None, output: Path | No
     if output is None:
         click.echo(text, nl=False)
         return
-    from ampaudit.report.writer import write_text
+    from ampaudit.files import write_text
 
     write_text(output, text, force=force)
     click.echo(f"written to {output}", err=True)

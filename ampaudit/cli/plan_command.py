@@ -32,8 +32,8 @@ def plan_command(model: str, **options: Any) -> None:
     one FP32 run.
     """
     from ampaudit.cli.progress import Progress
+    from ampaudit.files import check_writable
     from ampaudit.policy import load_policy
-    from ampaudit.report.writer import check_writable
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])

@@ -13,7 +13,7 @@ from ampaudit.cli.output import as_text, deliver
 if TYPE_CHECKING:
     from ampaudit.report.model import Report
 
-__all__ = ["scan_command"]
+__all__ = ["deliver_report", "scan_command"]
 
 _FILE = click.Path(path_type=Path)
 
@@ -80,14 +80,14 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
       directory/               a Hugging Face model: config.json and safetensors
       file.pt2                 an exported program
     """
-    from ampaudit.report.writer import check_writable
+    from ampaudit.files import check_writable
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
     reports = _audit(model, options)
     if len(reports) > 1:
         context.exit(_deliver_comparison(reports, options))
-    _deliver(reports[0], options)
+    deliver_report(reports[0], options)
     context.exit(reports[0].exit_code)
 
 
@@ -134,14 +134,14 @@ def _deliver_comparison(reports: list[Report], options: dict[str, Any]) -> int:
     return comparison_code(reports)
 
 
-def _deliver(report: Report, options: dict[str, Any]) -> None:
+def deliver_report(report: Report, options: dict[str, Any]) -> None:
     """Print or write the report; with -o, the verdict still goes to the terminal."""
     from rich.console import Console
 
     from ampaudit.report.text import print_report
 
-    output: Path | None = options["output"]
-    verbosity = -1 if options["quiet"] else int(options["verbose"])
+    output: Path | None = options.get("output")
+    verbosity = -1 if options.get("quiet") else int(options.get("verbose", 0))
     if options["form"] == "json":
         from ampaudit.report.jsonfile import to_json
 
@@ -154,7 +154,7 @@ def _deliver(report: Report, options: dict[str, Any]) -> None:
     if output is None:
         click.echo(text, nl=False)
         return
-    from ampaudit.report.writer import write_text
+    from ampaudit.files import write_text
 
     write_text(output, text, force=options["force"])
     print_report(report, Console(stderr=True, highlight=False), verbosity=-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from ampaudit.run.step import LOWER
 from ampaudit.trace.graph import Role, Site
 from ampaudit.trace.opnames import converts
 
-__all__ = ["PlanReport", "PlannedSite", "PlannedWeights", "RuleUse", "build_plan", "pattern_of"]
+__all__ = ["PlanReport", "PlannedSite", "PlannedWeights", "RuleUse", "build_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +115,6 @@ def build_plan(
         weights=_weights(converted, masters),
         notes=traced.notes + notes,
     )
-
-
-def pattern_of(name: str) -> str:
-    """A site or layer with a star for each number: what the layers of a stack have in common."""
-    return re.sub(r"(?<=\.)\d+(?=[./]|$)", "*", name)
 
 
 def _planned(site: Site, casts: tuple[int, int]) -> PlannedSite:

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ampaudit.report.grid import labelled, open_table
-from ampaudit.report.plan import PlannedSite, PlanReport, pattern_of
+from ampaudit.report.plan import PlannedSite, PlanReport
 from ampaudit.report.words import plain, short_op, size_of
+from ampaudit.sites import pattern_of
 
 __all__ = ["matching_sites", "render_difference", "render_plan"]
 

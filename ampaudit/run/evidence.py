@@ -60,7 +60,7 @@ def weight_peaks(program: Program) -> dict[str, float]:
     floats = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     if not floats:
         return {}
-    ends = [torch.aminmax(t) for t in floats.values()]
+    ends = [torch.aminmax(t if t.element_size() > 1 else t.float()) for t in floats.values()]
     fetched = torch.stack([torch.maximum(-low, high).double().cpu() for low, high in ends]).tolist()
     return {
         name: peak if math.isfinite(peak) else float(floats[name].nan_to_num(0.0, 0.0, 0.0).abs().amax())

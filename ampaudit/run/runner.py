@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,9 @@ from ampaudit.trace.capture import input_signature
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = ["Plan", "Prepared", "Runner"]
+__all__ = ["KeepOutputs", "Plan", "Prepared", "Runner"]
+
+KeepOutputs = Callable[[int, list[Pair]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Plan:
         measured: what an earlier run saw, for the policy's second phase.
         reference_only: run FP32 alone, on the graph that the policy makes.
         edits: ops to rewrite, by site, to try a change of the model's code.
+        keep_outputs: told the outputs of each batch; of a second phase, again.
     """
 
     rules: RuleSet | None
@@ -58,6 +61,7 @@ class Plan:
     measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
     reference_only: bool = False
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
+    keep_outputs: KeepOutputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,8 @@ class Runner:
         measured = list(meter.results())
         self._note_inputs(executor, tensors, ready.batch)
         self._refuse_broken_reference(outputs, measured, number)
+        if self._plan.keep_outputs is not None:
+            self._plan.keep_outputs(number, outputs)
         faults = Faults(
             executor.program,
             measured,

@@ -18,7 +18,7 @@ from ampaudit.source.inputs import batches_of
 from ampaudit.source.interface import Batch, ModelSource, SourceOptions
 from ampaudit.source.user_code import module_from_file
 
-__all__ = ["from_exported"]
+__all__ = ["from_exported", "load_program"]
 
 
 def from_exported(path: Path, options: SourceOptions, location: str) -> ModelSource:
@@ -29,10 +29,12 @@ def from_exported(path: Path, options: SourceOptions, location: str) -> ModelSou
     """
     if not path.is_file():
         raise SourceError(f"no such file: {path}", hint="check the path of the .pt2 file")
-    program = _load(path)
+    program = load_program(path)
     module = _module_of(program)
+    metric = None
     if options.inputs:
-        batches = batches_of(module_from_file(options.inputs), options.batches, options.seed)
+        given = module_from_file(options.inputs)
+        batches, metric = batches_of(given, options.batches, options.seed), getattr(given, "metric", None)
     elif program.example_inputs is not None:
         args, kwargs = program.example_inputs
         batches = (Batch(tuple(args), dict(kwargs)),)
@@ -40,7 +42,8 @@ def from_exported(path: Path, options: SourceOptions, location: str) -> ModelSou
         raise SourceError(f"{path} holds no example inputs", hint="pass --inputs FILE.py")
     assert isinstance(module, fx.GraphModule)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return ModelSource(location, "pt2", Replay(module, _keyword_order(program)), batches, digest)
+    replay = Replay(module, _keyword_order(program))
+    return ModelSource(location, "pt2", replay, batches, digest, metric=metric)
 
 
 def _module_of(program: ExportedProgram) -> nn.Module:
@@ -56,8 +59,12 @@ def _keyword_order(program: ExportedProgram) -> tuple[str, ...]:
     return tuple(str(name) for name in keywords.context or ())
 
 
-def _load(path: Path) -> ExportedProgram:
-    """Load with every pickle restricted to tensors: torch falls back to running what the file says."""
+def load_program(path: Path) -> ExportedProgram:
+    """Load with every pickle restricted to tensors: torch falls back to running what the file says.
+
+    Raises:
+        SourceError: corrupt, or with pickled objects in it.
+    """
     load = torch.load
 
     def tensors_only(*args: Any, **kwargs: Any) -> Any:

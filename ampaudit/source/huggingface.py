@@ -40,13 +40,15 @@ def from_directory(path: Path, options: SourceOptions, location: str) -> ModelSo
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model = _load(path, _architecture(configuration, transformers))
+    metric = None
     if options.inputs:
-        batches = batches_of(module_from_file(options.inputs), options.batches, options.seed)
+        given = module_from_file(options.inputs)
+        batches, metric = batches_of(given, options.batches, options.seed), getattr(given, "metric", None)
     else:
         torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
         batches = tuple(_random_batch(model) for _ in range(options.batches))
     digest = hashlib.sha256(configuration.read_bytes()).hexdigest()
-    return ModelSource(location, "huggingface", model, batches, digest)
+    return ModelSource(location, "huggingface", model, batches, digest, metric=metric)
 
 
 def _architecture(configuration: Path, transformers: Any) -> Any:

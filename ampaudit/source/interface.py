@@ -49,9 +49,10 @@ class ModelSource:
 
     Attributes:
         location: what the user typed.
-        kind: ``python``, ``import``, ``huggingface``, ``pt2`` or ``object``.
+        kind: ``python``, ``import``, ``huggingface``, ``pt2``, ``converted`` or ``object``.
         sha256: digest of the file, or of the configuration, that the model was made from.
         loss: the file's loss(output), for audits of gradients.
+        metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
     """
 
     location: str
@@ -60,3 +61,4 @@ class ModelSource:
     batches: tuple[Batch, ...]
     sha256: str | None = None
     loss: Callable[..., Any] | None = None
+    metric: Callable[..., Any] | None = None

@@ -11,7 +11,10 @@ from pathlib import Path
 from ampaudit.errors import SourceError
 from ampaudit.source.interface import ModelSource, SourceOptions
 
-__all__ = ["open_source"]
+__all__ = ["CONVERTED", "open_source"]
+
+# what a directory holds that 'ampaudit convert' wrote; its program is what is opened
+CONVERTED = ("manifest.json", "model.pt2")
 
 
 def open_source(location: str, options: SourceOptions) -> ModelSource:
@@ -19,7 +22,7 @@ def open_source(location: str, options: SourceOptions) -> ModelSource:
 
     Args:
         location: ``file.py``, ``file.py:factory``, ``package.module:factory``, a directory with
-            config.json, or a ``.pt2`` file.
+            config.json, a ``.pt2`` file, or a converted directory.
         options: batches, seed, weights, inputs.
 
     Raises:
@@ -41,6 +44,10 @@ def open_source(location: str, options: SourceOptions) -> ModelSource:
 
 def _open(location: str, options: SourceOptions) -> ModelSource:
     path = Path(location)
+    if path.is_dir() and (path / CONVERTED[0]).is_file() and (path / CONVERTED[1]).is_file():
+        from ampaudit.source.exported import from_exported
+
+        return replace(from_exported(path / CONVERTED[1], options, location), kind="converted")
     if path.is_dir():
         from ampaudit.source.huggingface import from_directory
 

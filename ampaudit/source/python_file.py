@@ -56,7 +56,8 @@ def _source(
             hint="add example_inputs() to the file, or pass --inputs FILE with a file that has it",
         )
     batches = batches_of(inputs, options.batches, options.seed)
-    return ModelSource(location, kind, model, batches, digest, getattr(module, "loss", None))
+    metric = getattr(inputs, "metric", None) or getattr(module, "metric", None)
+    return ModelSource(location, kind, model, batches, digest, getattr(module, "loss", None), metric)
 
 
 def _model(module: ModuleType, factory: str | None, location: str) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -14,7 +14,7 @@ from ampaudit.policy.schema import KeepFp32, Weights
 from ampaudit.trace.opnames import CASTABLE
 from ampaudit.trace.shadow import named_tensors
 
-__all__ = ["split_ties", "storage_notes", "stored_dtypes"]
+__all__ = ["kept_by_author", "split_ties", "storage_notes", "stored_dtypes"]
 
 
 def stored_dtypes(model: nn.Module, weights: Weights, lower: torch.dtype) -> dict[str, torch.dtype]:
@@ -46,9 +46,19 @@ def _chosen(model: nn.Module, weights: Weights, lower: torch.dtype) -> dict[str,
         for name, tensor in named_tensors(model).items()
         if tensor.dtype in CASTABLE
         and (weights.buffers == "all" or _is_loaded(name, modules[name.rpartition(".")[0]]))
-        and not any(fnmatchcase(part, pattern) for part in name.split(".") for pattern in listed)
+        and not _is_listed(name, listed)
         and not any(_keeps(rule, name, modules[name.rpartition(".")[0]]) for rule in rules)
     }
+
+
+def kept_by_author(model: nn.Module, lower: torch.dtype) -> Callable[[str], bool]:
+    """Whether a parameter is one that the model's class keeps in FP32 when it is loaded in 16 bits."""
+    listed = _kept_in_fp32(model, lower)
+    return lambda name: _is_listed(name, listed)
+
+
+def _is_listed(name: str, listed: Iterable[str]) -> bool:
+    return any(fnmatchcase(part, pattern) for part in name.split(".") for pattern in listed)
 
 
 def _tied_apart(model: nn.Module, stored: Mapping[str, torch.dtype]) -> tuple[tuple[str, ...], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, Unpack
 
 from torch import nn
@@ -27,7 +27,16 @@ from ampaudit.workflows.proofs import prove, static_audit
 from ampaudit.workflows.settings import ScanOptions, Settings
 from ampaudit.workflows.stress import stressed
 
-__all__ = ["scan", "scan_policies", "scan_source"]
+__all__ = ["Audited", "audit_policies", "scan", "scan_policies", "scan_source"]
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """A report with what it is about: the audit under one policy, and that policy for the run's device."""
+
+    report: Report
+    audit: Audit
+    rules: RuleSet
 
 
 def scan(
@@ -76,7 +85,13 @@ def scan_policies(
     **options: Unpack[ScanOptions],
 ) -> list[Report]:
     """Audit a loaded source under several policies, with one run of the FP32 reference for all of them."""
-    settings = Settings(**options)
+    return [found.report for found in audit_policies(source, policies, dtype, Settings(**options))]
+
+
+def audit_policies(
+    source: ModelSource, policies: Sequence[str | RuleSet], dtype: str, settings: Settings
+) -> list[Audited]:
+    """The same, with the audits themselves."""
     if settings.ranges and (settings.static or settings.prove):
         raise UsageError("--ranges runs FP32 alone", hint="leave out --static and --prove, or --ranges")
     form, where = lower_format(dtype), pick_device(settings.device)
@@ -86,7 +101,8 @@ def scan_policies(
     author = load_policy("torch-cuda")
     subjects = [None if settings.ranges else rules for rules in rule_sets]
     plans = [
-        Plan(rules, author, form, where, seed=settings.seed, backend=settings.backend) for rules in subjects
+        Plan(rules, author, form, where, settings.seed, settings.backend, keep_outputs=settings.keep_outputs)
+        for rules in subjects
     ]
     contract = contract_of(settings.contract)
     if contract.words and not (settings.static or settings.ranges):
@@ -98,7 +114,7 @@ def scan_policies(
         audits, before = [static_audit(source, plan) for plan in plans], []
     else:
         audits, before = run_audits(source.model, source.batches, plans, settings.told), []
-    reports: list[Report] = []
+    made: list[Audited] = []
     for audit, rules, plan in zip(audits, rule_sets, plans, strict=True):
         asked = settings.prove or settings.static or settings.stress > 0
         table = prove(audit, source.batches, plan, settings) if asked else None
@@ -110,12 +126,12 @@ def scan_policies(
             shown = advised(shown, source, plan, context, settings)
         report = _report(audit, context, shown, (source, rules, settings))
         if before:
-            usual_context = context_of(before[len(reports)], form, replace(settings, contract=""))
+            usual_context = context_of(before[len(made)], form, replace(settings, contract=""))
             report = replace(report, changed=changed_verdicts(usual_context, context, report))
         if settings.stress > 0 and not settings.static:
             report = replace(report, stressed=stressed(source, audit, plan, context, settings))
-        reports.append(report)
-    return reports
+        made.append(Audited(report, audit, rules))
+    return made
 
 
 def _contract(audit: Audit, settings: Settings) -> str:

@@ -10,6 +10,7 @@ from ampaudit.checks.suppress import Suppression, option
 from ampaudit.report.build import FailOn
 from ampaudit.run.audit import Progress, silent
 from ampaudit.run.backends import Backend
+from ampaudit.run.runner import KeepOutputs
 
 __all__ = ["ScanOptions", "Settings"]
 
@@ -33,6 +34,7 @@ class ScanOptions(TypedDict, total=False):
     assume: Sequence[str]
     progress: Progress | None
     backend: Backend | None
+    keep_outputs: KeepOutputs | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Settings:
         assume: ranges of inputs for the proofs: ``input[0]=-1:1``, or ``input=-1:1`` for all.
         progress: told about each batch.
         backend: overrides the device's usual backend.
+        keep_outputs: told each batch's number and its outputs, FP32's and the 16-bit run's in pairs.
     """
 
     device: str = "auto"
@@ -74,6 +77,7 @@ class Settings:
     assume: Sequence[str] = ()
     progress: Progress | None = None
     backend: Backend | None = None
+    keep_outputs: KeepOutputs | None = None
 
     @property
     def told(self) -> Progress:

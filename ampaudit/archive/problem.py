@@ -1,0 +1,29 @@
+"""One thing that is wrong with a converted directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Problem", "ProblemKind"]
+
+ProblemKind = Literal[
+    "missing", "truncated", "changed", "tensor", "extra", "manifest", "rounding", "program", "output"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong, and where.
+
+    Attributes:
+        kind: ``missing``, ``truncated``, ``changed`` or ``extra`` files; a ``tensor`` whose values are not
+            those that were written; ``rounding``: it is not its master rounded; ``program``: the program
+            holds other weights; ``output``: it computes something else; ``manifest``.
+        where: the file, with the tensor or the output where that is known.
+        what: in words.
+    """
+
+    kind: ProblemKind
+    where: str
+    what: str

@@ -1,0 +1,78 @@
+"""Tensors that stay on disk: mapped into memory, read when touched, and dropped when told to."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ampaudit.checkpoint.header import read_header
+from ampaudit.checkpoint.open import Checkpoint, open_checkpoint
+from ampaudit.checkpoint.parts import InMemory, dtype_of
+from ampaudit.errors import WeightsError
+
+__all__ = ["MappedWeights", "map_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class MappedWeights:
+    """Tensors by name; those of safetensors files lie in private mappings: writing changes no file."""
+
+    tensors: dict[str, torch.Tensor]
+    _mappings: dict[int, tuple[mmap.mmap, int, int]]
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Give the memory of a tensor's values back; they are read again when they are next used.
+
+        Nobody may have written to it: what was written would be lost.
+        """
+        found = self._mappings.get(tensor.data_ptr())
+        if found is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        mapping, start, length = found
+        begin = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages that hold nothing else
+        end = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def map_checkpoint(path: Path) -> MappedWeights:
+    """Every tensor of a checkpoint, without reading any.
+
+    Raises:
+        WeightsError: see ``open_checkpoint``; or a type that torch does not have.
+    """
+    checkpoint = open_checkpoint(path)
+    weights = MappedWeights({}, {})
+    for part in checkpoint.parts:
+        if isinstance(part, InMemory):
+            weights.tensors.update(part.tensors)
+        else:
+            _map_file(_file_of(checkpoint, part.label), weights)
+    return weights
+
+
+def _file_of(checkpoint: Checkpoint, label: str) -> Path:
+    return checkpoint.path.parent / label
+
+
+def _map_file(path: Path, weights: MappedWeights) -> None:
+    header = read_header(path)
+    with path.open("rb") as stream:
+        mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    for entry in header.entries:
+        dtype = dtype_of(entry.dtype)
+        if dtype is None:
+            raise WeightsError(f"{path}: torch has no type for {entry.name!r} ({entry.dtype})")
+        if entry.size == 0:
+            weights.tensors[entry.name] = torch.empty(entry.shape, dtype=dtype)
+            continue
+        start = header.data_start + entry.start
+        flat = torch.frombuffer(mapping, dtype=dtype, count=entry.elements, offset=start)
+        if start % dtype.itemsize:
+            flat = flat.clone()  # kernels may want aligned values
+        else:
+            weights._mappings[flat.data_ptr()] = (mapping, start, entry.size)
+        weights.tensors[entry.name] = flat.view(entry.shape)

@@ -1,0 +1,107 @@
+"""One file of a checkpoint, or tensors in memory, read in pieces of a few megabytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ampaudit.checkpoint.header import TORCH_NAMES, Entry, read_header
+from ampaudit.errors import WeightsError
+
+__all__ = ["PIECE", "InMemory", "Part", "SafetensorsFile", "dtype_of", "type_name"]
+
+PIECE = 1 << 22  # elements: at most 16 MiB of float32
+_TYPE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+
+
+class Part(Protocol):
+    """Tensors that belong to one file, in the order in which they are best read."""
+
+    label: str
+    metadata: dict[str, str]
+    entries: dict[str, Entry]
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The tensor's values, flat, a piece at a time; a piece is good until the next one is asked for."""
+
+
+class SafetensorsFile:
+    """A safetensors file; its bytes are read, not mapped, so that they never count as ours.
+
+    Raises:
+        WeightsError: see ``read_header``.
+    """
+
+    def __init__(self, path: Path, label: str | None = None) -> None:
+        self.path = path
+        self.label = label or path.name
+        header = read_header(path)
+        self.metadata = header.metadata
+        self.entries = {entry.name: entry for entry in header.entries}
+        self._data_start = header.data_start
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Pieces that share one buffer."""
+        entry = self.entries[name]
+        dtype = dtype_of(entry.dtype)
+        unit = 1 if dtype is None else dtype.itemsize
+        whole = entry.size // unit
+        buffer = torch.empty(min(PIECE, whole) * unit, dtype=torch.uint8)
+        try:
+            with self.path.open("rb", buffering=0) as stream:
+                stream.seek(self._data_start + entry.start)
+                for start in range(0, whole, PIECE):
+                    piece = buffer[: min(PIECE, whole - start) * unit]
+                    _fill(stream, piece.numpy().data, self.path)
+                    yield piece if dtype is None else piece.view(dtype)
+        except OSError as error:
+            raise WeightsError(f"{self.path}: {error.strerror}", hint="check the disk") from error
+
+
+class InMemory:
+    """Tensors that are already there: a model's, or those of a ``.pt`` file that torch has mapped."""
+
+    def __init__(self, label: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+        self.label = label
+        self.metadata = metadata
+        self.tensors = tensors
+        self.entries = {
+            name: Entry(name, type_name(t.dtype, f"{label}: {name!r}"), tuple(t.shape))
+            for name, t in tensors.items()
+        }
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Slices of the tensor; of one that is not contiguous, of a copy."""
+        flat = self.tensors[name].detach().cpu().contiguous().view(-1)
+        for start in range(0, flat.numel(), PIECE):
+            yield flat[start : start + PIECE]
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """Dtype of torch for a type of the format; ``None`` where torch has none, and bytes are all there is."""
+    dtype: torch.dtype | None = getattr(torch, TORCH_NAMES.get(name, ""), None)
+    return None if name == "F4" else dtype
+
+
+def type_name(dtype: torch.dtype, what: str) -> str:
+    """The format's name of a torch dtype.
+
+    Raises:
+        WeightsError: safetensors has no such type.
+    """
+    name = _TYPE_NAMES.get(str(dtype).removeprefix("torch."))
+    if name is None:
+        raise WeightsError(f"{what} is {dtype}, which safetensors cannot hold", hint="convert or drop it")
+    return name
+
+
+def _fill(stream: object, view: memoryview, path: Path) -> None:
+    done = 0
+    while done < len(view):
+        count = stream.readinto(view[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise WeightsError(f"{path}: became shorter while it was read", hint="try again")
+        done += count

@@ -1,0 +1,166 @@
+"""``ampaudit convert`` and ``ampaudit verify``: options in, a directory or a verdict out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ampaudit.cli.model_options import load_source, model_options
+from ampaudit.cli.output import deliver
+
+if TYPE_CHECKING:
+    from ampaudit.report.conversion import Conversion
+
+__all__ = ["convert_command", "verify_command"]
+
+_FILE = click.Path(path_type=Path)
+_FORMAT = click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+_DEBUG = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
+
+
+@click.command("convert", short_help="Write a converted checkpoint.")
+@click.argument("model")
+@click.option("-o", "--output", type=_FILE, required=True, metavar="DIR", help="Directory to write.")
+@click.option("--policy", default="ampaudit", show_default=True, help="Policy name or rule file.")
+@click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
+@click.option(
+    "--mode",
+    type=click.Choice(["inference", "train"]),
+    default="inference",
+    show_default=True,
+    help="Fold casts into stored weights; or keep FP32 masters, and the casts in the graph.",
+)
+@click.option("--no-masters", is_flag=True, help="Do not keep the FP32 weights: halves the directory.")
+@click.option("--no-program", is_flag=True, help="Do not write model.pt2.")
+@click.option("--onnx", is_flag=True, help="Write model.onnx, too, and run it beside torch.")
+@click.option(
+    "--to", "target", type=click.Choice(["float32"]), help="MODEL is a converted directory: undo it."
+)
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@model_options
+@click.option(
+    "--fail-on",
+    type=click.Choice(["error", "warning", "note", "never"]),
+    default="error",
+    show_default=True,
+    help="Severity of a finding from which nothing is written, and the exit code is 1.",
+)
+@click.option(
+    "--ignore", multiple=True, metavar="CODE[:LAYER]", help="Hide findings by code, and layer glob."
+)
+@_FORMAT
+@click.option("--force", is_flag=True, help="Replace DIR, if ampaudit wrote it.")
+@_DEBUG
+@click.pass_context
+def convert_command(context: click.Context, /, model: str, output: Path, **options: Any) -> None:
+    r"""Audit MODEL, and write its converted checkpoint if nothing breaks.
+
+    \b
+    MODEL is what ``ampaudit scan`` takes, or weights alone, which are converted by name and shape:
+      weights.safetensors, model.safetensors.index.json, state_dict.pt
+    DIR then holds
+      model.safetensors    working weights          master.safetensors   what they were rounded from
+      model.pt2            the program with casts   model.onnx           the same (--onnx)
+      plan.yaml            the decisions, as rules  report.json          the audit
+      reference.safetensors  inputs and outputs     manifest.json        SHA-256 of every file
+    """
+    if options["target"] is not None:
+        _restore(model, output, options)
+        return
+    from ampaudit.workflows.options import ConvertOptions
+
+    chosen = ConvertOptions(
+        policy=options["policy"],
+        dtype=options["dtype"],
+        mode=options["mode"],
+        masters=not options["no_masters"],
+        program=not options["no_program"],
+        onnx=options["onnx"],
+        force=options["force"],
+        weights=options["weights"],
+    )
+    chosen.check(output)
+    made = _convert(model, output, chosen, options, context)
+    _show(made, options["form"])
+    context.exit(made.exit_code)
+
+
+def _convert(model: str, output: Path, chosen: Any, options: dict[str, Any], context: click.Context) -> Any:
+    from ampaudit.cli.progress import Progress
+    from ampaudit.workflows.convert import convert_source, convert_weights, is_checkpoint
+    from ampaudit.workflows.settings import Settings
+
+    with Progress(model) as progress:
+        if is_checkpoint(model):
+            return convert_weights(Path(model), output, chosen)
+        source = load_source(model, options)
+        settings = Settings(
+            device=options["device"],
+            seed=options["seed"],
+            fail_on=options["fail_on"],
+            ignore=options["ignore"],
+            progress=progress.update,
+        )
+        audited, made = convert_source(source, output, chosen, settings)
+    if made is None:
+        from ampaudit.cli.scan_command import deliver_report
+
+        deliver_report(audited.report, options)
+        click.echo(f"nothing was written to {output}; --fail-on never writes it all the same", err=True)
+        context.exit(audited.report.exit_code)
+    return made
+
+
+def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
+    from ampaudit.report.words import size_of
+    from ampaudit.workflows.restore import restore
+
+    made = restore(Path(model), output, force=options["force"])
+    size = size_of(sum(record.size for record in made.files.values()))
+    click.echo(f"restored {len(made.tensors)} tensors ({size}) to {output}; each is what it was, bit for bit")
+
+
+def _show(made: Conversion, form: str) -> None:
+    from ampaudit.report.conversion import render_conversion
+    from ampaudit.report.jsonfile import to_json
+
+    json = to_json(made) if form == "json" else None
+    deliver(lambda console: console.print(render_conversion(made)), json, None, force=False)
+
+
+@click.command("verify", short_help="Check a converted directory.")
+@click.argument("directory", type=_FILE)
+@click.option("--no-run", is_flag=True, help="Only compare files; do not load and run the program.")
+@click.option(
+    "--tolerance",
+    type=float,
+    default=40.0,
+    show_default=True,
+    metavar="DB",
+    help="Agreement with the recorded outputs, where the bits differ.",
+)
+@_FORMAT
+@click.option("-v", "--verbose", is_flag=True, help="Every problem.")
+@_DEBUG
+@click.pass_context
+def verify_command(context: click.Context, /, directory: Path, **options: Any) -> None:
+    """Say whether a converted DIRECTORY is what was written, and still computes what it did.
+
+    Hashes of all files, each tensor against its master, and the program, loaded in a fresh process and run
+    on the recorded inputs. Exit code 1 if anything differs, and each difference is named.
+    """
+    from ampaudit.cli.progress import Progress
+    from ampaudit.report.jsonfile import to_json
+    from ampaudit.report.verification import render_verification
+    from ampaudit.workflows.verify import verify
+
+    with Progress(str(directory)):
+        found = verify(directory, run=not options["no_run"], tolerance_db=options["tolerance"])
+    json = to_json(found) if options["form"] == "json" else None
+    shown = render_verification(found, verbose=options["verbose"])
+    deliver(lambda console: console.print(shown), json, None, force=False)
+    context.exit(found.exit_code)

@@ -1,0 +1,152 @@
+"""Writes the converted weights and their masters, file by file and piece by piece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ampaudit.checkpoint import Checkpoint, Entry, Part, Written, write_safetensors
+from ampaudit.checkpoint.open import INDEX_SUFFIX, SINGLE
+from ampaudit.checkpoint.parts import dtype_of
+from ampaudit.convert.storage import Choice
+
+__all__ = ["MASTER", "Change", "StoredTensor", "WeightFiles", "write_weights"]
+
+MASTER = "master"
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a converted checkpoint.
+
+    Attributes:
+        file: the file that holds it.
+        dtype: its safetensors type there.
+        shape: its sizes.
+        crc32: of its bytes.
+        reason: why it has this type.
+        parameter: the model's name of it, where the model is known.
+        master: the file that holds what it was rounded from, ``None`` if it is what it was, or was not kept.
+        master_dtype: type of that, also where it was not kept.
+        master_crc32: of its bytes.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    crc32: int
+    reason: str
+    parameter: str | None = None
+    master: str | None = None
+    master_dtype: str | None = None
+    master_crc32: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """What was written: each file's digest and size, and each tensor's place."""
+
+    files: dict[str, tuple[str, int]]
+    tensors: dict[str, StoredTensor]
+
+
+def write_weights(
+    checkpoint: Checkpoint,
+    choices: Mapping[str, Choice],
+    directory: Path,
+    *,
+    masters: bool,
+    change: Change | None = None,
+) -> WeightFiles:
+    """Write working weights, and masters of those that are rounded, into a directory.
+
+    Args:
+        checkpoint: where the tensors are read from; shards stay shards, under their names.
+        choices: for every tensor.
+        directory: to write to.
+        masters: whether to keep what is rounded.
+        change: applied to values before they are rounded (a policy that clips).
+
+    Raises:
+        OSError: the disk is full, say.
+        WeightsError: the checkpoint cannot be read.
+    """
+    result = WeightFiles({}, {})
+    for part in checkpoint.parts:
+        label = SINGLE if checkpoint.index is None else part.label
+        written = _write_working(part, choices, directory / label, change)
+        result.files[label] = (written.sha256, written.size)
+        kept = _write_masters(part, choices, directory, label) if masters else None
+        if kept is not None:
+            result.files[_master_name(label)] = (kept.sha256, kept.size)
+        for name, entry in part.entries.items():
+            rounded = choices[name].dtype != entry.dtype
+            has_master = rounded and kept is not None
+            result.tensors[name] = StoredTensor(
+                file=label,
+                dtype=choices[name].dtype,
+                shape=entry.shape,
+                crc32=written.crc32[name],
+                reason=choices[name].reason,
+                parameter=choices[name].parameter,
+                master=_master_name(label) if has_master else None,
+                master_dtype=entry.dtype if rounded else None,
+                master_crc32=kept.crc32[name] if has_master and kept is not None else None,
+            )
+    if checkpoint.index is not None:
+        _write_indexes(checkpoint, directory, result)
+    return result
+
+
+def _write_working(part: Part, choices: Mapping[str, Choice], path: Path, change: Change | None) -> Written:
+    entries = [Entry(e.name, choices[e.name].dtype, e.shape) for e in part.entries.values()]
+    pieces = ((e.name, _rounded(part, e, choices[e.name], change)) for e in part.entries.values())
+    return write_safetensors(path, entries, part.metadata, pieces)
+
+
+def _rounded(part: Part, entry: Entry, choice: Choice, change: Change | None) -> Iterator[torch.Tensor]:
+    if choice.dtype == entry.dtype:
+        yield from part.pieces(entry.name)
+        return
+    dtype = dtype_of(choice.dtype)
+    assert dtype is not None, choice
+    for piece in part.pieces(entry.name):
+        yield (piece if change is None else change(piece)).to(dtype)
+
+
+def _write_masters(part: Part, choices: Mapping[str, Choice], directory: Path, label: str) -> Written | None:
+    entries = [e for e in part.entries.values() if choices[e.name].dtype != e.dtype]
+    if not entries:
+        return None
+    pieces = ((e.name, part.pieces(e.name)) for e in entries)
+    return write_safetensors(directory / _master_name(label), entries, part.metadata, pieces)
+
+
+def _master_name(label: str) -> str:
+    start = "model" if label.startswith("model") else ""
+    rest = label.removeprefix(start)
+    return f"{MASTER}{rest}" if start else f"{MASTER}-{rest}"
+
+
+def _size(name: str, stored: StoredTensor, master: bool) -> int:
+    dtype = stored.master_dtype if master and stored.master_dtype is not None else stored.dtype
+    return Entry(name, dtype, stored.shape).size
+
+
+def _write_indexes(checkpoint: Checkpoint, directory: Path, result: WeightFiles) -> None:
+    """An index for the working shards under the old one's name, and one for the masters."""
+    assert checkpoint.index is not None
+    working = {name: stored.file for name, stored in result.tensors.items()}
+    kept = {name: stored.master for name, stored in result.tensors.items() if stored.master is not None}
+    tables = {checkpoint.index: working, f"{MASTER}{INDEX_SUFFIX}": kept}
+    for name, weight_map in tables.items():
+        if not weight_map:
+            continue
+        total = sum(_size(n, result.tensors[n], name != checkpoint.index) for n in weight_map)
+        table = {"metadata": {**checkpoint.metadata, "total_size": total}, "weight_map": weight_map}
+        (directory / name).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

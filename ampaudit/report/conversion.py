@@ -1,0 +1,117 @@
+"""What a conversion made, for the report that is printed and for the one that machines read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ampaudit.archive import OutputRecord
+from ampaudit.checkpoint.header import TORCH_NAMES
+from ampaudit.report.grid import labelled
+from ampaudit.report.words import plain, size_of
+
+__all__ = ["Conversion", "render_conversion"]
+
+_OURS = ("model", "master", "plan.yaml", "report.json", "reference.safetensors")
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A converted directory.
+
+    Attributes:
+        source: what was converted.
+        output: where it lies.
+        policy: name of the policy.
+        dtype: the 16-bit format.
+        mode: ``inference`` or ``train``.
+        verdict: of the audit; null where only weights were converted.
+        exit_code: 0, or 1 for findings at or above the threshold; then nothing was written.
+        bytes_before: of the weights.
+        bytes_after: of the working weights.
+        stored: how many tensors are stored in each dtype.
+        kept: reasons why tensors stay in float32, with their number, their bytes and the largest one.
+        overflow: tensors with finite values that the format makes infinite, and how many.
+        broken: tensors with NaN or infinity in them already, and how many.
+        masters: whether masters were kept.
+        outputs: what the converted program computes, against FP32.
+        onnx_casts: casts in the ONNX file; null without one.
+        onnx_error: largest difference between ONNX Runtime and torch.
+        files: name and bytes of every file.
+        notes: what a user should know.
+    """
+
+    source: str
+    output: str
+    policy: str
+    dtype: str
+    mode: str
+    verdict: str | None
+    exit_code: int
+    bytes_before: int
+    bytes_after: int
+    stored: dict[str, int]
+    kept: dict[str, tuple[int, int, str]]
+    overflow: dict[str, int]
+    broken: dict[str, int]
+    masters: bool
+    outputs: tuple[OutputRecord, ...]
+    onnx_casts: int | None
+    onnx_error: float | None
+    files: dict[str, int]
+    notes: tuple[str, ...]
+
+
+def render_conversion(made: Conversion) -> RenderableType:
+    """What was written, how the weights are stored and why, and what the program computes."""
+    share = made.bytes_after / made.bytes_before if made.bytes_before else 1.0
+    kinds = ", ".join(
+        f"{count} in {TORCH_NAMES.get(dtype, dtype)}" for dtype, count in sorted(made.stored.items())
+    )
+    rows: list[tuple[str, str]] = [
+        (
+            "weights",
+            f"{size_of(made.bytes_before)} -> {size_of(made.bytes_after)} ({share:.0%}); tensors: {kinds}"
+            + ("; masters kept" if made.masters else "; no masters: FP32 cannot be restored"),
+        )
+    ]
+    for reason, (count, size, largest) in sorted(made.kept.items(), key=lambda item: -item[1][1]):
+        which = plain(largest) if count == 1 else f"{count} tensors, such as {plain(largest)}"
+        rows.append(("", f"in float32: {which} ({size_of(size)}): {plain(reason)}"))
+    for name, count in made.overflow.items():
+        rows.append(("overflow", f"{plain(name)}: {count} values become inf"))
+    for name, count in made.broken.items():
+        rows.append(("broken", f"{plain(name)}: {count} values are NaN or infinite already"))
+    rows += [("output", f"{plain(o.name)} ({o.dtype}): {_accuracy(o)}") for o in made.outputs]
+    if made.onnx_casts is not None:
+        error = f"differs from torch by {made.onnx_error:.2g}" if made.onnx_error is not None else "not run"
+        rows.append(("onnx", f"{made.onnx_casts} casts between float formats; ONNX Runtime: {error}"))
+    rows += [("note", plain(note)) for note in made.notes]
+    rows.append(("files", _files(made.files)))
+    head = Text.assemble(
+        ("converted  ", "bold"),
+        f"{plain(made.source)} to {plain(made.output)}: policy {made.policy}, {made.dtype}, {made.mode}",
+    )
+    return Group(head, Text(), labelled(rows))
+
+
+def _files(sizes: dict[str, int]) -> str:
+    """The files that are ours, by size; how many others there are."""
+    ours = {name: size for name, size in sizes.items() if name.startswith(_OURS)}
+    others = len(sizes) - len(ours)
+    parts = [f"{plain(name)} ({size_of(size)})" for name, size in list(ours.items())[:_SHOWN]]
+    if len(ours) > _SHOWN:
+        parts.append(f"{len(ours) - _SHOWN} more shards")
+    return ", ".join(parts) + (f", and {others} copied from the source" if others else "")
+
+
+def _accuracy(output: OutputRecord) -> str:
+    if output.max_error is None:
+        return "not finite, or not as in FP32"
+    if output.max_error == 0:
+        return "exactly as in FP32"
+    accuracy = f", {output.sqnr_db:.0f} dB" if output.sqnr_db is not None else ""
+    return f"largest error {output.max_error:.2g} against FP32{accuracy}"

@@ -1,0 +1,215 @@
+"""``ampaudit convert``: audits a model, and writes the converted checkpoint if it passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ampaudit.archive import MANIFEST
+from ampaudit.archive.reference import REFERENCE as REFERENCE_FILE
+from ampaudit.archive.reference import Call, Reference, digest_of_tensors, flat_outputs, record_reference
+from ampaudit.checkpoint import Checkpoint, open_checkpoint, write_safetensors
+from ampaudit.checkpoint.open import PICKLED, weights_in
+from ampaudit.checkpoint.parts import InMemory
+from ampaudit.convert import ConvertedModel, clipped
+from ampaudit.convert.fold import Deployed, deploy
+from ampaudit.convert.onnx_file import OnnxFile, write_onnx
+from ampaudit.convert.plan_file import plan_rules
+from ampaudit.convert.program import export_program
+from ampaudit.convert.state import checkpoint_of, planned_types
+from ampaudit.convert.storage import Choice, choose_by_name, choose_planned
+from ampaudit.convert.stream import write_weights
+from ampaudit.errors import SourceError, UsageError
+from ampaudit.files import staged_directory
+from ampaudit.formats import lower_format
+from ampaudit.report.conversion import Conversion
+from ampaudit.report.jsonfile import to_json
+from ampaudit.source import ModelSource
+from ampaudit.source.checkpoint_names import model_names
+from ampaudit.workflows.directory import Origin, finish_directory
+from ampaudit.workflows.hf_directory import copy_companions, set_dtype
+from ampaudit.workflows.options import ConvertOptions
+from ampaudit.workflows.scan import Audited, audit_policies
+from ampaudit.workflows.settings import Settings
+
+__all__ = ["convert_source", "convert_weights", "is_checkpoint"]
+
+PROGRAM, ONNX, PLAN, REPORT = "model.pt2", "model.onnx", "plan.yaml", "report.json"
+
+
+def is_checkpoint(location: str) -> bool:
+    """Whether a location is a checkpoint without a model: weights alone are converted."""
+    return location.endswith((".safetensors", ".safetensors.index.json", *PICKLED))
+
+
+def convert_source(
+    source: ModelSource, output: Path, options: ConvertOptions, settings: Settings
+) -> tuple[Audited, Conversion | None]:
+    """Audit a model under a policy and write the converted directory, if nothing fails.
+
+    Returns:
+        The audit, and what was written: ``None`` if it has findings at or above ``settings.fail_on``.
+
+    Raises:
+        AuditError: see ``ampaudit.errors``; nothing is left behind.
+    """
+    options.check(output)
+    if source.kind == "converted":
+        raise SourceError(f"{source.location} is converted already", hint="--to float32 undoes it")
+    (audited,) = audit_policies(source, [options.rules], options.dtype, settings)
+    if audited.report.exit_code:
+        return audited, None
+    converted = audited.audit.converted
+    graph = deploy(converted, options.mode)
+    storage = graph if options.mode == "inference" else deploy(converted, "inference")
+    checkpoint = _checkpoint(source, options)
+    names = model_names(source.model, checkpoint.entries) if source.kind == "huggingface" else {}
+    choices = choose_planned(checkpoint, planned_types(source.model, storage), names)
+    notes: list[str] = list(converted.traced.notes)
+    with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
+        if source.kind == "huggingface":
+            copy_companions(Path(source.location), stage)
+            notes += set_dtype(stage, source.model, choices, options.dtype)
+        limits = converted.traced.clip
+        change = None if limits is None else lambda piece: clipped(piece, limits)
+        files = write_weights(checkpoint, choices, stage, masters=options.masters, change=change)
+        (stage / PLAN).write_text(plan_rules(converted.traced, audited.rules, source.location), "utf-8")
+        (stage / REPORT).write_text(to_json(audited.report), "utf-8")
+        reference, onnx = _write_program(stage, source, converted, graph, options, settings.seed)
+        notes += [note for note in (reference.note, onnx.note if onnx else "") if note]
+        origin = Origin(source.location, source.sha256, "model", options, settings.seed, limits)
+        inputs = [t for name, t in reference.tensors.items() if name.startswith("input")]
+        manifest = finish_directory(
+            stage, origin, files, notes, reference.outputs, digest_of_tensors(inputs) if inputs else None
+        )
+    made = _conversion(output, checkpoint, choices, options, source.location)
+    return audited, replace(
+        made,
+        verdict=audited.report.verdict,
+        outputs=reference.outputs,
+        onnx_casts=onnx.casts if onnx else None,
+        onnx_error=_onnx_error(onnx, reference),
+        files={name: record.size for name, record in manifest.files.items()},
+        notes=tuple(notes),
+    )
+
+
+def convert_weights(path: Path, output: Path, options: ConvertOptions) -> Conversion:
+    """Convert a checkpoint alone, by name, shape and value: no model is built and no code is run.
+
+    Raises:
+        AuditError: see ``ampaudit.errors``; nothing is left behind.
+    """
+    options.check(output)
+    if options.mode == "train" or options.onnx:
+        raise UsageError(
+            f"{path} has weights, but no graph", hint="convert the model for --mode train or --onnx"
+        )
+    checkpoint = open_checkpoint(path)
+    rules = options.rules
+    choices = choose_by_name(checkpoint, rules, lower_format(options.dtype))
+    notes = (
+        "only weights were converted: no model was run, so nothing is known about overflow in its layers",
+    )
+    limits = rules.file.weights.clip
+    with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
+        change = None if limits is None else lambda piece: clipped(piece, limits)
+        files = write_weights(checkpoint, choices, stage, masters=options.masters, change=change)
+        origin = Origin(str(path), None, "weights", options, 0, limits)
+        manifest = finish_directory(stage, origin, files, notes, (), None)
+    made = _conversion(output, checkpoint, choices, options, str(path))
+    sizes = {name: record.size for name, record in manifest.files.items()}
+    return replace(made, files=sizes, notes=notes, exit_code=1 if made.overflow or made.broken else 0)
+
+
+def _checkpoint(source: ModelSource, options: ConvertOptions) -> Checkpoint:
+    """Where the tensors are read from: files if there are any, so that all that is in them survives."""
+    if source.kind == "huggingface":
+        return open_checkpoint(weights_in(Path(source.location)))
+    if options.weights is not None:
+        return open_checkpoint(options.weights)
+    return checkpoint_of(source.model)
+
+
+def _write_program(
+    stage: Path,
+    source: ModelSource,
+    converted: ConvertedModel,
+    graph: Deployed,
+    options: ConvertOptions,
+    seed: int,
+) -> tuple[Reference, OnnxFile | None]:
+    """Write the program, what it computes, and its ONNX form."""
+    if not options.program:
+        return Reference({}, (), ""), None
+    batch, names = source.batches[0], converted.traced.outputs
+    train = options.mode == "train"
+    program = export_program(graph, names, batch.args, batch.kwargs, train=train)
+    torch.export.save(program, stage / PROGRAM)
+    call: Call = program.example_inputs or ((), {})
+    reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, seed)
+    part = InMemory(REFERENCE_FILE, reference.tensors, {})
+    pieces = ((name, part.pieces(name)) for name in part.entries)
+    write_safetensors(stage / REFERENCE_FILE, list(part.entries.values()), {}, pieces)
+    if not options.onnx:
+        return reference, None
+    return reference, write_onnx(program, stage / ONNX, flat_outputs(call), names)
+
+
+def _onnx_error(onnx: OnnxFile | None, reference: Reference) -> float | None:
+    """Largest difference between ONNX Runtime's outputs and torch's."""
+    if onnx is None or not onnx.outputs or not reference.outputs:
+        return None
+    ours = [reference.tensors[f"output[{i}]"] for i in range(len(reference.outputs))]
+    errors = (
+        (a.double() - b.double()).abs().amax() for a, b in zip(onnx.outputs, ours, strict=True) if a.numel()
+    )
+    return max((float(error) for error in errors), default=0.0)
+
+
+def _conversion(
+    output: Path,
+    checkpoint: Checkpoint,
+    choices: dict[str, Choice],
+    options: ConvertOptions,
+    location: str,
+) -> Conversion:
+    entries = checkpoint.entries
+    stored: dict[str, int] = {}
+    kept: dict[str, tuple[int, int, str]] = {}
+    after = 0
+    for name, entry in entries.items():
+        choice = choices[name]
+        size = replace(entry, dtype=choice.dtype).size
+        after += size
+        stored[choice.dtype] = stored.get(choice.dtype, 0) + 1
+        if choice.dtype in ("F32", "F64"):
+            count, total, largest = kept.get(choice.reason, (0, 0, name))
+            largest = name if size > entries[largest].size else largest
+            kept[choice.reason] = (count + 1, total + size, largest)
+    surveys = {name: c.survey for name, c in choices.items() if c.survey is not None}
+    return Conversion(
+        source=location,
+        output=str(output),
+        policy=options.rules.name,
+        dtype=options.dtype,
+        mode=options.mode,
+        verdict=None,
+        exit_code=0,
+        bytes_before=sum(entry.size for entry in entries.values()),
+        bytes_after=after,
+        stored=stored,
+        kept=kept,
+        overflow={
+            name: s.overflow for name, s in surveys.items() if s.overflow and choices[name].dtype == "F16"
+        },
+        broken={name: s.broken for name, s in surveys.items() if s.broken},
+        masters=options.masters,
+        outputs=(),
+        onnx_casts=None,
+        onnx_error=None,
+        files={},
+        notes=(),
+    )

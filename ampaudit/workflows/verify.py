@@ -1,0 +1,63 @@
+"""``ampaudit verify``: whether a converted directory is what was written, and still computes the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from ampaudit.archive import read_manifest
+from ampaudit.archive.integrity import check_files, check_rounding
+from ampaudit.archive.problem import Problem
+from ampaudit.archive.rerun import PROGRAM
+from ampaudit.report.verification import Verification
+
+__all__ = ["verify"]
+
+_TOLERANCE_DB = 40.0  # float16 kernels that add up in another order differ by about 60 dB
+_PATIENCE = 3600.0
+
+
+def verify(directory: Path, *, run: bool = True, tolerance_db: float = _TOLERANCE_DB) -> Verification:
+    """Check hashes and rounding; load the program in a fresh process, run it, and compare.
+
+    Args:
+        directory: what ``ampaudit convert`` wrote.
+        run: also load and run the program.
+        tolerance_db: agreement, in dB, that is asked of outputs whose bits differ.
+
+    Raises:
+        WeightsError: there is no manifest that can be trusted.
+    """
+    manifest = read_manifest(directory)
+    problems = [*check_files(directory, manifest), *check_rounding(directory, manifest)]
+    lines: list[str] = []
+    if run and PROGRAM in manifest.files and (directory / PROGRAM).is_file() and manifest.outputs:
+        more, lines = _in_fresh_process(directory, tolerance_db)
+        problems += more
+    elif run:
+        lines = ["nothing was run: the directory holds no program with recorded outputs"]
+    return Verification(
+        directory=str(directory),
+        files=len(manifest.files),
+        bytes=sum(record.size for record in manifest.files.values()),
+        tensors=len(manifest.tensors),
+        masters=sum(t.master is not None for t in manifest.tensors.values()),
+        problems=tuple(problems),
+        outputs=tuple(lines),
+        notes=manifest.notes,
+    )
+
+
+def _in_fresh_process(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
+    command = [sys.executable, "-m", "ampaudit.archive.rerun", str(directory.resolve()), str(tolerance_db)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return [Problem("program", PROGRAM, f"did not end within {_PATIENCE:.0f} s")], []
+    except (ValueError, IndexError):
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return [Problem("program", PROGRAM, f"could not be run in a fresh process: {last[0]}")], []
+    return [Problem(**item) for item in found["problems"]], list(found["lines"])
