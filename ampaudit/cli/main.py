@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from ampaudit import __version__
+from ampaudit.cli.check_command import check_command
 from ampaudit.cli.convert_command import convert_command, verify_command
 from ampaudit.cli.explain_command import explain_command
 from ampaudit.cli.plan_command import plan_command
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 COMMANDS: tuple[click.Command, ...] = (
-    *(scan_command, plan_command, convert_command, verify_command),
+    *(scan_command, plan_command, convert_command, verify_command, check_command),
     *(rules_group, explain_command),
 )
 for _command in COMMANDS:

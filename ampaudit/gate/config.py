@@ -1,0 +1,126 @@
+"""``[tool.ampaudit]`` in a project's pyproject.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ampaudit.errors import UsageError, did_you_mean
+
+__all__ = ["find_config", "parse_size", "read_config"]
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def find_config(start: Path) -> Path | None:
+    """The pyproject.toml of a directory or the nearest one above it."""
+    for directory in (start, *start.parents):
+        if (directory / "pyproject.toml").is_file():
+            return directory / "pyproject.toml"
+    return None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The table's values, by option name with underscores; empty without the table.
+
+    Paths in it are taken from the file's own directory.
+
+    Raises:
+        UsageError: not TOML, or a key or value that ``ampaudit check`` does not know.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="check the path after --config") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid TOML: {error}", hint="correct it") from error
+    tool = table.get("tool", {})
+    values = tool.get("ampaudit", {}) if isinstance(tool, dict) else {}
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: tool.ampaudit is not a table", hint="write [tool.ampaudit]")
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in _KEYS:
+            hint = f"{did_you_mean(name, _KEYS)}known keys: {', '.join(_KEYS)}"
+            raise UsageError(f"{path}: tool.ampaudit.{name}: no such key", hint=hint)
+        fits, wanted = _KEYS[name]
+        if not fits(value):
+            raise UsageError(f"{path}: tool.ampaudit.{name} = {value!r}", hint=f"it must be {wanted}")
+        found[name.replace("-", "_")] = value
+    for name in ("baseline", "inputs", "weights"):
+        if name in found:
+            found[name] = str(path.parent / found[name])
+    if "targets" in found:
+        found["targets"] = [_beside(path, target) for target in found["targets"]]
+    return found
+
+
+def _beside(path: Path, target: str) -> str:
+    """A target that is a path, from the file's directory; an import path stays as it is."""
+    head = target.rpartition(":")[0] or target
+    return (
+        str(path.parent / target)
+        if (path.parent / head).exists() or (path.parent / target).exists()
+        else target
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4GB``, ``500 MB`` or ``2GiB``.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    compact = text.strip().lower().replace(" ", "")
+    digits = compact.rstrip("kmgib")
+    try:
+        return int(float(digits) * _UNITS[compact[len(digits) :]])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise UsageError(f"{text!r} is no size", hint="write 4GB, 500MB or 2GiB") from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+_Test = tuple[Callable[[Any], bool], str]
+_NUMBER: _Test = (_is_number, "a number")
+_COUNT: _Test = (_is_count, "a whole number")
+_TEXT: _Test = (_is_text, "a text")
+_TEXTS: _Test = (_are_texts, "a list of texts")
+_KEYS: dict[str, _Test] = {
+    "targets": _TEXTS,
+    "policy": _TEXT,
+    "dtype": _TEXT,
+    "device": _TEXT,
+    "fail-on": (lambda v: v in ("error", "warning", "note", "never"), "error, warning, note or never"),
+    "allow": _TEXTS,
+    "ignore": _TEXTS,
+    "min-headroom": _NUMBER,
+    "min-sqnr": _NUMBER,
+    "max-metric-drop": _NUMBER,
+    "max-fp32-share": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+    "baseline": _TEXT,
+    "weights": _TEXT,
+    "inputs": _TEXT,
+    "batches": _COUNT,
+    "seed": _COUNT,
+    "jobs": _COUNT,
+    "timeout": _NUMBER,
+    "max-memory": _TEXT,
+}

@@ -1,0 +1,124 @@
+"""Holds a report against budgets, and against an earlier report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ampaudit.checks.finding import Finding, Severity
+from ampaudit.errors import UsageError, did_you_mean, first_line
+from ampaudit.gate.budgets import Breach, Budgets, Measured
+from ampaudit.pages import all_pages
+from ampaudit.report.jsonfile import from_json
+from ampaudit.report.model import Report
+from ampaudit.report.tables import least_headroom
+
+__all__ = ["breaches", "check_codes", "measured_in", "read_baseline"]
+
+# smaller changes are rounding: another order of a sum, another version of a kernel
+_BITS, _DB, _SHARE = 0.05, 0.5, 1e-9
+
+
+def check_codes(codes: tuple[str, ...]) -> None:
+    """Refuse codes that no check has.
+
+    Raises:
+        UsageError: naming the nearest one.
+    """
+    known = list(all_pages())
+    for code in codes:
+        if code not in known:
+            raise UsageError(
+                f"--allow {code}: no such check", hint=f"{did_you_mean(code, known)}see docs/checks.md"
+            )
+
+
+def read_baseline(path: Path) -> Report:
+    """An earlier report, as ``scan --format json`` writes it.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--baseline {path}: {error.strerror}", hint="check the path") from error
+    except ValidationError as error:
+        raise UsageError(
+            f"--baseline {path}: not a report of ampaudit ({error.error_count()} fields differ)",
+            hint="write one with: ampaudit scan MODEL --format json -o FILE",
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"--baseline {path}: {first_line(error)}", hint="write it again") from error
+
+
+def measured_in(report: Report) -> Measured:
+    """What the budgets are about, out of a report."""
+    least = least_headroom(report)
+    accuracies = [output.sqnr_db for output in report.outputs if output.sqnr_db is not None]
+    computing = [site for site in report.sites if site.role == "compute"]
+    wide = sum(site.precision == "float32" for site in computing)
+    return Measured(
+        headroom_bits=least.forward.headroom_bits if least and least.forward else None,
+        headroom_site=least.site if least else None,
+        sqnr_db=min(accuracies, default=None),
+        fp32_share=wide / len(computing) if computing else 0.0,
+    )
+
+
+def breaches(
+    report: Report, seen: Measured, budgets: Budgets, baseline: Report | None = None
+) -> Iterator[Breach]:
+    """Every finding that counts and every budget that is exceeded; with a baseline, what is new or worse."""
+    known = {(f.code, f.site) for f in baseline.findings if _counts(f, budgets)} if baseline else set()
+    for finding in report.findings:
+        if _counts(finding, budgets) and (finding.code, finding.site) not in known:
+            yield Breach(finding.code, finding.site, finding.cause)
+    before = measured_in(baseline) if baseline else None
+    yield from _numbers(seen, budgets, before)
+
+
+def _counts(finding: Finding, budgets: Budgets) -> bool:
+    if budgets.fail_on == "never" or finding.suppressed is not None or finding.code in budgets.allow:
+        return False
+    return finding.severity.rank >= Severity(budgets.fail_on).rank
+
+
+def _numbers(seen: Measured, budgets: Budgets, before: Measured | None) -> Iterator[Breach]:
+    bits, least = seen.headroom_bits, budgets.min_headroom
+    if (
+        least is not None
+        and bits is not None
+        and bits < least
+        and _fell(before, "headroom_bits", bits, _BITS)
+    ):
+        yield Breach(
+            "min-headroom", seen.headroom_site or "", f"headroom {bits:.2f} bits, {least:g} asked for"
+        )
+    accuracy, least = seen.sqnr_db, budgets.min_sqnr
+    if (
+        least is not None
+        and accuracy is not None
+        and accuracy < least
+        and _fell(before, "sqnr_db", accuracy, _DB)
+    ):
+        yield Breach("min-sqnr", "outputs", f"{accuracy:.1f} dB, {least:g} asked for")
+    drop, most = seen.metric_drop, budgets.max_metric_drop
+    if most is not None and drop is not None and not drop <= most:
+        text = f"{seen.metric_fp32:.6g} in FP32, {seen.metric_lower:.6g} in 16 bits: a drop of {drop:.3g}"
+        yield Breach("max-metric-drop", "metric", f"{text}, at most {most:g} allowed")
+    share, most = seen.fp32_share, budgets.max_fp32_share
+    if most is not None and share > most and (before is None or share - before.fp32_share > _SHARE):
+        text = f"{share:.1%} of the computing sites are in float32, at most {most:.1%} allowed"
+        yield Breach("max-fp32-share", "graph", text)
+
+
+def _fell(before: Measured | None, name: str, value: float, slack: float) -> bool:
+    """Whether a value counts: there is no baseline, or it was better there by more than rounding."""
+    if before is None:
+        return True
+    old = getattr(before, name)
+    return (math.inf if old is None else old) - value > slack

@@ -1,0 +1,88 @@
+"""One table for all targets, then what is wrong with each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import TypeAdapter
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ampaudit.gate.result import TargetResult
+from ampaudit.report.grid import labelled, open_table
+from ampaudit.report.words import plain, size_of
+
+__all__ = ["render_results", "results_code", "results_json"]
+
+_STYLES = {"pass": "bold green", "fail": "bold red", "error": "bold yellow"}
+_SHOWN = 12
+
+
+def results_code(results: Sequence[TargetResult]) -> int:
+    """The gravest of all: 3, what could not be audited, before 2, bad input, before 1, a budget."""
+    return max((result.exit_code for result in results), default=0)
+
+
+def results_json(results: Sequence[TargetResult]) -> str:
+    """``{"schema": 1, "verdict": ..., "targets": [...]}``."""
+    adapter = TypeAdapter(dict[str, object])
+    rows = TypeAdapter(list[TargetResult]).dump_python(list(results), mode="json")
+    verdict = "pass" if results_code(results) == 0 else "fail"
+    table: dict[str, object] = {"schema": 1, "verdict": verdict, "targets": rows}
+    return adapter.dump_json(table, indent=1).decode() + "\n"
+
+
+def render_results(results: Sequence[TargetResult]) -> RenderableType:
+    """A row per target, the breaches, the errors with their next step."""
+    metric = any(r.measured is not None and r.measured.metric_drop is not None for r in results)
+    names = [
+        "target",
+        "",
+        "headroom",
+        "output",
+        "FP32",
+        *(["metric drop"] if metric else []),
+        "time",
+        "memory",
+    ]
+    table = open_table(*names, left=("",))
+    for result in results:
+        table.add_row(*_row(result, metric))
+    parts: list[RenderableType] = [table]
+    for result in results:
+        lines = list(_lines(result))
+        if lines:
+            parts += [Text(), Text(plain(result.target), "bold"), labelled(lines)]
+    failed = sum(result.exit_code != 0 for result in results)
+    total = f"{len(results)} target{'s' if len(results) != 1 else ''}"
+    verdict = Text("PASS  ", "bold green") if not failed else Text("FAIL  ", "bold red")
+    parts += [Text(), verdict + Text(f"{total} checked" if not failed else f"{failed} of {total}")]
+    return Group(*parts)
+
+
+def _lines(result: TargetResult) -> Iterator[tuple[str, str]]:
+    for breach in result.breaches[:_SHOWN]:
+        yield f"  {breach.budget}", f"{plain(breach.where)}: {plain(breach.what)}"
+    if len(result.breaches) > _SHOWN:
+        yield "", f"and {len(result.breaches) - _SHOWN} more"
+    for number, line in enumerate(result.error.splitlines()):
+        yield "" if number else "  error", plain(line.strip())
+    for note in result.notes:
+        yield "  note", plain(note)
+
+
+def _row(result: TargetResult, metric: bool) -> list[str | Text]:
+    seen = result.measured
+    bits = seen.headroom_bits if seen else None
+    accuracy = seen.sqnr_db if seen else None
+    drop = seen.metric_drop if seen else None
+    return [
+        plain(result.target),
+        Text(result.verdict.upper(), _STYLES[result.verdict]),
+        f"{bits:.1f} bits" if bits is not None else "",
+        (f"{accuracy:.0f} dB" if accuracy is not None else "exact") if seen else "",
+        f"{seen.fp32_share:.0%}" if seen else "",
+        *([f"{drop:.3g}" if drop is not None else ""] if metric else []),
+        f"{result.seconds:.1f} s",
+        size_of(result.peak_bytes) if result.peak_bytes else "",
+    ]
