@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,13 +18,16 @@ from ampaudit.errors import WeightsError
 
 __all__ = ["MappedWeights", "map_checkpoint"]
 
+_DROP_SECONDS = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
     """Tensors by name; those of safetensors files lie in private mappings: writing changes no file."""
 
     tensors: dict[str, torch.Tensor]
-    _mappings: dict[int, tuple[mmap.mmap, int, int]]
+    _mappings: dict[int, tuple[mmap.mmap, int, int]] = field(default_factory=dict)
+    _files: list[mmap.mmap] = field(default_factory=list)
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Give the memory of a tensor's values back; they are read again when they are next used.
@@ -37,6 +43,26 @@ class MappedWeights:
         if end > begin:
             mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
+    @contextlib.contextmanager
+    def dropping(self) -> Iterator[None]:
+        """While somebody reads all of the tensors, in whatever order, keep giving their memory back."""
+        done = threading.Event()
+
+        def work() -> None:
+            while not done.wait(_DROP_SECONDS):
+                for mapping in self._files:
+                    mapping.madvise(mmap.MADV_DONTNEED)
+
+        thread = threading.Thread(target=work, name="ampaudit-dropper", daemon=True)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if thread.is_alive():
+                thread.join()
+
 
 def map_checkpoint(path: Path) -> MappedWeights:
     """Every tensor of a checkpoint, without reading any.
@@ -45,7 +71,7 @@ def map_checkpoint(path: Path) -> MappedWeights:
         WeightsError: see ``open_checkpoint``; or a type that torch does not have.
     """
     checkpoint = open_checkpoint(path)
-    weights = MappedWeights({}, {})
+    weights = MappedWeights({})
     for part in checkpoint.parts:
         if isinstance(part, InMemory):
             weights.tensors.update(part.tensors)
@@ -62,6 +88,7 @@ def _map_file(path: Path, weights: MappedWeights) -> None:
     header = read_header(path)
     with path.open("rb") as stream:
         mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    weights._files.append(mapping)
     for entry in header.entries:
         dtype = dtype_of(entry.dtype)
         if dtype is None:

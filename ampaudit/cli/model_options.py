@@ -26,6 +26,7 @@ _OPTIONS = (
     click.option("--batches", type=click.IntRange(1), default=1, show_default=True, help="Batches to run."),
     click.option("--seed", type=int, default=0, show_default=True),
     click.option("--train", is_flag=True, help="Use the model in training mode."),
+    click.option("--stream", is_flag=True, help="Leave weights on disk until an op needs them."),
 )
 
 
@@ -46,6 +47,7 @@ def load_source(location: str, options: dict[str, Any]) -> ModelSource:
     from ampaudit.source.interface import SourceOptions
     from ampaudit.source.open import open_source
 
-    keep_freed_memory()
-    names = ("batches", "seed", "weights", "inputs", "train")
+    if not options["stream"]:  # which is there to save memory
+        keep_freed_memory()
+    names = ("batches", "seed", "weights", "inputs", "train", "stream")
     return open_source(location, SourceOptions(**{name: options[name] for name in names}))

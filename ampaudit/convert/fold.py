@@ -15,7 +15,7 @@ from ampaudit.errors import UsageError
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import mutated_arguments
 
-__all__ = ["Deployed", "Mode", "deploy"]
+__all__ = ["Deployed", "Mode", "deploy", "weights_of"]
 
 Mode = Literal["inference", "train"]
 
@@ -27,14 +27,12 @@ class Deployed:
     Attributes:
         graph: its placeholders are those of the traced model, in the same order.
         placeholders: the same, each with the dtype in which its value is given.
-        values: the weights by placeholder, in that dtype; what is not rounded is the model's own tensor.
         casts: conversions of weights that are left in the graph.
         folded: those that the stored weights have made unnecessary.
     """
 
     graph: fx.Graph
     placeholders: tuple[Placeholder, ...]
-    values: dict[str, torch.Tensor]
     casts: int
     folded: int
 
@@ -63,7 +61,7 @@ def deploy(converted: ConvertedModel, mode: Mode) -> Deployed:
         for p in traced.placeholders
     )
     casts = sum(site.role is Role.WEIGHT_CAST for site in traced.sites) - folded
-    return Deployed(graph, placeholders, _values(converted, stored), casts, folded)
+    return Deployed(graph, placeholders, casts, folded)
 
 
 def _own_dtype(place: Placeholder, tensors: dict[str, torch.Tensor]) -> torch.dtype | None:
@@ -136,18 +134,29 @@ def _first_call(graph: fx.Graph) -> fx.Node:
     return first
 
 
-def _values(converted: ConvertedModel, stored: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """Each weight in its dtype; a tied one is rounded once."""
-    rounded: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+def weights_of(
+    converted: ConvertedModel, deployed: Deployed, ready: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The weights by placeholder, each in the dtype in which it is given; a tied one is rounded once.
+
+    Args:
+        converted: has the masters; one that is not rounded is used as it is.
+        deployed: says which are rounded.
+        ready: rounded ones that are there already, by placeholder: those of a file that was written.
+    """
+    rounded: dict[tuple[object, ...], torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
-    for name, master in converted.masters.items():
-        dtype = stored.get(name)
-        if dtype is None:
-            values[name] = master.detach()
+    for place in deployed.placeholders:
+        if place.slot is Slot.INPUT or place.dtype is None:
             continue
-        key = (id(master), dtype)
-        if key not in rounded:
-            clip = converted.unrounded(name, master.detach()) if name in converted.copies else master.detach()
-            rounded[key] = clip.to(dtype)
-        values[name] = rounded[key]
+        master = converted.masters[place.node].detach()
+        if place.dtype == master.dtype:
+            values[place.node] = master
+            continue
+        key = (master.data_ptr(), master.shape, master.stride(), place.dtype)
+        if place.node in ready and ready[place.node].dtype == place.dtype:
+            rounded[key] = ready[place.node]
+        elif key not in rounded:
+            rounded[key] = converted.unrounded(place.node, master).to(place.dtype)
+        values[place.node] = rounded[key]
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import fx
 from ampaudit.policy.schema import Constants
 from ampaudit.trace.graph import Role, Slot, TracedModel
 
-__all__ = ["ConvertedModel", "WeightCopy", "clipped", "convert"]
+__all__ = ["ConvertedModel", "Release", "WeightCopy", "clipped", "convert"]
+
+Release = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,15 @@ class WeightCopy:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedModel:
-    """A graph with casts, its FP32 masters (the model's own tensors) and its working copies."""
+    """A graph with casts, its FP32 masters (the model's own tensors) and its working copies.
+
+    ``release`` gives a master's memory back until it is used again, where masters are left on disk.
+    """
 
     traced: TracedModel
     masters: dict[str, torch.Tensor]
     copies: dict[str, WeightCopy]
+    release: Release | None = None
 
     def working(self, node: str) -> torch.Tensor:
         """The working copy for a node, made from its master by round-to-nearest-even."""
@@ -88,7 +95,7 @@ def clipped(values: torch.Tensor, limits: Constants) -> torch.Tensor:
     return torch.where(values.isfinite() & (values != 0), moved, values)
 
 
-def convert(traced: TracedModel) -> ConvertedModel:
+def convert(traced: TracedModel, release: Release | None = None) -> ConvertedModel:
     """Find what is stored or cast in 16 bits; nothing is copied until a run needs it."""
     copies: dict[str, WeightCopy] = {}
     for place in traced.placeholders:
@@ -101,4 +108,4 @@ def convert(traced: TracedModel) -> ConvertedModel:
             source = nodes[site.node].args[0].name
             if source not in copies and traced.tensors[source].is_floating_point():
                 copies[site.node] = WeightCopy(site.node, source, site.weight, site.dtype)
-    return ConvertedModel(traced, dict(traced.tensors), copies)
+    return ConvertedModel(traced, dict(traced.tensors), copies, release)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ class GraphModel(nn.Module):
     tuple for a tuple of tensors, and otherwise a dict from the path of each tensor in the model's output.
     """
 
-    def __init__(self, deployed: Deployed, outputs: tuple[str, ...], *, train: bool) -> None:
+    def __init__(
+        self, deployed: Deployed, values: Mapping[str, torch.Tensor], outputs: tuple[str, ...], *, train: bool
+    ) -> None:
         super().__init__()
         self._outputs = outputs
         self._graph = deployed.graph
@@ -41,7 +44,7 @@ class GraphModel(nn.Module):
             path = place.name if place.slot is not Slot.CONSTANT else place.node
             owner, _, leaf = path.rpartition(".")
             self._homes[place.node] = (owner, leaf)
-            value = deployed.values[place.node]
+            value = values[place.node]
             module = _submodule(self, owner)
             if place.slot is Slot.PARAMETER and value.is_floating_point():
                 parameter = held.setdefault(id(value), nn.Parameter(value, requires_grad=train))
@@ -83,6 +86,7 @@ def as_structure(names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
 
 def export_program(
     deployed: Deployed,
+    values: Mapping[str, torch.Tensor],
     outputs: tuple[str, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -94,7 +98,7 @@ def export_program(
     Raises:
         RunFailed: torch cannot export the converted graph.
     """
-    model = GraphModel(deployed, outputs, train=train)
+    model = GraphModel(deployed, values, outputs, train=train)
     model.train(train)
     try:
         with torch.no_grad() if not train else torch.enable_grad():

@@ -44,8 +44,9 @@ def planned_types(model: nn.Module, deployed: Deployed) -> dict[str, tuple[str, 
     for place in deployed.placeholders:
         if place.slot in (Slot.INPUT, Slot.CONSTANT) or place.name not in originals:
             continue
-        value, original = deployed.values[place.node], originals[place.name]
-        rounded = value.dtype != original.dtype
+        original = originals[place.name]
+        dtype = place.dtype or original.dtype
+        rounded = dtype != original.dtype
         why = "every use takes it in 16 bits" if rounded else "the policy uses it in float32"
-        stored[id(original)] = (type_name(value.dtype, place.name), why)
+        stored[id(original)] = (type_name(dtype, place.name), why)
     return {name: stored[id(tensor)] for name, tensor in originals.items() if id(tensor) in stored}

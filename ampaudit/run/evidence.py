@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
+from ampaudit.convert import Release
 from ampaudit.policy import Measurement
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
@@ -53,14 +54,21 @@ def measurements(
     return found
 
 
-def weight_peaks(program: Program) -> dict[str, float]:
-    """The largest finite magnitude of each stored floating-point tensor, fetched from its device at once."""
+def weight_peaks(program: Program, release: Release | None = None) -> dict[str, float]:
+    """The largest finite magnitude of each stored floating-point tensor, fetched from its device at once.
+
+    ``release`` gives the memory of each back as soon as it was read.
+    """
     places = [p for p in program.traced.placeholders if p.slot is not Slot.INPUT]
     tensors = {p.name: program.traced.tensors[p.node].detach() for p in places}
     floats = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     if not floats:
         return {}
-    ends = [torch.aminmax(t if t.element_size() > 1 else t.float()) for t in floats.values()]
+    ends = []
+    for tensor in floats.values():
+        ends.append(torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float()))
+        if release is not None:
+            release(tensor)
     fetched = torch.stack([torch.maximum(-low, high).double().cpu() for low, high in ends]).tolist()
     return {
         name: peak if math.isfinite(peak) else float(floats[name].nan_to_num(0.0, 0.0, 0.0).abs().amax())

@@ -72,7 +72,8 @@ class LockStep:
         self._converted = converted
         self._reference = Reference()
         self._places = {p.node: p for p in program.traced.placeholders}
-        self._masters = {name: tensor.to(device) for name, tensor in converted.masters.items()}
+        streamed = converted.release is not None  # then they are moved for each use
+        self._masters = {n: t if streamed else t.to(device) for n, t in converted.masters.items()}
 
     @torch.no_grad()
     def run(self, inputs: list[torch.Tensor], watch: Watch) -> list[Pair]:
@@ -103,9 +104,19 @@ class LockStep:
                 values[step.node] = self._advance(step, inputs_of, reference, state, watch)
                 del inputs_of
                 for node in step.frees:
-                    values.pop(node, None)
+                    self._free(node, values)
             del references
         return [self._value(node, values) for node in self.program.outputs]
+
+    def _free(self, node: fx.Node, values: dict[fx.Node, Pair]) -> None:
+        """Drop a value after its last use; a streamed weight goes back to the disk with what shows it."""
+        pair = values.pop(node, None)
+        release = self._converted.release
+        if release is None:
+            return
+        shown = self._masters.get(node.name) if pair is None else pair[0]
+        if isinstance(shown, torch.Tensor):
+            release(shown)
 
     def _references(
         self, group: tuple[Step, ...], values: dict[fx.Node, Pair], shared: SharedReference | None
@@ -221,14 +232,14 @@ class LockStep:
 
     def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
         """Masters are used where they are; a stored 16-bit copy is made for the use and dropped."""
-        master, reference = self._masters[node.name].detach(), self._reference_weight(node)
+        reference, master = self._reference_weight(node), self._masters[node.name].detach().to(self.device)
         # a weight that the model itself keeps in 16 bits is one for the backend, too
         if node.name not in self._converted.copies and master.dtype not in LOWER:
             return reference, reference
         return reference, self.backend.hold(self._converted.unrounded(node.name, master), place.dtype)
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:
-        return self._reference.hold(self._masters[node.name].detach(), None)
+        return self._reference.hold(self._masters[node.name].detach().to(self.device), None)
 
     def _random_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.convert import ConvertedModel, convert
+from ampaudit.convert import ConvertedModel, Release, convert
 from ampaudit.errors import InputError, ReferenceBroken
 from ampaudit.formats import NumberFormat
 from ampaudit.policy import Measurement, RuleSet, plain_fp32
@@ -50,6 +50,7 @@ class Plan:
         reference_only: run FP32 alone, on the graph that the policy makes.
         edits: ops to rewrite, by site, to try a change of the model's code.
         keep_outputs: told the outputs of each batch; of a second phase, again.
+        release: gives the memory of a weight back until it is needed again.
     """
 
     rules: RuleSet | None
@@ -62,6 +63,7 @@ class Plan:
     reference_only: bool = False
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
     keep_outputs: KeepOutputs | None = None
+    release: Release | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class Runner:
         author_rules = plan.author_rules if plan.rules else plain_fp32()
         setting = (rules, author_rules, plan.number_format, plan.measured, plan.edits)
         traced = trace(self._model, batch.args, batch.kwargs, *setting)
-        converted = convert(traced)
+        converted = convert(traced, plan.release)
         self._add_seconds("trace", started)
         program = compile_program(traced, plan.device)
         executor = LockStep(
@@ -181,7 +183,7 @@ class Runner:
         """What the batches so far have shown, for the policy's second phase."""
         found: dict[SiteId, Measurement] = {}
         for signature, executor in self._executors.items():
-            weights = weight_peaks(executor.program)
+            weights = weight_peaks(executor.program, self._plan.release)
             given = self._given.get(signature, {})
             for site, seen in measurements(executor.program, self.record, given, weights).items():
                 found[site] = seen.joined(found[site]) if site in found else seen

@@ -76,6 +76,8 @@ def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[W
             vanish,
             subnormal,
         )
+        if converted.release is not None:
+            converted.release(master)
     return tuple(ranges.values())
 
 

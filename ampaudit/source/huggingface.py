@@ -39,7 +39,8 @@ def from_directory(path: Path, options: SourceOptions, location: str) -> ModelSo
         ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = _load(path, _architecture(configuration, transformers))
+    architecture = _architecture(configuration, transformers)
+    model = _empty(path, architecture) if options.stream else _load(path, architecture)
     metric = None
     if options.inputs:
         given = module_from_file(options.inputs)
@@ -75,6 +76,20 @@ def _load(path: Path, architecture: Any) -> nn.Module:
         )
     assert isinstance(model, nn.Module)
     return model
+
+
+def _empty(path: Path, architecture: Any) -> nn.Module:
+    """The model of a configuration, for weights that stay on disk."""
+    import transformers
+
+    with calling_user_code(f"{path}"):
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        maker = (
+            architecture.from_config if hasattr(architecture, "from_config") else architecture._from_config
+        )
+        model = maker(config, dtype=torch.float32)
+    assert isinstance(model, nn.Module)
+    return model.eval()
 
 
 def _random_batch(model: Any) -> Batch:

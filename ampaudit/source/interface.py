@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 __all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "SourceOptions"]
@@ -34,6 +35,7 @@ class SourceOptions:
         weights: a checkpoint to load into the model.
         inputs: a Python file whose example_inputs() or batches() replace the source's own.
         train: audit in training mode.
+        stream: leave the weights on disk: each is read when an op needs it, and dropped after.
     """
 
     batches: int = 1
@@ -41,6 +43,7 @@ class SourceOptions:
     weights: Path | None = None
     inputs: Path | None = None
     train: bool = False
+    stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class ModelSource:
         kind: ``python``, ``import``, ``huggingface``, ``pt2``, ``converted`` or ``object``.
         sha256: digest of the file, or of the configuration, that the model was made from.
         loss: the file's loss(output), for audits of gradients.
+        release: gives the memory of a weight back until it is needed again, where weights are streamed.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
     """
 
@@ -62,3 +66,4 @@ class ModelSource:
     sha256: str | None = None
     loss: Callable[..., Any] | None = None
     metric: Callable[..., Any] | None = None
+    release: Callable[[torch.Tensor], None] | None = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ampaudit.errors import SourceError
+from ampaudit.checkpoint.open import weights_in
+from ampaudit.errors import SourceError, UsageError
 from ampaudit.source.interface import ModelSource, SourceOptions
 
 __all__ = ["CONVERTED", "open_source"]
@@ -29,17 +30,37 @@ def open_source(location: str, options: SourceOptions) -> ModelSource:
         SourceError, InputError, WeightsError: each says what, where, and what to do next.
     """
     saved = options.inputs if options.inputs is not None and options.inputs.suffix == ".safetensors" else None
-    source = _open(location, options if saved is None else replace(options, inputs=None, batches=1))
+    opened = options if saved is None else replace(options, inputs=None, batches=1)
+    source = _streamed(location, opened) if options.stream else _open(location, opened)
     if saved is not None:
         from ampaudit.source.tensors import with_inputs
 
         source = with_inputs(source, saved)
     source.model.train(options.train)
-    if options.weights is not None:
+    if options.weights is not None and not options.stream:
         from ampaudit.source.weights import load_weights
 
         load_weights(source.model, options.weights)
     return source
+
+
+def _streamed(location: str, options: SourceOptions) -> ModelSource:
+    """The source with its weights left on disk."""
+    from ampaudit.source.streamed import with_mapped, without_weights
+
+    with without_weights():
+        source = _open(location, options)
+    if source.kind == "huggingface":
+        weights = weights_in(Path(location))
+    elif options.weights is not None and source.kind in ("python", "import"):
+        weights = options.weights
+    else:
+        raise UsageError(
+            f"--stream: {location} brings no weights that could be left on disk",
+            hint="pass --weights FILE.safetensors with a Python file, or give a Hugging Face directory",
+        )
+    release = with_mapped(source.model, weights, renamed=source.kind == "huggingface")
+    return replace(source, release=release)
 
 
 def _open(location: str, options: SourceOptions) -> ModelSource:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.errors import WeightsError
 
-__all__ = ["load_weights"]
+__all__ = ["check_names", "load_weights"]
 
 _SHOWN = 3
 
@@ -21,9 +23,27 @@ def load_weights(model: nn.Module, path: Path) -> None:
         WeightsError: see ``open_checkpoint``; or names or shapes differ.
     """
     state = map_checkpoint(path).tensors
+    check_names(model, state, path)
+    model.load_state_dict(state, strict=False)
+
+
+def check_names(
+    model: nn.Module, state: Mapping[str, torch.Tensor], path: Path, *, strict: bool = True
+) -> None:
+    """Refuse tensors that are not those of the model; tied ones may be there under one name.
+
+    Args:
+        model: the model.
+        state: tensors by the model's names.
+        path: where they come from, for the message.
+        strict: refuse tensors that the model does not have, too.
+
+    Raises:
+        WeightsError: names or shapes differ.
+    """
     own = model.state_dict()
     missing = [n for n in own if n not in state]
-    extra = [n for n in state if n not in own]
+    extra = [n for n in state if n not in own] if strict else []
     shapes = [
         f"{n} is {tuple(state[n].shape)}, the model has {tuple(own[n].shape)}"
         for n in own
@@ -36,7 +56,6 @@ def load_weights(model: nn.Module, path: Path) -> None:
                 f"{path} does not match the model: {what}: {', '.join(names[:_SHOWN])}{more}",
                 hint="pass the checkpoint of this very model",
             )
-    model.load_state_dict(state, strict=False)
 
 
 def _untied(model: nn.Module, missing: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,16 +12,17 @@ from ampaudit.archive import MANIFEST
 from ampaudit.archive.reference import REFERENCE as REFERENCE_FILE
 from ampaudit.archive.reference import Call, Reference, digest_of_tensors, flat_outputs, record_reference
 from ampaudit.checkpoint import Checkpoint, open_checkpoint, write_safetensors
+from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
 from ampaudit.checkpoint.open import PICKLED, weights_in
 from ampaudit.checkpoint.parts import InMemory
 from ampaudit.convert import ConvertedModel, clipped
-from ampaudit.convert.fold import Deployed, deploy
+from ampaudit.convert.fold import Deployed, deploy, weights_of
 from ampaudit.convert.onnx_file import OnnxFile, write_onnx
 from ampaudit.convert.plan_file import plan_rules
 from ampaudit.convert.program import export_program
 from ampaudit.convert.state import checkpoint_of, planned_types
 from ampaudit.convert.storage import Choice, choose_by_name, choose_planned
-from ampaudit.convert.stream import write_weights
+from ampaudit.convert.stream import WeightFiles, write_weights
 from ampaudit.errors import SourceError, UsageError
 from ampaudit.files import staged_directory
 from ampaudit.formats import lower_format
@@ -28,6 +30,7 @@ from ampaudit.report.conversion import Conversion
 from ampaudit.report.jsonfile import to_json
 from ampaudit.source import ModelSource
 from ampaudit.source.checkpoint_names import model_names
+from ampaudit.trace.shadow import named_tensors
 from ampaudit.workflows.directory import Origin, finish_directory
 from ampaudit.workflows.hf_directory import copy_companions, set_dtype
 from ampaudit.workflows.options import ConvertOptions
@@ -56,6 +59,8 @@ def convert_source(
         AuditError: see ``ampaudit.errors``; nothing is left behind.
     """
     options.check(output)
+    if options.onnx and source.release is not None:
+        raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
     if source.kind == "converted":
         raise SourceError(f"{source.location} is converted already", hint="--to float32 undoes it")
     (audited,) = audit_policies(source, [options.rules], options.dtype, settings)
@@ -77,7 +82,14 @@ def convert_source(
         files = write_weights(checkpoint, choices, stage, masters=options.masters, change=change)
         (stage / PLAN).write_text(plan_rules(converted.traced, audited.rules, source.location), "utf-8")
         (stage / REPORT).write_text(to_json(audited.report), "utf-8")
-        reference, onnx = _write_program(stage, source, converted, graph, options, settings.seed)
+        if source.release is None:
+            weights = converted, graph, weights_of(converted, graph, {})
+            reference, onnx = _write_program(stage, source, weights, options, settings.seed)
+        else:
+            mapped, ready = _written(source, graph, stage, files)
+            weights = converted, graph, weights_of(converted, graph, ready)
+            with mapped.dropping():
+                reference, onnx = _write_program(stage, source, weights, options, settings.seed)
         notes += [note for note in (reference.note, onnx.note if onnx else "") if note]
         origin = Origin(source.location, source.sha256, "model", options, settings.seed, limits)
         inputs = [t for name, t in reference.tensors.items() if name.startswith("input")]
@@ -136,18 +148,20 @@ def _checkpoint(source: ModelSource, options: ConvertOptions) -> Checkpoint:
 def _write_program(
     stage: Path,
     source: ModelSource,
-    converted: ConvertedModel,
-    graph: Deployed,
+    made: tuple[ConvertedModel, Deployed, Mapping[str, torch.Tensor]],
     options: ConvertOptions,
     seed: int,
 ) -> tuple[Reference, OnnxFile | None]:
     """Write the program, what it computes, and its ONNX form."""
+    converted, graph, values = made
     if not options.program:
         return Reference({}, (), ""), None
     batch, names = source.batches[0], converted.traced.outputs
     train = options.mode == "train"
-    program = export_program(graph, names, batch.args, batch.kwargs, train=train)
+    program = export_program(graph, values, names, batch.args, batch.kwargs, train=train)
     torch.export.save(program, stage / PROGRAM)
+    if source.release is not None:
+        return Reference({}, (), "its weights were streamed, so the program was written and not run"), None
     call: Call = program.example_inputs or ((), {})
     reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, seed)
     part = InMemory(REFERENCE_FILE, reference.tensors, {})
@@ -156,6 +170,21 @@ def _write_program(
     if not options.onnx:
         return reference, None
     return reference, write_onnx(program, stage / ONNX, flat_outputs(call), names)
+
+
+def _written(
+    source: ModelSource, graph: Deployed, stage: Path, files: WeightFiles
+) -> tuple[MappedWeights, dict[str, torch.Tensor]]:
+    """The weights that were just written, mapped from their files; and those of each placeholder."""
+    mapped = map_checkpoint(stage)
+    by_parameter = {stored.parameter: mapped.tensors[name] for name, stored in files.tensors.items()}
+    own = named_tensors(source.model)
+    names = {id(tensor): name for name, tensor in own.items() if name in by_parameter}
+    return mapped, {
+        place.node: by_parameter[names[id(own[place.name])]]
+        for place in graph.placeholders
+        if place.name in own and id(own[place.name]) in names
+    }
 
 
 def _onnx_error(onnx: OnnxFile | None, reference: Reference) -> float | None:

@@ -101,7 +101,16 @@ def audit_policies(
     author = load_policy("torch-cuda")
     subjects = [None if settings.ranges else rules for rules in rule_sets]
     plans = [
-        Plan(rules, author, form, where, settings.seed, settings.backend, keep_outputs=settings.keep_outputs)
+        Plan(
+            rules,
+            author,
+            form,
+            where,
+            settings.seed,
+            settings.backend,
+            keep_outputs=settings.keep_outputs,
+            release=source.release,
+        )
         for rules in subjects
     ]
     contract = contract_of(settings.contract)

@@ -1,0 +1,107 @@
+"""Models whose weights stay on disk: built without any, then given tensors mapped from a checkpoint."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import nn
+
+from ampaudit.checkpoint import open_checkpoint, write_safetensors
+from ampaudit.checkpoint.header import Entry
+from ampaudit.checkpoint.mapped import map_checkpoint
+from ampaudit.errors import WeightsError
+from ampaudit.source.checkpoint_names import model_names
+from ampaudit.source.weights import check_names
+
+__all__ = ["with_mapped", "without_weights"]
+
+_WIDENED = frozenset({"F16", "BF16"})
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """While modules are made in here, their parameters have a shape and no memory; buffers are as usual."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):
+        yield
+
+
+def with_mapped(model: nn.Module, checkpoint: Path, *, renamed: bool) -> Callable[[torch.Tensor], None]:
+    """Give a model without weights those of a checkpoint, left on disk.
+
+    Args:
+        model: made under ``without_weights``.
+        checkpoint: safetensors, whole or in shards.
+        renamed: whether its names are those of a Hugging Face file, which may differ from the model's.
+
+    Returns:
+        Tells the system that a weight's memory is not needed for now.
+
+    Raises:
+        WeightsError: a weight is missing, unexpected, of another shape, or put together from several.
+    """
+    mapped = map_checkpoint(_in_float32(checkpoint))
+    names = model_names(model, mapped.tensors) if renamed else {name: name for name in mapped.tensors}
+    given: dict[str, torch.Tensor] = {}
+    for name, own in names.items():
+        if own in given:
+            raise WeightsError(
+                f"{checkpoint}: {own!r} is put together from several tensors",
+                hint="leave out --stream for this model",
+            )
+        given[own] = mapped.tensors[name]
+    check_names(model, given, checkpoint, strict=not renamed)
+    _assign(model, given)
+    return mapped.drop
+
+
+def _in_float32(checkpoint: Path) -> Path:
+    """The checkpoint, or, where it holds 16-bit tensors, one beside the temporary files that is widened.
+
+    The audit wants FP32 weights; this way they are on disk, too, and not in memory.
+    """
+    opened = open_checkpoint(checkpoint)
+    if not any(entry.dtype in _WIDENED for entry in opened.entries.values()):
+        return checkpoint
+    folder = Path(tempfile.mkdtemp(prefix="ampaudit-stream-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    entries, pieces = [], []
+    for part in opened.parts:
+        for entry in part.entries.values():
+            wide = entry.dtype in _WIDENED
+            entries.append(Entry(entry.name, "F32" if wide else entry.dtype, entry.shape))
+            values = part.pieces(entry.name)
+            pieces.append((entry.name, (piece.float() for piece in values) if wide else values))
+    write_safetensors(folder / "widened.safetensors", entries, {}, pieces)
+    return folder / "widened.safetensors"
+
+
+def _assign(model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
+    """Parameters become the mapped tensors, tied ones together; buffers are copied into."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    fresh = {
+        id(own[name]): nn.Parameter(tensor, requires_grad=False)
+        for name, tensor in given.items()
+        if name in own and tensor.is_floating_point()
+    }
+    for name, parameter in own.items():
+        owner, _, leaf = name.rpartition(".")
+        if id(parameter) in fresh:
+            model.get_submodule(owner)._parameters[leaf] = fresh[id(parameter)]
+    with torch.no_grad():
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if name in given:
+                buffer.copy_(given[name])
