@@ -11,20 +11,42 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ampaudit.errors import AuditError
+    from ampaudit.report.conversion import Conversion
     from ampaudit.report.model import Report
     from ampaudit.report.plan import PlanReport
+    from ampaudit.report.verification import Verification
+    from ampaudit.workflows.convert import convert_model
+    from ampaudit.workflows.options import ConvertOptions
     from ampaudit.workflows.plan import plan
     from ampaudit.workflows.scan import scan
+    from ampaudit.workflows.verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["AuditError", "PlanReport", "Report", "__version__", "plan", "scan"]
+__all__ = [
+    "AuditError",
+    "Conversion",
+    "ConvertOptions",
+    "PlanReport",
+    "Report",
+    "Verification",
+    "__version__",
+    "convert_model",
+    "plan",
+    "scan",
+    "verify",
+]
 
 _HOMES = {
     "AuditError": "ampaudit.errors",
+    "Conversion": "ampaudit.report.conversion",
+    "ConvertOptions": "ampaudit.workflows.options",
     "PlanReport": "ampaudit.report.plan",
     "Report": "ampaudit.report.model",
+    "Verification": "ampaudit.report.verification",
+    "convert_model": "ampaudit.workflows.convert",
     "plan": "ampaudit.workflows.plan",
     "scan": "ampaudit.workflows.scan",
+    "verify": "ampaudit.workflows.verify",
 }
 
 

@@ -14,7 +14,7 @@ FLOORS = {
     "errors": 0,
     "files": 1, "formats": 1, "sites": 1, "replay": 1, "pages": 1,
     "policy": 2, "checkpoint": 2,
-    "source": 3, "trace": 3,
+    "source": 3, "trace": 3, "weights": 3,
     "convert": 4, "bounds": 4,
     "run": 5, "archive": 5,
     "checks": 6,

@@ -22,7 +22,8 @@ from ampaudit.errors import OutputError, SourceError, UsageError, WeightsError
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.workflows.convert import convert_source, convert_weights
+from ampaudit.workflows.convert import convert_source
+from ampaudit.workflows.convert_weights import convert_weights
 from ampaudit.workflows.options import ConvertOptions
 from ampaudit.workflows.restore import restore
 from ampaudit.workflows.scan import scan_source

@@ -12,9 +12,9 @@ import torch
 from ampaudit.archive.manifest import Manifest, digest_of, files_under
 from ampaudit.archive.problem import Problem
 from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
-from ampaudit.convert import clipped
-from ampaudit.convert.stream import StoredTensor
 from ampaudit.errors import AuditError
+from ampaudit.weights import clipped
+from ampaudit.weights.stream import StoredTensor
 
 __all__ = ["check_files", "check_rounding"]
 

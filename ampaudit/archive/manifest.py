@@ -11,9 +11,9 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from ampaudit.checkpoint.strict import unique_json
-from ampaudit.convert.stream import StoredTensor
 from ampaudit.errors import WeightsError, first_line
 from ampaudit.policy.schema import Constants
+from ampaudit.weights.stream import StoredTensor
 
 __all__ = [
     "MANIFEST",

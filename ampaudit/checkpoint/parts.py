@@ -11,9 +11,10 @@ import torch
 from ampaudit.checkpoint.header import TORCH_NAMES, Entry, read_header
 from ampaudit.errors import WeightsError
 
-__all__ = ["PIECE", "InMemory", "Part", "SafetensorsFile", "dtype_of", "type_name"]
+__all__ = ["PIECE", "RING", "InMemory", "Part", "SafetensorsFile", "dtype_of", "type_name"]
 
-PIECE = 1 << 22  # elements: at most 16 MiB of float32
+PIECE = 1 << 19  # elements: 2 MiB of float32, which stay in the cache while they are cast and summed
+RING = 8  # buffers that are used in turn
 _TYPE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
 
@@ -25,7 +26,7 @@ class Part(Protocol):
     entries: dict[str, Entry]
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """The tensor's values, flat, a piece at a time; a piece is good until the next one is asked for."""
+        """The tensor's values, flat, in pieces; each is good until ``RING`` more were asked for."""
 
 
 class SafetensorsFile:
@@ -42,23 +43,31 @@ class SafetensorsFile:
         self.metadata = header.metadata
         self.entries = {entry.name: entry for entry in header.entries}
         self._data_start = header.data_start
+        self._ring = [torch.empty(0, dtype=torch.uint8)] * RING
+        self._turn = 0
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Pieces that share one buffer."""
+        """Pieces that lie in the buffers of a ring."""
         entry = self.entries[name]
         dtype = dtype_of(entry.dtype)
         unit = 1 if dtype is None else dtype.itemsize
         whole = entry.size // unit
-        buffer = torch.empty(min(PIECE, whole) * unit, dtype=torch.uint8)
         try:
             with self.path.open("rb", buffering=0) as stream:
                 stream.seek(self._data_start + entry.start)
                 for start in range(0, whole, PIECE):
-                    piece = buffer[: min(PIECE, whole - start) * unit]
+                    piece = self._buffer(min(PIECE, whole - start) * unit)
                     _fill(stream, piece.numpy().data, self.path)
                     yield piece if dtype is None else piece.view(dtype)
         except OSError as error:
             raise WeightsError(f"{self.path}: {error.strerror}", hint="check the disk") from error
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        """The next buffer of the ring, cut to a size."""
+        self._turn = (self._turn + 1) % RING
+        if self._ring[self._turn].numel() < size:
+            self._ring[self._turn] = torch.empty(size, dtype=torch.uint8)
+        return self._ring[self._turn][:size]
 
 
 class InMemory:

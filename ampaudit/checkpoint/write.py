@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import queue
 import threading
@@ -13,10 +14,11 @@ from pathlib import Path
 import torch
 
 from ampaudit.checkpoint.header import Entry, laid_out
+from ampaudit.checkpoint.parts import RING
 
 __all__ = ["Written", "write_safetensors"]
 
-_AHEAD = 2  # pieces that wait for the disk while the next one is made
+_AHEAD = RING - 4  # pieces that wait for the disk, in buffers that are not used again meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +54,31 @@ def write_safetensors(
         OSError: the disk is full, say.
     """
     head, placed = laid_out(entries, metadata)
-    with path.open("xb", buffering=0) as stream, _Hand(stream) as hand:
-        hand.take(None, head)
+    crc32: dict[str, int] = {}
+    with path.open("xb", buffering=0) as stream, _one_thread(), _Hand(stream) as hand:
+        hand.take(head)
         for entry, (name, values) in zip(placed, pieces, strict=True):
             assert entry.name == name, f"{name} is not {entry.name}"
-            written = 0
+            written = checksum = 0
             for piece in values:
-                data = piece.contiguous().view(torch.uint8).numpy().tobytes()
-                written += len(data)
-                hand.take(name, data)
+                data = piece.contiguous().view(torch.uint8).numpy().data
+                written += data.nbytes
+                checksum = zlib.crc32(data, checksum)
+                hand.take(data)
             assert written == entry.size, f"{name}: {written} of {entry.size} bytes"
-            hand.crc32.setdefault(name, 0)
-    return Written(hand.sha256.hexdigest(), hand.size, hand.crc32)
+            crc32[name] = checksum
+    return Written(hand.sha256.hexdigest(), hand.size, crc32)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Casting is quicker than reading: torch's own threads would only be in the way of the writer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Hand:
@@ -72,9 +87,8 @@ class _Hand:
     def __init__(self, stream: object) -> None:
         self.sha256 = hashlib.sha256()
         self.size = 0
-        self.crc32: dict[str, int] = {}
         self._stream = stream
-        self._waiting: queue.Queue[tuple[str | None, bytes] | None] = queue.Queue(_AHEAD)
+        self._waiting: queue.Queue[bytes | memoryview | None] = queue.Queue(_AHEAD)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="ampaudit-writer", daemon=True)
 
@@ -88,26 +102,24 @@ class _Hand:
         if self._failure is not None and kind is None:
             raise self._failure
 
-    def take(self, name: str | None, data: bytes) -> None:
-        """Write these bytes next; they belong to a tensor, or to none."""
+    def take(self, data: bytes | memoryview) -> None:
+        """Write these bytes next."""
         if self._failure is not None:
             raise self._failure
-        self._waiting.put((name, data))
+        self._waiting.put(data)
 
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:
             if self._failure is not None:
                 continue  # keep taking, so that nobody waits for ever
             try:
-                self._write(*item)
+                self._write(item)
             except BaseException as error:
                 self._failure = error
 
-    def _write(self, name: str | None, data: bytes) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         self.sha256.update(data)
-        if name is not None:
-            self.crc32[name] = zlib.crc32(data, self.crc32.get(name, 0))
         view = memoryview(data)
         while view:
             view = view[self._stream.write(view) :]  # type: ignore[attr-defined]
-        self.size += len(data)
+        self.size += memoryview(data).nbytes

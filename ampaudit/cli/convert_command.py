@@ -91,12 +91,15 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
 
 def _convert(model: str, output: Path, chosen: Any, options: dict[str, Any], context: click.Context) -> Any:
     from ampaudit.cli.progress import Progress
-    from ampaudit.workflows.convert import convert_source, convert_weights, is_checkpoint
-    from ampaudit.workflows.settings import Settings
+    from ampaudit.workflows.convert_weights import convert_weights, is_checkpoint
 
     with Progress(model) as progress:
         if is_checkpoint(model):
             return convert_weights(Path(model), output, chosen)
+
+        from ampaudit.workflows.convert import convert_source
+        from ampaudit.workflows.settings import Settings
+
         source = load_source(model, options)
         settings = Settings(
             device=options["device"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import fx
@@ -14,10 +13,9 @@ from ampaudit.convert.model import ConvertedModel
 from ampaudit.errors import UsageError
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import mutated_arguments
+from ampaudit.weights import Mode
 
-__all__ = ["Deployed", "Mode", "deploy", "weights_of"]
-
-Mode = Literal["inference", "train"]
+__all__ = ["Deployed", "deploy", "weights_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.policy.schema import Constants
 from ampaudit.trace.graph import Role, Slot, TracedModel
+from ampaudit.weights import clipped
 
-__all__ = ["ConvertedModel", "Release", "WeightCopy", "clipped", "convert"]
+__all__ = ["ConvertedModel", "Release", "WeightCopy", "convert"]
 
 Release = Callable[[torch.Tensor], None]
 
@@ -86,13 +86,6 @@ class ConvertedModel:
             for c in self.copies.values()
         }
         return {"master": sum(masters.values()), "working": sum(copies.values())}
-
-
-def clipped(values: torch.Tensor, limits: Constants) -> torch.Tensor:
-    """Finite values moved into the limits, with their signs; 0, inf and NaN stay as they are."""
-    magnitude = values.abs().clamp(limits.min_positive, limits.max_finite)
-    moved = torch.copysign(magnitude, values)
-    return torch.where(values.isfinite() & (values != 0), moved, values)
 
 
 def convert(traced: TracedModel, release: Release | None = None) -> ConvertedModel:

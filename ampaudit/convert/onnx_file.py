@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from ampaudit.errors import RunFailed, UsageError, first_line
+from ampaudit.errors import RunFailed, first_line
 from ampaudit.trace.opnames import converts
 
-__all__ = ["OnnxFile", "check_onnx_installed", "write_onnx"]
+__all__ = ["OnnxFile", "write_onnx"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_HINT = "pip install 'ampaudit[onnx]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +36,6 @@ class OnnxFile:
     planned: int
     outputs: tuple[torch.Tensor, ...]
     note: str
-
-
-def check_onnx_installed() -> None:
-    """Refuse early what would fail after a long run.
-
-    Raises:
-        UsageError: a package is missing.
-    """
-    from importlib.util import find_spec
-
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"--onnx needs {', '.join(missing)}", hint=_HINT)
 
 
 def write_onnx(

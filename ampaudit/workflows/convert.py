@@ -5,46 +5,72 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 import torch
+from torch import nn
 
 from ampaudit.archive import MANIFEST
 from ampaudit.archive.reference import REFERENCE as REFERENCE_FILE
 from ampaudit.archive.reference import Call, Reference, digest_of_tensors, flat_outputs, record_reference
 from ampaudit.checkpoint import Checkpoint, open_checkpoint, write_safetensors
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
-from ampaudit.checkpoint.open import PICKLED, weights_in
+from ampaudit.checkpoint.open import weights_in
 from ampaudit.checkpoint.parts import InMemory
-from ampaudit.convert import ConvertedModel, clipped
+from ampaudit.convert import ConvertedModel
 from ampaudit.convert.fold import Deployed, deploy, weights_of
 from ampaudit.convert.onnx_file import OnnxFile, write_onnx
 from ampaudit.convert.plan_file import plan_rules
 from ampaudit.convert.program import export_program
 from ampaudit.convert.state import checkpoint_of, planned_types
-from ampaudit.convert.storage import Choice, choose_by_name, choose_planned
-from ampaudit.convert.stream import WeightFiles, write_weights
 from ampaudit.errors import SourceError, UsageError
 from ampaudit.files import staged_directory
-from ampaudit.formats import lower_format
 from ampaudit.report.conversion import Conversion
 from ampaudit.report.jsonfile import to_json
+from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
 from ampaudit.source.checkpoint_names import model_names
 from ampaudit.trace.shadow import named_tensors
+from ampaudit.weights import WeightFiles, choose_planned, clipped, write_weights
+from ampaudit.workflows.convert_weights import conversion_of
 from ampaudit.workflows.directory import Origin, finish_directory
 from ampaudit.workflows.hf_directory import copy_companions, set_dtype
+from ampaudit.workflows.inputs import Inputs, source_of
 from ampaudit.workflows.options import ConvertOptions
 from ampaudit.workflows.scan import Audited, audit_policies
-from ampaudit.workflows.settings import Settings
+from ampaudit.workflows.settings import ScanOptions, Settings
 
-__all__ = ["convert_source", "convert_weights", "is_checkpoint"]
+__all__ = ["convert_model", "convert_source"]
 
 PROGRAM, ONNX, PLAN, REPORT = "model.pt2", "model.onnx", "plan.yaml", "report.json"
 
 
-def is_checkpoint(location: str) -> bool:
-    """Whether a location is a checkpoint without a model: weights alone are converted."""
-    return location.endswith((".safetensors", ".safetensors.index.json", *PICKLED))
+def convert_model(
+    model: nn.Module,
+    inputs: Inputs,
+    output: str | Path,
+    options: ConvertOptions | None = None,
+    **scan_options: Unpack[ScanOptions],
+) -> tuple[Report, Conversion | None]:
+    """Audit a model in memory, and write the converted directory if nothing breaks.
+
+    Args:
+        model: in the mode that is meant; it is not changed.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        output: the directory to write.
+        options: how to convert.
+        **scan_options: how to audit; see ``Settings``.
+
+    Returns:
+        The report, and what was written, ``None`` if the report's verdict is ``fail``.
+
+    Raises:
+        AuditError: see ``ampaudit.errors``; nothing is left behind.
+    """
+    source = source_of(model, [inputs])
+    chosen = options or ConvertOptions()
+    audited, made = convert_source(source, Path(output), chosen, Settings(**scan_options))
+    return audited.report, made
 
 
 def convert_source(
@@ -96,7 +122,7 @@ def convert_source(
         manifest = finish_directory(
             stage, origin, files, notes, reference.outputs, digest_of_tensors(inputs) if inputs else None
         )
-    made = _conversion(output, checkpoint, choices, options, source.location)
+    made = conversion_of(output, checkpoint, files, options, source.location)
     return audited, replace(
         made,
         verdict=audited.report.verdict,
@@ -106,34 +132,6 @@ def convert_source(
         files={name: record.size for name, record in manifest.files.items()},
         notes=tuple(notes),
     )
-
-
-def convert_weights(path: Path, output: Path, options: ConvertOptions) -> Conversion:
-    """Convert a checkpoint alone, by name, shape and value: no model is built and no code is run.
-
-    Raises:
-        AuditError: see ``ampaudit.errors``; nothing is left behind.
-    """
-    options.check(output)
-    if options.mode == "train" or options.onnx:
-        raise UsageError(
-            f"{path} has weights, but no graph", hint="convert the model for --mode train or --onnx"
-        )
-    checkpoint = open_checkpoint(path)
-    rules = options.rules
-    choices = choose_by_name(checkpoint, rules, lower_format(options.dtype))
-    notes = (
-        "only weights were converted: no model was run, so nothing is known about overflow in its layers",
-    )
-    limits = rules.file.weights.clip
-    with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
-        change = None if limits is None else lambda piece: clipped(piece, limits)
-        files = write_weights(checkpoint, choices, stage, masters=options.masters, change=change)
-        origin = Origin(str(path), None, "weights", options, 0, limits)
-        manifest = finish_directory(stage, origin, files, notes, (), None)
-    made = _conversion(output, checkpoint, choices, options, str(path))
-    sizes = {name: record.size for name, record in manifest.files.items()}
-    return replace(made, files=sizes, notes=notes, exit_code=1 if made.overflow or made.broken else 0)
 
 
 def _checkpoint(source: ModelSource, options: ConvertOptions) -> Checkpoint:
@@ -196,49 +194,3 @@ def _onnx_error(onnx: OnnxFile | None, reference: Reference) -> float | None:
         (a.double() - b.double()).abs().amax() for a, b in zip(onnx.outputs, ours, strict=True) if a.numel()
     )
     return max((float(error) for error in errors), default=0.0)
-
-
-def _conversion(
-    output: Path,
-    checkpoint: Checkpoint,
-    choices: dict[str, Choice],
-    options: ConvertOptions,
-    location: str,
-) -> Conversion:
-    entries = checkpoint.entries
-    stored: dict[str, int] = {}
-    kept: dict[str, tuple[int, int, str]] = {}
-    after = 0
-    for name, entry in entries.items():
-        choice = choices[name]
-        size = replace(entry, dtype=choice.dtype).size
-        after += size
-        stored[choice.dtype] = stored.get(choice.dtype, 0) + 1
-        if choice.dtype in ("F32", "F64"):
-            count, total, largest = kept.get(choice.reason, (0, 0, name))
-            largest = name if size > entries[largest].size else largest
-            kept[choice.reason] = (count + 1, total + size, largest)
-    surveys = {name: c.survey for name, c in choices.items() if c.survey is not None}
-    return Conversion(
-        source=location,
-        output=str(output),
-        policy=options.rules.name,
-        dtype=options.dtype,
-        mode=options.mode,
-        verdict=None,
-        exit_code=0,
-        bytes_before=sum(entry.size for entry in entries.values()),
-        bytes_after=after,
-        stored=stored,
-        kept=kept,
-        overflow={
-            name: s.overflow for name, s in surveys.items() if s.overflow and choices[name].dtype == "F16"
-        },
-        broken={name: s.broken for name, s in surveys.items() if s.broken},
-        masters=options.masters,
-        outputs=(),
-        onnx_casts=None,
-        onnx_error=None,
-        files={},
-        notes=(),
-    )

@@ -12,8 +12,8 @@ from typing import Literal
 from ampaudit import __version__
 from ampaudit.archive import Manifest, OutputRecord, write_manifest
 from ampaudit.archive.manifest import FileRecord, digest_of, files_under
-from ampaudit.convert.stream import WeightFiles
 from ampaudit.policy.schema import Constants
+from ampaudit.weights.stream import WeightFiles
 from ampaudit.workflows.options import ConvertOptions
 
 __all__ = ["Origin", "finish_directory"]

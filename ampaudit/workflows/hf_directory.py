@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import nn
 
-from ampaudit.convert.storage import Choice
 from ampaudit.formats import lower_format
 from ampaudit.trace.storage import kept_by_author
+from ampaudit.weights.storage import Choice
 
 __all__ = ["copy_companions", "set_dtype"]
 

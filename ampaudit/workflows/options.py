@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from ampaudit.archive import MANIFEST
-from ampaudit.convert.fold import Mode
-from ampaudit.convert.onnx_file import check_onnx_installed
 from ampaudit.errors import UsageError
 from ampaudit.files import check_directory
 from ampaudit.policy import RuleSet, load_policy
+from ampaudit.weights import Mode
 
 __all__ = ["ConvertOptions"]
 
@@ -52,9 +52,20 @@ class ConvertOptions:
         if self.onnx:
             if not self.program:
                 raise UsageError("--onnx is made from the program", hint="leave out --no-program")
-            check_onnx_installed()
+            _check_onnx_installed()
 
     @property
     def rules(self) -> RuleSet:
         """The policy, loaded."""
         return self.policy if isinstance(self.policy, RuleSet) else load_policy(self.policy)
+
+
+def _check_onnx_installed() -> None:
+    """Refuse early what would fail after a long run.
+
+    Raises:
+        UsageError: a package is missing.
+    """
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"--onnx needs {', '.join(missing)}", hint="pip install 'ampaudit[onnx]'")

@@ -16,9 +16,9 @@ from ampaudit.archive.reference import REFERENCE
 from ampaudit.checkpoint import Entry, Part, write_safetensors
 from ampaudit.checkpoint.open import INDEX_SUFFIX
 from ampaudit.checkpoint.parts import SafetensorsFile
-from ampaudit.convert.stream import MASTER, StoredTensor
 from ampaudit.errors import UsageError, WeightsError
 from ampaudit.files import staged_directory
+from ampaudit.weights.stream import MASTER, StoredTensor
 
 __all__ = ["restore"]
 

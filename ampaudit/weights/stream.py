@@ -12,9 +12,11 @@ import torch
 from ampaudit.checkpoint import Checkpoint, Entry, Part, Written, write_safetensors
 from ampaudit.checkpoint.open import INDEX_SUFFIX, SINGLE
 from ampaudit.checkpoint.parts import dtype_of
-from ampaudit.convert.storage import Choice
+from ampaudit.formats import NumberFormat
+from ampaudit.weights.storage import CASTABLE_TYPES, Choice
+from ampaudit.weights.survey import Survey, Surveyor
 
-__all__ = ["MASTER", "Change", "StoredTensor", "WeightFiles", "write_weights"]
+__all__ = ["MASTER", "Change", "Look", "StoredTensor", "WeightFiles", "write_weights"]
 
 MASTER = "master"
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -49,10 +51,25 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """What was written: each file's digest and size, and each tensor's place."""
+    """What was written.
+
+    Attributes:
+        files: digest and size of each file.
+        tensors: place of each tensor.
+        surveys: what the values of each showed, where they were looked at.
+    """
 
     files: dict[str, tuple[str, int]]
     tensors: dict[str, StoredTensor]
+    surveys: dict[str, Survey]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How values are looked at on their way: against a format, and whether what overflows is kept instead."""
+
+    form: NumberFormat
+    keep_overflowing: bool
 
 
 def write_weights(
@@ -62,6 +79,7 @@ def write_weights(
     *,
     masters: bool,
     change: Change | None = None,
+    look: Look | None = None,
 ) -> WeightFiles:
     """Write working weights, and masters of those that are rounded, into a directory.
 
@@ -71,52 +89,83 @@ def write_weights(
         directory: to write to.
         masters: whether to keep what is rounded.
         change: applied to values before they are rounded (a policy that clips).
+        look: at the values, while they pass.
 
     Raises:
         OSError: the disk is full, say.
         WeightsError: the checkpoint cannot be read.
     """
-    result = WeightFiles({}, {})
+    result = WeightFiles({}, {}, {})
     for part in checkpoint.parts:
         label = SINGLE if checkpoint.index is None else part.label
-        written = _write_working(part, choices, directory / label, change)
+        made = {name: choices[name] for name in part.entries}
+        written = _write_working(part, made, directory / label, change, look, result.surveys)
+        if look is not None and look.keep_overflowing and (kept := _too_large(part, made, result.surveys)):
+            made |= kept
+            (directory / label).unlink()
+            written = _write_working(part, made, directory / label, change, None, {})
         result.files[label] = (written.sha256, written.size)
-        kept = _write_masters(part, choices, directory, label) if masters else None
-        if kept is not None:
-            result.files[_master_name(label)] = (kept.sha256, kept.size)
+        master = _write_masters(part, made, directory, label) if masters else None
+        if master is not None:
+            result.files[_master_name(label)] = (master.sha256, master.size)
         for name, entry in part.entries.items():
-            rounded = choices[name].dtype != entry.dtype
-            has_master = rounded and kept is not None
-            result.tensors[name] = StoredTensor(
-                file=label,
-                dtype=choices[name].dtype,
-                shape=entry.shape,
-                crc32=written.crc32[name],
-                reason=choices[name].reason,
-                parameter=choices[name].parameter,
-                master=_master_name(label) if has_master else None,
-                master_dtype=entry.dtype if rounded else None,
-                master_crc32=kept.crc32[name] if has_master and kept is not None else None,
-            )
+            result.tensors[name] = _stored(entry, made[name], label, written, master)
     if checkpoint.index is not None:
         _write_indexes(checkpoint, directory, result)
     return result
 
 
-def _write_working(part: Part, choices: Mapping[str, Choice], path: Path, change: Change | None) -> Written:
+def _stored(
+    entry: Entry, choice: Choice, label: str, written: Written, master: Written | None
+) -> StoredTensor:
+    rounded = choice.dtype != entry.dtype
+    kept = master if rounded else None
+    return StoredTensor(
+        file=label,
+        dtype=choice.dtype,
+        shape=entry.shape,
+        crc32=written.crc32[entry.name],
+        reason=choice.reason,
+        parameter=choice.parameter,
+        master=_master_name(label) if kept is not None else None,
+        master_dtype=entry.dtype if rounded else None,
+        master_crc32=kept.crc32[entry.name] if kept is not None else None,
+    )
+
+
+def _too_large(part: Part, choices: Mapping[str, Choice], surveys: Mapping[str, Survey]) -> dict[str, Choice]:
+    """Tensors that the format cannot hold, kept as they are."""
+    return {
+        name: Choice(entry.dtype, f"its peak of {surveys[name].peak:.4g} does not fit")
+        for name, entry in part.entries.items()
+        if choices[name].dtype != entry.dtype and name in surveys and surveys[name].overflow
+    }
+
+
+def _write_working(
+    part: Part,
+    choices: Mapping[str, Choice],
+    path: Path,
+    change: Change | None,
+    look: Look | None,
+    surveys: dict[str, Survey],
+) -> Written:
+    """One file; what was seen on the way is put into ``surveys``."""
+
+    def rounded(entry: Entry) -> Iterator[torch.Tensor]:
+        surveyor = Surveyor(look.form) if look is not None and entry.dtype in CASTABLE_TYPES else None
+        dtype = dtype_of(choices[entry.name].dtype) if choices[entry.name].dtype != entry.dtype else None
+        for piece in part.pieces(entry.name):
+            exact = piece if change is None or dtype is None else change(piece)
+            if surveyor is not None:
+                surveyor.look(exact)
+            yield exact if dtype is None else exact.to(dtype)
+        if surveyor is not None:
+            surveys[entry.name] = surveyor.found
+
     entries = [Entry(e.name, choices[e.name].dtype, e.shape) for e in part.entries.values()]
-    pieces = ((e.name, _rounded(part, e, choices[e.name], change)) for e in part.entries.values())
+    pieces = ((entry.name, rounded(entry)) for entry in part.entries.values())
     return write_safetensors(path, entries, part.metadata, pieces)
-
-
-def _rounded(part: Part, entry: Entry, choice: Choice, change: Change | None) -> Iterator[torch.Tensor]:
-    if choice.dtype == entry.dtype:
-        yield from part.pieces(entry.name)
-        return
-    dtype = dtype_of(choice.dtype)
-    assert dtype is not None, choice
-    for piece in part.pieces(entry.name):
-        yield (piece if change is None else change(piece)).to(dtype)
 
 
 def _write_masters(part: Part, choices: Mapping[str, Choice], directory: Path, label: str) -> Written | None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from ampaudit.checkpoint import Checkpoint, Entry, Part
+from ampaudit.checkpoint import Checkpoint, Entry
 from ampaudit.checkpoint.parts import type_name
-from ampaudit.convert.survey import Survey, surveyed
 from ampaudit.errors import UsageError
 from ampaudit.formats import NumberFormat
 from ampaudit.policy import RuleSet
 from ampaudit.policy.matching import matches_any
 from ampaudit.policy.schema import KeepFp32
 
-__all__ = ["CASTABLE_TYPES", "Choice", "choose_by_name", "choose_planned", "type_of"]
+__all__ = ["CASTABLE_TYPES", "Choice", "Mode", "choose_by_name", "choose_planned", "type_of"]
 
+Mode = Literal["inference", "train"]  # casts folded into the weights; or masters, and casts in the graph
 CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
 
 
@@ -26,13 +27,11 @@ class Choice:
     Attributes:
         dtype: the safetensors type in which it is stored.
         reason: why, in a few words.
-        survey: what its values showed, where they were looked at.
         parameter: the model's name of it, where the model is known.
     """
 
     dtype: str
     reason: str
-    survey: Survey | None = None
     parameter: str | None = None
 
 
@@ -63,8 +62,7 @@ def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
     choices: dict[str, Choice] = {}
     for part in checkpoint.parts:
         for name, entry in part.entries.items():
-            choice = _by_rule(entry, weights.storage, keep, type_of(form))
-            choices[name] = _by_value(choice, part, entry, form, strict=weights.storage == "float32")
+            choices[name] = _by_rule(entry, weights.storage, keep, type_of(form))
     return choices
 
 
@@ -76,16 +74,6 @@ def _by_rule(entry: Entry, storage: str, keep: Iterable[KeepFp32], lower: str) -
     if storage == "float32" and len(entry.shape) < 2:
         return Choice(entry.dtype, "a vector: biases, norms and statistics stay")
     return Choice(lower, "the policy stores it in 16 bits")
-
-
-def _by_value(choice: Choice, part: Part, entry: Entry, form: NumberFormat, *, strict: bool) -> Choice:
-    """With what its values say; where ``strict``, what would overflow is kept."""
-    if entry.dtype not in CASTABLE_TYPES:
-        return choice
-    survey = surveyed(part.pieces(entry.name), form)
-    if survey.overflow and strict and choice.dtype != entry.dtype:
-        return Choice(entry.dtype, f"its peak of {survey.peak:.4g} does not fit", survey)
-    return Choice(choice.dtype, choice.reason, survey)
 
 
 def choose_planned(

@@ -1,0 +1,183 @@
+"""What converting and streaming cost, as ratios measured side by side in one run.
+
+Converting a checkpoint alone: time against 1.5 times that of ``cp`` and the bare cast, with and without the
+start of Python and torch, and peak memory above a Python process that has imported torch. Streaming: a
+model whose weights are four times a memory limit, scanned with and without ``--stream``; resident memory of
+the process, file pages included, sampled.
+
+    python benchmarks/checkpoints.py [--gigabytes 2] [--repeats 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ampaudit.checkpoint import Entry, write_safetensors
+
+WIDTH = 5000  # a weight of 100 MB
+LIMITS = {"convert": 1.5, "memory_mb": 300, "stream": 2.0, "limit": 4.0}
+MODEL = """
+import torch
+from torch import nn
+LAYERS, WIDTH = {layers}, {width}
+def get_model():
+    layers = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.LayerNorm(WIDTH)]
+    return nn.Sequential(*layers)
+def example_inputs(): return torch.randn(64, WIDTH)
+"""
+
+
+def make_checkpoint(path: Path, layers: int) -> None:
+    """Weights of ``layers`` blocks, made one at a time."""
+    entries: list[Entry] = []
+    pieces: list[tuple[str, Iterator[torch.Tensor]]] = []
+    for layer in range(layers):
+        for name, shape, scale in (("weight", (WIDTH, WIDTH), 0.02),):
+            entries.append(Entry(f"{3 * layer}.{name}", "F32", shape))
+            pieces.append((entries[-1].name, iter_of(layer, shape, scale)))
+        for name, value in (("weight", 1.0), ("bias", 0.0)):
+            entries.append(Entry(f"{3 * layer + 2}.{name}", "F32", (WIDTH,)))
+            pieces.append((entries[-1].name, iter([torch.full((WIDTH,), value)])))
+    write_safetensors(path, entries, {"format": "pt"}, pieces)
+
+
+def iter_of(seed: int, shape: tuple[int, int], scale: float) -> Iterator[torch.Tensor]:
+    torch.manual_seed(seed)
+    yield torch.randn(shape).mul_(scale).view(-1)
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """Seconds and peak resident megabytes, file pages included, of a command that must succeed."""
+    started, peak = time.perf_counter(), 0
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        watched = psutil.Process(process.pid)
+        while process.poll() is None:
+            try:
+                peak = max(peak, watched.memory_info().rss)
+            except psutil.Error:
+                break
+            time.sleep(0.01)
+        seconds = time.perf_counter() - started
+        if process.wait() != 0:
+            log.seek(0)
+            raise SystemExit(f"{' '.join(command)} failed:\n{log.read().decode()}")
+    return seconds, peak / 1e6
+
+
+def program(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "ampaudit", *map(str, arguments)]
+
+
+def cast_seconds(source: Path) -> float:
+    """The bare cast of the same number of values, in pieces of the size that the converter uses."""
+    piece = torch.randn(1 << 22)
+    count = source.stat().st_size // (4 * piece.numel())
+    started = time.perf_counter()
+    for _ in range(count):
+        piece.to(torch.float16)
+    return time.perf_counter() - started
+
+
+def time_conversion(folder: Path, source: Path, repeats: int) -> dict[str, Any]:
+    """Interleaved: ``cp`` of the checkpoint, the bare cast, the conversion, and its start alone."""
+    base = run([sys.executable, "-c", "import torch, time; time.sleep(0.5)"])[1]
+    started = [sys.executable, "-c", "import ampaudit.workflows.convert_weights"]
+    out, copy = folder / "out", folder / "copy"
+    whole, without_start, peaks, seconds = [], [], [], []
+    for _ in range(repeats):
+        copied = run(["cp", str(source), str(copy)])[0]
+        copy.unlink()
+        took, peak = run(program("convert", source, "-o", out, "--no-masters"))
+        shutil.rmtree(out)
+        start, cast = run(started)[0], cast_seconds(source)
+        whole.append((took - cast) / copied)
+        without_start.append((took - start - cast) / copied)
+        peaks.append(peak - base)
+        seconds.append({"convert": took, "cp": copied, "cast": cast, "start": start})
+    return {
+        "ratio_without_start": statistics.median(without_start),
+        "spread_without_start": [min(without_start), max(without_start)],
+        "ratio": statistics.median(whole),
+        "spread": [min(whole), max(whole)],
+        "peak_mb_above_torch": max(peaks),
+        "seconds": seconds,
+    }
+
+
+def time_streaming(folder: Path, source: Path, layers: int, repeats: int) -> dict[str, Any]:
+    """Scans with and without ``--stream``, interleaved."""
+    model = folder / "model.py"
+    model.write_text(MODEL.format(layers=layers, width=WIDTH))
+    limit = source.stat().st_size / 4 / 1e6
+    ratios, peaks, resident_peaks = [], [], []
+    for _ in range(repeats):
+        common = ("scan", model, "--weights", source, "--policy", "torch-cuda", "-q")
+        streamed, peak = run(program(*common, "--stream"))
+        resident, whole = run(program(*common))
+        ratios.append(streamed / resident)
+        peaks.append(peak)
+        resident_peaks.append(whole)
+    return {
+        "ratio_to_resident": statistics.median(ratios),
+        "spread": [min(ratios), max(ratios)],
+        "weights_mb": source.stat().st_size / 1e6,
+        "limit_mb": limit,
+        "peak_mb": max(peaks),
+        "resident_peak_mb": max(resident_peaks),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint that is converted")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ampaudit-bench-") as name:
+        folder = Path(name)
+        layers = round(chosen.gigabytes * 1e9 / (4 * WIDTH * WIDTH))
+        make_checkpoint(folder / "small.safetensors", layers)
+        conversion = time_conversion(folder, folder / "small.safetensors", chosen.repeats)
+        print(f"convert {layers * 0.1:.1f} GB, less the cast: {conversion['ratio']:.2f} x cp", end=" ")
+        print(f"({conversion['spread'][0]:.2f} to {conversion['spread'][1]:.2f}); limit {LIMITS['convert']}")
+        print(f"  without starting Python and torch: {conversion['ratio_without_start']:.2f} x cp")
+        print(f"  peak {conversion['peak_mb_above_torch']:.0f} MB above torch; limit {LIMITS['memory_mb']}")
+        make_checkpoint(folder / "large.safetensors", 2 * layers)
+        repeats = max(1, chosen.repeats // 2)
+        streaming = time_streaming(folder, folder / "large.safetensors", 2 * layers, repeats)
+        ratio = streaming["ratio_to_resident"]
+        print(f"scan --stream: {ratio:.2f} x the resident scan; limit {LIMITS['stream']}")
+        print(f"  peak {streaming['peak_mb']:.0f} MB, weights {streaming['weights_mb']:.0f} MB;", end=" ")
+        print(f"limit {streaming['limit_mb']:.0f} MB; resident {streaming['resident_peak_mb']:.0f} MB")
+    result = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "cores": psutil.cpu_count(),
+        "machine": platform.machine(),
+        "conversion": conversion,
+        "streaming": streaming,
+    }
+    if chosen.json:
+        chosen.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
