@@ -33,6 +33,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/scan_overhead.py
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/proofs.py
+	$(BIN)/python benchmarks/checkpoints.py
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

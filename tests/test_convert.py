@@ -226,6 +226,50 @@ def test_a_model_that_breaks_is_not_converted(tmp_path: Path) -> None:
     assert made.outputs[0].max_error is None
 
 
+class Trained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.norm(self.inner(x)))
+
+
+def test_a_model_in_training_mode_is_not_changed(tmp_path: Path) -> None:
+    model = Trained().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    source = ModelSource("m", "object", model, (Batch((torch.randn(16, 8),)),))
+    expected = torch.get_rng_state()
+    out = converted(source, tmp_path / "out", policy="torch-cuda", mode="train")
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert not torch.equal(state, expected)
+    assert all(same_bits(tensor, before[name]) for name, tensor in model.state_dict().items())
+    stored = load(out / "model.safetensors")
+    assert same_bits(stored["norm.running_mean"], before["norm.running_mean"])
+
+
+class Caching(nn.Module):
+    """Returns what its program does not: a cache, in front of what both return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.config = nn.Linear(8, 8), type("Config", (), {"use_cache": True})()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        extra = {"cache": x * 2} if self.config.use_cache else {}
+        return {**extra, "hidden": self.inner(x)}
+
+
+def test_outputs_are_matched_by_name(tmp_path: Path) -> None:
+    source = ModelSource("m", "object", Caching(), (Batch((torch.randn(4, 8),)),))
+    out = converted(source, tmp_path / "out", policy="half")
+    (output,) = read_manifest(out).outputs
+    assert output.name == "output.hidden"
+    assert output.sqnr_db is not None
+    assert output.sqnr_db > 50
+
+
 # -- weights alone
 
 
@@ -378,3 +422,11 @@ def test_a_converted_directory_can_be_scanned_as_it_is(tmp_path: Path) -> None:
     inner = next(site for site in report.sites if site.site == "inner/linear")
     assert inner.precision == "float16"
     assert next(s for s in report.sites if s.site == "norm/layer_norm").precision == "float32"
+
+
+def test_the_program_scans_a_converted_directory_in_its_own_format(tmp_path: Path, cli: Cli) -> None:
+    out = converted(tied(), tmp_path / "out", policy="torch-cuda", dtype="bfloat16")
+    done = cli("scan", out, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)["run"]
+    assert (run["policy"], run["dtype"]) == ("as-is", "bfloat16")

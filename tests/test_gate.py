@@ -90,6 +90,18 @@ def test_findings_count_unless_allowed(broken: Report) -> None:
     assert names(broken, fail_on="never") == []
 
 
+def test_a_broken_output_has_no_accuracy_even_if_its_cause_is_allowed(broken: Report) -> None:
+    (code,) = names(broken)
+    assert measured_in(broken).broken == ("output",)
+    assert names(broken, allow=(code,), min_sqnr=10.0) == ["min-sqnr"]
+    assert names(broken, broken, min_sqnr=10.0) == []
+
+
+def test_a_limit_that_nothing_exceeds_is_refused() -> None:
+    with pytest.raises(UsageError, match="--min-headroom nan"):
+        Budgets(min_headroom=float("nan"))
+
+
 def test_a_baseline_lets_the_known_pass(report: Report, broken: Report) -> None:
     assert names(broken, broken) == []
     assert names(broken, report) != []
@@ -132,7 +144,7 @@ def test_the_metric_sees_both_outputs_in_their_structure() -> None:
             return {"y": (x * 2, "kept")}
 
     source = ModelSource("m", "python", Model(), (batch,), metric=metric)
-    pairs = {0: [(torch.tensor([2.0, 2.0]), torch.tensor([2.0, 1.5]))]}
+    pairs = {0: {"output.y[0]": (torch.tensor([2.0, 2.0]), torch.tensor([2.0, 1.5]))}}
     seen = with_metric(Measured(), source, pairs)
     assert (seen.metric_fp32, seen.metric_lower, seen.metric_drop) == (4.0, 3.5, 0.5)
     assert calls[1][0]["y"][1] == "kept"
@@ -144,7 +156,7 @@ def test_the_metric_of_16_bits_is_that_of_the_16_bit_model() -> None:
     model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
     kept = {}
     scan(model, x, policy="half", keep_outputs=kept.__setitem__)
-    ((exact, lower),) = kept[0]
+    exact, lower = kept[0]["output"]
     assert torch.equal(exact, model(x))
     wide = torch.nn.functional.linear(
         x.half().float(), model.weight.half().float(), model.bias.half().float()
@@ -178,6 +190,9 @@ def test_configuration(tmp_path: Path) -> None:
         ('[tool.ampaudit]\nmin-sqnr = "40"', "min-sqnr = '40'", "it must be a number"),
         ("[tool.ampaudit]\nmax-fp32-share = 50", "max-fp32-share = 50", "from 0 to 1"),
         ("[tool.ampaudit]\njobs = true", "jobs = True", "whole number"),
+        ("[tool.ampaudit]\njobs = 0", "jobs = 0", "above 0"),
+        ("[tool.ampaudit]\nmin-sqnr = nan", "min-sqnr = nan", "a number"),
+        ("[tool.ampaudit]\ntimeout = -1", "timeout = -1", "above 0"),
         ("[tool]\nampaudit = 3", "is not a table", "write"),
         ("[tool.ampaudit\n", "not valid TOML", "correct"),
     ],

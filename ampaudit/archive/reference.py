@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from ampaudit.archive.manifest import OutputRecord
 from ampaudit.errors import first_line
+from ampaudit.source.calling import call_unchanged
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
 
 __all__ = [
@@ -64,7 +65,10 @@ def record_reference(
     """
     inputs = [t.detach().cpu().contiguous() for t in tensor_leaves(*call)]
     tensors = {f"input[{i}]": t.clone() for i, t in enumerate(inputs)}
-    exact = [t for _, t in flatten_outputs(_called(model, given, seed))]
+    every = dict(
+        flatten_outputs(call_unchanged(model, *given, seed=seed))
+    )  # with caches, which the program has not
+    exact = [every[name] for name in names]
     tensors |= {f"fp32[{i}]": t.clone().contiguous() for i, t in enumerate(exact)}
     found = run_program(program, call, seed)
     if isinstance(found, str):
@@ -82,7 +86,7 @@ def record_reference(
 def run_program(program: ExportedProgram, call: Call, seed: int) -> list[torch.Tensor] | str:
     """The program's outputs on the CPU, flat; or, in a line, why this machine cannot run it."""
     try:
-        return flat_outputs(_called(program.module(), call, seed))
+        return flat_outputs(call_unchanged(program.module(), *call, seed=seed))
     except (RuntimeError, NotImplementedError) as error:
         return f"this machine's CPU cannot run the program in its dtypes: {first_line(error)}"
 
@@ -91,14 +95,6 @@ def flat_outputs(found: Any) -> list[torch.Tensor]:
     """Output tensors in order, detached."""
     leaves = torch.utils._pytree.tree_leaves(found)
     return [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-@torch.no_grad()
-def _called(model: Any, call: Call, seed: int) -> Any:
-    args, kwargs = call
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return model(*args, **kwargs)
 
 
 def compared(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:

@@ -54,7 +54,12 @@ _DEFAULTS: dict[str, Any] = {"fail_on": "error", "jobs": 1}
 @click.option("--seed", type=int, help="[default: 0]")
 @click.option("--train", is_flag=True, default=None, help="Use the models in training mode.")
 @click.option("-j", "--jobs", type=click.IntRange(1), help="Targets at a time.  [default: 1]")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Stop a target that takes longer.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Stop a target that takes longer.",
+)
 @click.option("--max-memory", metavar="SIZE", help="Stop a target that takes more, such as 4GB.")
 @click.option("--config", type=_FILE, metavar="FILE", help="A pyproject.toml.  [default: the nearest]")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import as_text, deliver
@@ -79,6 +80,7 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
       package.module:factory   the same, from an import path
       directory/               a Hugging Face model: config.json and safetensors
       file.pt2                 an exported program
+      directory/               what ``ampaudit convert`` wrote: scanned as it is
     """
     from ampaudit.files import check_writable
 
@@ -101,13 +103,17 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
         raise click.UsageError("--ranges runs FP32 only: no policy makes a difference to it")
     with Progress(location) as progress:
         source = load_source(location, options)
+        dtype = options["dtype"]
+        if source.kind == "converted":  # its casts are in its program
+            policies = policies if _is_given("policy") else [load_policy("as-is")]
+            dtype = dtype if _is_given("dtype") else source.dtype or dtype
 
         from ampaudit.workflows.scan import scan_policies
 
         return scan_policies(
             source,
             policies=policies,
-            dtype=options["dtype"],
+            dtype=dtype,
             device=options["device"],
             seed=options["seed"],
             ranges=options["ranges"],
@@ -123,6 +129,12 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
             fail_on=options["fail_on"],
             progress=progress.update,
         )
+
+
+def _is_given(option: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = click.get_current_context().get_parameter_source(option)
+    return source is ParameterSource.COMMANDLINE
 
 
 def _deliver_comparison(reports: list[Report], options: dict[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from ampaudit.trace.opnames import converts
 
 __all__ = ["OnnxFile", "write_onnx"]
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -65,7 +67,7 @@ def write_onnx(
         onnx.checker.check_model(str(path))
     except Exception as error:
         raise RunFailed(
-            f"the converted program could not be exported to ONNX: {first_line(error)}",
+            f"the converted program could not be exported to ONNX: {_reason(error)}",
             hint="leave out --onnx; the other files do not need it",
         ) from error
     found, planned = _casts_in(onnx.load(path, load_external_data=False)), _planned_casts(program)
@@ -77,6 +79,14 @@ def write_onnx(
     except Exception as error:
         outputs, note = (), f"ONNX Runtime cannot run it here: {first_line(error)}"
     return OnnxFile(sum(found.values()), sum(planned.values()), outputs, note)
+
+
+def _reason(error: Exception) -> str:
+    """What the exporter stumbled over: its own message wraps that in advice about reporting bugs."""
+    inner: BaseException = error
+    while inner.__cause__ is not None:
+        inner = inner.__cause__
+    return _COLOUR.sub("", first_line(inner))
 
 
 def _export(program: ExportedProgram, names: Sequence[str]) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+
+from ampaudit.errors import UsageError
 
 __all__ = ["Breach", "Budgets", "Measured"]
 
@@ -29,10 +32,16 @@ class Budgets:
     max_metric_drop: float | None = None
     max_fp32_share: float | None = None
 
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """The budgets by name, as configuration files write them."""
-        return tuple(field.name.replace("_", "-") for field in fields(cls))
+    def __post_init__(self) -> None:
+        """Refuse limits that nothing can exceed.
+
+        Raises:
+            UsageError: one is NaN.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and math.isnan(value):
+                raise UsageError(f"--{field.name.replace('_', '-')} nan: no limit", hint="give a number")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Budgets:
@@ -48,7 +57,8 @@ class Measured:
     Attributes:
         headroom_bits: the least of a 16-bit site that is not large by design.
         headroom_site: where.
-        sqnr_db: the lowest of an output; null if all are exact.
+        sqnr_db: the lowest of an output that is finite; null if all are exact.
+        broken: outputs that an overflow or NaN reaches.
         metric_fp32: the mean of the model file's metric in FP32.
         metric_lower: the same in 16 bits.
         fp32_share: share of computing sites in float32.
@@ -57,6 +67,7 @@ class Measured:
     headroom_bits: float | None = None
     headroom_site: str | None = None
     sqnr_db: float | None = None
+    broken: tuple[str, ...] = ()
     metric_fp32: float | None = None
     metric_lower: float | None = None
     fp32_share: float = 0.0

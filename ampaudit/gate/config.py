@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -83,11 +84,15 @@ def parse_size(text: str) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
 
 
 def _is_text(value: Any) -> bool:
@@ -101,6 +106,7 @@ def _are_texts(value: Any) -> bool:
 _Test = tuple[Callable[[Any], bool], str]
 _NUMBER: _Test = (_is_number, "a number")
 _COUNT: _Test = (_is_count, "a whole number")
+_MANY: _Test = (lambda v: _is_count(v) and v > 0, "a whole number above 0")
 _TEXT: _Test = (_is_text, "a text")
 _TEXTS: _Test = (_are_texts, "a list of texts")
 _KEYS: dict[str, _Test] = {
@@ -118,9 +124,9 @@ _KEYS: dict[str, _Test] = {
     "baseline": _TEXT,
     "weights": _TEXT,
     "inputs": _TEXT,
-    "batches": _COUNT,
+    "batches": _MANY,
     "seed": _COUNT,
-    "jobs": _COUNT,
-    "timeout": _NUMBER,
+    "jobs": _MANY,
+    "timeout": (_is_positive, "a number above 0"),
     "max-memory": _TEXT,
 }

@@ -58,13 +58,16 @@ def read_baseline(path: Path) -> Report:
 def measured_in(report: Report) -> Measured:
     """What the budgets are about, out of a report."""
     least = least_headroom(report)
-    accuracies = [output.sqnr_db for output in report.outputs if output.sqnr_db is not None]
+    verdicts = {site.site: site.verdict for site in report.sites}
+    broken = [o for o in report.outputs if o.site and verdicts.get(o.site) in ("overflows", "poisoned")]
+    accuracies = [o.sqnr_db for o in report.outputs if o.sqnr_db is not None and o not in broken]
     computing = [site for site in report.sites if site.role == "compute"]
     wide = sum(site.precision == "float32" for site in computing)
     return Measured(
         headroom_bits=least.forward.headroom_bits if least and least.forward else None,
         headroom_site=least.site if least else None,
         sqnr_db=min(accuracies, default=None),
+        broken=tuple(output.name for output in broken),
         fp32_share=wide / len(computing) if computing else 0.0,
     )
 
@@ -106,6 +109,9 @@ def _numbers(seen: Measured, budgets: Budgets, before: Measured | None) -> Itera
         and _fell(before, "sqnr_db", accuracy, _DB)
     ):
         yield Breach("min-sqnr", "outputs", f"{accuracy:.1f} dB, {least:g} asked for")
+    for name in seen.broken if budgets.min_sqnr is not None else ():
+        if before is None or name not in before.broken:
+            yield Breach("min-sqnr", name, f"holds infinity or NaN; {budgets.min_sqnr:g} dB asked for")
     drop, most = seen.metric_drop, budgets.max_metric_drop
     if most is not None and drop is not None and not drop <= most:
         text = f"{seen.metric_fp32:.6g} in FP32, {seen.metric_lower:.6g} in 16 bits: a drop of {drop:.3g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,13 @@ from torch.utils import _pytree as pytree
 from ampaudit.errors import InputError
 from ampaudit.gate.budgets import Measured
 from ampaudit.source import Batch, ModelSource
+from ampaudit.source.calling import call_unchanged
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import flatten_outputs
 
 __all__ = ["Outputs", "with_metric"]
 
-Outputs = dict[int, list[tuple[Any, Any]]]  # of each batch: the pairs of FP32's and the 16-bit run's tensors
+Outputs = dict[int, dict[str, tuple[Any, Any]]]  # of each batch, by name: FP32's and the 16-bit run's
 
 
 def with_metric(measured: Measured, source: ModelSource, outputs: Outputs) -> Measured:
@@ -31,25 +32,25 @@ def with_metric(measured: Measured, source: ModelSource, outputs: Outputs) -> Me
     exact, lower = [], []
     for number, pairs in outputs.items():
         batch = source.batches[number]
-        made = _called(source, batch)
-        exact.append(_metric(source.metric, _with(made, [first for first, _ in pairs]), batch))
-        lower.append(_metric(source.metric, _with(made, [second for _, second in pairs]), batch))
+        with calling_user_code(source.location):  # for the structure of its output
+            made = call_unchanged(source.model, batch.args, batch.kwargs, seed=number)
+        exact.append(
+            _metric(source.metric, _with(made, {n: first for n, (first, _) in pairs.items()}), batch)
+        )
+        lower.append(
+            _metric(source.metric, _with(made, {n: second for n, (_, second) in pairs.items()}), batch)
+        )
     count = len(exact)
     return replace(measured, metric_fp32=sum(exact) / count, metric_lower=sum(lower) / count)
 
 
-@torch.no_grad()
-def _called(source: ModelSource, batch: Batch) -> Any:
-    """The model's own output, for its structure."""
-    with torch.random.fork_rng(devices=[]), calling_user_code(source.location):
-        return source.model(*batch.args, **batch.kwargs)
-
-
-def _with(output: Any, tensors: Sequence[Any]) -> Any:
-    """The output with other tensors in it: those of a run, in the order in which they are found."""
-    places = {id(tensor): index for index, (_, tensor) in enumerate(flatten_outputs(output))}
+def _with(output: Any, tensors: Mapping[str, Any]) -> Any:
+    """The output with other tensors in it, those of a run; what the run does not have (a cache) stays."""
+    names = {id(tensor): name for name, tensor in flatten_outputs(output)}
     leaves, spec = pytree.tree_flatten(output)
-    changed = [_float(tensors[places[id(leaf)]]) if id(leaf) in places else leaf for leaf in leaves]
+    changed = [
+        _float(tensors[names[id(leaf)]]) if names.get(id(leaf)) in tensors else leaf for leaf in leaves
+    ]
     return pytree.tree_unflatten(changed, spec)
 
 

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ampaudit.gate.budgets import Measured
 from ampaudit.gate.result import TargetResult
 from ampaudit.report.grid import labelled, open_table
 from ampaudit.report.words import plain, size_of
@@ -71,16 +72,21 @@ def _lines(result: TargetResult) -> Iterator[tuple[str, str]]:
         yield "  note", plain(note)
 
 
+def _output(seen: Measured) -> str:
+    if seen.broken:
+        return "broken"
+    return f"{seen.sqnr_db:.0f} dB" if seen.sqnr_db is not None else "exact"
+
+
 def _row(result: TargetResult, metric: bool) -> list[str | Text]:
     seen = result.measured
     bits = seen.headroom_bits if seen else None
-    accuracy = seen.sqnr_db if seen else None
     drop = seen.metric_drop if seen else None
     return [
         plain(result.target),
         Text(result.verdict.upper(), _STYLES[result.verdict]),
         f"{bits:.1f} bits" if bits is not None else "",
-        (f"{accuracy:.0f} dB" if accuracy is not None else "exact") if seen else "",
+        _output(seen) if seen else "",
         f"{seen.fp32_share:.0%}" if seen else "",
         *([f"{drop:.3g}" if drop is not None else ""] if metric else []),
         f"{result.seconds:.1f} s",

@@ -50,6 +50,7 @@ def check_target(request: Request) -> TargetResult:
     policy = str(options.get("policy") or "ampaudit")
     if source.kind == "converted":
         policy = AS_IS
+        options = {**options, "dtype": source.dtype or options.get("dtype")}
         found += _integrity(Path(request.target))
         notes.append("audited as it was converted, casts and all; its files were verified")
     report, outputs = _scanned(source, policy, options)

@@ -39,7 +39,8 @@ class Conversion:
         masters: whether masters were kept.
         outputs: what the converted program computes, against FP32.
         onnx_casts: casts in the ONNX file; null without one.
-        onnx_error: largest difference between ONNX Runtime and torch.
+        onnx_error: largest difference between ONNX Runtime and torch; null if it was not run, or in
+            training mode, where both draw random numbers of their own.
         files: name and bytes of every file.
         notes: what a user should know.
     """
@@ -87,8 +88,11 @@ def render_conversion(made: Conversion) -> RenderableType:
         rows.append(("broken", f"{plain(name)}: {count} values are NaN or infinite already"))
     rows += [("output", f"{plain(o.name)} ({o.dtype}): {_accuracy(o)}") for o in made.outputs]
     if made.onnx_casts is not None:
-        error = f"differs from torch by {made.onnx_error:.2g}" if made.onnx_error is not None else "not run"
-        rows.append(("onnx", f"{made.onnx_casts} casts between float formats; ONNX Runtime: {error}"))
+        error = (
+            f"differs from torch by {made.onnx_error:.2g}" if made.onnx_error is not None else "not compared"
+        )
+        casts = f"{made.onnx_casts} cast{'s' if made.onnx_casts != 1 else ''} between float formats"
+        rows.append(("onnx", f"{casts}; ONNX Runtime: {error}"))
     rows += [("note", plain(note)) for note in made.notes]
     rows.append(("files", _files(made.files)))
     head = Text.assemble(

@@ -32,7 +32,7 @@ from ampaudit.trace.entry import tensor_leaves
 
 __all__ = ["KeepOutputs", "Plan", "Prepared", "Runner"]
 
-KeepOutputs = Callable[[int, list[Pair]], None]
+KeepOutputs = Callable[[int, dict[str, Pair]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,8 @@ class Runner:
         self._note_inputs(executor, tensors, ready.batch)
         self._refuse_broken_reference(outputs, measured, number)
         if self._plan.keep_outputs is not None:
-            self._plan.keep_outputs(number, outputs)
+            names = executor.program.traced.outputs
+            self._plan.keep_outputs(number, dict(zip(names, outputs, strict=True)))
         faults = Faults(
             executor.program,
             measured,

@@ -55,6 +55,7 @@ class ModelSource:
         kind: ``python``, ``import``, ``huggingface``, ``pt2``, ``converted`` or ``object``.
         sha256: digest of the file, or of the configuration, that the model was made from.
         loss: the file's loss(output), for audits of gradients.
+        dtype: the 16-bit format of a converted directory.
         release: gives the memory of a weight back until it is needed again, where weights are streamed.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
     """
@@ -67,3 +68,4 @@ class ModelSource:
     loss: Callable[..., Any] | None = None
     metric: Callable[..., Any] | None = None
     release: Callable[[torch.Tensor], None] | None = None
+    dtype: str | None = None

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampaudit.checkpoint.open import weights_in
-from ampaudit.errors import SourceError, UsageError
+from ampaudit.checkpoint.strict import unique_json
+from ampaudit.errors import SourceError, UsageError, first_line
 from ampaudit.source.interface import ModelSource, SourceOptions
 
 __all__ = ["CONVERTED", "open_source"]
@@ -44,6 +45,16 @@ def open_source(location: str, options: SourceOptions) -> ModelSource:
     return source
 
 
+def _converted_dtype(manifest: Path) -> str | None:
+    """The format that a manifest names; whether it is intact is for ``ampaudit verify`` to say."""
+    try:
+        table = unique_json(manifest.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{manifest}: not readable: {first_line(error)}", hint="convert again") from error
+    dtype = table.get("dtype") if isinstance(table, dict) else None
+    return dtype if dtype in ("float16", "bfloat16") else None
+
+
 def _streamed(location: str, options: SourceOptions) -> ModelSource:
     """The source with its weights left on disk."""
     from ampaudit.source.streamed import with_mapped, without_weights
@@ -68,7 +79,8 @@ def _open(location: str, options: SourceOptions) -> ModelSource:
     if path.is_dir() and (path / CONVERTED[0]).is_file() and (path / CONVERTED[1]).is_file():
         from ampaudit.source.exported import from_exported
 
-        return replace(from_exported(path / CONVERTED[1], options, location), kind="converted")
+        source = from_exported(path / CONVERTED[1], options, location)
+        return replace(source, kind="converted", dtype=_converted_dtype(path / CONVERTED[0]))
     if path.is_dir():
         from ampaudit.source.huggingface import from_directory
 

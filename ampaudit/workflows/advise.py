@@ -16,6 +16,7 @@ from ampaudit.formats import lower_format
 from ampaudit.run.audit import Plan, run_audits
 from ampaudit.sites import SiteId
 from ampaudit.source import ModelSource
+from ampaudit.source.calling import call_unchanged
 from ampaudit.workflows.context import context_of
 from ampaudit.workflows.settings import Settings
 
@@ -83,17 +84,13 @@ def _run(proposal: Proposal, source: ModelSource, plan: Plan, settings: Settings
     return context_of(audit, form, replace(settings, prove=False, static=False))
 
 
-@torch.no_grad()
 def _same_function(source: ModelSource, proposal: Proposal) -> bool:
     """Whether both models give the same FP32 results, bit for bit, on the first batch."""
     assert proposal.model is not None
     batch = source.batches[0]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        first = torch.utils._pytree.tree_leaves(source.model(*batch.args, **batch.kwargs))
-        torch.manual_seed(0)
-        second = torch.utils._pytree.tree_leaves(proposal.model(*batch.args, **batch.kwargs))
-    pairs = zip(first, second, strict=True)
+    models = (source.model, proposal.model)
+    made = [call_unchanged(model, batch.args, batch.kwargs, seed=0) for model in models]
+    pairs = zip(*map(torch.utils._pytree.tree_leaves, made), strict=True)
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
 
 

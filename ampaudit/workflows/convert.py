@@ -101,7 +101,7 @@ def convert_source(
     notes: list[str] = list(converted.traced.notes)
     with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
         if source.kind == "huggingface":
-            copy_companions(Path(source.location), stage)
+            copy_companions(Path(source.location), stage, output)
             notes += set_dtype(stage, source.model, choices, options.dtype)
         limits = converted.traced.clip
         change = None if limits is None else lambda piece: clipped(piece, limits)
@@ -128,7 +128,7 @@ def convert_source(
         verdict=audited.report.verdict,
         outputs=reference.outputs,
         onnx_casts=onnx.casts if onnx else None,
-        onnx_error=_onnx_error(onnx, reference),
+        onnx_error=_onnx_error(onnx, reference) if not source.model.training else None,
         files={name: record.size for name, record in manifest.files.items()},
         notes=tuple(notes),
     )

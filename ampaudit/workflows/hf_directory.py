@@ -24,9 +24,17 @@ _WEIGHTS = {
 _NAMES = {"manifest.json", "plan.yaml", "report.json"}
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy configuration, tokenizer and whatever else is no weights, subdirectories too."""
+def copy_companions(source: Path, target: Path, output: Path) -> None:
+    """Copy configuration, tokenizer and whatever else is no weights, subdirectories too.
+
+    Args:
+        source: the model directory.
+        target: where to.
+        output: what is being written, which may lie within the source and is not copied into itself.
+    """
     for path in sorted(source.rglob("*")):
+        if path.resolve().is_relative_to(output.resolve()):
+            continue
         relative = path.relative_to(source)
         hidden = any(part.startswith(".") for part in relative.parts)
         if hidden or not path.is_file() or path.suffix in _WEIGHTS or path.name.endswith(".index.json"):

@@ -58,7 +58,7 @@ class Settings:
         assume: ranges of inputs for the proofs: ``input[0]=-1:1``, or ``input=-1:1`` for all.
         progress: told about each batch.
         backend: overrides the device's usual backend.
-        keep_outputs: told each batch's number and its outputs, FP32's and the 16-bit run's in pairs.
+        keep_outputs: told each batch's number, and by name its outputs, FP32's and the 16-bit run's.
     """
 
     device: str = "auto"
