@@ -9,6 +9,11 @@ mkdir -p "$results"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 "$python" -m pytest -m gpu -p no:randomly
 "$python" benchmarks/scan_overhead.py --device cuda --json "$results/$stamp-cuda-scan_overhead.json"
+"$python" benchmarks/checkpoints.py --repeats 3 --json "$results/$stamp-cuda-checkpoints.json"
+converted=$(mktemp -d)
+"$python" -m ampaudit convert examples/sentence_encoder.py --device cuda -o "$converted/out"
+"$python" -m ampaudit verify "$converted/out"
+rm -r "$converted"
 for example in examples/*.py; do
   name=$(basename "$example" .py)
   "$python" -m ampaudit scan "$example" --device cuda --batches 2 --fail-on never \

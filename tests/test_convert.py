@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
+import onnxruntime
 import pytest
 import safetensors.torch
 import torch
@@ -18,7 +20,9 @@ from safetensors import safe_open
 from torch import nn
 
 from ampaudit.archive import MANIFEST, read_manifest
-from ampaudit.errors import OutputError, SourceError, UsageError, WeightsError
+from ampaudit.archive.reference import compared
+from ampaudit.convert import onnx_file
+from ampaudit.errors import OutputError, RunFailed, SourceError, UsageError, WeightsError
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
@@ -28,6 +32,7 @@ from ampaudit.workflows.options import ConvertOptions
 from ampaudit.workflows.restore import restore
 from ampaudit.workflows.scan import scan_source
 from ampaudit.workflows.settings import Settings
+from tests import zoo
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -268,6 +273,100 @@ def test_outputs_are_matched_by_name(tmp_path: Path) -> None:
     assert output.name == "output.hidden"
     assert output.sqnr_db is not None
     assert output.sqnr_db > 50
+
+
+def exported(tmp_path: Path, policy: str) -> tuple[Path, object]:
+    _, made = convert_source(tied(), tmp_path / "out", ConvertOptions(policy=policy, onnx=True), Settings())
+    assert made is not None
+    return tmp_path / "out", made
+
+
+@pytest.mark.parametrize("policy", ["torch-cuda", "half", "tensorflow"])
+def test_onnx_keeps_casts_and_islands_and_means_the_same(tmp_path: Path, policy: str) -> None:
+    """Oracles: onnx's checker and shapes; ONNX Runtime; the program's own casts, counted."""
+    out, made = exported(tmp_path, policy)
+    model = onnx.load(out / "model.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    values = onnx.shape_inference.infer_shapes(model).graph
+    kinds = {
+        v.name: v.type.tensor_type.elem_type for v in [*values.value_info, *values.output, *values.input]
+    }
+    kinds |= {i.name: i.data_type for i in values.initializer}
+    half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
+    (norm,) = [n for n in model.graph.node if n.op_type == "LayerNormalization"]
+    assert {kinds[name] for name in norm.input} == {half if policy == "half" else single}
+    products = [n for n in model.graph.node if n.op_type in ("MatMul", "Gemm")]
+    assert {kinds[n.output[0]] for n in products} == {half}
+    program = torch.export.load(out / "model.pt2")
+    casts = [n for n in program.graph.nodes if "aten.to" in str(n.target) or "_to_copy" in str(n.target)]
+    given = [(n.meta["val"], n.all_input_nodes[0].meta["val"]) for n in casts]
+    wanted = sum(a.is_floating_point() and a.dtype != b.dtype for a, b in given)
+    adds = [n for n in program.graph.nodes if str(n.target) == "aten.add.Tensor"]
+    promoted = sum(len({i.meta["val"].dtype for i in n.all_input_nodes}) == 2 for n in adds)
+    assert made.onnx_casts == wanted + promoted  # ONNX has no promotion: it is a Cast there
+    session = onnxruntime.InferenceSession(out / "model.onnx", providers=["CPUExecutionProvider"])
+    found = session.run(["logits"], {"ids": torch.arange(12).view(2, 6).numpy()})[0]
+    recorded = load(out / "reference.safetensors")["output[0]"]
+    two_ulps = 2 * 2.0**-10 * float(recorded.abs().max())
+    assert abs(torch.from_numpy(found).float() - recorded.float()).max() <= two_ulps
+    assert made.onnx_error <= two_ulps
+
+
+def test_an_onnx_file_that_means_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = onnx_file._run
+    monkeypatch.setattr(onnx_file, "_run", lambda *given: tuple(t * 1.2 for t in run(*given)))
+    with pytest.raises(RunFailed, match="computes something else"):
+        exported(tmp_path, "torch-cuda")
+    assert not (tmp_path / "out").exists()
+
+
+def test_given_weights_are_those_that_are_written(tmp_path: Path) -> None:
+    """A Hugging Face directory with another checkpoint: the files of the directory are not mixed in."""
+    made = zoo.bert().model
+    made.save_pretrained(tmp_path / "hf")
+    state = {name: tensor * 2 for name, tensor in made.state_dict().items()}
+    safetensors.torch.save_file(state, tmp_path / "w.safetensors")
+    source = open_source(str(tmp_path / "hf"), SourceOptions(weights=tmp_path / "w.safetensors"))
+    options = {"policy": "half", "weights": tmp_path / "w.safetensors", "program": False}
+    stored = load(converted(source, tmp_path / "out", **options) / "model.safetensors")
+    name = "embeddings.word_embeddings.weight"
+    assert same_bits(stored[name], state[name].half())
+
+
+@pytest.mark.parametrize("architecture", ["bert", "t5", "mixtral"])
+def test_transformers_loads_what_was_stored(tmp_path: Path, architecture: str) -> None:
+    """Also where the file's names are not the model's, and where experts are put together on loading."""
+    import transformers
+
+    torch.manual_seed(0)
+    made = zoo.ZOO[architecture]().model
+    made.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
+    source = open_source(str(tmp_path / "hf"), SourceOptions())
+    out = converted(source, tmp_path / "out", policy="half", program=False)
+    index = "model.safetensors.index.json"
+    assert (
+        json.loads((out / index).read_text())["weight_map"]
+        == (json.loads((tmp_path / "hf" / index).read_text())["weight_map"])
+    )
+    loaded = getattr(transformers, type(made).__name__).from_pretrained(out, dtype="auto")
+    before = made.state_dict()
+    for name, tensor in loaded.state_dict().items():
+        kept = architecture == "t5" and ".wo." in name  # the class keeps it in FP32
+        assert tensor.dtype is (torch.float32 if kept else torch.float16), name
+        assert torch.equal(tensor.half(), before[name].half())
+
+
+@pytest.mark.gpu
+def test_the_program_runs_on_a_gpu(tmp_path: Path) -> None:
+    out = converted(tied(), tmp_path / "out", policy="torch-cuda")
+    program = torch.export.passes.move_to_device_pass(torch.export.load(out / "model.pt2"), "cuda")
+    recorded = load(out / "reference.safetensors")
+    with torch.no_grad():
+        found = program.module()(recorded["input[0]"].cuda())
+    error, accuracy = compared(found["logits"].cpu(), recorded["output[0]"])
+    assert error == 0 or (accuracy is not None and accuracy > 40)
 
 
 # -- weights alone

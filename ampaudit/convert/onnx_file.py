@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import warnings
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from ampaudit.errors import RunFailed, first_line
 from ampaudit.trace.opnames import converts
 
-__all__ = ["OnnxFile", "write_onnx"]
+__all__ = ["OnnxFile", "input_names", "write_onnx"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -40,8 +43,24 @@ class OnnxFile:
     note: str
 
 
+def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
+    """Names of the model's own parameters for its inputs; ``None`` where one is nested or has no name."""
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return None
+    tensors = [name for name, value in bound.items() if isinstance(value, torch.Tensor)]
+    every = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    in_order = [bound[name] for name in tensors] if len(tensors) == len(every) else []
+    return tensors if in_order and all(a is b for a, b in zip(in_order, every, strict=True)) else None
+
+
 def write_onnx(
-    program: ExportedProgram, path: Path, inputs: Sequence[torch.Tensor], names: Sequence[str]
+    program: ExportedProgram,
+    path: Path,
+    inputs: Sequence[torch.Tensor],
+    names: Sequence[str],
+    given: Sequence[str] | None = None,
 ) -> OnnxFile:
     """Export, check, count the casts, and run.
 
@@ -54,6 +73,7 @@ def write_onnx(
         path: the new file.
         inputs: the tensors of the batch, in order.
         names: of the outputs.
+        given: names of the inputs; torch's if there are none.
 
     Raises:
         RunFailed: torch cannot export it, onnx finds it invalid, or casts are missing.
@@ -62,7 +82,7 @@ def write_onnx(
 
     labels = [name.removeprefix("output").lstrip(".") or "output" for name in names]
     try:
-        exported = _export(program, labels)
+        exported = _export(program, labels, given)
         exported.save(path, external_data=_bytes_of(program) > 1 << 30)
         onnx.checker.check_model(str(path))
     except Exception as error:
@@ -89,14 +109,19 @@ def _reason(error: Exception) -> str:
     return _COLOUR.sub("", first_line(inner))
 
 
-def _export(program: ExportedProgram, names: Sequence[str]) -> Any:
+def _export(program: ExportedProgram, names: Sequence[str], given: Sequence[str] | None) -> Any:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # which of torchvision's ops are not there
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.onnx.export(
-                program, dynamo=True, optimize=False, verbose=False, output_names=list(names)
+                program,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                input_names=list(given) if given else None,
+                output_names=list(names),
             )
     finally:
         logging.disable(before)

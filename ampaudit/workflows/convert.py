@@ -12,18 +12,25 @@ from torch import nn
 
 from ampaudit.archive import MANIFEST
 from ampaudit.archive.reference import REFERENCE as REFERENCE_FILE
-from ampaudit.archive.reference import Call, Reference, digest_of_tensors, flat_outputs, record_reference
+from ampaudit.archive.reference import (
+    Call,
+    Reference,
+    compared,
+    digest_of_tensors,
+    flat_outputs,
+    record_reference,
+)
 from ampaudit.checkpoint import Checkpoint, open_checkpoint, write_safetensors
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
 from ampaudit.checkpoint.open import weights_in
 from ampaudit.checkpoint.parts import InMemory
 from ampaudit.convert import ConvertedModel
 from ampaudit.convert.fold import Deployed, deploy, weights_of
-from ampaudit.convert.onnx_file import OnnxFile, write_onnx
+from ampaudit.convert.onnx_file import OnnxFile, input_names, write_onnx
 from ampaudit.convert.plan_file import plan_rules
 from ampaudit.convert.program import export_program
 from ampaudit.convert.state import checkpoint_of, planned_types
-from ampaudit.errors import SourceError, UsageError
+from ampaudit.errors import RunFailed, SourceError, UsageError
 from ampaudit.files import staged_directory
 from ampaudit.report.conversion import Conversion
 from ampaudit.report.jsonfile import to_json
@@ -42,6 +49,7 @@ from ampaudit.workflows.settings import ScanOptions, Settings
 
 __all__ = ["convert_model", "convert_source"]
 
+_ONNX_DB = 25.0  # a few roundings of bfloat16; a dropped eps or a lost cast of a norm is worse
 PROGRAM, ONNX, PLAN, REPORT = "model.pt2", "model.onnx", "plan.yaml", "report.json"
 
 
@@ -95,8 +103,7 @@ def convert_source(
     converted = audited.audit.converted
     graph = deploy(converted, options.mode)
     storage = graph if options.mode == "inference" else deploy(converted, "inference")
-    checkpoint = _checkpoint(source, options)
-    names = model_names(source.model, checkpoint.entries) if source.kind == "huggingface" else {}
+    checkpoint, names = _checkpoint(source, options)
     choices = choose_planned(checkpoint, planned_types(source.model, storage), names)
     notes: list[str] = list(converted.traced.notes)
     with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
@@ -116,6 +123,7 @@ def convert_source(
             weights = converted, graph, weights_of(converted, graph, ready)
             with mapped.dropping():
                 reference, onnx = _write_program(stage, source, weights, options, settings.seed)
+        onnx_error = _onnx_error(onnx, reference) if not source.model.training else None
         notes += [note for note in (reference.note, onnx.note if onnx else "") if note]
         origin = Origin(source.location, source.sha256, "model", options, settings.seed, limits)
         inputs = [t for name, t in reference.tensors.items() if name.startswith("input")]
@@ -128,19 +136,23 @@ def convert_source(
         verdict=audited.report.verdict,
         outputs=reference.outputs,
         onnx_casts=onnx.casts if onnx else None,
-        onnx_error=_onnx_error(onnx, reference) if not source.model.training else None,
+        onnx_error=onnx_error,
         files={name: record.size for name, record in manifest.files.items()},
         notes=tuple(notes),
     )
 
 
-def _checkpoint(source: ModelSource, options: ConvertOptions) -> Checkpoint:
-    """Where the tensors are read from: files if there are any, so that all that is in them survives."""
-    if source.kind == "huggingface":
-        return open_checkpoint(weights_in(Path(source.location)))
+def _checkpoint(source: ModelSource, options: ConvertOptions) -> tuple[Checkpoint, dict[str, str]]:
+    """Where the tensors are read from, and the model's names for them where these are others.
+
+    Files if there are any, so that all that is in them survives.
+    """
     if options.weights is not None:
-        return open_checkpoint(options.weights)
-    return checkpoint_of(source.model)
+        return open_checkpoint(options.weights), {}
+    if source.kind != "huggingface":
+        return checkpoint_of(source.model), {}
+    checkpoint = open_checkpoint(weights_in(Path(source.location)))
+    return checkpoint, model_names(source.model, checkpoint.entries)
 
 
 def _write_program(
@@ -167,7 +179,8 @@ def _write_program(
     write_safetensors(stage / REFERENCE_FILE, list(part.entries.values()), {}, pieces)
     if not options.onnx:
         return reference, None
-    return reference, write_onnx(program, stage / ONNX, flat_outputs(call), names)
+    given = input_names(source.model, batch.args, batch.kwargs)
+    return reference, write_onnx(program, stage / ONNX, flat_outputs(call), names, given)
 
 
 def _written(
@@ -186,11 +199,24 @@ def _written(
 
 
 def _onnx_error(onnx: OnnxFile | None, reference: Reference) -> float | None:
-    """Largest difference between ONNX Runtime's outputs and torch's."""
-    if onnx is None or not onnx.outputs or not reference.outputs:
+    """Largest difference between ONNX Runtime's outputs and torch's.
+
+    Raises:
+        RunFailed: they are so far apart that the file means something else.
+    """
+    if onnx is None or not onnx.outputs:
         return None
-    ours = [reference.tensors[f"output[{i}]"] for i in range(len(reference.outputs))]
-    errors = (
-        (a.double() - b.double()).abs().amax() for a, b in zip(onnx.outputs, ours, strict=True) if a.numel()
-    )
-    return max((float(error) for error in errors), default=0.0)
+    largest = 0.0
+    for index, record in enumerate(reference.outputs):
+        ours = reference.tensors[f"output[{index}]"]
+        if not ours.isfinite().all():
+            continue  # the audit said so, and the user wants the file all the same
+        error, accuracy = compared(onnx.outputs[index], ours)
+        if error is None or (accuracy is not None and accuracy < _ONNX_DB):
+            what = "is not finite" if error is None else f"agrees to {accuracy:.0f} dB only"
+            raise RunFailed(
+                f"model.onnx computes something else than the program: {record.name} {what}",
+                hint="leave out --onnx, and report it: torch's exporter, or ours, is wrong about an op",
+            )
+        largest = max(largest, error)
+    return largest
