@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from ampaudit import scan
+from ampaudit.archive import read_manifest
 from ampaudit.errors import UsageError
 from ampaudit.gate.budgets import Budgets, Measured
 from ampaudit.gate.config import parse_size, read_config
@@ -297,6 +298,9 @@ def test_a_converted_directory_is_verified_and_audited_as_it_is(tmp_path: Path) 
     assert (passed.verdict, passed.policy) == ("pass", "as-is")
     assert passed.measured is not None
     assert passed.measured.headroom_bits is not None
+    recorded = [o.sqnr_db for o in read_manifest(out).outputs if o.sqnr_db is not None]
+    assert passed.measured.sqnr_db is not None
+    assert passed.measured.sqnr_db <= min(recorded)
     data = bytearray((out / "master.safetensors").read_bytes())
     data[-1] ^= 1
     (out / "master.safetensors").write_bytes(data)
@@ -317,21 +321,28 @@ def test_one_table_and_one_exit_code(tmp_path: Path, cli: Cli) -> None:
     assert "PASS  1 target checked" in done.stdout
     done = cli("check", "good.py", "bad.py", "--min-headroom", "50", "-j", "2", cwd=tmp_path)
     assert done.returncode == 1
-    assert "headroom" in done.stdout
     assert "FAIL  2 of 2" in done.stdout
-    done = cli("check", "bad.py", "--format", "json", cwd=tmp_path)
+
+
+def test_json_and_a_baseline(tmp_path: Path, cli: Cli, broken: Report) -> None:
+    text = HEAD + "def example_inputs(): return torch.full((4, 8), 10.0)\ndef get_model():\n"
+    text += "    model = nn.Linear(8, 8)\n    model.weight.data.fill_(5000.0)\n    return model\n"
+    (tmp_path / "bad.py").write_text(text)
+    (tmp_path / "b.json").write_text(to_json(broken))
+    done = cli("check", "bad.py", "--policy", "half", "--format", "json", cwd=tmp_path)
     table = json.loads(done.stdout)
-    assert table["verdict"] == "fail"
+    assert (done.returncode, table["verdict"]) == (1, "fail")
     assert table["targets"][0]["breaches"][0]["budget"].startswith("AMP")
-    baseline = cli("scan", "bad.py", "--policy", "half", "--format", "json", "-o", "b.json", cwd=tmp_path)
-    assert baseline.returncode == 1
-    assert cli("check", "bad.py", "--baseline", "b.json", cwd=tmp_path).returncode == 0
+    assert cli("check", "bad.py", "--policy", "half", "--baseline", "b.json", cwd=tmp_path).returncode == 0
 
 
 def test_nothing_to_check(tmp_path: Path, cli: Cli) -> None:
     done = cli("check", cwd=tmp_path)
     assert done.returncode == 2
     assert "no target" in done.stderr
+    done = cli("check", "m.py", "--min-sqnr", "nan", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no limit" in done.stderr
 
 
 def ci_copy(tmp_path: Path) -> Path:

@@ -74,6 +74,7 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     pyproject.toml. Exit codes: 0 all pass, 1 a budget is exceeded, 2 bad input, 3 not audited.
     """
     from ampaudit.files import check_writable
+    from ampaudit.gate.budgets import Budgets
     from ampaudit.gate.config import find_config, parse_size, read_config
     from ampaudit.gate.judge import check_codes
 
@@ -86,6 +87,7 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     if not wanted:
         raise click.UsageError("no target: name one, or write targets = [...] under [tool.ampaudit]")
     check_codes(tuple(chosen.get("allow", ())))
+    Budgets.of(chosen)  # refuses what is no limit
     memory = parse_size(chosen["max_memory"]) if chosen.get("max_memory") else None
     results = _checked(wanted, chosen, memory)
 
@@ -118,7 +120,8 @@ def _checked(targets: tuple[str, ...], chosen: dict[str, Any], memory: int | Non
     baseline = str(chosen["baseline"]) if chosen.get("baseline") else None
     requests = [Request(target, options, budgets, baseline) for target in targets]
     limits = Limits(jobs=chosen["jobs"], timeout=chosen.get("timeout"), memory=memory)
-    with Progress(f"{len(targets)} targets") as progress:
+    count = f"{len(targets)} targets" if len(targets) > 1 else targets[0]
+    with Progress(count) as progress:
         return check_all(requests, limits, progress.update)
 
 

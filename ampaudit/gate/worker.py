@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from ampaudit.archive import read_manifest
 from ampaudit.errors import AuditError, first_line
-from ampaudit.gate.budgets import Breach, Budgets
+from ampaudit.gate.budgets import Breach, Budgets, Measured
 from ampaudit.gate.judge import breaches, measured_in, read_baseline
 from ampaudit.gate.metric import Outputs, with_metric
 from ampaudit.gate.result import Request, TargetResult
@@ -55,6 +56,8 @@ def check_target(request: Request) -> TargetResult:
         notes.append("audited as it was converted, casts and all; its files were verified")
     report, outputs = _scanned(source, policy, options)
     measured = with_metric(measured_in(report), source, outputs)
+    if source.kind == "converted":
+        measured = _with_recorded(measured, Path(request.target))
     if budgets.max_metric_drop is not None and measured.metric_fp32 is None:
         notes.append("the model file has no metric(output, batch): max-metric-drop was not checked")
     found += breaches(report, measured, budgets, baseline)
@@ -85,6 +88,19 @@ def _scanned(source: ModelSource, policy: str, options: dict[str, object]) -> tu
 
 def _integrity(directory: Path) -> list[Breach]:
     return [Breach("integrity", problem.where, problem.what) for problem in verify(directory).problems]
+
+
+def _with_recorded(measured: Measured, directory: Path) -> Measured:
+    """With the accuracy that was recorded against the FP32 model, whose weights are not in the program."""
+    recorded = read_manifest(directory).outputs
+    found = [o.sqnr_db for o in recorded if o.sqnr_db is not None]
+    found += [measured.sqnr_db] if measured.sqnr_db is not None else []
+    broken = (o.name for o in recorded if o.max_error is None)
+    return replace(
+        measured,
+        sqnr_db=min(found, default=None),
+        broken=tuple(dict.fromkeys([*measured.broken, *broken])),
+    )
 
 
 def main() -> None:
