@@ -426,6 +426,14 @@ def test_a_policy_of_16_bit_weights_casts_all_and_says_what_breaks(tmp_path: Pat
     assert after["double"].dtype is torch.float64
 
 
+@pytest.mark.parametrize("policy", ["as-is", "apex-o0"])
+def test_a_policy_that_lowers_nothing_changes_nothing(tmp_path: Path, policy: str) -> None:
+    path = save(tmp_path / "w.safetensors", WEIGHTS)
+    convert_weights(path, tmp_path / "out", ConvertOptions(policy=policy))
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == path.read_bytes()
+    assert not (tmp_path / "out" / "master.safetensors").exists()
+
+
 def test_a_policy_that_asks_for_modules_needs_the_model(tmp_path: Path) -> None:
     path = save(tmp_path / "w.pt", WEIGHTS)
     with pytest.raises(UsageError, match="by the class of their module"):

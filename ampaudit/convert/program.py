@@ -33,17 +33,16 @@ class GraphModel(nn.Module):
         self, deployed: Deployed, values: Mapping[str, torch.Tensor], outputs: tuple[str, ...], *, train: bool
     ) -> None:
         super().__init__()
-        self._outputs = outputs
-        self._graph = deployed.graph
-        self._places = deployed.placeholders
-        self._homes: dict[str, tuple[str, str]] = {}
+        homes: dict[str, tuple[str, str]] = {}
+        # one attribute, so that no layer of a model is likely to have its name
+        self._ampaudit = (deployed.graph, deployed.placeholders, outputs, homes)
         held: dict[int, nn.Parameter] = {}
         for place in deployed.placeholders:
             if place.slot is Slot.INPUT:
                 continue
             path = place.name if place.slot is not Slot.CONSTANT else place.node
             owner, _, leaf = path.rpartition(".")
-            self._homes[place.node] = (owner, leaf)
+            homes[place.node] = (owner, leaf)
             value = values[place.node]
             module = _submodule(self, owner)
             if place.slot is Slot.PARAMETER and value.is_floating_point():
@@ -54,18 +53,16 @@ class GraphModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
+        graph, places, outputs, homes = self._ampaudit
         inputs = iter(tensor_leaves(args, kwargs))
         values = [
-            _given(next(inputs), place) if place.slot is Slot.INPUT else self._weight(place)
-            for place in self._places
+            _given(next(inputs), place)
+            if place.slot is Slot.INPUT
+            else getattr(self.get_submodule(homes[place.node][0]), homes[place.node][1])
+            for place in places
         ]
-        found = fx.Interpreter(nn.Module(), graph=self._graph).run(*values, enable_io_processing=False)
-        return as_structure(self._outputs, tuple(found))
-
-    def _weight(self, place: Placeholder) -> torch.Tensor:
-        owner, leaf = self._homes[place.node]
-        value: torch.Tensor = getattr(self.get_submodule(owner), leaf)
-        return value
+        found = fx.Interpreter(nn.Module(), graph=graph).run(*values, enable_io_processing=False)
+        return as_structure(outputs, tuple(found))
 
 
 def _given(tensor: torch.Tensor, place: Placeholder) -> torch.Tensor:

@@ -10,9 +10,9 @@ from ampaudit.checkpoint import Checkpoint, Entry
 from ampaudit.checkpoint.parts import type_name
 from ampaudit.errors import UsageError
 from ampaudit.formats import NumberFormat
-from ampaudit.policy import RuleSet
+from ampaudit.policy import OpFacts, RuleSet
 from ampaudit.policy.matching import matches_any
-from ampaudit.policy.schema import KeepFp32
+from ampaudit.policy.schema import Cast, KeepFp32
 
 __all__ = ["CASTABLE_TYPES", "Choice", "Mode", "choose_by_name", "choose_planned", "type_of"]
 
@@ -47,7 +47,7 @@ def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
 
     A policy that stores 16 bits is followed, but for what it says about modules. One that casts at each
     use, such as autocast, lowers what matrix products take: tensors of two or more dimensions are stored
-    in 16 bits, vectors (biases, norms, statistics) stay, and so does what the format cannot hold.
+    in 16 bits; vectors (biases, norms, statistics) stay. One that lowers no matrix product changes nothing.
 
     Raises:
         UsageError: the policy asks for something that only a model can tell.
@@ -59,19 +59,30 @@ def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
             f"policy {rules.name!r} stores weights by the class of their module, and a checkpoint has none",
             hint="convert the model, or choose --policy half",
         )
+    style = _style(rules, form)
     choices: dict[str, Choice] = {}
     for part in checkpoint.parts:
         for name, entry in part.entries.items():
-            choices[name] = _by_rule(entry, weights.storage, keep, type_of(form))
+            choices[name] = _by_rule(entry, style, keep, type_of(form))
     return choices
 
 
-def _by_rule(entry: Entry, storage: str, keep: Iterable[KeepFp32], lower: str) -> Choice:
+def _style(rules: RuleSet, form: NumberFormat) -> str:
+    """What a policy means for weights known by name only: ``all`` are lowered, ``matrices``, or ``none``."""
+    if rules.file.weights.storage == "lower":
+        return "all"
+    product = rules.decide(OpFacts("linear", "", form.name))
+    return "matrices" if product.cast in (Cast.LOWER, Cast.ALLOW) else "none"
+
+
+def _by_rule(entry: Entry, style: str, keep: Iterable[KeepFp32], lower: str) -> Choice:
     if entry.dtype not in CASTABLE_TYPES:
         return Choice(entry.dtype, "not a floating-point type that is cast")
     if any(matches_any(rule.parameter, entry.name) for rule in keep):
         return Choice(entry.dtype, "the policy keeps it")
-    if storage == "float32" and len(entry.shape) < 2:
+    if style == "none":
+        return Choice(entry.dtype, "the policy lowers no matrix product")
+    if style == "matrices" and len(entry.shape) < 2:
         return Choice(entry.dtype, "a vector: biases, norms and statistics stay")
     return Choice(lower, "the policy stores it in 16 bits")
 
