@@ -199,3 +199,8 @@ def test_help_is_fast_and_does_not_import_torch() -> None:
 @pytest.mark.parametrize("option", ["--policy", "--dtype", "--device", "--batches", "--seed", "--weights"])
 def test_help_of_scan_names_its_options(cli: Cli, option: str) -> None:
     assert option in cli("scan", "--help").stdout
+
+
+def test_lists_in_the_help_are_lists(cli: Cli) -> None:
+    assert "\n  file.py:factory          another function" in cli("scan", "--help").stdout
+    assert "\n  weights.safetensors, model.safetensors.index.json" in cli("convert", "--help").stdout

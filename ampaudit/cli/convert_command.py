@@ -57,17 +57,21 @@ _DEBUG = click.option("--debug", is_flag=True, help="Show Python tracebacks of e
 @_DEBUG
 @click.pass_context
 def convert_command(context: click.Context, /, model: str, output: Path, **options: Any) -> None:
-    r"""Audit MODEL, and write its converted checkpoint if nothing breaks.
+    """Audit MODEL, and write its converted checkpoint if nothing breaks.
 
     \b
     MODEL is what ``ampaudit scan`` takes, or weights alone, which are converted by name and shape:
       weights.safetensors, model.safetensors.index.json, state_dict.pt
     DIR then holds
-      model.safetensors    working weights          master.safetensors   what they were rounded from
-      model.pt2            the program with casts   model.onnx           the same (--onnx)
-      plan.yaml            the decisions, as rules  report.json          the audit
-      reference.safetensors  inputs and outputs     manifest.json        SHA-256 of every file
-    """
+      model.safetensors      working weights, in the dtypes of the plan
+      master.safetensors     what they were rounded from
+      model.pt2              the exported program, with the casts in it
+      model.onnx             the same for ONNX (--onnx)
+      plan.yaml              the decisions, as a rule file
+      report.json            the audit
+      reference.safetensors  inputs, and what the program computes from them
+      manifest.json          SHA-256 of every file
+    """  # noqa: D301  (click wants the character, not its escape)
     if options["target"] is not None:
         _restore(model, output, options)
         return

@@ -71,7 +71,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
 @click.pass_context
 def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
-    r"""Run MODEL in FP32 and in 16 bits side by side, and name what breaks.
+    """Run MODEL in FP32 and in 16 bits side by side, and name what breaks.
 
     \b
     MODEL is one of
@@ -81,7 +81,7 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
       directory/               a Hugging Face model: config.json and safetensors
       file.pt2                 an exported program
       directory/               what ``ampaudit convert`` wrote: scanned as it is
-    """
+    """  # noqa: D301  (click wants the character, not its escape)
     from ampaudit.files import check_writable
 
     if options["output"] is not None:
