@@ -335,8 +335,11 @@ def test_given_weights_are_those_that_are_written(tmp_path: Path) -> None:
     assert same_bits(stored[name], state[name].half())
 
 
-@pytest.mark.parametrize("architecture", ["bert", "t5", "mixtral"])
-def test_transformers_loads_what_was_stored(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "policy"),
+    [("bert", "half"), ("t5", "half"), ("t5", "keep-fp32-modules"), ("mixtral", "half")],
+)
+def test_transformers_loads_what_was_stored(tmp_path: Path, architecture: str, policy: str) -> None:
     """Also where the file's names are not the model's, and where experts are put together on loading."""
     import transformers
 
@@ -344,7 +347,7 @@ def test_transformers_loads_what_was_stored(tmp_path: Path, architecture: str) -
     made = zoo.ZOO[architecture]().model
     made.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
     source = open_source(str(tmp_path / "hf"), SourceOptions())
-    out = converted(source, tmp_path / "out", policy="half", program=False)
+    out = converted(source, tmp_path / "out", policy=policy, program=False)
     index = "model.safetensors.index.json"
     assert (
         json.loads((out / index).read_text())["weight_map"]
@@ -355,7 +358,9 @@ def test_transformers_loads_what_was_stored(tmp_path: Path, architecture: str) -
     for name, tensor in loaded.state_dict().items():
         kept = architecture == "t5" and ".wo." in name  # the class keeps it in FP32
         assert tensor.dtype is (torch.float32 if kept else torch.float16), name
-        assert torch.equal(tensor.half(), before[name].half())
+        exact = kept and policy == "keep-fp32-modules"
+        assert torch.equal(tensor, before[name]) if exact else torch.equal(tensor.half(), before[name].half())
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
 
 
 @pytest.mark.gpu

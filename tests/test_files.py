@@ -84,6 +84,20 @@ def test_a_failure_half_way_leaves_the_old_one(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"]
 
 
+def write_while_a_rival_does(out: Path) -> None:
+    with staged_directory(out, force=False, ours=OURS) as stage:
+        (stage / OURS).write_text("late")
+        fill(out, "rival", force=False)
+
+
+def test_what_a_rival_wrote_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(OutputError, match="exists"):
+        write_while_a_rival_does(out)
+    assert (out / OURS).read_text() == "rival"
+    assert names(tmp_path) == ["out"]
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     out = tmp_path / "out"
     fill(out, "one")

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 
 from ampaudit.archive import read_manifest
+from ampaudit.checkpoint.header import Entry, laid_out
 from ampaudit.errors import AuditError, UsageError, WeightsError
 from ampaudit.report.model import Report
 from ampaudit.source.interface import ModelSource, SourceOptions
@@ -179,3 +180,25 @@ def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
             peaks[name, bool(stream)] = int(done.stderr.split()[-1]) / 1000
     assert peaks["large", False] - peaks["small", False] > 200
     assert peaks["large", True] - peaks["small", True] < 60, json.dumps({str(k): v for k, v in peaks.items()})
+
+
+def zeros(path: Path, rows: int) -> Path:
+    """A checkpoint of one tensor of zeros: a hole in the file, not bytes on the disk."""
+    head, (entry,) = laid_out([Entry("w", "F32", (rows, 1 << 20))], {})
+    with path.open("wb") as stream:
+        stream.write(head)
+        stream.truncate(len(head) + entry.size)
+    return path
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with /proc")
+def test_converting_needs_no_more_memory_for_a_larger_file(tmp_path: Path) -> None:
+    peaks = []
+    for rows in (10, 100):  # 42 and 419 MB, in a single tensor
+        path = zeros(tmp_path / f"{rows}.safetensors", rows)
+        command = [sys.executable, "-c", PEAK, "convert", str(path), "-o", str(tmp_path / f"out-{rows}")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stderr.split()[-1]) / 1000)
+        assert (tmp_path / f"out-{rows}" / "model.safetensors").stat().st_size > rows * (2 << 20)
+    assert peaks[1] - peaks[0] < 20
