@@ -182,6 +182,9 @@ def test_configuration(tmp_path: Path) -> None:
     assert found["baseline"] == str(tmp_path / "b.json")
     assert found["targets"] == [f"{tmp_path}/m.py", f"{tmp_path}/m.py:get_model", "pkg.mod:f"]
     assert read_config(config(tmp_path, "[tool.other]\na = 1")) == {}
+    (tmp_path / "n.py").write_text(GOOD)
+    globbed = read_config(config(tmp_path, '[tool.ampaudit]\ntargets = ["?.py"]'))["targets"]
+    assert globbed == [f"{tmp_path}/m.py", f"{tmp_path}/n.py"]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +198,7 @@ def test_configuration(tmp_path: Path) -> None:
         ("[tool.ampaudit]\nmin-sqnr = nan", "min-sqnr = nan", "a number"),
         ("[tool.ampaudit]\ntimeout = -1", "timeout = -1", "above 0"),
         ("[tool]\nampaudit = 3", "is not a table", "write"),
+        ('[tool.ampaudit]\ntargets = ["nothing*.py"]', "nothing matches 'nothing*.py'", "pattern"),
         ("[tool.ampaudit\n", "not valid TOML", "correct"),
     ],
 )

@@ -55,12 +55,25 @@ def read_config(path: Path) -> dict[str, Any]:
         if name in found:
             found[name] = str(path.parent / found[name])
     if "targets" in found:
-        found["targets"] = [_beside(path, target) for target in found["targets"]]
+        found["targets"] = [place for target in found["targets"] for place in _places(path, target)]
     return found
 
 
+def _places(path: Path, target: str) -> list[str]:
+    """A target from the file's directory, or all that match if it is a glob; an import path stays as it is.
+
+    Raises:
+        UsageError: a glob matches nothing.
+    """
+    if not set("*?[") & set(target):
+        return [_beside(path, target)]
+    matches = sorted(str(place) for place in path.parent.glob(target))
+    if not matches:
+        raise UsageError(f"{path}: targets: nothing matches {target!r}", hint="correct the pattern")
+    return matches
+
+
 def _beside(path: Path, target: str) -> str:
-    """A target that is a path, from the file's directory; an import path stays as it is."""
     head = target.rpartition(":")[0] or target
     return (
         str(path.parent / target)

@@ -15,17 +15,19 @@ from ampaudit.report.verification import Verification
 
 __all__ = ["verify"]
 
-_TOLERANCE_DB = 40.0  # float16 kernels that add up in another order differ by about 60 dB
+# kernels that add up in another order agree to about 60 dB in float16 and 42 dB in bfloat16
+_TOLERANCE_DB = {"float16": 40.0, "bfloat16": 25.0}
 _PATIENCE = 3600.0
 
 
-def verify(directory: Path, *, run: bool = True, tolerance_db: float = _TOLERANCE_DB) -> Verification:
+def verify(directory: Path, *, run: bool = True, tolerance_db: float | None = None) -> Verification:
     """Check hashes and rounding; load the program in a fresh process, run it, and compare.
 
     Args:
         directory: what ``ampaudit convert`` wrote.
         run: also load and run the program.
-        tolerance_db: agreement, in dB, that is asked of outputs whose bits differ.
+        tolerance_db: agreement, in dB, that is asked of outputs whose bits differ; 40 for float16 and 25
+            for bfloat16 if not given.
 
     Raises:
         WeightsError: there is no manifest that can be trusted.
@@ -34,7 +36,8 @@ def verify(directory: Path, *, run: bool = True, tolerance_db: float = _TOLERANC
     problems = [*check_files(directory, manifest), *check_rounding(directory, manifest)]
     lines: list[str] = []
     if run and PROGRAM in manifest.files and (directory / PROGRAM).is_file() and manifest.outputs:
-        more, lines = _in_fresh_process(directory, tolerance_db)
+        asked = tolerance_db if tolerance_db is not None else _TOLERANCE_DB.get(manifest.dtype, 40.0)
+        more, lines = _in_fresh_process(directory, asked)
         problems += more
     elif run:
         lines = ["nothing was run: the directory holds no program with recorded outputs"]
