@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from ampaudit.convert.plan_file import plan_rules
 from ampaudit.formats import FLOAT16
@@ -62,3 +63,37 @@ def test_layers_of_a_stack_share_a_line() -> None:
     text = plan_rules(traced(made, rules), rules, "model")
     assert "encoder.layer.*.intermediate.dense/linear" in text
     assert "encoder.layer.0" not in text
+
+
+CONDITIONAL = """
+name: conditional
+title: norms are whole only because a rule names the op, in a layer that is not there
+weights: {storage: lower, inputs: lower}
+rules:
+  - id: norm
+    match: {op: [rms_norm], layer: [elsewhere]}
+    cast: float32
+    reason: precision
+    why: some other norm is in float32.
+    source: this test
+"""
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(8), nn.RMSNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_an_op_that_a_rule_keeps_whole_elsewhere_stays_whole(tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(CONDITIONAL)
+    made, rules = zoo.ZooModel(Norms(), {"x": torch.randn(2, 8)}), load_policy(str(tmp_path / "rules.yaml"))
+    first = traced(made, rules)
+    norms = [site.op for site in first.sites if site.layer in ("first", "second") and "norm" in site.op]
+    assert norms == ["aten.rms_norm.default"] * 2
+    (tmp_path / "plan.yaml").write_text(plan_rules(first, rules, "model"))
+    again = traced(made, load_policy(str(tmp_path / "plan.yaml")))
+    assert graph_of(again) == graph_of(first)
