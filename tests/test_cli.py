@@ -202,5 +202,5 @@ def test_help_of_scan_names_its_options(cli: Cli, option: str) -> None:
 
 
 def test_lists_in_the_help_are_lists(cli: Cli) -> None:
-    assert "\n  file.py:factory          another function" in cli("scan", "--help").stdout
-    assert "\n  weights.safetensors, model.safetensors.index.json" in cli("convert", "--help").stdout
+    assert "\n    file.py:factory          another function" in cli("scan", "--help").stdout
+    assert "\n    weights.safetensors, model.safetensors.index.json" in cli("convert", "--help").stdout
