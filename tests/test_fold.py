@@ -68,6 +68,23 @@ def test_only_a_weight_that_every_use_casts_is_stored_in_16_bits() -> None:
     assert (deployed.folded, deployed.casts) == (1, 1)
 
 
+class Counted(nn.Module):
+    """A float weight that the author uses as whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = nn.Parameter(torch.arange(4.0) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.sizes.to(torch.int8).sum()
+
+
+def test_a_weight_is_never_stored_as_integers() -> None:
+    made = traced(Counted(), {"x": torch.randn(4)}, "torch-cuda", "float16")
+    deployed = deploy(convert(made), "inference")
+    assert {p.name: p.dtype for p in deployed.placeholders}["sizes"] is torch.float32
+
+
 class TiedApart(nn.Module):
     """Two layers with one weight, of which an author's region keeps one in float32."""
 

@@ -17,6 +17,8 @@ from ampaudit.weights import Mode
 
 __all__ = ["Deployed", "deploy", "weights_of"]
 
+_LOWER = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
@@ -91,8 +93,7 @@ def _only_cast(node: fx.Node, sites: Mapping[str, Site]) -> torch.dtype | None:
             return None
         found.add(user.meta["val"].dtype)
     (dtype,) = found if len(found) == 1 else (None,)
-    own = node.meta["val"].dtype
-    return dtype if dtype is not None and dtype.itemsize < own.itemsize else None
+    return dtype if dtype in _LOWER and node.meta["val"].dtype is torch.float32 else None
 
 
 def _writes(node: fx.Node) -> bool:

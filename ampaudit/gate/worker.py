@@ -65,10 +65,14 @@ def check_target(request: Request) -> TargetResult:
         notes.append(f"the baseline is about {baseline.model.source}")
     if request.report:
         Path(request.report).write_text(to_json(report), encoding="utf-8")
+    crashed = report.exit_code == 3  # one of our checks
     return TargetResult(
         target=request.target,
-        verdict="fail" if found else "pass",
-        exit_code=3 if report.exit_code == 3 else int(bool(found)),
+        verdict="error" if crashed else "fail" if found else "pass",
+        exit_code=3 if crashed else int(bool(found)),
+        error="a check failed and its findings are missing\n  next: run 'ampaudit scan' on it"
+        if crashed
+        else "",
         breaches=tuple(found),
         measured=measured,
         policy=report.run.policy,
@@ -117,7 +121,7 @@ def main() -> None:
         text = f"{what}\n  next: run 'ampaudit scan --debug' on it"
         result = TargetResult(request.target, "error", 3, error=text)
     part = Path(f"{sys.argv[2]}.part")
-    part.write_bytes(TypeAdapter(TargetResult).dump_json(replace(result)))
+    part.write_bytes(TypeAdapter(TargetResult).dump_json(result))
     part.replace(sys.argv[2])
 
 
