@@ -1,11 +1,11 @@
-"""Tells glibc to keep freed memory: an audit frees and asks again for the same large tensors all the time."""
+"""Tells glibc what to do with freed memory: keep it, for speed, or give it back at once, to need less."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["keep_freed_memory", "return_freed_memory"]
 
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -18,11 +18,23 @@ def keep_freed_memory() -> bool:
     Without it, every tensor beyond 32 MiB is returned to the kernel when it is freed and faulted in,
     page by page, when the next one is made. Only the program does this, never the library.
     """
+    return _set(((_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, 256 << 20)))
+
+
+def return_freed_memory() -> bool:
+    """Set the thresholds so that a large tensor's memory is the system's again when it is freed.
+
+    Without it, glibc raises the size from which it asks the kernel to that of the largest tensor freed so
+    far; the others then lie in its heap, where a small block behind a hole keeps the hole.
+    """
+    return _set(((_M_MMAP_THRESHOLD, 1 << 20), (_M_TRIM_THRESHOLD, 1 << 20)))
+
+
+def _set(settings: tuple[tuple[int, int], ...]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    settings = ((_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, 256 << 20))
     return all(mallopt(parameter, value) == 1 for parameter, value in settings)

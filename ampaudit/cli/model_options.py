@@ -43,11 +43,13 @@ def load_source(location: str, options: dict[str, Any]) -> ModelSource:
     Raises:
         AuditError: see ``ampaudit.source``.
     """
-    from ampaudit.cli.memory import keep_freed_memory
+    from ampaudit.cli.memory import keep_freed_memory, return_freed_memory
     from ampaudit.source.interface import SourceOptions
     from ampaudit.source.open import open_source
 
-    if not options["stream"]:  # which is there to save memory
+    if options["stream"]:  # which is there to save memory
+        return_freed_memory()
+    else:
         keep_freed_memory()
     names = ("batches", "seed", "weights", "inputs", "train", "stream")
     return open_source(location, SourceOptions(**{name: options[name] for name in names}))
