@@ -195,6 +195,18 @@ def test_masters_restore_every_bit(tmp_path: Path, policy: str) -> None:
         assert a.metadata() == b.metadata()
 
 
+def test_a_bfloat16_directory_is_restored_as_one(tmp_path: Path) -> None:
+    made = zoo.bert().model.bfloat16()
+    made.save_pretrained(tmp_path / "hf")
+    source = open_source(str(tmp_path / "hf"), SourceOptions())
+    out = converted(source, tmp_path / "out", policy="half", program=False)
+    assert {t.dtype for t in load(out / "model.safetensors").values()} == {torch.float16}
+    restore(out, tmp_path / "back", force=False)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    name = "model.safetensors"
+    assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
 def test_without_masters_nothing_is_restored(tmp_path: Path) -> None:
     out = converted(tied(), tmp_path / "out", policy="half", masters=False)
     assert not (out / "master.safetensors").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
@@ -107,10 +108,10 @@ def type_name(dtype: torch.dtype, what: str) -> str:
     return name
 
 
-def _fill(stream: object, view: memoryview, path: Path) -> None:
+def _fill(stream: FileIO, view: memoryview, path: Path) -> None:
     done = 0
     while done < len(view):
-        count = stream.readinto(view[done:])  # type: ignore[attr-defined]
+        count = stream.readinto(view[done:])
         if not count:
             raise WeightsError(f"{path}: became shorter while it was read", hint="try again")
         done += count

@@ -9,6 +9,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -84,7 +85,7 @@ def _one_thread() -> Iterator[None]:
 class _Hand:
     """A thread that hashes and writes what it is given, while the next piece is made."""
 
-    def __init__(self, stream: object) -> None:
+    def __init__(self, stream: FileIO) -> None:
         self.sha256 = hashlib.sha256()
         self.size = 0
         self._stream = stream
@@ -121,5 +122,5 @@ class _Hand:
         self.sha256.update(data)
         view = memoryview(data)
         while view:
-            view = view[self._stream.write(view) :]  # type: ignore[attr-defined]
+            view = view[self._stream.write(view) :]
         self.size += memoryview(data).nbytes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from ampaudit.archive import MANIFEST, Manifest, read_manifest, write_manifest
 from ampaudit.archive.manifest import FileRecord, digest_of, files_under
 from ampaudit.archive.reference import REFERENCE
 from ampaudit.checkpoint import Entry, Part, write_safetensors
+from ampaudit.checkpoint.header import FLOAT_TYPES, TORCH_NAMES
 from ampaudit.checkpoint.open import INDEX_SUFFIX
 from ampaudit.checkpoint.parts import SafetensorsFile
 from ampaudit.errors import UsageError, WeightsError
@@ -104,8 +106,9 @@ def _restore_file(
 
 
 def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
-    """What is neither ours nor weights, as it is; config.json says float32 again; an index its sizes."""
+    """What is neither ours nor weights; config.json names the old dtype again, an index the old size."""
     weights = _weight_files(manifest)
+    before = [Entry(name, t.master_dtype or t.dtype, t.shape) for name, t in manifest.tensors.items()]
     for name in manifest.files:
         if name in weights or name in _OURS or name == f"{MASTER}{INDEX_SUFFIX}":
             continue
@@ -113,22 +116,19 @@ def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, place)
         if name == "config.json":
-            _edit(
-                place,
-                lambda table: {
-                    k: "float32" if k in ("dtype", "torch_dtype") else v for k, v in table.items()
-                },
-            )
+            _edit_config(place, before)
         elif name.endswith(INDEX_SUFFIX):
-            total = sum(
-                Entry(n, t.master_dtype or t.dtype, t.shape).size for n, t in manifest.tensors.items()
-            )
-            _edit(
-                place,
-                lambda table, total=total: {**table, "metadata": {**table["metadata"], "total_size": total}},
-            )
+            table = json.loads(place.read_text(encoding="utf-8"))
+            table["metadata"] = {**table["metadata"], "total_size": sum(entry.size for entry in before)}
+            _write(place, table)
 
 
-def _edit(path: Path, change: object) -> None:
+def _edit_config(path: Path, before: Iterable[Entry]) -> None:
+    floats = {TORCH_NAMES[entry.dtype] for entry in before if entry.dtype in FLOAT_TYPES}
+    dtype = "float32" if "float32" in floats or not floats else min(floats)
     table = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(change(table), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")  # type: ignore[operator]
+    _write(path, {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in table.items()})
+
+
+def _write(path: Path, table: dict[str, Any]) -> None:
+    path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
