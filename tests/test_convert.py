@@ -19,8 +19,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ampaudit.archive import MANIFEST, read_manifest
+from ampaudit.archive import read_manifest
 from ampaudit.archive.reference import compared
+from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.convert import onnx_file
 from ampaudit.errors import OutputError, RunFailed, SourceError, UsageError, WeightsError
 from ampaudit.source import Batch, ModelSource

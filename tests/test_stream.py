@@ -100,6 +100,19 @@ def test_hugging_face_directories(tmp_path: Path, architecture: str) -> None:
     assert reports[0] == reports[1]
 
 
+def test_given_weights_go_before_those_of_the_directory(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = zoo.bert().model
+    made.save_pretrained(tmp_path / "hf")
+    state = {name: tensor * 2 for name, tensor in made.state_dict().items()}
+    safetensors.torch.save_file(state, tmp_path / "w.safetensors")
+    weights = tmp_path / "w.safetensors"
+    plain, streamed = (opened(tmp_path / "hf", stream=s, weights=weights).model for s in (False, True))
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(streamed.state_dict()[name], tensor)
+        assert torch.equal(tensor, state[name])
+
+
 def test_16_bit_checkpoints_are_widened_on_disk(model: Path, tmp_path: Path) -> None:
     state = safetensors.torch.load_file(tmp_path / "w.safetensors")
     lower = {n: t.bfloat16() if t.is_floating_point() else t for n, t in state.items()}

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ampaudit.archive.manifest import MANIFEST, Manifest, OutputRecord, read_manifest, write_manifest
+from ampaudit.archive.manifest import Manifest, OutputRecord, read_manifest, write_manifest
 
-__all__ = ["MANIFEST", "Manifest", "OutputRecord", "read_manifest", "write_manifest"]
+__all__ = ["Manifest", "OutputRecord", "read_manifest", "write_manifest"]

@@ -10,13 +10,13 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.checkpoint.strict import unique_json
 from ampaudit.errors import WeightsError, first_line
 from ampaudit.policy.schema import Constants
 from ampaudit.weights.stream import StoredTensor
 
 __all__ = [
-    "MANIFEST",
     "FileRecord",
     "Manifest",
     "OutputRecord",
@@ -25,9 +25,6 @@ __all__ = [
     "read_manifest",
     "write_manifest",
 ]
-
-MANIFEST = "manifest.json"
-SCHEMA: Literal[1] = 1
 
 
 @dataclass(frozen=True, slots=True)

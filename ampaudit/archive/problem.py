@@ -7,9 +7,7 @@ from typing import Literal
 
 __all__ = ["Problem", "ProblemKind"]
 
-ProblemKind = Literal[
-    "missing", "truncated", "changed", "tensor", "extra", "manifest", "rounding", "program", "output"
-]
+ProblemKind = Literal["missing", "truncated", "changed", "tensor", "extra", "rounding", "program", "output"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +17,7 @@ class Problem:
     Attributes:
         kind: ``missing``, ``truncated``, ``changed`` or ``extra`` files; a ``tensor`` whose values are not
             those that were written; ``rounding``: it is not its master rounded; ``program``: the program
-            holds other weights; ``output``: it computes something else; ``manifest``.
+            holds other weights; ``output``: it computes something else.
         where: the file, with the tensor or the output where that is known.
         what: in words.
     """

@@ -18,7 +18,6 @@ from ampaudit.source.calling import call_unchanged
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
 
 __all__ = [
-    "REFERENCE",
     "Reference",
     "compared",
     "digest_of_tensors",
@@ -26,8 +25,6 @@ __all__ = [
     "record_reference",
     "run_program",
 ]
-
-REFERENCE = "reference.safetensors"
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

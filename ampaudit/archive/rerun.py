@@ -17,14 +17,13 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.archive.manifest import Manifest, read_manifest
 from ampaudit.archive.problem import Problem
-from ampaudit.archive.reference import REFERENCE, compared, digest_of_tensors, run_program
+from ampaudit.archive.reference import compared, digest_of_tensors, run_program
+from ampaudit.checkpoint.layout import PROGRAM, REFERENCE
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.errors import AuditError, first_line
 from ampaudit.source.exported import load_program
 
-__all__ = ["PROGRAM", "rerun"]
-
-PROGRAM = "model.pt2"
+__all__ = ["rerun"]
 
 
 def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ampaudit.checkpoint.header import Entry, Header, read_header
 from ampaudit.checkpoint.open import Checkpoint, open_checkpoint
 from ampaudit.checkpoint.parts import Part
-from ampaudit.checkpoint.write import Written, write_safetensors
+from ampaudit.checkpoint.write import Written, write_part, write_safetensors
 
 __all__ = [
     "Checkpoint",
@@ -15,5 +15,6 @@ __all__ = [
     "Written",
     "open_checkpoint",
     "read_header",
+    "write_part",
     "write_safetensors",
 ]

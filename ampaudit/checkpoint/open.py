@@ -8,14 +8,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ampaudit.checkpoint.header import Entry
+from ampaudit.checkpoint.layout import SINGLE
 from ampaudit.checkpoint.parts import InMemory, Part, SafetensorsFile
 from ampaudit.checkpoint.strict import unique_json
 from ampaudit.errors import WeightsError
 
-__all__ = ["INDEX_SUFFIX", "PICKLED", "SINGLE", "Checkpoint", "open_checkpoint", "weights_in"]
+__all__ = ["INDEX_SUFFIX", "PICKLED", "Checkpoint", "open_checkpoint", "weights_in"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
-SINGLE = "model.safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -56,7 +56,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.suffix in PICKLED:
         from ampaudit.checkpoint.pickled import read_state_dict
 
-        part = InMemory(path.name, read_state_dict(path, mapped=True), {})
+        part = InMemory(path.name, read_state_dict(path), {})
         return Checkpoint(path, (part,), None, {})
     raise WeightsError(
         f"{path}: not a kind of checkpoint that ampaudit reads",

@@ -14,22 +14,22 @@ from ampaudit.errors import WeightsError, first_line
 __all__ = ["read_state_dict"]
 
 
-def read_state_dict(path: Path, *, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of a pickled checkpoint by name; ``mapped`` leaves them on disk until they are used.
+def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a pickled checkpoint by name, on disk until they are used where torch can map them.
 
     Raises:
         WeightsError: missing, corrupt, or a pickle that holds anything but tensors (it is not run).
     """
     if not path.is_file():
         raise WeightsError(f"no such file: {path}", hint="check the path")
-    state = _state_dict(_load(path, mapped), path)
+    state = _state_dict(_load(path, mapped=True), path)
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise WeightsError(f"{path}: {name!r} is not a tensor", hint="save model.state_dict() only")
     return state
 
 
-def _load(path: Path, mapped: bool) -> Any:
+def _load(path: Path, *, mapped: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from ampaudit.checkpoint.header import Entry, laid_out
-from ampaudit.checkpoint.parts import RING
+from ampaudit.checkpoint.parts import RING, Part
 
-__all__ = ["Written", "write_safetensors"]
+__all__ = ["Written", "write_part", "write_safetensors"]
 
 _AHEAD = RING - 4  # pieces that wait for the disk, in buffers that are not used again meanwhile
 
@@ -69,6 +69,17 @@ def write_safetensors(
             assert written == entry.size, f"{name}: {written} of {entry.size} bytes"
             crc32[name] = checksum
     return Written(hand.sha256.hexdigest(), hand.size, crc32)
+
+
+def write_part(path: Path, part: Part, names: Iterable[str] | None = None) -> Written:
+    """Write tensors of a part as they are; all of them if no names are given.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    entries = [part.entries[name] for name in (part.entries if names is None else names)]
+    pieces = ((entry.name, part.pieces(entry.name)) for entry in entries)
+    return write_safetensors(path, entries, part.metadata, pieces)
 
 
 @contextlib.contextmanager

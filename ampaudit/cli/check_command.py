@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ampaudit.cli.common_options import debug_option, format_option, ignore_option
 from ampaudit.cli.output import deliver
 
 __all__ = ["check_command"]
@@ -29,9 +30,7 @@ _DEFAULTS: dict[str, Any] = {"fail_on": "error", "jobs": 1}
     help="Severity from which a finding counts.  [default: error]",
 )
 @click.option("--allow", multiple=True, metavar="CODE", help="Findings that do not count; repeat.")
-@click.option(
-    "--ignore", multiple=True, metavar="CODE[:LAYER]", help="Hide findings by code, and layer glob."
-)
+@ignore_option
 @click.option("--min-headroom", type=float, metavar="BITS", help="Least headroom of every 16-bit site.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Least accuracy of every output.")
 @click.option(
@@ -62,10 +61,10 @@ _DEFAULTS: dict[str, Any] = {"fail_on": "error", "jobs": 1}
 )
 @click.option("--max-memory", metavar="SIZE", help="Stop a target that takes more, such as 4GB.")
 @click.option("--config", type=_FILE, metavar="FILE", help="A pyproject.toml.  [default: the nearest]")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option
 @click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write the result to FILE.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
+@debug_option
 @click.pass_context
 def check_command(context: click.Context, /, targets: tuple[str, ...], **options: Any) -> None:
     """Hold TARGETS against budgets: model files, converted directories, .pt2 programs.

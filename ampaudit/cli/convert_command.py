@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ampaudit.cli.common_options import debug_option, device_option, format_option, ignore_option
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver
 
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["convert_command", "verify_command"]
 
 _FILE = click.Path(path_type=Path)
-_FORMAT = click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
-)
-_DEBUG = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
 
 
 @click.command("convert", short_help="Write a converted checkpoint.")
@@ -40,7 +37,7 @@ _DEBUG = click.option("--debug", is_flag=True, help="Show Python tracebacks of e
 @click.option(
     "--to", "target", type=click.Choice(["float32"]), help="MODEL is a converted directory: undo it."
 )
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@device_option
 @model_options
 @click.option(
     "--fail-on",
@@ -49,12 +46,10 @@ _DEBUG = click.option("--debug", is_flag=True, help="Show Python tracebacks of e
     show_default=True,
     help="Severity of a finding from which nothing is written, and the exit code is 1.",
 )
-@click.option(
-    "--ignore", multiple=True, metavar="CODE[:LAYER]", help="Hide findings by code, and layer glob."
-)
-@_FORMAT
+@ignore_option
+@format_option
 @click.option("--force", is_flag=True, help="Replace DIR, if ampaudit wrote it.")
-@_DEBUG
+@debug_option
 @click.pass_context
 def convert_command(context: click.Context, /, model: str, output: Path, **options: Any) -> None:
     """Audit MODEL, and write its converted checkpoint if nothing breaks.
@@ -148,9 +143,9 @@ def _show(made: Conversion, form: str) -> None:
     metavar="DB",
     help="Agreement asked for where bits differ.  [default: 40 for float16, 25 for bfloat16]",
 )
-@_FORMAT
+@format_option
 @click.option("-v", "--verbose", is_flag=True, help="Every problem.")
-@_DEBUG
+@debug_option
 @click.pass_context
 def verify_command(context: click.Context, /, directory: Path, **options: Any) -> None:
     """Say whether a converted DIRECTORY is what was written, and still computes what it did.

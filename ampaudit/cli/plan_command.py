@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ampaudit.cli.common_options import debug_option, device_option, format_option
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver
 
@@ -17,14 +18,14 @@ __all__ = ["plan_command"]
 @click.argument("model")
 @click.option("--policy", default="ampaudit", show_default=True, help="Policy name or rule file.")
 @click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@device_option
 @click.option("--layer", metavar="GLOB", help="Only layers that match, such as 'encoder.layer.0.*'.")
 @model_options
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("-v", "--verbose", is_flag=True, help="One row per site, views too.")
-@click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
+@debug_option
 def plan_command(model: str, **options: Any) -> None:
     """Print each op's precision, the rule that decided and why, casts, bytes, and weights memory.
 

@@ -7,16 +7,13 @@ from typing import Any
 
 import click
 
+from ampaudit.cli.common_options import debug_option, format_option
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver
 
 __all__ = ["rules_group"]
 
-_FORMAT = click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
-)
 _DTYPE = click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
-_DEBUG = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
 
 
 @click.group("rules", short_help="List, show, check and compare policies.")
@@ -25,8 +22,8 @@ def rules_group() -> None:
 
 
 @rules_group.command("list")
-@_FORMAT
-@_DEBUG
+@format_option
+@debug_option
 def list_command(form: str, debug: bool) -> None:
     """The shipped policies."""
     from ampaudit.report.rules_text import list_rows, render_list
@@ -37,8 +34,8 @@ def list_command(form: str, debug: bool) -> None:
 
 @rules_group.command("show")
 @click.argument("policy")
-@_FORMAT
-@_DEBUG
+@format_option
+@debug_option
 def show_command(policy: str, form: str, debug: bool) -> None:
     """A policy's rules in order, with those that it inherits: a shipped name, or a rule file."""
     from ampaudit.policy import load_file
@@ -51,7 +48,7 @@ def show_command(policy: str, form: str, debug: bool) -> None:
 
 @rules_group.command("validate")
 @click.argument("file")
-@_DEBUG
+@debug_option
 def validate_command(file: str, debug: bool) -> None:
     """Check a rule file: exit code 0 if it can be used; warnings on stderr."""
     from ampaudit.policy import load_file
@@ -71,9 +68,9 @@ def validate_command(file: str, debug: bool) -> None:
 @click.option("--model", metavar="MODEL", help="Compare on this model, as ``ampaudit scan`` takes it.")
 @_DTYPE
 @model_options
-@_FORMAT
+@format_option
 @click.option("-v", "--verbose", is_flag=True, help="One row per site.")
-@_DEBUG
+@debug_option
 def diff_command(first: str, second: str, model: str | None, dtype: str, form: str, **options: Any) -> None:
     """The ops that two policies treat differently; with --model, the layers of your model."""
     from ampaudit.policy import load_policy
@@ -112,7 +109,7 @@ def _model_diff(a: Any, b: Any, model: str, dtype: str, form: str, options: dict
 
 
 @rules_group.command("schema")
-@_DEBUG
+@debug_option
 def schema_command(debug: bool) -> None:
     """The JSON Schema of a rule file, for editors that complete from one."""
     from ampaudit.policy.jsonschema import schema_text

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from ampaudit.cli.common_options import debug_option, device_option, format_option, ignore_option
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import as_text, deliver
 
@@ -26,9 +27,9 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
 @click.option("--ranges", is_flag=True, help="One FP32 run only: what every format would do to its values.")
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@device_option
 @model_options
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option
 @click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write the report to FILE.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option(
@@ -63,12 +64,10 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--assume", multiple=True, metavar="INPUT=LOW:HIGH", help="An input's range, for proofs; 'input' is all."
 )
-@click.option(
-    "--ignore", multiple=True, metavar="CODE[:LAYER]", help="Hide findings by code, and layer glob; repeat."
-)
+@ignore_option
 @click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
 @click.option("-v", "--verbose", is_flag=True, help="Notes and every site, too.")
-@click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
+@debug_option
 @click.pass_context
 def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
     """Run MODEL in FP32 and in 16 bits side by side, and name what breaks.

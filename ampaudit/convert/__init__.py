@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ampaudit.convert.model import ConvertedModel, Release, WeightCopy, convert
+from ampaudit.convert.model import ConvertedModel, Release, WeightCopy, convert, identity
 
-__all__ = ["ConvertedModel", "Release", "WeightCopy", "convert"]
+__all__ = ["ConvertedModel", "Release", "WeightCopy", "convert", "identity"]

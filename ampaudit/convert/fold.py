@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.convert.model import ConvertedModel
+from ampaudit.convert.model import ConvertedModel, identity
 from ampaudit.errors import UsageError
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import mutated_arguments
@@ -152,7 +152,7 @@ def weights_of(
         if place.dtype == master.dtype:
             values[place.node] = master
             continue
-        key = (master.data_ptr(), master.shape, master.stride(), place.dtype)
+        key = (identity(master), place.dtype)
         if place.node in ready and ready[place.node].dtype == place.dtype:
             rounded[key] = ready[place.node]
         elif key not in rounded:

@@ -12,7 +12,7 @@ from torch import fx
 from ampaudit.trace.graph import Role, Slot, TracedModel
 from ampaudit.weights import clipped
 
-__all__ = ["ConvertedModel", "Release", "WeightCopy", "convert"]
+__all__ = ["ConvertedModel", "Release", "WeightCopy", "convert", "identity"]
 
 Release = Callable[[torch.Tensor], None]
 
@@ -86,6 +86,11 @@ class ConvertedModel:
             for c in self.copies.values()
         }
         return {"master": sum(masters.values()), "working": sum(copies.values())}
+
+
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors that show the same values in the same memory: tied weights under several names."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def convert(traced: TracedModel, release: Release | None = None) -> ConvertedModel:

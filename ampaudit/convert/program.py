@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ampaudit.convert.fold import Deployed
+from ampaudit.convert.model import identity
 from ampaudit.errors import RunFailed, first_line
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder, Slot
@@ -36,7 +37,7 @@ class GraphModel(nn.Module):
         homes: dict[str, tuple[str, str]] = {}
         # one attribute, so that no layer of a model is likely to have its name
         self._ampaudit = (deployed.graph, deployed.placeholders, outputs, homes)
-        held: dict[int, nn.Parameter] = {}
+        held: dict[tuple[object, ...], nn.Parameter] = {}
         for place in deployed.placeholders:
             if place.slot is Slot.INPUT:
                 continue
@@ -46,7 +47,7 @@ class GraphModel(nn.Module):
             value = values[place.node]
             module = _submodule(self, owner)
             if place.slot is Slot.PARAMETER and value.is_floating_point():
-                parameter = held.setdefault(id(value), nn.Parameter(value, requires_grad=train))
+                parameter = held.setdefault(identity(value), nn.Parameter(value, requires_grad=train))
                 module.register_parameter(leaf, parameter)
             else:
                 module.register_buffer(leaf, value.detach())

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from ampaudit.checkpoint import Checkpoint
-from ampaudit.checkpoint.open import SINGLE
+from ampaudit.checkpoint.layout import SINGLE
 from ampaudit.checkpoint.parts import InMemory, type_name
 from ampaudit.convert.fold import Deployed
+from ampaudit.convert.model import identity
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.shadow import named_tensors
 
@@ -28,7 +29,7 @@ def checkpoint_of(model: nn.Module) -> Checkpoint:
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, torch.Tensor):
             continue  # extra state that a module makes for itself
-        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        key = identity(tensor)
         if tensor.numel() and key in first:
             metadata[name] = first[key]
             continue

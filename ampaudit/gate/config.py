@@ -74,12 +74,9 @@ def _places(path: Path, target: str) -> list[str]:
 
 
 def _beside(path: Path, target: str) -> str:
-    head = target.rpartition(":")[0] or target
-    return (
-        str(path.parent / target)
-        if (path.parent / head).exists() or (path.parent / target).exists()
-        else target
-    )
+    beside = path.parent / target
+    is_path = beside.exists() or (path.parent / target.rpartition(":")[0]).is_file()
+    return str(beside) if is_path else target
 
 
 def parse_size(text: str) -> int:

@@ -91,24 +91,11 @@ def _counts(finding: Finding, budgets: Budgets) -> bool:
 
 
 def _numbers(seen: Measured, budgets: Budgets, before: Measured | None) -> Iterator[Breach]:
-    bits, least = seen.headroom_bits, budgets.min_headroom
-    if (
-        least is not None
-        and bits is not None
-        and bits < least
-        and _fell(before, "headroom_bits", bits, _BITS)
-    ):
-        yield Breach(
-            "min-headroom", seen.headroom_site or "", f"headroom {bits:.2f} bits, {least:g} asked for"
-        )
-    accuracy, least = seen.sqnr_db, budgets.min_sqnr
-    if (
-        least is not None
-        and accuracy is not None
-        and accuracy < least
-        and _fell(before, "sqnr_db", accuracy, _DB)
-    ):
-        yield Breach("min-sqnr", "outputs", f"{accuracy:.1f} dB, {least:g} asked for")
+    if _too_low("headroom_bits", seen, budgets.min_headroom, before, _BITS):
+        text = f"headroom {seen.headroom_bits:.2f} bits, {budgets.min_headroom:g} asked for"
+        yield Breach("min-headroom", seen.headroom_site or "", text)
+    if _too_low("sqnr_db", seen, budgets.min_sqnr, before, _DB):
+        yield Breach("min-sqnr", "outputs", f"{seen.sqnr_db:.1f} dB, {budgets.min_sqnr:g} asked for")
     for name in seen.broken if budgets.min_sqnr is not None else ():
         if before is None or name not in before.broken:
             yield Breach("min-sqnr", name, f"holds infinity or NaN; {budgets.min_sqnr:g} dB asked for")
@@ -122,9 +109,12 @@ def _numbers(seen: Measured, budgets: Budgets, before: Measured | None) -> Itera
         yield Breach("max-fp32-share", "graph", text)
 
 
-def _fell(before: Measured | None, name: str, value: float, slack: float) -> bool:
-    """Whether a value counts: there is no baseline, or it was better there by more than rounding."""
+def _too_low(name: str, seen: Measured, least: float | None, before: Measured | None, slack: float) -> bool:
+    """Whether a number is below its limit and, with a baseline, worse than there by more than rounding."""
+    value = getattr(seen, name)
+    if value is None or least is None or value >= least:
+        return False
     if before is None:
         return True
     old = getattr(before, name)
-    return (math.inf if old is None else old) - value > slack
+    return bool((math.inf if old is None else old) - value > slack)

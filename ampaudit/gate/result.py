@@ -19,14 +19,12 @@ class Request:
         options: options of the audit and of the source by name.
         budgets: fields of ``Budgets``.
         baseline: path of an earlier report.
-        report: where to write the report.
     """
 
     target: str
     options: dict[str, object]
     budgets: dict[str, object]
     baseline: str | None = None
-    report: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

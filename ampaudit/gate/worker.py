@@ -19,7 +19,6 @@ from ampaudit.gate.budgets import Breach, Budgets, Measured
 from ampaudit.gate.judge import breaches, measured_in, read_baseline
 from ampaudit.gate.metric import Outputs, with_metric
 from ampaudit.gate.result import Request, TargetResult
-from ampaudit.report.jsonfile import to_json
 from ampaudit.source import ModelSource, SourceOptions
 from ampaudit.source.open import open_source
 from ampaudit.workflows.scan import scan_source
@@ -63,8 +62,6 @@ def check_target(request: Request) -> TargetResult:
     found += breaches(report, measured, budgets, baseline)
     if baseline is not None and baseline.model.source != report.model.source:
         notes.append(f"the baseline is about {baseline.model.source}")
-    if request.report:
-        Path(request.report).write_text(to_json(report), encoding="utf-8")
     crashed = report.exit_code == 3  # one of our checks
     return TargetResult(
         target=request.target,

@@ -9,12 +9,13 @@ from rich.text import Text
 
 from ampaudit.archive import OutputRecord
 from ampaudit.checkpoint.header import TORCH_NAMES
+from ampaudit.checkpoint.layout import MASTER, PLAN, REFERENCE, REPORT
 from ampaudit.report.grid import labelled
 from ampaudit.report.words import plain, size_of
 
 __all__ = ["Conversion", "render_conversion"]
 
-_OURS = ("model", "master", "plan.yaml", "report.json", "reference.safetensors")
+_OURS = ("model", MASTER, PLAN, REPORT, REFERENCE)
 _SHOWN = 8
 
 

@@ -14,9 +14,8 @@ from torch.export import ExportedProgram
 
 from ampaudit.errors import SourceError, first_line
 from ampaudit.replay import REPLAYED, replaying
-from ampaudit.source.inputs import batches_of
+from ampaudit.source.inputs import inputs_from
 from ampaudit.source.interface import Batch, ModelSource, SourceOptions
-from ampaudit.source.user_code import module_from_file
 
 __all__ = ["from_exported", "load_program"]
 
@@ -33,8 +32,7 @@ def from_exported(path: Path, options: SourceOptions, location: str) -> ModelSou
     module = _module_of(program)
     metric = None
     if options.inputs:
-        given = module_from_file(options.inputs)
-        batches, metric = batches_of(given, options.batches, options.seed), getattr(given, "metric", None)
+        batches, metric = inputs_from(options.inputs, options.batches, options.seed)
     elif program.example_inputs is not None:
         args, kwargs = program.example_inputs
         batches = (Batch(tuple(args), dict(kwargs)),)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ampaudit.errors import InputError, SourceError
-from ampaudit.source.inputs import batches_of
+from ampaudit.source.inputs import inputs_from
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, SourceOptions
-from ampaudit.source.user_code import calling_user_code, module_from_file
+from ampaudit.source.user_code import calling_user_code
 
 __all__ = ["from_directory"]
 
@@ -43,8 +43,7 @@ def from_directory(path: Path, options: SourceOptions, location: str) -> ModelSo
     model = _empty(path, architecture) if options.stream else _load(path, architecture)
     metric = None
     if options.inputs:
-        given = module_from_file(options.inputs)
-        batches, metric = batches_of(given, options.batches, options.seed), getattr(given, "metric", None)
+        batches, metric = inputs_from(options.inputs, options.batches, options.seed)
     else:
         torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
         batches = tuple(_random_batch(model) for _ in range(options.batches))

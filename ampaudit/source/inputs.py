@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 
 from ampaudit.errors import InputError
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
-from ampaudit.source.user_code import calling_user_code
+from ampaudit.source.user_code import calling_user_code, module_from_file
 
-__all__ = ["batches_of", "has_inputs"]
+__all__ = ["batches_of", "has_inputs", "inputs_from"]
 
 _MISSING = object()
 
@@ -48,6 +49,16 @@ def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
     return tuple(
         _batch(_call(module, "example_inputs", None), kwargs, "example_inputs()") for _ in range(count)
     )
+
+
+def inputs_from(path: Path, count: int, seed: int) -> tuple[tuple[Batch, ...], Any]:
+    """The batches of a file that replaces a source's own inputs, and its metric(), if it has one.
+
+    Raises:
+        InputError, SourceError: see ``batches_of`` and ``module_from_file``.
+    """
+    module = module_from_file(path)
+    return batches_of(module, count, seed), getattr(module, "metric", None)
 
 
 def _call(module: ModuleType, name: str, default: Any) -> Any:

@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ampaudit.checkpoint.layout import MANIFEST, PROGRAM
 from ampaudit.checkpoint.open import weights_in
 from ampaudit.checkpoint.strict import unique_json
 from ampaudit.errors import SourceError, UsageError, first_line
 from ampaudit.source.interface import ModelSource, SourceOptions
 
-__all__ = ["CONVERTED", "open_source"]
-
-# what a directory holds that 'ampaudit convert' wrote; its program is what is opened
-CONVERTED = ("manifest.json", "model.pt2")
+__all__ = ["open_source"]
 
 
 def open_source(location: str, options: SourceOptions) -> ModelSource:
@@ -61,26 +59,26 @@ def _streamed(location: str, options: SourceOptions) -> ModelSource:
 
     with without_weights():
         source = _open(location, options)
-    if source.kind == "huggingface":
-        weights = weights_in(Path(location))
-    elif options.weights is not None and source.kind in ("python", "import"):
+    if options.weights is not None and source.kind in ("python", "import", "huggingface"):
         weights = options.weights
+    elif source.kind == "huggingface":
+        weights = weights_in(Path(location))
     else:
         raise UsageError(
             f"--stream: {location} brings no weights that could be left on disk",
             hint="pass --weights FILE.safetensors with a Python file, or give a Hugging Face directory",
         )
-    release = with_mapped(source.model, weights, renamed=source.kind == "huggingface")
+    release = with_mapped(source.model, weights, renamed=options.weights is None)
     return replace(source, release=release)
 
 
 def _open(location: str, options: SourceOptions) -> ModelSource:
     path = Path(location)
-    if path.is_dir() and (path / CONVERTED[0]).is_file() and (path / CONVERTED[1]).is_file():
+    if path.is_dir() and (path / MANIFEST).is_file() and (path / PROGRAM).is_file():
         from ampaudit.source.exported import from_exported
 
-        source = from_exported(path / CONVERTED[1], options, location)
-        return replace(source, kind="converted", dtype=_converted_dtype(path / CONVERTED[0]))
+        source = from_exported(path / PROGRAM, options, location)
+        return replace(source, kind="converted", dtype=_converted_dtype(path / MANIFEST))
     if path.is_dir():
         from ampaudit.source.huggingface import from_directory
 

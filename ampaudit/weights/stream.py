@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from ampaudit.checkpoint import Checkpoint, Entry, Part, Written, write_safetensors
-from ampaudit.checkpoint.open import INDEX_SUFFIX, SINGLE
+from ampaudit.checkpoint import Checkpoint, Entry, Part, Written, write_part, write_safetensors
+from ampaudit.checkpoint.layout import MASTER, SINGLE
+from ampaudit.checkpoint.open import INDEX_SUFFIX
 from ampaudit.checkpoint.parts import dtype_of
 from ampaudit.formats import NumberFormat
 from ampaudit.weights.storage import CASTABLE_TYPES, Choice
 from ampaudit.weights.survey import Survey, Surveyor
 
-__all__ = ["MASTER", "Change", "Look", "StoredTensor", "WeightFiles", "write_weights"]
+__all__ = ["Change", "Look", "StoredTensor", "WeightFiles", "write_weights"]
 
-MASTER = "master"
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -169,11 +169,8 @@ def _write_working(
 
 
 def _write_masters(part: Part, choices: Mapping[str, Choice], directory: Path, label: str) -> Written | None:
-    entries = [e for e in part.entries.values() if choices[e.name].dtype != e.dtype]
-    if not entries:
-        return None
-    pieces = ((e.name, part.pieces(e.name)) for e in entries)
-    return write_safetensors(directory / _master_name(label), entries, part.metadata, pieces)
+    rounded = [e.name for e in part.entries.values() if choices[e.name].dtype != e.dtype]
+    return write_part(directory / _master_name(label), part, rounded) if rounded else None
 
 
 def _master_name(label: str) -> str:

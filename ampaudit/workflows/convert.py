@@ -10,8 +10,6 @@ from typing import Unpack
 import torch
 from torch import nn
 
-from ampaudit.archive import MANIFEST
-from ampaudit.archive.reference import REFERENCE as REFERENCE_FILE
 from ampaudit.archive.reference import (
     Call,
     Reference,
@@ -20,7 +18,8 @@ from ampaudit.archive.reference import (
     flat_outputs,
     record_reference,
 )
-from ampaudit.checkpoint import Checkpoint, open_checkpoint, write_safetensors
+from ampaudit.checkpoint import Checkpoint, open_checkpoint, write_part
+from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
 from ampaudit.checkpoint.open import weights_in
 from ampaudit.checkpoint.parts import InMemory
@@ -50,7 +49,6 @@ from ampaudit.workflows.settings import ScanOptions, Settings
 __all__ = ["convert_model", "convert_source"]
 
 _ONNX_DB = 25.0  # a few roundings of bfloat16; a dropped eps or a lost cast of a norm is worse
-PROGRAM, ONNX, PLAN, REPORT = "model.pt2", "model.onnx", "plan.yaml", "report.json"
 
 
 def convert_model(
@@ -97,6 +95,7 @@ def convert_source(
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
     if source.kind == "converted":
         raise SourceError(f"{source.location} is converted already", hint="--to float32 undoes it")
+    options = options.loaded()
     (audited,) = audit_policies(source, [options.rules], options.dtype, settings)
     if audited.report.exit_code:
         return audited, None
@@ -174,9 +173,7 @@ def _write_program(
         return Reference({}, (), "its weights were streamed, so the program was written and not run"), None
     call: Call = program.example_inputs or ((), {})
     reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, seed)
-    part = InMemory(REFERENCE_FILE, reference.tensors, {})
-    pieces = ((name, part.pieces(name)) for name in part.entries)
-    write_safetensors(stage / REFERENCE_FILE, list(part.entries.values()), {}, pieces)
+    write_part(stage / REFERENCE, InMemory(REFERENCE, reference.tensors, {}))
     if not options.onnx:
         return reference, None
     given = input_names(source.model, batch.args, batch.kwargs)

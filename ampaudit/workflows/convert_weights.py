@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ampaudit.archive import MANIFEST
 from ampaudit.checkpoint import Checkpoint, open_checkpoint
+from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.checkpoint.open import PICKLED
 from ampaudit.errors import UsageError
 from ampaudit.files import staged_directory
@@ -36,6 +36,7 @@ def convert_weights(path: Path, output: Path, options: ConvertOptions) -> Conver
             f"{path} has weights, but no graph", hint="convert the model for --mode train or --onnx"
         )
     checkpoint = open_checkpoint(path)
+    options = options.loaded()
     rules = options.rules
     form = lower_format(options.dtype)
     choices = choose_by_name(checkpoint, rules, form)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
 from ampaudit.formats import lower_format
 from ampaudit.trace.storage import kept_by_author
 from ampaudit.weights.storage import Choice
@@ -21,7 +22,7 @@ _WEIGHTS = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pt2", ".gguf", ".ot"),
     *(".tflite", ".data", ".npz", ".mlmodel"),
 }
-_NAMES = {"manifest.json", "plan.yaml", "report.json"}
+_NAMES = {MANIFEST, PLAN, REPORT}
 
 
 def copy_companions(source: Path, target: Path, output: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ampaudit.archive import MANIFEST
+from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.errors import UsageError
 from ampaudit.files import check_directory
 from ampaudit.policy import RuleSet, load_policy
@@ -53,6 +53,10 @@ class ConvertOptions:
             if not self.program:
                 raise UsageError("--onnx is made from the program", hint="leave out --no-program")
             _check_onnx_installed()
+
+    def loaded(self) -> ConvertOptions:
+        """The same with the policy as a rule set, so that its file is read once."""
+        return replace(self, policy=self.rules)
 
     @property
     def rules(self) -> RuleSet:

@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 
-from ampaudit.archive import MANIFEST, Manifest, read_manifest, write_manifest
+from ampaudit.archive import Manifest, read_manifest, write_manifest
 from ampaudit.archive.manifest import FileRecord, digest_of, files_under
-from ampaudit.archive.reference import REFERENCE
 from ampaudit.checkpoint import Entry, Part, write_safetensors
 from ampaudit.checkpoint.header import FLOAT_TYPES, TORCH_NAMES
+from ampaudit.checkpoint.layout import BESIDE_WEIGHTS, MANIFEST, MASTER
 from ampaudit.checkpoint.open import INDEX_SUFFIX
 from ampaudit.checkpoint.parts import SafetensorsFile
 from ampaudit.errors import UsageError, WeightsError
 from ampaudit.files import staged_directory
-from ampaudit.weights.stream import MASTER, StoredTensor
+from ampaudit.weights import StoredTensor
 
 __all__ = ["restore"]
-
-_OURS = {"model.pt2", "model.onnx", "model.onnx.data", "plan.yaml", "report.json", REFERENCE}
 
 
 def restore(directory: Path, output: Path, *, force: bool) -> Manifest:
@@ -110,7 +108,7 @@ def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
     weights = _weight_files(manifest)
     before = [Entry(name, t.master_dtype or t.dtype, t.shape) for name, t in manifest.tensors.items()]
     for name in manifest.files:
-        if name in weights or name in _OURS or name == f"{MASTER}{INDEX_SUFFIX}":
+        if name in weights or name in BESIDE_WEIGHTS or name == f"{MASTER}{INDEX_SUFFIX}":
             continue
         place = stage / name
         place.parent.mkdir(parents=True, exist_ok=True)

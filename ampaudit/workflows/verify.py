@@ -10,7 +10,7 @@ from pathlib import Path
 from ampaudit.archive import read_manifest
 from ampaudit.archive.integrity import check_files, check_rounding
 from ampaudit.archive.problem import Problem
-from ampaudit.archive.rerun import PROGRAM
+from ampaudit.checkpoint.layout import PROGRAM
 from ampaudit.report.verification import Verification
 
 __all__ = ["verify"]
