@@ -17,12 +17,13 @@ FLOORS = {
     "source": 3, "trace": 3, "weights": 3,
     "convert": 4, "bounds": 4,
     "run": 5, "archive": 5,
-    "checks": 6,
-    "advice": 7,
-    "report": 8,
-    "workflows": 9,
-    "gate": 10,
-    "cli": 11,
+    "gradients": 6,
+    "checks": 7,
+    "advice": 8,
+    "report": 9,
+    "workflows": 10,
+    "gate": 11,
+    "cli": 12,
 }  # fmt: skip
 WITHOUT_TORCH = ("errors", "files", "formats", "sites", "replay", "pages", "policy", "cli")
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem in FLOORS)

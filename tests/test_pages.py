@@ -38,6 +38,8 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
         dtype=options.pop("dtype", "float16"),
         ranges=options.pop("ranges", "") == "true",
         contract=options.pop("contract", ""),
+        backward=options.pop("backward", "") == "true",
+        loss_scale=float(given) if (given := options.pop("loss_scale", "")) else None,
     )
 
 

@@ -14,6 +14,9 @@ from ampaudit.checks import (
     epsilon,
     float32_spread,
     forbidden,
+    gradient_error,
+    gradient_overflow,
+    gradient_vanishes,
     hard_cast,
     headroom,
     hidden_clamp,
@@ -23,7 +26,9 @@ from ampaudit.checks import (
     log_sigmoid,
     log_softmax,
     mask,
+    no_gradient,
     no_kernel,
+    no_loss_scale,
     not_taken,
     origins,
     output_error,
@@ -50,6 +55,7 @@ _MODULES = (
     *(hard_cast, double, probabilities, in_place, no_kernel),
     *(small_weights, tied_weights),
     *(alignment, ping_pong, costly_island, float32_spread),
+    *(gradient_overflow, gradient_vanishes, no_loss_scale, gradient_error, no_gradient),
     *(uncovered, unmentioned, not_taken),
 )
 ALL_CHECKS: tuple[Check, ...] = tuple(module.CHECK for module in _MODULES)

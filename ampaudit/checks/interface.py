@@ -10,8 +10,10 @@ from typing import Literal
 from ampaudit.bounds import SpanTable
 from ampaudit.checks.finding import Evidence, Finding, Severity, Source
 from ampaudit.formats import NumberFormat
+from ampaudit.gradients.scale import NamedGradient, ScaleAdvice, advice_on_scale
 from ampaudit.pages import page_of
-from ampaudit.run.record import Observation, Origin, RunRecord
+from ampaudit.run.observation import Observation
+from ampaudit.run.record import Origin, RunRecord
 from ampaudit.run.weights import WeightRange
 from ampaudit.sites import SiteId
 from ampaudit.trace import Role, Site
@@ -69,6 +71,22 @@ class CheckContext:
     def site(self) -> dict[SiteId, Site]:
         """Sites by id."""
         return {site.id: site for site in self.sites}
+
+    @cached_property
+    def gradients(self) -> tuple[NamedGradient, ...]:
+        """The gradients seen, of sites in graph order and then of parameters; none without ``--backward``."""
+        seen = self.record.gradients
+        if seen is None:
+            return ()
+        made = [NamedGradient(s.id, s.layer, seen.sites[s.id]) for s in self.sites if s.id in seen.sites]
+        held = [NamedGradient(n, n.rpartition(".")[0], g) for n, g in seen.parameters.items()]
+        return (*made, *held)
+
+    @cached_property
+    def scale_advice(self) -> ScaleAdvice | None:
+        """The loss scales that suit; ``None`` where no gradient is held in 16 bits."""
+        seen = self.record.gradients
+        return None if seen is None else advice_on_scale(self.gradients, self.number_format, seen.scale)
 
     @cached_property
     def broken_weights(self) -> frozenset[str]:

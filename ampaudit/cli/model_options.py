@@ -25,7 +25,7 @@ _OPTIONS = (
     ),
     click.option("--batches", type=click.IntRange(1), default=1, show_default=True, help="Batches to run."),
     click.option("--seed", type=int, default=0, show_default=True),
-    click.option("--train", is_flag=True, help="Use the model in training mode."),
+    click.option("--train/--eval", default=False, help="The model's mode; --eval is the default."),
     click.option("--stream", is_flag=True, help="Leave weights on disk until an op needs them."),
 )
 

@@ -52,6 +52,13 @@ _FILE = click.Path(path_type=Path)
     metavar="WORDS",
     help="Another way to compute: lower-accumulate, saturate, flush-to-zero, decomposed.",
 )
+@click.option("--backward", is_flag=True, help="Audit gradients, too, and the loss scale; implies --train.")
+@click.option(
+    "--loss-scale",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Multiply the loss by X instead of the policy's scale.",
+)
 @click.option("--prove", is_flag=True, help="Prove sites safe for every input in its range, too.")
 @click.option(
     "--stress",
@@ -100,6 +107,8 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
     policies = [load_policy(name.strip()) for name in options["policy"].split(",")]
     if options["ranges"] and len(policies) > 1:
         raise click.UsageError("--ranges runs FP32 only: no policy makes a difference to it")
+    if options["backward"] and not _is_given("train"):
+        options = options | {"train": True}
     with Progress(location) as progress:
         source = load_source(location, options)
         dtype = options["dtype"]
@@ -121,6 +130,8 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
             ignore=options["ignore"],
             advise=options["advise"],
             stress=options["stress"],
+            backward=options["backward"],
+            loss_scale=options["loss_scale"],
             contract=options["contract"],
             prove=options["prove"] or bool(options["assume"]),
             static=options["static"],

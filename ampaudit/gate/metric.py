@@ -60,10 +60,8 @@ def _float(value: Any) -> Any:
 
 
 def _metric(metric: Callable[..., Any], output: Any, batch: Batch) -> float:
-    given = batch.kwargs if batch.kwargs and not batch.args else batch.args
-    given = given[0] if isinstance(given, tuple) and len(given) == 1 else given
     with calling_user_code("metric(output, batch)"), torch.no_grad():
-        value = metric(output, given)
+        value = metric(output, batch.whole)
         number = float(value)
     if number != number:
         return float("-inf")  # NaN is as bad as a metric can be

@@ -13,6 +13,7 @@ FAMILIES = {
     "4": "weights",
     "5": "performance",
     "6": "policy",
+    "7": "gradients",
     "9": "not covered, and about the audit itself",
 }
 

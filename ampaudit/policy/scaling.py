@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ampaudit.errors import PolicyError, did_you_mean
+from ampaudit.formats import BFLOAT16, NumberFormat
 from ampaudit.policy.places import rules_directory
 from ampaudit.policy.schema import LossScale
 from ampaudit.policy.yamlfile import read_yaml
 
-__all__ = ["LossScaleProfile", "profile", "profiles"]
+__all__ = ["LossScaleProfile", "StartingScale", "profile", "profiles", "starting_scale"]
+
+USUAL_START = 65536.0  # where a system leaves it to its user
 
 
 class LossScaleProfile(BaseModel):
@@ -22,6 +26,38 @@ class LossScaleProfile(BaseModel):
     title: str
     source: str
     scale: LossScale
+
+
+@dataclass(frozen=True, slots=True)
+class StartingScale:
+    """The loss scale that training starts with.
+
+    Attributes:
+        value: what the loss is multiplied by.
+        dynamic: whether it is lowered when a gradient overflows.
+        source: who says so, for readers.
+        least: where it stops being lowered; 0 if nowhere.
+    """
+
+    value: float
+    dynamic: bool
+    source: str
+    least: float = 0.0
+
+
+def starting_scale(loss_scale: str | LossScale, number_format: NumberFormat) -> StartingScale:
+    """Where a policy's loss scale starts.
+
+    bfloat16 has float32's range, and no system scales the loss for it.
+    """
+    if number_format is BFLOAT16:
+        return StartingScale(1.0, False, "no loss scaling in bfloat16")
+    known = profile(loss_scale) if isinstance(loss_scale, str) else None
+    scale = known.scale if known is not None else loss_scale
+    assert isinstance(scale, LossScale)
+    value = USUAL_START if scale.init == "caller" else float(scale.init)
+    source = known.title if known is not None else "the policy"
+    return StartingScale(value, scale.kind == "dynamic", source, scale.min or 0.0)
 
 
 @cache

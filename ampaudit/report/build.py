@@ -13,6 +13,8 @@ from ampaudit.checks import ALL_CHECKS, Finding, Severity, run_checks
 from ampaudit.checks.interface import CheckContext, source_of
 from ampaudit.convert import ConvertedModel
 from ampaudit.formats import WHAT_IF_FORMATS, NumberFormat
+from ampaudit.report.beyond import Proofs, Tail, VerdictChange
+from ampaudit.report.gradient_report import backward_report, gradient_of
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
@@ -20,17 +22,14 @@ from ampaudit.report.model import (
     Forward,
     ModelInfo,
     OutputAccuracy,
-    Proofs,
     Report,
     RunInfo,
     SiteReport,
-    Tail,
     ToolInfo,
-    VerdictChange,
     WeightMemory,
     WhatIf,
 )
-from ampaudit.run.record import Observation
+from ampaudit.run.observation import Observation
 from ampaudit.run.tail import LEAST_BATCHES, tail_risk
 from ampaudit.sites import SiteId
 from ampaudit.trace import Role, Site
@@ -75,6 +74,7 @@ def build_report(
         raised=raised,
         proofs=_proofs(context),
         tails=_tails(context),
+        backward=backward_report(context),
         environment=Environment(platform.python_version(), version("torch")),
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
     )
@@ -136,6 +136,7 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         verdict=_verdict(context, site, seen),
         by_design=site.id in context.record.by_design or site.id in context.parameter_free,
         forward=_forward(seen, context.number_format) if seen is not None else None,
+        gradient=gradient_of(context, site),
         bound=_bound(context, site),
         bound_inside=_bound_inside(context, site),
         inside=seen.inside_peak if seen is not None and seen.inside_peak > 0 else None,

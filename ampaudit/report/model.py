@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampaudit.bounds.domain import Assumption
 from ampaudit.checks.finding import Finding, Severity, Source
 from ampaudit.checks.running import CRASHED
+from ampaudit.report.beyond import Proofs, Stressed, Tail, VerdictChange
+from ampaudit.report.gradients import Backward, Gradient
 from ampaudit.sites import SiteId
 
 __all__ = [
@@ -19,14 +20,10 @@ __all__ = [
     "Forward",
     "ModelInfo",
     "OutputAccuracy",
-    "Proofs",
     "Report",
     "RunInfo",
     "SiteReport",
-    "Stressed",
-    "Tail",
     "ToolInfo",
-    "VerdictChange",
     "WeightMemory",
     "WhatIf",
 ]
@@ -162,7 +159,8 @@ class SiteReport:
     ``forward`` is null where it hands on the values of its input (role view or select). ``by_design``:
     it is near the limit because it takes in a mask, or is a value that no parameter has touched. ``bound``:
     no input of the proof's domain makes a larger magnitude here; null without a proof, or if unbounded.
-    ``inside`` is the largest square seen inside a norm that is given 16 bits, ``bound_inside`` a bound on it.
+    ``gradient`` is that of its output (``--backward``). ``inside`` is the largest square seen inside a norm
+    that is given 16 bits, ``bound_inside`` a bound on it.
     """
 
     site: SiteId
@@ -179,70 +177,11 @@ class SiteReport:
     verdict: Literal["proved", "observed", "overflows", "poisoned", "not observed"]
     by_design: bool
     forward: Forward | None
-    gradient: None = None
+    gradient: Gradient | None = None
     bound: float | None = None
     bound_inside: float | None = None
     inside: float | None = None
     what_if: dict[str, WhatIf] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stressed:
-    """One searched site (``--stress``).
-
-    Attributes:
-        site: which.
-        seen: the FP32 peak on the given batches.
-        reached: the largest FP32 peak that an input of the domain was found to make.
-        overflows: whether that input overflows in a run.
-        file: where it was saved, to be used with ``--inputs``.
-    """
-
-    site: SiteId
-    seen: float
-    reached: float
-    overflows: bool
-    file: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """Expected overflows of a site beyond the data (``run/tail.py``), with a 90 % interval."""
-
-    site: SiteId
-    per_million: float
-    low: float
-    high: float
-    batches: int
-    samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class VerdictChange:
-    """A site that another execution contract (``--contract``) judges differently: the gravest of both."""
-
-    site: SiteId
-    usual: str
-    here: str
-
-
-@dataclass(frozen=True, slots=True)
-class Proofs:
-    """What the proofs rest on.
-
-    Attributes:
-        assumed: the range of each input: stated, of an embedding table's rows, or of the batches.
-        proved: sites that cannot overflow by their own fault.
-        sites: sites that the proofs are about.
-        uncovered_ops: ops that nothing is known about; their values are taken to be anything.
-        contract: what is taken for granted about kernels.
-    """
-
-    assumed: tuple[Assumption, ...]
-    proved: int
-    sites: int
-    uncovered_ops: tuple[str, ...]
-    contract: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +232,7 @@ class Report:
     changed: tuple[VerdictChange, ...] = ()
     stressed: tuple[Stressed, ...] = ()
     tails: tuple[Tail, ...] = ()
+    backward: Backward | None = None
 
     @property
     def exit_code(self) -> int:

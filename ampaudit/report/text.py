@@ -12,6 +12,7 @@ from rich.text import Text
 from ampaudit.checks.finding import Finding, Severity
 from ampaudit.checks.interface import number
 from ampaudit.pages import page_of
+from ampaudit.report.gradient_tables import gradient_tables
 from ampaudit.report.model import Report
 from ampaudit.report.tables import (
     all_sites,
@@ -56,6 +57,9 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
         changed = list(changed_table(report, nearest))
         parts += [Text(), *changed] if changed else []
         parts += [Text(), *nearest_table(report, nearest)]
+    if report.backward is not None:
+        shown_rows = gradient_tables(report.backward, report.run.dtype, nearest, full=verbosity > 0)
+        parts += [Text(), *shown_rows]
     parts += [Text(), *summary(report, hidden)]
     if verbosity > 0:
         parts += [Text(), *all_sites(report)]

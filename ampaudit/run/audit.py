@@ -99,10 +99,11 @@ def _run_all(
 
 
 def _run_together(runners: Sequence[Runner], plan: Plan, batch: Batch, number: int) -> None:
-    """One batch under every plan, side by side; one after the other where random numbers are drawn."""
+    """One batch under every plan, side by side; one after the other for gradients, or random numbers."""
     ready = [runner.prepare(batch, number) for runner in runners]
     programs = [item.executor.program for item in ready]
-    if any(step.random for program in programs for step in program.steps):
+    alone = any(plan.differentiator is not None for plan in (runner.plan for runner in runners))
+    if alone or any(step.random for program in programs for step in program.steps):
         for runner in runners:
             runner.run(batch, number)
         return

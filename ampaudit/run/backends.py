@@ -38,6 +38,9 @@ class Backend(Protocol):
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The step's argument templates, with nodes in the places of values."""
 
+    def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The step's result as autograd shall see it: its backward is this backend's."""
+
 
 class Reference:
     """Exact arithmetic, as far as we go: every 16-bit dtype of the graph becomes float32."""
@@ -64,6 +67,10 @@ class Reference:
         del measure
         return step.target(*args, **kwargs)
 
+    def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op in float32."""
+        return step.target(*args, **kwargs)
+
 
 class Emulated(Reference):
     """16 bits in float32 carriers: values round in, arithmetic is float32, results round out.
@@ -81,6 +88,23 @@ class Emulated(Reference):
     def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """A float32 carrier of the rounded tensor."""
         return rounded(tensor, dtype) if tensor.is_floating_point() else tensor
+
+    def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op in float32; of what its backward keeps, the output is what was rounded.
+
+        A kernel's statistics (a mean, a logsumexp) have another shape and stay in float32, as on a GPU.
+        """
+        dtype, value = step.dtypes[0], step.node.meta.get("val")
+        if dtype not in LOWER or step.random or not isinstance(value, torch.Tensor):
+            return step.target(*args, **kwargs)
+        given = {a.data_ptr() for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
+
+        def keep(kept: torch.Tensor) -> torch.Tensor:
+            is_output = kept.shape == value.shape and kept.dtype is torch.float32
+            return rounded(kept, dtype) if is_output and kept.data_ptr() not in given else kept
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+            return step.target(*args, **kwargs)
 
     def call(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
@@ -131,6 +155,10 @@ class Native:
         wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype in LOWER else a for a in wide]
         result = step.target(*wide, **wide_kwargs)
         return result.to(step.dtypes[0]) if isinstance(result, torch.Tensor) else result
+
+    def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op in its dtypes, whose backward is autograd's own."""
+        return self.call(step, args, kwargs)
 
 
 def choose_backend(device: torch.device) -> Emulated | Native:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from torch import fx
 
 from ampaudit.run.meter import Measured
+from ampaudit.run.observation import decibel
 from ampaudit.run.program import Program
-from ampaudit.run.record import Fate, Origin, decibel
+from ampaudit.run.record import Fate, Origin
 from ampaudit.run.step import Step
 from ampaudit.sites import SiteId
 

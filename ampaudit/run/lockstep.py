@@ -16,7 +16,7 @@ from ampaudit.run.sharing import MISSING, SharedReference
 from ampaudit.run.step import LOWER, Step
 from ampaudit.trace.graph import Placeholder, Slot
 
-__all__ = ["LockStep", "Pair", "Watch"]
+__all__ = ["LockStep", "Pair", "StepCall", "Watch", "restore_random_state"]
 
 Pair = tuple[Any, Any]
 
@@ -34,7 +34,7 @@ class Watch(Protocol):
 class StepCall:
     """The resolved arguments of one step, for watches that want to call it again."""
 
-    __slots__ = ("_template", "args", "inputs", "kwargs", "measure", "shared")
+    __slots__ = ("_template", "args", "inputs", "kwargs", "measure", "shared", "state")
 
     def __init__(
         self, inputs: dict[fx.Node, Pair], step: Step, reference: Reference, backend: Backend, shared: bool
@@ -42,6 +42,7 @@ class StepCall:
         self.inputs = inputs
         self.shared = shared
         self.measure: BlockMeasure | None = None
+        self.state: torch.Tensor | None = None  # of the random numbers, before a step that draws some
         self._template = reference.arguments(step)[0]
         args, kwargs = (reference if shared else backend).arguments(step)
         self.args, self.kwargs = _resolved(args, inputs, 1), _resolved(kwargs, inputs, 1)
@@ -166,12 +167,13 @@ class LockStep:
             and all(first is second for first, second in inputs.values())
         )
         call = StepCall(inputs, step, self._reference, self.backend, shared)
+        call.state = state
         reference = self._unaliased(step, call, reference)
         if shared:
             value = reference
         else:
             if state is not None:
-                self._restore_random_state(state)
+                restore_random_state(state, self.device)
             call.measure = watch.expects(step, reference)
             result = self.backend.call(step, call.args, call.kwargs, call.measure)
             value = self._unaliased(step, call, result)
@@ -244,11 +246,13 @@ class LockStep:
     def _random_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
 
-    def _restore_random_state(self, state: torch.Tensor) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state)
-        else:
-            torch.set_rng_state(state)
+
+def restore_random_state(state: torch.Tensor, device: torch.device) -> None:
+    """The device's random numbers go on from a state."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
 
 
 def _resolved(template: Any, inputs: dict[fx.Node, Pair], side: int) -> Any:

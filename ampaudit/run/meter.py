@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator
 
 from ampaudit.formats import NumberFormat
 from ampaudit.run.backends import Backend
@@ -123,7 +123,7 @@ class Meter:
             return
         if any(d is not None and d.is_complex for d in step.dtypes):
             self.uncovered[step.site.op] = "complex numbers are not audited"
-        if not isinstance(step.target, OpOverload):
+        if isinstance(step.target, HigherOrderOperator):
             self.uncovered[step.site.op] = "control flow: only its outputs are looked at, not its branches"
 
     def results(self) -> Iterator[Measured]:

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from ampaudit.run.aliases import written_nodes
 from ampaudit.run.step import LOWER, Step
+from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import argument_names, mutated_arguments, named_arguments
 
@@ -86,7 +87,7 @@ def _grouped(steps: tuple[Step, ...], written: frozenset[fx.Node]) -> tuple[tupl
 
 def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: torch.device) -> Step:
     target: Any = node.target
-    overload = isinstance(target, OpOverload)
+    overload = overload_of(target)
     value = node.meta.get("val")
     outputs = value if isinstance(value, list | tuple) else (value,)
     args, kwargs = _placed(node.args, device), _placed(dict(node.kwargs), device)
@@ -99,9 +100,9 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
         wide_args=widened(args),
         wide_kwargs=widened(kwargs),
         dtypes=tuple(getattr(item, "dtype", None) for item in outputs),
-        mutates=mutated_arguments(target) if overload else (),
-        random=overload and _draws(target, args, kwargs) and not _shows(site),
-        bitwise=overload and str(target) in ("aten.view.dtype", "aten.nextafter.default"),
+        mutates=mutated_arguments(overload) if overload and not isinstance(target, OnCopy) else (),
+        random=overload is not None and _draws(overload, args, kwargs) and not _shows(site),
+        bitwise=overload is not None and str(overload) in ("aten.view.dtype", "aten.nextafter.default"),
         frees=frees,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,10 +17,11 @@ from ampaudit.policy import Measurement, RuleSet, plain_fp32
 from ampaudit.run.backends import Backend, choose_backend
 from ampaudit.run.blame import Faults
 from ampaudit.run.evidence import measurements, weight_peaks
+from ampaudit.run.gradient_record import GradientRecord
 from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import LockStep, Pair
+from ampaudit.run.lockstep import LockStep, Pair, Watch
 from ampaudit.run.meter import Measured, Meter
-from ampaudit.run.program import compile_program
+from ampaudit.run.program import Program, compile_program
 from ampaudit.run.record import RunRecord
 from ampaudit.run.repair import RepairingMeter
 from ampaudit.sites import SiteId
@@ -29,10 +30,23 @@ from ampaudit.trace import Site, trace
 from ampaudit.trace.capture import input_signature
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.functional import functionalized
 
-__all__ = ["KeepOutputs", "Plan", "Prepared", "Runner"]
+__all__ = ["Differentiator", "KeepOutputs", "Plan", "Prepared", "Runner"]
 
 KeepOutputs = Callable[[int, dict[str, Pair]], None]
+
+
+class Differentiator(Protocol):
+    """Follows a run and then goes back through it: the gradients' side of an audit."""
+
+    record: GradientRecord
+
+    def following(self, watch: Watch, program: Program) -> Watch:
+        """A watch that does what another does, and remembers what the way back needs."""
+
+    def run(self, executor: LockStep, outputs: list[Pair], number: int) -> None:
+        """Go back through the run that was followed last; the last output is the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,7 @@ class Plan:
         edits: ops to rewrite, by site, to try a change of the model's code.
         keep_outputs: told the outputs of each batch; of a second phase, again.
         release: gives the memory of a weight back until it is needed again.
+        differentiator: makes what audits the gradients of a run; the model's last output is then the loss.
     """
 
     rules: RuleSet | None
@@ -64,6 +79,7 @@ class Plan:
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
     keep_outputs: KeepOutputs | None = None
     release: Release | None = None
+    differentiator: Callable[[Plan], Differentiator] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +98,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, plan: Plan, record: RunRecord) -> None:
         self._model = model
-        self._plan = plan
+        self.plan = plan
         self.record = record
         self._backend = plan.backend or choose_backend(plan.device)
         self._executors: dict[tuple[Any, ...], LockStep] = {}
@@ -91,6 +107,8 @@ class Runner:
         self._given: dict[tuple[Any, ...], dict[str, float]] = {}
         self.converted: ConvertedModel | None = None
         record.backend = self._backend.name
+        self._gradients = plan.differentiator(plan) if plan.differentiator is not None else None
+        record.gradients = None if self._gradients is None else self._gradients.record
 
     def run(self, batch: Batch, number: int) -> None:
         """Trace if need be, run, and run again with repairs if something went wrong."""
@@ -114,24 +132,29 @@ class Runner:
         measured = list(meter.results())
         self._note_inputs(executor, tensors, ready.batch)
         self._refuse_broken_reference(outputs, measured, number)
-        if self._plan.keep_outputs is not None:
+        if self.plan.keep_outputs is not None:
             names = executor.program.traced.outputs
-            self._plan.keep_outputs(number, dict(zip(names, outputs, strict=True)))
+            self.plan.keep_outputs(number, dict(zip(names, outputs, strict=True)))
         faults = Faults(
             executor.program,
             measured,
-            self._plan.number_format.max,
+            self.plan.number_format.max,
             lambda node: executor.given_peak(node, tensors),
         )
         self.record.masks |= faults.masks
         self.record.by_design |= faults.by_design
         if faults.need_repair:
             repairing = RepairingMeter(self._meter(), faults.masks)
-            self._pass(executor, tensors, repairing, number)
+            outputs = self._pass(executor, tensors, repairing, number)
             meter, measured = repairing.meter, list(repairing.meter.results())
             self._note_origins(repairing.origins, faults, number)
         self._merge(meter, measured)
         self._add_seconds("run", started)
+        if self._gradients is not None:
+            started = time.perf_counter()
+            with guarded(self.plan.device):
+                self._gradients.run(executor, outputs, number)
+            self._add_seconds("backward", started)
 
     def executor(self, batch: Batch) -> LockStep:
         """The executor for batches of this signature, traced on first use."""
@@ -139,11 +162,13 @@ class Runner:
         if signature in self._executors:
             return self._executors[signature]
         started = time.perf_counter()
-        plan = self._plan
+        plan = self.plan
         rules = plan.rules or plain_fp32()
         author_rules = plan.author_rules if plan.rules else plain_fp32()
         setting = (rules, author_rules, plan.number_format, plan.measured, plan.edits)
-        traced = trace(self._model, batch.args, batch.kwargs, *setting)
+        differentiated = self._gradients is not None
+        traced = trace(self._model, batch.args, batch.kwargs, *setting, differentiated=differentiated)
+        traced = functionalized(traced) if differentiated else traced
         converted = convert(traced, plan.release)
         self._add_seconds("trace", started)
         program = compile_program(traced, plan.device)
@@ -159,21 +184,22 @@ class Runner:
         return executor
 
     def _meter(self) -> Meter:
-        return Meter(self._plan.number_format, self._backend, local=not self._reference_only)
+        return Meter(self.plan.number_format, self._backend, local=not self._reference_only)
 
     @property
     def _reference_only(self) -> bool:
-        return self._plan.rules is None or self._plan.reference_only
+        return self.plan.rules is None or self.plan.reference_only
 
     def _pass(
         self, executor: LockStep, tensors: list[torch.Tensor], watch: Meter | RepairingMeter, number: int
     ) -> list[Pair]:
-        with guarded(self._plan.device):
-            torch.manual_seed(self._plan.seed + number)
-            return executor.run(tensors, watch)
+        followed = watch if self._gradients is None else self._gradients.following(watch, executor.program)
+        with guarded(self.plan.device):
+            torch.manual_seed(self.plan.seed + number)
+            return executor.run(tensors, followed)
 
     def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor], batch: Batch) -> None:
-        if self._plan.rules is None or not self._plan.rules.measured:
+        if self.plan.rules is None or not self.plan.rules.measured:
             return
         seen = self._given.setdefault(input_signature(batch.args, batch.kwargs), {})
         floats = [node for node in executor.program.inputs if executor.is_given_float(node)]
@@ -184,7 +210,7 @@ class Runner:
         """What the batches so far have shown, for the policy's second phase."""
         found: dict[SiteId, Measurement] = {}
         for signature, executor in self._executors.items():
-            weights = weight_peaks(executor.program, self._plan.release)
+            weights = weight_peaks(executor.program, self.plan.release)
             given = self._given.get(signature, {})
             for site, seen in measurements(executor.program, self.record, given, weights).items():
                 found[site] = seen.joined(found[site]) if site in found else seen

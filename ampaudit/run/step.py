@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ampaudit.trace.caster import META_KEY
 from ampaudit.trace.graph import Role, Site
 
 __all__ = ["LOWER", "Step"]
@@ -47,6 +48,15 @@ class Step:
     random: bool
     bitwise: bool
     frees: tuple[fx.Node, ...]
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient can pass: the model's code has not switched gradients off here.
+
+        A cast of the policy's passes it all the same: ops outside may share it.
+        """
+        record = self.node.meta.get(META_KEY)
+        return record is None or record.inserted or not record.no_grad
 
     @property
     def lowered(self) -> bool:

@@ -1,8 +1,9 @@
-"""The input half of a model file's contract: example_inputs(), example_kwargs(), batches(), loss()."""
+"""The input half of a model file: example_inputs(), example_kwargs(), batches(), model_inputs()."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -40,14 +41,15 @@ def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
             items = list(islice(_iterable(found), count))
         if not items:
             raise InputError("batches() yields nothing", hint="yield at least one batch")
-        return tuple(_batch(item, kwargs, "batches()") for item in items)
+        return tuple(_batch(module, item, kwargs, "batches()") for item in items)
     if not callable(getattr(module, "example_inputs", None)):
         raise InputError(
             f"{module.__file__} has no example_inputs()",
             hint="add: def example_inputs(): return torch.randn(2, 16)  # whatever the model takes",
         )
     return tuple(
-        _batch(_call(module, "example_inputs", None), kwargs, "example_inputs()") for _ in range(count)
+        _batch(module, _call(module, "example_inputs", None), kwargs, "example_inputs()")
+        for _ in range(count)
     )
 
 
@@ -77,7 +79,17 @@ def _iterable(value: Any) -> Iterable[Any]:
     return value
 
 
-def _batch(value: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
+def _batch(module: ModuleType, item: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
+    """One batch; where the file has model_inputs(batch), that says which part of it the model takes."""
+    chosen = getattr(module, "model_inputs", None)
+    if not callable(chosen):
+        return _inputs(item, kwargs, what)
+    with calling_user_code("model_inputs(batch)"):
+        value = chosen(item)
+    return replace(_inputs(value, kwargs, "model_inputs(batch)"), item=item)
+
+
+def _inputs(value: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
     if isinstance(value, torch.Tensor):
         return Batch((value,), dict(kwargs))
     if isinstance(value, Mapping):

@@ -19,10 +19,20 @@ INPUT_SEED_OFFSET = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call of the model."""
+    """One call of the model; ``item`` is the batch as the user's code gave it, if that is something else."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    item: Any = None
+
+    @property
+    def whole(self) -> Any:
+        """What the user's ``loss`` and ``metric`` are given as the batch."""
+        if self.item is not None:
+            return self.item
+        if self.kwargs and not self.args:
+            return self.kwargs
+        return self.args[0] if len(self.args) == 1 else self.args
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class ModelSource:
         location: what the user typed.
         kind: ``python``, ``import``, ``huggingface``, ``pt2``, ``converted`` or ``object``.
         sha256: digest of the file, or of the configuration, that the model was made from.
-        loss: the file's loss(output), for audits of gradients.
+        loss: the file's loss(output) or loss(output, batch), for audits of gradients.
         dtype: the 16-bit format of a converted directory.
         release: gives the memory of a weight back until it is needed again, where weights are streamed.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.

@@ -57,6 +57,7 @@ class Setting:
         measured: what a run saw, by site; empty before there was one.
         planned: decisions that were made on the whole graph, by site.
         edits: ops to rewrite, by site, to try a change of the model's code.
+        differentiated: whether it is noted where the model's code switches gradients off.
     """
 
     rules: RuleSet
@@ -65,6 +66,7 @@ class Setting:
     measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
     planned: Mapping[SiteId, Decision] = field(default_factory=dict)
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
+    differentiated: bool = False
 
     @property
     def lower(self) -> torch.dtype:
@@ -103,7 +105,12 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     facts = FactFinder(entry, setting.number_format.name, setting.measured)
     caster = Caster(setting.rules, setting.author_rules, lower, facts, setting.planned, setting.edits)
     try:
-        with _quiet(), torch.no_grad(), autocast_visible(file.autocast, lower), interposed(caster):
+        with (
+            _quiet(),
+            torch.set_grad_enabled(setting.differentiated),
+            autocast_visible(file.autocast, lower),
+            interposed(caster),
+        ):
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:
         raise

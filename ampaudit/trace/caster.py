@@ -62,6 +62,7 @@ class OpRecord:
         inserted: whether it is a cast that the policy added.
         exact: arguments that the policy changed, by position or name, as the FP32 model has them.
         replayed: metadata of the exported node that it replays, if the model is an exported program.
+        no_grad: whether the model's code switches gradients off here.
     """
 
     decision: Decision
@@ -70,6 +71,7 @@ class OpRecord:
     inserted: bool = False
     exact: Mapping[int | str, Any] = field(default_factory=dict)
     replayed: Mapping[str, Any] | None = None
+    no_grad: bool = False
 
 
 class Caster:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,11 +13,26 @@ from torch.utils import _pytree as pytree
 from ampaudit.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.opnames import CASTABLE
 
-__all__ = ["ENTRY_NAME", "Entry", "flatten_outputs", "layer_of", "layer_path", "tensor_leaves"]
+__all__ = [
+    "ENTRY_NAME",
+    "Entry",
+    "LossAndOutput",
+    "flatten_outputs",
+    "layer_of",
+    "layer_path",
+    "tensor_leaves",
+]
 
 ENTRY_NAME = "audited_model"
 _EXPORT_ROOT = "_export_root"  # torch.export's own wrapper, while it traces
 _MAX_DEPTH = 12
+
+
+class LossAndOutput(NamedTuple):
+    """What a model returns that computes its loss, too; it is no output of the model's own."""
+
+    loss: torch.Tensor
+    output: Any
 
 
 class OutputNames:
@@ -92,7 +107,12 @@ def layer_of(module_stack: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def flatten_outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
-    """Each tensor of an output with the path that leads to it, a shared tensor once."""
+    """Each tensor of an output with the path that leads to it, a shared tensor once; a loss comes last."""
+    if isinstance(output, LossAndOutput):
+        others = [
+            (name, tensor) for name, tensor in flatten_outputs(output.output) if tensor is not output.loss
+        ]
+        return [*others, ("loss", output.loss)]
     found: list[tuple[str, torch.Tensor]] = []
     seen: set[int] = set()
     _collect(output, "output", found, seen, 0)

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
 from ampaudit.sites import SiteId
+from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import base_name, named_arguments
 
@@ -51,15 +51,14 @@ class Flow:
         """The site's op without overload and in-place mark: ``add`` for ``aten.add_.Tensor``; '' for none."""
         if site is None:
             return ""
-        target = self.node(site).target
-        return base_name(target).rstrip("_") if isinstance(target, OpOverload) else ""
+        op = overload_of(self.node(site).target)
+        return base_name(op).rstrip("_") if op is not None else ""
 
     def arguments(self, site: Site) -> dict[str, Any]:
         """The node's arguments by the names of ATen's schema; values are nodes."""
         node = self.node(site)
-        if not isinstance(node.target, OpOverload):
-            return {}
-        return named_arguments(node.target, node.args, dict(node.kwargs))
+        op = overload_of(node.target)
+        return {} if op is None else named_arguments(op, node.args, dict(node.kwargs))
 
     def root(self, node: Any) -> fx.Node | None:
         """The node that made a value, behind views, casts and tuple access."""

@@ -55,6 +55,7 @@ def interposed(caster: Caster) -> Iterator[None]:
 
         def record(what: OpRecord, target: OpOverload, *call_args: Any, **call_kwargs: Any) -> Any:
             # the flags that the author's code reads must not make autocast act below the tracer
+            what = replace(what, no_grad=not _with_gradients())
             nodes = self.tracer.graph.nodes
             last = next(iter(reversed(nodes)), None)
             try:
@@ -127,6 +128,12 @@ def _parts(
         if not _NO_KERNEL.search(str(error)):
             raise
         return NotImplemented
+
+
+def _with_gradients() -> bool:
+    """Whether gradients are on here; an op that is replayed keeps what was so when it was first traced."""
+    before = (replayed_meta() or {}).get(META_KEY)
+    return torch.is_grad_enabled() and not (isinstance(before, OpRecord) and before.no_grad)
 
 
 def _layer(mode: ProxyTorchDispatchMode) -> tuple[str, str]:

@@ -37,6 +37,7 @@ def trace(
     number_format: NumberFormat,
     measured: Mapping[SiteId, Measurement] | None = None,
     edits: Mapping[SiteId, Edit] | None = None,
+    differentiated: bool = False,
 ) -> TracedModel:
     """The model's graph for inputs like these, with the policy's casts in it.
 
@@ -53,11 +54,14 @@ def trace(
         number_format: the 16-bit format of the run.
         measured: what a run saw, by site, for the policy's second phase.
         edits: ops to rewrite, by site.
+        differentiated: whether the graph's gradients will be asked for.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
     """
-    setting = Setting(rules, author_rules, number_format, measured or {}, edits=edits or {})
+    setting = Setting(
+        rules, author_rules, number_format, measured or {}, edits=edits or {}, differentiated=differentiated
+    )
     if rules.file.level == "calls":
         return capture(model, args, kwargs, setting)
     uncast = plain_fp32(whole=rules.op_names)

@@ -20,6 +20,7 @@ from ampaudit.run.audit import Audit, Plan, run_audits
 from ampaudit.run.contract import Contracted, contract_of
 from ampaudit.source import ModelSource
 from ampaudit.workflows.advise import advised
+from ampaudit.workflows.backward import differentiated
 from ampaudit.workflows.context import context_of
 from ampaudit.workflows.device import environment_of, pick_device
 from ampaudit.workflows.inputs import Inputs, source_of
@@ -113,6 +114,8 @@ def audit_policies(
         )
         for rules in subjects
     ]
+    if settings.backward:
+        source, plans = differentiated(source, plans, settings)
     contract = contract_of(settings.contract)
     if contract.words and not (settings.static or settings.ranges):
         usual = plans

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ampaudit.checks.suppress import Suppression, option
 from ampaudit.report.build import FailOn
@@ -12,7 +12,9 @@ from ampaudit.run.audit import Progress, silent
 from ampaudit.run.backends import Backend
 from ampaudit.run.runner import KeepOutputs
 
-__all__ = ["ScanOptions", "Settings"]
+__all__ = ["Loss", "ScanOptions", "Settings"]
+
+Loss = Callable[..., Any]
 
 
 class ScanOptions(TypedDict, total=False):
@@ -31,6 +33,9 @@ class ScanOptions(TypedDict, total=False):
     contract: str
     stress: int
     stress_dir: str
+    backward: bool
+    loss: Loss | None
+    loss_scale: float | None
     assume: Sequence[str]
     progress: Progress | None
     backend: Backend | None
@@ -55,6 +60,9 @@ class Settings:
         contract: how the target computes, as ``saturate,decomposed``; empty for the usual way.
         stress: evaluations spent on each of a few unproved sites, to find an input that overflows it.
         stress_dir: where such inputs are saved.
+        backward: audit the gradients, too: of ``loss``, or of an output that is one.
+        loss: ``loss(output)`` or ``loss(output, batch)``, instead of the source's own.
+        loss_scale: what the loss is multiplied by, instead of the policy's scale.
         assume: ranges of inputs for the proofs: ``input[0]=-1:1``, or ``input=-1:1`` for all.
         progress: told about each batch.
         backend: overrides the device's usual backend.
@@ -74,6 +82,9 @@ class Settings:
     contract: str = ""
     stress: int = 0
     stress_dir: str = "."
+    backward: bool = False
+    loss: Loss | None = None
+    loss_scale: float | None = None
     assume: Sequence[str] = ()
     progress: Progress | None = None
     backend: Backend | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from ampaudit.bounds import SpanTable
 from ampaudit.checks import CheckContext
 from ampaudit.errors import AuditError
-from ampaudit.report.model import Stressed
+from ampaudit.report.beyond import Stressed
 from ampaudit.run.audit import Audit, Plan, run_audits, silent
 from ampaudit.run.search import Search
 from ampaudit.source import Batch, ModelSource

@@ -1,0 +1,134 @@
+"""Measures gradients: peaks, inf, NaN and errors as for values, what was flushed, and every exponent."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampaudit.run.flat import flat_pair
+from ampaudit.run.gradient_record import GradientRecord, GradientSeen
+from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+
+__all__ = ["EXPONENT_OFFSET", "GradientMeter", "exponent_counts"]
+
+EXPONENT_OFFSET = 127
+# What is left of a sum of float32 gradients that cancels is some 2^-22 of its terms; sums that mean something
+# kept 2^-8 and more in thirteen architectures. A key's bias is the usual case: softmax does not see it.
+CANCELLED = 2.0**-16
+_BINS = 256
+
+
+def exponent_counts(magnitudes: torch.Tensor) -> torch.Tensor:
+    """Of a float32 vector, how many elements x have 2^e < |x| <= 2^(e+1), at place e + 127; shape (256,).
+
+    The bins are open below and closed above, so that "x rounds to zero", x <= 2^k, is a question about
+    whole bins. Zeros are left out; place 255 counts inf and NaN. All subnormal numbers of float32 have the
+    smallest exponent, -127.
+    """
+    bits = magnitudes.view(torch.int32) & 0x7FFFFFFF
+    places = torch.where(bits == 0, _BINS, ((bits - 1) >> 23).clamp_(min=0))
+    places = torch.where(bits > 0x7F7FFFFF, _BINS - 1, places)
+    counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=magnitudes.device)
+    if magnitudes.device.type == "cpu":
+        return torch.bincount(places, minlength=_BINS + 1)[:_BINS]
+    return counts.scatter_add_(0, places.long(), torch.ones_like(places, dtype=torch.int64))[:_BINS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    name: str
+    parameter: bool
+    lowered: bool
+    fields: list[float] | torch.Tensor
+    counts: torch.Tensor
+    elements: int
+
+
+class GradientMeter:
+    """Looks at pairs of gradients. On a GPU the numbers stay there until ``finish``.
+
+    Args:
+        scale: the loss scale; exponents are counted without it.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._rows: list[_Row] = []
+        self._shares: list[tuple[str, bool, torch.Tensor]] = []
+        self._cancelled: set[tuple[str, bool]] = set()
+        self._wrong: dict[tuple[str, bool], tuple[int, int]] = {}
+        self._fetched: list[tuple[_Row, dict[str, float], list[int]]] = []
+
+    def add(
+        self, name: str, reference: torch.Tensor, value: torch.Tensor, *, parameter: bool, lowered: bool
+    ) -> None:
+        """Measure one gradient."""
+        if value.numel() == 0:
+            return
+        if value.dtype != reference.dtype:
+            value = value.to(reference.dtype)
+        first, second = flat_pair(reference, value)
+        same = first is second
+        fields = measure_cpu(first, second) if first.device.type == "cpu" else measure_any(first, second)
+        unscaled = first if self._scale == 1.0 else first / self._scale
+        flushed = first.new_zeros((), dtype=torch.int64) if same else ((second == 0) & (first != 0)).sum()
+        counts = torch.cat([exponent_counts(unscaled.float()), flushed.reshape(1)])
+        self._rows.append(_Row(name, parameter, lowered, fields, counts, first.numel()))
+
+    def share(self, name: str, parameter: bool, of: torch.Tensor, out: torch.Tensor) -> None:
+        """A bias's gradient, made from the gradient of the output: how much of it is left after the sum."""
+        peaks = torch.stack([of.abs().amax(), out.abs().amax() * CANCELLED])
+        self._shares.append((name, parameter, peaks))
+
+    def wrong(self, name: str, parameter: bool, *, infinite: int, nan: int) -> None:
+        """Elements that were repaired before they could be measured."""
+        before = self._wrong.get((name, parameter), (0, 0))
+        self._wrong[name, parameter] = before[0] + infinite, before[1] + nan
+
+    def finish(self) -> None:
+        """Fetch everything from the device at once."""
+        shares = torch.stack([peaks for _, _, peaks in self._shares]).tolist() if self._shares else []
+        for (name, parameter, _), (left, least) in zip(self._shares, shares, strict=True):
+            if left <= least:
+                self._cancelled.add((name, parameter))
+        waiting = [row.fields for row in self._rows if isinstance(row.fields, torch.Tensor)]
+        fetched = iter(torch.stack(waiting).tolist() if waiting else [])
+        counts = torch.stack([row.counts for row in self._rows]).tolist() if self._rows else []
+        for row, numbers in zip(self._rows, counts, strict=True):
+            fields = next(fetched) if isinstance(row.fields, torch.Tensor) else row.fields
+            self._fetched.append((row, dict(zip(FIELDS, fields, strict=True)), numbers))
+        self._rows.clear()
+
+    @property
+    def broken(self) -> bool:
+        """Whether something is inf or NaN in 16 bits only."""
+        return any(f["pos_inf"] + f["neg_inf"] + f["nan"] > 0 for _, f, _ in self._fetched)
+
+    @property
+    def broken_reference(self) -> list[str]:
+        """Parameters whose gradient is inf or NaN in FP32, too."""
+        return [row.name for row, fields, _ in self._fetched if row.parameter and fields["ref_bad"] > 0]
+
+    def into(self, record: GradientRecord) -> None:
+        """Merge what was measured."""
+        for row, fields, counts in self._fetched:
+            table: dict[Any, GradientSeen] = record.parameters if row.parameter else record.sites
+            found = table.setdefault(row.name, GradientSeen(row.lowered))
+            self._merge(found, fields, counts, row.elements)
+            infinite, nan = self._wrong.pop((row.name, row.parameter), (0, 0))
+            found.seen.pos_inf += infinite
+            found.seen.nan += nan
+            found.cancelled |= (row.name, row.parameter) in self._cancelled
+
+    def _merge(self, found: GradientSeen, fields: dict[str, float], counts: list[int], elements: int) -> None:
+        found.seen.merge(fields, elements)
+        *bins, flushed = counts
+        found.flushed += flushed
+        found.nonzero += sum(bins[: _BINS - 1])
+        found.exponents += Counter({place - EXPONENT_OFFSET: n for place, n in enumerate(bins[:-1]) if n})
+        if math.isfinite(fields["ref_peak"]):
+            found.peak = max(found.peak, fields["ref_peak"] / self._scale)

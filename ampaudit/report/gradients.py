@@ -1,0 +1,83 @@
+"""What a report says about gradients: of each site and parameter, and about the loss scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ampaudit.gradients.scale import ScaleAdvice
+
+__all__ = ["Backward", "Gradient", "Loss", "ParameterGradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One gradient; peak, headroom and counts are under the loss scale, exponents without it.
+
+    Attributes:
+        precision: ``16 bits`` or ``float32``: how it is held.
+        peak: largest magnitude.
+        headroom_bits: log2(max of the run's format / peak).
+        inf: elements infinite in 16 bits only.
+        nan: elements NaN in 16 bits only.
+        elements: elements looked at: all of them.
+        flushed: share of those that are not zero in FP32 that is zero in 16 bits.
+        sqnr_db: signal to error ratio against FP32.
+        exponents: count of FP32's magnitudes g per e with 2^e < g <= 2^(e+1), without the loss scale.
+        cancelled: whether it is a sum that cancels in FP32, so that rounding errors are what is left.
+    """
+
+    precision: str
+    peak: float
+    headroom_bits: float | None
+    inf: int
+    nan: int
+    elements: int
+    flushed: float
+    sqnr_db: float | None
+    exponents: dict[int, int]
+    cancelled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGradient:
+    """The gradient of a parameter, in the dtype in which it is stored."""
+
+    name: str
+    gradient: Gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of one batch, without the scale; null where it is not finite."""
+
+    float32: float | None
+    lower: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """What the way back showed.
+
+    Attributes:
+        loss_scale: what the loss was multiplied by.
+        dynamic: whether training lowers it when something overflows.
+        scale_from: who says so.
+        losses: per batch.
+        advice: the scales that suit; null where no gradient is held in 16 bits.
+        suggested: exponent of the scale to use; null where none suits.
+        parameters: their gradients.
+        frozen: parameters that ask for no gradient.
+        unused: parameters that ask for one, and that no batch's loss depends on.
+        notes: what was not as in training.
+    """
+
+    loss_scale: float
+    dynamic: bool
+    scale_from: str
+    losses: tuple[Loss, ...]
+    advice: ScaleAdvice | None
+    suggested: int | None
+    parameters: tuple[ParameterGradient, ...]
+    frozen: tuple[str, ...]
+    unused: tuple[str, ...]
+    notes: tuple[str, ...]

@@ -1,0 +1,79 @@
+"""What was measured at one site, merged over batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ampaudit.run.measure import FIELDS
+from ampaudit.run.samples import SampleStatistics
+
+__all__ = ["Observation", "decibel"]
+
+_MAXIMA = ("ref_peak", "peak", "bad_ref_peak")
+
+
+@dataclass(slots=True)
+class Observation:
+    """Everything measured at one site, merged over batches (maxima, minima, sums).
+
+    Peaks, counts and errors are over all elements; what ``samples`` holds is over the sampled ones.
+    ``inside_peak`` is the largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch.
+    """
+
+    elements: int = 0
+    batches: int = 0
+    ref_peak: float = 0.0
+    peak: float = 0.0
+    pos_inf: float = 0.0
+    neg_inf: float = 0.0
+    nan: float = 0.0
+    err_sq: float = 0.0
+    ref_sq: float = 0.0
+    bad_ref_peak: float = 0.0
+    ref_bad: float = 0.0
+    local_err_sq: float = 0.0
+    local_ref_sq: float = 0.0
+    local_elements: int = 0
+    inside_peak: float = 0.0
+    batch_peaks: list[float] = field(default_factory=list)
+    samples: SampleStatistics = field(default_factory=SampleStatistics)
+
+    def merge(self, fields: dict[str, float], elements: int) -> None:
+        """Add one batch's measured fields."""
+        self.elements += elements
+        self.batches += 1
+        self.batch_peaks.append(fields["ref_peak"])
+        for name, number in fields.items():
+            old = getattr(self, name)
+            setattr(self, name, max(old, number) if name in _MAXIMA else old + number)
+
+    @property
+    def bad(self) -> int:
+        """Elements that are inf or NaN in 16 bits and not in FP32."""
+        return int(self.pos_inf + self.neg_inf + self.nan)
+
+    @property
+    def finite_peak(self) -> float:
+        """The larger of the two runs' finite peaks."""
+        return max(self.ref_peak, self.peak)
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Accumulated signal to error ratio, 10 log10(sum ref^2 / sum err^2); None without error."""
+        return decibel(self.ref_sq, self.err_sq)
+
+    @property
+    def local_sqnr_db(self) -> float | None:
+        """The same for this op alone, fed with the reference's inputs rounded to 16 bits."""
+        return decibel(self.local_ref_sq, self.local_err_sq)
+
+
+def decibel(signal: float, error: float) -> float | None:
+    """10 log10(signal / error); ``None`` without error, or without signal."""
+    if error == 0.0 or signal == 0.0 or not math.isfinite(signal / error):
+        return None
+    return 10.0 * math.log10(signal / error)
+
+
+assert set(FIELDS) <= set(Observation.__dataclass_fields__), "an observation holds every measured field"

@@ -1,0 +1,177 @@
+"""The same graph without writing in place: each write makes a new value, with a gradient of its own.
+
+Torch's own functionalization runs below autograd, where composite ops and our casts are gone. This one works
+on the traced graph: whether two values share memory is read from the fake tensors of the trace.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from ampaudit.trace.graph import TracedModel
+from ampaudit.trace.opnames import mutated_arguments
+
+__all__ = ["OnCopy", "functionalized", "overload_of"]
+
+
+class OnCopy:
+    """An op that writes to its first argument, called on a copy of it."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+        self.__name__ = f"on_copy_{op._schema.name.split('::')[-1]}"
+
+    def __call__(self, written: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The op's result, which is the copy."""
+        return self.op(written.clone(), *args, **kwargs)
+
+
+def overload_of(target: Any) -> OpOverload | None:
+    """The ATen op that a node calls, on a copy or not; ``None`` for anything else."""
+    if isinstance(target, OnCopy):
+        return target.op
+    return target if isinstance(target, OpOverload) else None
+
+
+def functionalized(traced: TracedModel) -> TracedModel:
+    """The traced model with every in-place op replaced; node names, and so sites, stay.
+
+    An op whose schema hides what it writes (``batch_norm``'s running statistics) is left as it is.
+    """
+    if not any(_written(node) for node in traced.graph.nodes):
+        return traced
+    return replace(traced, graph=_Rewriter(traced.graph).graph)
+
+
+@dataclass(slots=True)
+class _View:
+    """How a value is seen through its base: the node that shows it, and the base's version it shows."""
+
+    base: fx.Node
+    step: fx.Node | None
+    source: fx.Node | None
+    version: int
+
+
+class _Rewriter:
+    """Copies a graph node by node; ``_now`` maps each old node to the new one that holds its value."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = fx.Graph()
+        self._now: dict[fx.Node, fx.Node] = {}
+        self._views: dict[fx.Node, _View] = {}
+        self._versions: dict[fx.Node, int] = {}
+        for node in graph.nodes:
+            if node.op == "output":
+                self.graph.output(fx.node.map_arg(node.args[0], self._value))
+            elif _written(node):
+                self._write(node)
+            else:
+                self._copy(node)
+        self.graph.lint()
+
+    def _copy(self, node: fx.Node) -> None:
+        self._now[node] = self.graph.node_copy(node, self._value)
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        # an item of several results, which no other value shows, is where its memory begins
+        begins = node.target is operator.getitem and source is not None and self._views[source].step is None
+        if source is not None and not begins and _shares_memory(node, source):
+            base = self._views[source].base
+            self._views[node] = _View(base, node, source, self._versions[base])
+        else:
+            self._begin(node)
+
+    def _begin(self, node: fx.Node) -> None:
+        self._views[node] = _View(node, None, None, 0)
+        self._versions[node] = 0
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """The new node for an old one, made again where its memory was written since."""
+        view = self._views[node]
+        if view.step is None or view.source is None or view.version == self._versions[view.base]:
+            return self._now[node]
+        source = self._value(view.source)
+        self._now[node] = self._shown(view.step, source)
+        view.version = self._versions[view.base]
+        return self._now[node]
+
+    def _shown(self, step: fx.Node, source: fx.Node) -> fx.Node:
+        made = self.graph.create_node(
+            "call_function", step.target, (source, *step.args[1:]), dict(step.kwargs)
+        )
+        made.meta = {key: step.meta[key] for key in ("val",) if key in step.meta}
+        return made
+
+    def _write(self, node: fx.Node) -> None:
+        written: Any = node.args[0]
+        op: Any = node.target
+        args = fx.node.map_arg(node.args, self._value)
+        kwargs = fx.node.map_arg(dict(node.kwargs), self._value)
+        made = self.graph.create_node("call_function", OnCopy(op), args, kwargs, name=node.name)
+        made.meta = dict(node.meta)
+        view = self._views[written]
+        self._now[view.base] = self._through(written, made)
+        self._versions[view.base] += 1
+        for name in (written, node):
+            self._now[name] = made
+            self._views[name] = replace(view, version=self._versions[view.base])
+
+    def _through(self, written: fx.Node, value: fx.Node) -> fx.Node:
+        """The base after a view of it was given a new value."""
+        view = self._views[written]
+        if view.step is None:
+            return value
+        chain: list[fx.Node] = []
+        seen: _View = view
+        while seen.step is not None and seen.source is not None:
+            chain.insert(0, seen.step)
+            seen = self._views[seen.source]
+        base = self._now[view.base]
+        writer = _WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain))
+        made = self.graph.create_node("call_function", writer, (base, value), {})
+        made.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
+        return made
+
+
+class _WriteThrough:
+    """A copy of the base in which the part that a chain of views shows has a new value."""
+
+    __name__ = "write_through"
+
+    def __init__(self, chain: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]) -> None:
+        self._chain = chain
+
+    def __call__(self, base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        whole = base.clone()
+        part: Any = whole
+        for target, args, kwargs in self._chain:
+            part = target(part, *args, **kwargs)
+        part.copy_(value)
+        return whole
+
+
+def _written(node: fx.Node) -> bool:
+    """Whether the node is an in-place op: one that writes to its first argument."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, OpOverload)
+        and mutated_arguments(node.target) == (0,)
+        and isinstance(node.args[0], fx.Node)
+    )
+
+
+def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
+    storages = [_storage(node.meta.get("val")), _storage(source.meta.get("val"))]
+    return storages[0] is not None and storages[0] == storages[1]
+
+
+def _storage(value: Any) -> int | None:
+    if isinstance(value, list | tuple):
+        value = value[0] if value else None
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,115 @@
+"""A model together with its loss, as one module: the loss's ops are sites under the policy, too."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ampaudit.errors import InputError
+from ampaudit.trace.entry import ENTRY_NAME, LossAndOutput, tensor_leaves
+
+__all__ = ["WithLoss", "call_loss", "item_apart", "takes_batch"]
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """Stands in a batch for the tensor of that number among the model's own inputs."""
+
+    index: int
+
+
+def item_apart(args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> Any:
+    """The batch with its tensors that the model is given, too, replaced by where they are: no input twice."""
+    places = {id(tensor): _Same(index) for index, tensor in enumerate(tensor_leaves(args, kwargs))}
+    return pytree.tree_map(lambda leaf: places.get(id(leaf), leaf), item)
+
+
+class WithLoss(nn.Module):
+    """Calls the model, then the loss. Layers keep the model's own names; the loss's ops are layer ``loss``.
+
+    Args:
+        model: the user's model.
+        loss: ``loss(output)`` or ``loss(output, batch)``; ``None`` where the output is, or holds, a loss.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        super().__init__()
+        setattr(self, ENTRY_NAME, model)
+        setattr(self, LOSS, _Loss(loss))
+        self.training = model.training
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> LossAndOutput:
+        """The output, and a scalar loss; ``item`` comes from ``item_apart``."""
+        given = tensor_leaves(args, kwargs)
+        output = getattr(self, ENTRY_NAME)(*args, **kwargs)
+        item = pytree.tree_map(lambda leaf: given[leaf.index] if isinstance(leaf, _Same) else leaf, item)
+        return LossAndOutput(getattr(self, LOSS)(output, item), output)
+
+
+class _Loss(nn.Module):
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self._function = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Loss:
+        """The function is the user's: it is shared, not copied."""
+        made = _Loss(self._function)
+        made.training = self.training
+        return made
+
+    def forward(self, output: Any, item: Any) -> torch.Tensor:
+        return call_loss(self._function, output, item)
+
+
+def takes_batch(function: Callable[..., Any]) -> bool:
+    """Whether a loss or metric wants the batch as its second argument."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.kind in places and p.default is p.empty]
+    return len(required) >= 2 or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+
+
+def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> torch.Tensor:
+    """The scalar loss of an output.
+
+    Raises:
+        InputError: there is none, or it is no differentiable number.
+    """
+    if function is not None:
+        loss = function(output, item) if takes_batch(function) else function(output)
+        what = "loss(output) returned"
+    else:
+        loss = _own_loss(output)
+        what = "there is no loss(output), and the model's output is no loss, but"
+    hint = "return one floating-point number, such as F.cross_entropy(output, batch['labels'])"
+    if function is None:
+        hint = "add to the model file: def loss(output): return ...  # or loss(output, batch); one number"
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(f"{what} {type(loss).__name__}", hint=hint)
+    if loss.numel() != 1 or not loss.is_floating_point():
+        shape = "x".join(map(str, loss.shape)) or "a scalar"
+        raise InputError(f"{what} {shape} of {str(loss.dtype).removeprefix('torch.')}", hint=hint)
+    return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def _own_loss(output: Any) -> Any:
+    """The output itself, or its ``loss``, as Transformers' models return it when they are given labels."""
+    if isinstance(output, torch.Tensor):
+        return output
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, dict):
+        found = output.get("loss")
+    if found is None and isinstance(output, tuple | list) and len(output) == 1:
+        return output[0]
+    return output if found is None else found
