@@ -18,7 +18,7 @@ import ampaudit
 from ampaudit.errors import InputError, ReferenceBroken, RunFailed, UsageError
 from ampaudit.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.gradients.audit import GradientAudit
-from ampaudit.gradients.meter import EXPONENT_OFFSET, exponent_counts
+from ampaudit.gradients.meter import EXPONENT_OFFSET, counts_on_cpu, exponent_counts
 from ampaudit.gradients.scale import NamedGradient, advice_on_scale
 from ampaudit.gradients.watches import Measuring
 from ampaudit.policy import load_policy
@@ -431,3 +431,24 @@ def test_cross_entropy_of_a_language_model_in_transformers() -> None:
     )
     assert report.backward is not None
     assert report.backward.losses[0].float32 == pytest.approx(exact.item(), rel=1e-5)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_the_quick_way_to_count_is_the_slow_one(values: list[float]) -> None:
+    vector = torch.tensor(values, dtype=torch.float32)
+    lower = vector.half().float()
+    counts = counts_on_cpu(vector, lower)
+    assert torch.equal(counts[:-1], exponent_counts(vector))
+    assert int(counts[-1]) == int(((lower == 0) & (vector != 0)).sum())
+
+
+def test_a_scale_that_is_no_power_of_two_counts_the_same_exponents() -> None:
+    case = HEALTHY[0]()
+    options: dict[str, Any] = {"policy": "torch-cuda", "backward": True, "loss": case.loss}
+    found = [ampaudit.scan(case.model, case.inputs, loss_scale=s, **options) for s in (1024.0, 1000.0)]
+    first, second = (r.backward.parameters[0].gradient for r in found if r.backward is not None)
+    assert sum(first.exponents.values()) == sum(second.exponents.values())
+    moved = sum(abs(first.exponents.get(e, 0) - n) for e, n in second.exponents.items())
+    assert moved <= 2  # an element that lies on the edge of two bins
+    assert second.peak == pytest.approx(first.peak * 1000 / 1024, rel=1e-3)

@@ -11,9 +11,9 @@ import torch
 
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.gradient_record import GradientRecord, GradientSeen
-from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+from ampaudit.run.measure import BLOCK, FIELDS, measure_any, measure_cpu
 
-__all__ = ["EXPONENT_OFFSET", "GradientMeter", "exponent_counts"]
+__all__ = ["EXPONENT_OFFSET", "GradientMeter", "counts_on_cpu", "exponent_counts"]
 
 EXPONENT_OFFSET = 127
 # What is left of a sum of float32 gradients that cancels is some 2^-22 of its terms; sums that mean something
@@ -33,9 +33,32 @@ def exponent_counts(magnitudes: torch.Tensor) -> torch.Tensor:
     places = torch.where(bits == 0, _BINS, ((bits - 1) >> 23).clamp_(min=0))
     places = torch.where(bits > 0x7F7FFFFF, _BINS - 1, places)
     counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=magnitudes.device)
-    if magnitudes.device.type == "cpu":
-        return torch.bincount(places, minlength=_BINS + 1)[:_BINS]
     return counts.scatter_add_(0, places.long(), torch.ones_like(places, dtype=torch.int64))[:_BINS]
+
+
+def counts_on_cpu(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``exponent_counts`` of a finite reference, and how many of them are zero in ``value``; shape (257,).
+
+    The same as on any device in a fraction of the time: block by block, in scratch that stays in the cache.
+    """
+    total = torch.zeros(_BINS + 1, dtype=torch.int64)
+    scratch = torch.empty(min(BLOCK, reference.numel()), dtype=torch.int32)
+    both = torch.empty(scratch.shape, dtype=torch.bool)
+    bits = reference.view(torch.int32)
+    for start in range(0, reference.numel(), BLOCK):
+        part = bits[start : start + BLOCK]
+        places = torch.bitwise_and(part, 0x7FFFFFFF, out=scratch[: part.numel()])
+        places.sub_(1).bitwise_right_shift_(23).add_(1)  # one more than the place, so that zeros are at 0
+        counts = torch.bincount(places, minlength=_BINS)
+        total[: _BINS - 1] += counts[1:_BINS]
+        if value is not reference:
+            pair = reference[start : start + BLOCK], value[start : start + BLOCK]
+            kept = torch.logical_and(*pair, out=both[: part.numel()])
+            total[_BINS] += part.numel() - counts[0] - torch.count_nonzero(kept)
+    return total
+
+
+_Measured = tuple[list[float] | torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +80,10 @@ class GradientMeter:
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
+        mantissa, exponent = math.frexp(scale)
+        # bins of the scaled gradient are those of the unscaled one if the scale is a power of two
+        self._exponent = exponent - 1 if mantissa == 0.5 else None
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor, _Measured]] = {}
         self._rows: list[_Row] = []
         self._shares: list[tuple[str, bool, torch.Tensor]] = []
         self._cancelled: set[tuple[str, bool]] = set()
@@ -64,20 +91,38 @@ class GradientMeter:
         self._fetched: list[tuple[_Row, dict[str, float], list[int]]] = []
 
     def add(
-        self, name: str, reference: torch.Tensor, value: torch.Tensor, *, parameter: bool, lowered: bool
+        self,
+        name: str,
+        reference: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        parameter: bool,
+        lowered: bool,
+        keep: bool = False,
     ) -> None:
-        """Measure one gradient."""
+        """Measure one gradient; one that is ``keep``-t is known again, as a parameter's behind its cast."""
         if value.numel() == 0:
             return
         if value.dtype != reference.dtype:
             value = value.to(reference.dtype)
-        first, second = flat_pair(reference, value)
-        same = first is second
-        fields = measure_cpu(first, second) if first.device.type == "cpu" else measure_any(first, second)
-        unscaled = first if self._scale == 1.0 else first / self._scale
-        flushed = first.new_zeros((), dtype=torch.int64) if same else ((second == 0) & (first != 0)).sum()
-        counts = torch.cat([exponent_counts(unscaled.float()), flushed.reshape(1)])
-        self._rows.append(_Row(name, parameter, lowered, fields, counts, first.numel()))
+        known = self._known.get(id(value))
+        if known is None or known[0] is not reference:
+            measured = self._measured(*flat_pair(reference, value))
+        else:
+            measured = known[2]
+        if keep:
+            self._known[id(value)] = reference, value, measured
+        self._rows.append(_Row(name, parameter, lowered, *measured, value.numel()))
+
+    def _measured(self, first: torch.Tensor, second: torch.Tensor) -> _Measured:
+        on_cpu = first.device.type == "cpu"
+        fields = measure_cpu(first, second) if on_cpu else measure_any(first, second)
+        if self._exponent is None:
+            first, second = first / self._scale, second / self._scale
+        if isinstance(fields, list) and first.dtype is torch.float32 and not fields[FIELDS.index("ref_bad")]:
+            return fields, counts_on_cpu(first, second)
+        flushed = ((second == 0) & (first != 0)).sum()
+        return fields, torch.cat([exponent_counts(first.float()), flushed.reshape(1)])
 
     def share(self, name: str, parameter: bool, of: torch.Tensor, out: torch.Tensor) -> None:
         """A bias's gradient, made from the gradient of the output: how much of it is left after the sum."""
@@ -102,6 +147,7 @@ class GradientMeter:
             fields = next(fetched) if isinstance(row.fields, torch.Tensor) else row.fields
             self._fetched.append((row, dict(zip(FIELDS, fields, strict=True)), numbers))
         self._rows.clear()
+        self._known.clear()
 
     @property
     def broken(self) -> bool:
@@ -129,6 +175,8 @@ class GradientMeter:
         *bins, flushed = counts
         found.flushed += flushed
         found.nonzero += sum(bins[: _BINS - 1])
-        found.exponents += Counter({place - EXPONENT_OFFSET: n for place, n in enumerate(bins[:-1]) if n})
+        found.exponents += Counter(
+            {place - EXPONENT_OFFSET - (self._exponent or 0): n for place, n in enumerate(bins[:-1]) if n}
+        )
         if math.isfinite(fields["ref_peak"]):
             found.peak = max(found.peak, fields["ref_peak"] / self._scale)

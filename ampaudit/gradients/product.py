@@ -35,6 +35,8 @@ def vector_jacobian(
         gradients: of the step's outputs, ``None`` where there is none.
     """
     step = taped.step
+    if step.site is not None and step.site.role.converts and len(wanted) == 1:
+        return [_converted(gradients[0], taped.inputs[wanted[0]][side])]  # autograd would do no more
     leaves = {node: taped.inputs[node][side].detach().requires_grad_() for node in wanted}
     values = {node: leaves.get(node, pair[side]) for node, pair in taped.inputs.items()}
     args, kwargs = backend.arguments(step)
@@ -59,6 +61,10 @@ def vector_jacobian(
         allow_unused=True,
     )
     return [None if gradient is None else _densified(gradient) for gradient in found]
+
+
+def _converted(gradient: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor | None:
+    return None if gradient is None else _like(gradient, given)
 
 
 def _like(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,10 @@ class Names:
         site = self._sites.get(node.name)
         return None if site is None or site.role in _HANDS_ON else (site.id, False)
 
+    def site(self, node: fx.Node) -> Site | None:
+        """The node's site."""
+        return self._sites.get(node.name)
+
     def anyway(self, node: fx.Node) -> tuple[str, bool]:
         """The same, going up to what made the values."""
         while (found := self.of(node)) is None:
@@ -83,7 +87,9 @@ class Measuring:
         """Measure it."""
         name = self._names.of(node)
         if name is not None:
-            self.meter.add(name[0], *pair, parameter=name[1], lowered=dtype in LOWER)
+            site = self._names.site(node)
+            keep = site is not None and site.role is Role.WEIGHT_CAST
+            self.meter.add(name[0], *pair, parameter=name[1], lowered=dtype in LOWER, keep=keep)
         return pair[1]
 
 
