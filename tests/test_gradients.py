@@ -319,7 +319,7 @@ def test_two_faults_are_two_findings() -> None:
             x = x.detach() + (x - x.detach()) * 1e12
             x = torch.relu(self.second(x))
             x = x.detach() + (x - x.detach()) * 1e-12
-            return self.head(self.third(x.detach() + (x - x.detach()) * 1e6))
+            return self.head(self.third(x.detach() + (x - x.detach()) * 1e8))
 
     report = ampaudit.scan(Two(), rows(), policy="torch-cuda", backward=True, loss=classes)
     sites = [f.site for f in report.findings if f.code == "AMP701"]

@@ -14,27 +14,44 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One finding for each op at which it begins."""
+    """One finding for each op at which it begins; those that a lower scale of 1 or more cures are one."""
     record = context.record.gradients
     if record is None:
         return
+    curable: list[tuple[int, GradientOrigin]] = []
     for origin in record.origins:
-        table = record.parameters if origin.is_parameter else record.sites
-        seen = table.get(origin.value)  # type: ignore[call-overload]
-        yield _finding(context, record, origin, seen)
+        highest = _highest(context, _seen(record, origin))
+        if highest >= 0 and _overflows(context, _seen(record, origin)):
+            curable.append((highest, origin))
+        else:
+            yield _finding(context, record, origin, highest)
+    if curable:
+        highest, worst = min(curable, key=lambda item: item[0])
+        found = _finding(context, record, worst, highest)
+        others = [origin.site for _, origin in curable if origin is not worst]
+        more = f"; under this scale {len(others)} other ops overflow too" if others else ""
+        yield replace(found, cause=f"{found.cause}{more}")
 
 
-def _finding(
-    context: CheckContext, record: GradientRecord, origin: GradientOrigin, seen: GradientSeen | None
-) -> Finding:
+def _seen(record: GradientRecord, origin: GradientOrigin) -> GradientSeen | None:
+    table = record.parameters if origin.is_parameter else record.sites
+    return table.get(origin.value)  # type: ignore[call-overload]
+
+
+def _overflows(context: CheckContext, seen: GradientSeen | None) -> bool:
+    """Whether FP32's gradient is beyond the format; else the op makes NaN of what would fit."""
+    return seen is None or seen.seen.ref_peak >= context.number_format.overflow_at
+
+
+def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrigin, highest: int) -> Finding:
     form, site = context.number_format, context.site[origin.site]
-    highest = _highest(context, seen)
+    seen = _seen(record, origin)
     name = name_of(context, origin.value, origin.is_parameter)
     own = origin.value == origin.site
     what = "the gradient of its own output" if own else f"its backward makes a gradient of {name} that"
     reaches = number(seen.seen.ref_peak) if seen is not None else "an unknown size"
     scaled = f" under the loss scale {number(record.scale)}" if record.scale != 1 else ""
-    if seen is not None and seen.seen.ref_peak < form.overflow_at:
+    if not _overflows(context, seen):
         cause = f"{what} becomes NaN or infinite, although in FP32 it only reaches {reaches}{scaled}"
         advice = "keep this op in float32: no loss scale cures it"
         return _made(context, origin, seen, cause, advice, Severity.ERROR)

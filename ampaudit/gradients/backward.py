@@ -139,5 +139,8 @@ class Backward:
             values = vector_jacobian(taped, 1, self._backend, wanted, second)
         for node, reference, value in zip(wanted, references, values, strict=True):
             if reference is not None and value is not None:
-                held = value if value is reference else self._backend.hold(value, self._dtypes[node][0])
-                yield node, (reference, held)
+                if value is not reference:
+                    # what the formulas and autograd hand on may be the reference's own memory, too
+                    given = (*second, *first, reference, *values[: wanted.index(node)])
+                    value = self._backend.held_result(value, self._dtypes[node][0], given)
+                yield node, (reference, value)

@@ -85,7 +85,7 @@ class GradientMeter:
         self._exponent = exponent - 1 if mantissa == 0.5 else None
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor, _Measured]] = {}
         self._rows: list[_Row] = []
-        self._shares: list[tuple[str, bool, torch.Tensor]] = []
+        self._sums: list[tuple[str, bool, str]] = []
         self._cancelled: set[tuple[str, bool]] = set()
         self._wrong: dict[tuple[str, bool], tuple[int, int]] = {}
         self._fetched: list[tuple[_Row, dict[str, float], list[int]]] = []
@@ -124,10 +124,9 @@ class GradientMeter:
         flushed = ((second == 0) & (first != 0)).sum()
         return fields, torch.cat([exponent_counts(first.float()), flushed.reshape(1)])
 
-    def share(self, name: str, parameter: bool, of: torch.Tensor, out: torch.Tensor) -> None:
-        """A bias's gradient, made from the gradient of the output: how much of it is left after the sum."""
-        peaks = torch.stack([of.abs().amax(), out.abs().amax() * CANCELLED])
-        self._shares.append((name, parameter, peaks))
+    def sums(self, name: str, parameter: bool, source: str) -> None:
+        """A vector's gradient was made from that of a site's output: it may be a sum over its rows."""
+        self._sums.append((name, parameter, source))
 
     def wrong(self, name: str, parameter: bool, *, infinite: int, nan: int) -> None:
         """Elements that were repaired before they could be measured."""
@@ -136,10 +135,6 @@ class GradientMeter:
 
     def finish(self) -> None:
         """Fetch everything from the device at once."""
-        shares = torch.stack([peaks for _, _, peaks in self._shares]).tolist() if self._shares else []
-        for (name, parameter, _), (left, least) in zip(self._shares, shares, strict=True):
-            if left <= least:
-                self._cancelled.add((name, parameter))
         waiting = [row.fields for row in self._rows if isinstance(row.fields, torch.Tensor)]
         fetched = iter(torch.stack(waiting).tolist() if waiting else [])
         counts = torch.stack([row.counts for row in self._rows]).tolist() if self._rows else []
@@ -148,6 +143,10 @@ class GradientMeter:
             self._fetched.append((row, dict(zip(FIELDS, fields, strict=True)), numbers))
         self._rows.clear()
         self._known.clear()
+        peaks = {(row.name, row.parameter): fields["ref_peak"] for row, fields, _ in self._fetched}
+        for name, parameter, source in self._sums:
+            if peaks.get((name, parameter), 0.0) <= CANCELLED * peaks.get((source, False), 0.0):
+                self._cancelled.add((name, parameter))
 
     @property
     def broken(self) -> bool:

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
+from ampaudit.gradients.formulas import FORMULAS
 from ampaudit.gradients.tape import Taped
 from ampaudit.run.backends import Backend
 from ampaudit.run.lockstep import restore_random_state
+from ampaudit.trace.opnames import named_arguments
 
 __all__ = ["vector_jacobian"]
 
@@ -37,6 +40,8 @@ def vector_jacobian(
     step = taped.step
     if step.site is not None and step.site.role.converts and len(wanted) == 1:
         return [_converted(gradients[0], taped.inputs[wanted[0]][side])]  # autograd would do no more
+    if (quick := _by_formula(taped, side, backend, wanted, gradients)) is not None:
+        return quick
     leaves = {node: taped.inputs[node][side].detach().requires_grad_() for node in wanted}
     values = {node: leaves.get(node, pair[side]) for node, pair in taped.inputs.items()}
     args, kwargs = backend.arguments(step)
@@ -61,6 +66,29 @@ def vector_jacobian(
         allow_unused=True,
     )
     return [None if gradient is None else _densified(gradient) for gradient in found]
+
+
+def _by_formula(
+    taped: Taped,
+    side: int,
+    backend: Backend,
+    wanted: Sequence[fx.Node],
+    gradients: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None] | None:
+    """Without calling the step again, where a formula says how."""
+    step, gradient = taped.step, gradients[0]
+    formula = FORMULAS.get(str(step.target))
+    if formula is None or gradient is None or not isinstance(step.target, OpOverload):
+        return None
+    args, kwargs = backend.arguments(step)
+    named = named_arguments(step.target, args, kwargs)
+    places = {node: name for name, node in named.items() if isinstance(node, fx.Node)}
+    if len(places) != sum(isinstance(value, fx.Node) for value in named.values()):
+        return None  # one value in two places
+    given = fx.node.map_arg(named, lambda node: taped.inputs[node][side])
+    names = [places[node] for node in wanted]
+    found = formula(given, frozenset(names), _like(gradient, next(iter(taped.inputs.values()))[side]))
+    return [found[name] for name in names]
 
 
 def _converted(gradient: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor | None:

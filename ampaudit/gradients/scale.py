@@ -160,7 +160,8 @@ def _together(gradients: Iterable[NamedGradient]) -> Counter[int]:
 
 def _flushed(exponents: Counter[int], form: NumberFormat, scale: float) -> int:
     """Elements with 2^e < g <= 2^(e+1) that round to zero: those with 2^(e+1) * scale <= flush_below."""
-    return sum(count for e, count in exponents.items() if math.ldexp(scale, e + 1) <= form.flush_below)
+    last = math.floor(math.log2(form.flush_below) - math.log2(scale)) - 1
+    return sum(count for e, count in exponents.items() if e <= last)
 
 
 def _highest(peak: float, form: NumberFormat) -> int:

@@ -74,13 +74,13 @@ class Measuring:
     def made(
         self, step: Step, of: fx.Node, out: Sequence[GradientPair | None], pair: GradientPair
     ) -> torch.Tensor:
-        """Sums are looked at, in ``complete``; of a bias, how much of the sum is left."""
-        del step
+        """Sums are looked at, in ``complete``; a bias's is noted, to see how much of it is left."""
+        del out
         value = of.meta.get("val")
         name = self._names.of(of) if isinstance(value, torch.Tensor) and value.dim() <= 1 else None
-        given = next((p for p in out if p is not None), None)
-        if name is not None and given is not None and pair[0].numel() < given[0].numel():
-            self.meter.share(*name, pair[0], given[0])
+        source = self._names.of(step.node)
+        if name is not None and source is not None:
+            self.meter.sums(*name, source[0])
         return pair[1]
 
     def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:

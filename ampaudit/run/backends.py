@@ -41,6 +41,11 @@ class Backend(Protocol):
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step's result as autograd shall see it: its backward is this backend's."""
 
+    def held_result(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
+    ) -> torch.Tensor:
+        """``hold`` of something that was just made from what is given, and may be overwritten."""
+
 
 class Reference:
     """Exact arithmetic, as far as we go: every 16-bit dtype of the graph becomes float32."""
@@ -59,6 +64,13 @@ class Reference:
             return step.wide_args, step.wide_kwargs
         args = tuple(exact.get(position, value) for position, value in enumerate(step.wide_args))
         return args, {name: exact.get(name, value) for name, value in step.wide_kwargs.items()}
+
+    def held_result(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
+    ) -> torch.Tensor:
+        """As ``hold``."""
+        del given
+        return self.hold(tensor, dtype)
 
     def call(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
@@ -88,6 +100,12 @@ class Emulated(Reference):
     def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """A float32 carrier of the rounded tensor."""
         return rounded(tensor, dtype) if tensor.is_floating_point() else tensor
+
+    def held_result(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
+    ) -> torch.Tensor:
+        """Rounded where it lies, if its memory is its own."""
+        return _round_result(tensor, dtype, given) if tensor.is_contiguous() else self.hold(tensor, dtype)
 
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op in float32; of what its backward keeps, the output is what was rounded.
@@ -156,6 +174,13 @@ class Native:
         result = step.target(*wide, **wide_kwargs)
         return result.to(step.dtypes[0]) if isinstance(result, torch.Tensor) else result
 
+    def held_result(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
+    ) -> torch.Tensor:
+        """As ``hold``."""
+        del given
+        return self.hold(tensor, dtype)
+
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op in its dtypes, whose backward is autograd's own."""
         return self.call(step, args, kwargs)
@@ -178,8 +203,8 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _round_result(
     tensor: torch.Tensor,
     dtype: torch.dtype | None,
-    args: tuple[Any, ...],
-    measure: BlockMeasure | None,
+    args: Iterable[Any],
+    measure: BlockMeasure | None = None,
 ) -> torch.Tensor:
     """Round an op's output where it lies, unless it shares memory with one of the inputs."""
     if tensor.dtype is not torch.float32 or dtype not in LOWER:
