@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ampaudit.report.model import Report
     from ampaudit.report.plan import PlanReport
     from ampaudit.report.verification import Verification
+    from ampaudit.training.prepare import Prepared, prepare
+    from ampaudit.training.scaler import LossScaler, scaler
     from ampaudit.workflows.convert import convert_model
     from ampaudit.workflows.options import ConvertOptions
     from ampaudit.workflows.plan import plan
@@ -26,12 +28,16 @@ __all__ = [
     "AuditError",
     "Conversion",
     "ConvertOptions",
+    "LossScaler",
     "PlanReport",
+    "Prepared",
     "Report",
     "Verification",
     "__version__",
     "convert_model",
     "plan",
+    "prepare",
+    "scaler",
     "scan",
     "verify",
 ]
@@ -40,11 +46,15 @@ _HOMES = {
     "AuditError": "ampaudit.errors",
     "Conversion": "ampaudit.report.conversion",
     "ConvertOptions": "ampaudit.workflows.options",
+    "LossScaler": "ampaudit.training.scaler",
     "PlanReport": "ampaudit.report.plan",
+    "Prepared": "ampaudit.training.prepare",
     "Report": "ampaudit.report.model",
     "Verification": "ampaudit.report.verification",
     "convert_model": "ampaudit.workflows.convert",
     "plan": "ampaudit.workflows.plan",
+    "prepare": "ampaudit.training.prepare",
+    "scaler": "ampaudit.training.scaler",
     "scan": "ampaudit.workflows.scan",
     "verify": "ampaudit.workflows.verify",
 }

@@ -21,9 +21,10 @@ FLOORS = {
     "checks": 7,
     "advice": 8,
     "report": 9,
-    "workflows": 10,
-    "gate": 11,
-    "cli": 12,
+    "training": 10,
+    "workflows": 11,
+    "gate": 12,
+    "cli": 13,
 }  # fmt: skip
 WITHOUT_TORCH = ("errors", "files", "formats", "sites", "replay", "pages", "policy", "cli")
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem in FLOORS)

@@ -18,6 +18,7 @@ from ampaudit.run.gradient_record import GradientRecord
 from ampaudit.run.lockstep import LockStep, Watch
 from ampaudit.run.program import Program
 from ampaudit.run.runner import Plan
+from ampaudit.trace.customs import CHECKPOINT
 from ampaudit.trace.graph import Placeholder, Slot
 
 __all__ = ["GradientAudit"]
@@ -95,8 +96,18 @@ class GradientAudit:
     def _note_parameters(self, program: Program) -> None:
         places = _parameters(program)
         frozen = {p.name for p in places if not program.traced.tensors[p.node].requires_grad}
+        self._note_customs(program)
         self.record.frozen = tuple(sorted(frozen | set(self.record.frozen)))
         self._reached |= {p.name for p in places} - frozen
+
+    def _note_customs(self, program: Program) -> None:
+        functions = [name for name in program.traced.customs if name != CHECKPOINT]
+        names = ", ".join(functions)
+        note = (
+            f"{names}: a custom autograd function; its forward's derivative is audited, not its own backward"
+        )
+        if functions and note not in self.record.notes:
+            self.record.notes.append(note)
 
     def _note_unused(self, program: Program) -> None:
         """A tied parameter is used if it is under one of its names."""

@@ -12,9 +12,18 @@ from torch import fx
 from ampaudit.trace.caster import META_KEY
 from ampaudit.trace.graph import Role, Site
 
-__all__ = ["LOWER", "Step"]
+__all__ = ["LOWER", "Step", "differentiable"]
 
 LOWER = (torch.float16, torch.bfloat16)
+
+
+def differentiable(node: fx.Node) -> bool:
+    """Whether a gradient can pass: the model's code has not switched gradients off there.
+
+    A cast of the policy's passes it all the same: ops outside may share it.
+    """
+    record = node.meta.get(META_KEY)
+    return record is None or record.inserted or not record.no_grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +60,8 @@ class Step:
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient can pass: the model's code has not switched gradients off here.
-
-        A cast of the policy's passes it all the same: ops outside may share it.
-        """
-        record = self.node.meta.get(META_KEY)
-        return record is None or record.inserted or not record.no_grad
+        """Whether a gradient can pass."""
+        return differentiable(self.node)
 
     @property
     def lowered(self) -> bool:

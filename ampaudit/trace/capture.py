@@ -8,7 +8,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.sites import SiteId
 from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.caster import Caster
+from ampaudit.trace.customs import custom_backwards
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import Entry, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
@@ -110,6 +111,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
             torch.set_grad_enabled(setting.differentiated),
             autocast_visible(file.autocast, lower),
             interposed(caster),
+            custom_backwards() as customs,
         ):
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:
@@ -117,7 +119,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     except Exception as error:
         raise trace_failure(error, type(model).__name__, setting.rules.name) from error
     notes = storage_notes(model, file.weights, lower)
-    return _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
+    made = _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
+    return replace(made, customs=tuple(dict.fromkeys(customs)))
 
 
 def _placed(placement: str, lower: torch.dtype) -> torch.dtype | None:
@@ -145,6 +148,7 @@ def _assemble(
         tensors=tensors,
         sites=build_sites(graph, placeholders),
         outputs=entry.outputs.names,
+        structure=entry.outputs.structure,
         signature=signature,
         policy=setting.rules.name,
         dtype=setting.lower,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "ENTRY_NAME",
     "Entry",
     "LossAndOutput",
+    "OutputStructure",
     "flatten_outputs",
     "layer_of",
     "layer_path",
@@ -39,6 +41,25 @@ class OutputNames:
     """Where each output tensor was found; an object, because torch.export undoes attribute assignments."""
 
     names: tuple[str, ...] = ()
+    structure: OutputStructure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputStructure:
+    """What a model returns, with its tensors taken out: containers that torch knows, and other values as is.
+
+    Attributes:
+        spec: of the containers.
+        leaves: for each leaf the number of the tensor that it is, or the value itself.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[tuple[int | None, Any], ...]
+
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        """The structure around other tensors."""
+        leaves = [value if index is None else tensors[index] for index, value in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 class Entry(nn.Module):
@@ -70,8 +91,10 @@ class Entry(nn.Module):
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        named = flatten_outputs(getattr(self, ENTRY_NAME)(*args, **kwargs))
+        output = getattr(self, ENTRY_NAME)(*args, **kwargs)
+        named = flatten_outputs(output)
         self.outputs.names = tuple(name for name, _ in named)
+        self.outputs.structure = _structure(output, [tensor for _, tensor in named])
         return tuple(self._placed(tensor) for _, tensor in named)
 
     def _placed(self, output: torch.Tensor) -> torch.Tensor:
@@ -79,6 +102,17 @@ class Entry(nn.Module):
             return output
         with replaying(INSERTED):
             return output.to(self._output_dtype)
+
+
+def _structure(output: Any, tensors: Sequence[torch.Tensor]) -> OutputStructure | None:
+    """``None`` where a tensor is in a container that torch does not know."""
+    leaves, spec = pytree.tree_flatten(output)
+    numbers = {id(tensor): index for index, tensor in enumerate(tensors)}
+    if {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)} != set(numbers):
+        return None
+    return OutputStructure(
+        spec, tuple((numbers.get(id(leaf)), None if id(leaf) in numbers else leaf) for leaf in leaves)
+    )
 
 
 def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.trace.graph import TracedModel
+from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.opnames import mutated_arguments
 
 __all__ = ["OnCopy", "functionalized", "overload_of"]
@@ -39,14 +39,24 @@ def overload_of(target: Any) -> OpOverload | None:
     return target if isinstance(target, OpOverload) else None
 
 
-def functionalized(traced: TracedModel) -> TracedModel:
+def functionalized(traced: TracedModel, *, write_back: bool = False) -> TracedModel:
     """The traced model with every in-place op replaced; node names, and so sites, stay.
 
     An op whose schema hides what it writes (``batch_norm``'s running statistics) is left as it is.
+
+    Args:
+        traced: the model.
+        write_back: whether buffers that the model writes to get their new values at the end.
     """
     if not any(_written(node) for node in traced.graph.nodes):
         return traced
-    return replace(traced, graph=_Rewriter(traced.graph).graph)
+    buffers = {p.node for p in traced.placeholders if p.slot is Slot.BUFFER} if write_back else set[str]()
+    return replace(traced, graph=_Rewriter(traced.graph, buffers).graph)
+
+
+def _set_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        buffer.copy_(value)
 
 
 @dataclass(slots=True)
@@ -62,13 +72,17 @@ class _View:
 class _Rewriter:
     """Copies a graph node by node; ``_now`` maps each old node to the new one that holds its value."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, buffers: set[str]) -> None:
         self.graph = fx.Graph()
         self._now: dict[fx.Node, fx.Node] = {}
         self._views: dict[fx.Node, _View] = {}
         self._versions: dict[fx.Node, int] = {}
+        self._inputs: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             if node.op == "output":
+                for base, version in self._versions.items():
+                    if version and base.name in buffers:
+                        self.graph.call_function(_set_buffer, (self._inputs[base], self._now[base]))
                 self.graph.output(fx.node.map_arg(node.args[0], self._value))
             elif _written(node):
                 self._write(node)
@@ -88,6 +102,7 @@ class _Rewriter:
             self._begin(node)
 
     def _begin(self, node: fx.Node) -> None:
+        self._inputs[node] = self._now[node]
         self._views[node] = _View(node, None, None, 0)
         self._versions[node] = 0
 

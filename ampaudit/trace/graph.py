@@ -13,6 +13,7 @@ from torch import fx
 from ampaudit.policy import Decision, OpFacts
 from ampaudit.policy.schema import Constants
 from ampaudit.sites import SiteId, SourceLine
+from ampaudit.trace.entry import OutputStructure
 
 __all__ = ["Placeholder", "Role", "Site", "Slot", "TracedModel"]
 
@@ -105,7 +106,9 @@ class TracedModel:
 
     ``tensors`` maps placeholder names to the model's own FP32 tensors (never copies); ``signature`` are
     the shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
-    fit; ``split_ties`` names tied weights that the policy would store differently under each name.
+    fit; ``split_ties`` names tied weights that the policy would store differently under each name;
+    ``structure`` is what the outputs were in; ``customs`` names custom autograd functions, whose own backward
+    the graph does not have, and ``checkpoint``, if activations are recomputed.
     """
 
     graph: fx.Graph
@@ -119,6 +122,8 @@ class TracedModel:
     notes: tuple[str, ...]
     clip: Constants | None = None
     split_ties: tuple[tuple[str, ...], ...] = ()
+    structure: OutputStructure | None = None
+    customs: tuple[str, ...] = ()
 
     @property
     def site_of_node(self) -> dict[str, Site]:

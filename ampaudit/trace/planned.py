@@ -73,7 +73,7 @@ def trace(
     replay.training = model.training
     leaves = tuple(tensor_leaves(args, kwargs))
     traced = capture(replay, leaves, {}, replace(setting, author_rules=uncast, planned=planned, edits={}))
-    return replace(traced, outputs=survey.outputs)
+    return replace(traced, outputs=survey.outputs, structure=survey.structure, customs=survey.customs)
 
 
 def plan_sites(traced: TracedModel) -> list[PlanSite]:

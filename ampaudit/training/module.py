@@ -1,0 +1,138 @@
+"""A model as a module that computes in mixed precision: traced once for each kind of input, then a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampaudit.errors import UsageError
+from ampaudit.formats import NumberFormat
+from ampaudit.policy import RuleSet
+from ampaudit.trace import TracedModel, trace
+from ampaudit.trace.capture import input_signature
+from ampaudit.trace.entry import OutputStructure, tensor_leaves
+from ampaudit.trace.graph import Slot
+from ampaudit.training.executable import Executable, emulated, native
+from ampaudit.training.sharing import StandIn, in_float32
+
+__all__ = ["MixedModule", "Recipe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a module computes.
+
+    Attributes:
+        rules: the policy.
+        author_rules: what the model's own autocast regions mean.
+        number_format: the 16-bit format.
+        emulate: whether 16 bits are emulated in float32.
+        float32_outputs: whether 16-bit outputs are given as float32, in which a loss is computed then.
+    """
+
+    rules: RuleSet
+    author_rules: RuleSet
+    number_format: NumberFormat
+    emulate: bool = False
+    float32_outputs: bool = True
+
+    @property
+    def lower(self) -> torch.dtype:
+        """The format as torch's dtype."""
+        dtype: torch.dtype = getattr(torch, self.number_format.name)
+        return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    run: Executable
+    traced: TracedModel
+    structure: OutputStructure
+
+
+class MixedModule(StandIn):
+    """Computes what the model computes, with the casts of a policy in its graph.
+
+    Parameters are the model's own FP32 masters; each forward pass makes 16-bit working copies from them.
+    The model is traced when it is first called with inputs of some shapes, in training and in evaluation
+    mode apart; other arguments than tensors are part of what is traced.
+
+    Args:
+        model: the user's.
+        recipe: how to compute.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        super().__init__(model)
+        self._ampaudit_recipe = recipe
+        self._ampaudit_compiled: dict[Any, _Compiled] = {}
+
+    def mixed(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns; in 16 bits only if the recipe leaves outputs as they are."""
+        compiled = self._compiled(args, kwargs)
+        outputs = compiled.run(self._values(compiled.traced, tensor_leaves(args, kwargs)))
+        self._hold_buffers(compiled.traced)
+        output = compiled.structure.filled(outputs)
+        return in_float32(output) if self._ampaudit_recipe.float32_outputs else output
+
+    def traced(self, *args: Any, **kwargs: Any) -> TracedModel:
+        """The graph for inputs like these."""
+        return self._compiled(args, kwargs).traced
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Compiled:
+        modes = tuple(module.training for module in self.original.modules())
+        key = (input_signature(args, kwargs), modes)
+        if key not in self._ampaudit_compiled:
+            self._ampaudit_compiled[key] = self._compile(args, kwargs)
+        return self._ampaudit_compiled[key]
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Compiled:
+        recipe = self._ampaudit_recipe
+        setting = recipe.rules, recipe.author_rules, recipe.number_format
+        traced = trace(self.original, args, kwargs, *setting, differentiated=True)
+        if traced.customs:
+            raise UsageError(
+                f"the model has a way back of its own ({', '.join(traced.customs)}), which no graph has",
+                hint="use ampaudit.prepare(..., how='autocast')",
+            )
+        if traced.structure is None:
+            raise UsageError(
+                "the model returns tensors in an object that torch cannot take apart",
+                hint="return tensors, tuples, dicts, or a class registered with torch.utils._pytree",
+            )
+        make = emulated if recipe.emulate else native
+        return _Compiled(make(traced), traced, traced.structure)
+
+    def _values(self, traced: TracedModel, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A value for each placeholder, looked up by name: FSDP swaps parameters while a call lasts."""
+        given = iter(inputs)
+        values: list[torch.Tensor] = []
+        for place in traced.placeholders:
+            if place.slot is Slot.INPUT:
+                value = next(given)
+            elif place.slot is Slot.CONSTANT:
+                value = traced.tensors[place.node]
+            else:
+                owner, _, leaf = place.name.rpartition(".")
+                value = getattr(self.get_submodule(owner), leaf)
+            values.append(self._held(value, place.dtype))
+        return values
+
+    def _held(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Native graphs take tensors in their stored dtype; the gradient goes through the cast."""
+        if self._ampaudit_recipe.emulate or dtype is None or not value.is_floating_point():
+            return value
+        return value if value.dtype == dtype else value.to(dtype)
+
+    def _hold_buffers(self, traced: TracedModel) -> None:
+        """A buffer that is stored in 16 bits is rounded after it was written."""
+        if not (self._ampaudit_recipe.emulate and self.training):
+            return
+        for place in traced.placeholders:
+            if place.slot is Slot.BUFFER and place.dtype is self._ampaudit_recipe.lower:
+                buffer = self.get_buffer(place.name)
+                # batch norm keeps them for its backward, which in training does not look at them
+                buffer.data.copy_(buffer.to(place.dtype))

@@ -1,0 +1,171 @@
+"""``ampaudit.prepare``: a model, its optimizer and a loss scaler, ready to train under a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ampaudit.errors import UsageError
+from ampaudit.formats import BFLOAT16, lower_format
+from ampaudit.policy import RuleSet, load_policy
+from ampaudit.policy.scaling import profile
+from ampaudit.policy.schema import LossScale
+from ampaudit.trace.storage import stored_dtypes
+from ampaudit.training.autocast import AutocastModule
+from ampaudit.training.module import MixedModule, Recipe
+from ampaudit.training.pure import keep_rounded, lower_parameters
+from ampaudit.training.scaler import LossScaler
+
+__all__ = ["How", "Prepared", "prepare"]
+
+How = Literal["graph", "autocast"]
+_AUTOCAST = {"torch-cuda": "cuda", "torch-cpu": "cpu"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a training loop needs.
+
+    Attributes:
+        model: call it as the user's model is called.
+        optimizer: the user's own; it steps the FP32 masters (the working weights themselves in pure 16 bits).
+        scaler: torch's GradScaler with the policy's numbers; does nothing where the policy has no loss scale.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+
+    @contextmanager
+    def float32(self) -> Iterator[nn.Module]:
+        """The model in FP32, with its masters, for evaluation."""
+        model: Any = self.model
+        with model.float32() as plain:
+            yield plain
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters and buffers under the model's own names, the optimizer's state, and the scaler's."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict``: the next step has the same bits.
+
+        Raises:
+            UsageError: an entry is missing.
+        """
+        missing = {"model", "optimizer", "scaler"} - set(state)
+        if missing:
+            raise UsageError(
+                f"the checkpoint has no {', '.join(sorted(missing))}: a resumed run would be another one",
+                hint="save prepared.state_dict()",
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    policy: str | RuleSet = "torch-cuda",
+    dtype: str = "float16",
+    loss_scale: str | float | None = None,
+    how: How = "graph",
+    emulate: bool = False,
+    group: Any = None,
+) -> Prepared:
+    """Make a model train in mixed precision.
+
+    Args:
+        model: with FP32 parameters; they stay the ones that the optimizer steps.
+        optimizer: made from ``model.parameters()``.
+        policy: ``torch-cuda`` or ``apex-o1`` (casts in the graph), ``apex-o2`` (16-bit working weights made
+            from FP32 masters), ``apex-o3`` (no masters), ``apex-o0`` (FP32), any other, or a rule file.
+        dtype: ``float16`` or ``bfloat16``.
+        loss_scale: name of a profile, or a fixed scale; by default the policy's own, none in bfloat16.
+        how: ``graph`` traces the model; ``autocast`` runs its own code under ``torch.autocast``, for models
+            with custom autograd functions or recomputed activations.
+        emulate: compute in float32 and round to 16 bits, where a device has no 16-bit kernels.
+        group: processes that must skip steps together, where their gradients are not already the same;
+            ``True`` for all of them.
+
+    Raises:
+        UsageError: the policy cannot be trained under in this way.
+        PolicyError: no such policy or profile.
+    """
+    rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
+    form = lower_format(dtype)
+    recipe = Recipe(rules, load_policy("torch-cuda"), form, emulate)
+    _refuse_other_parameters(model, optimizer)
+    device = next(iter(model.parameters()), torch.empty(0)).device.type
+    prepared: nn.Module
+    if how == "autocast":
+        prepared = _autocast(model, rules, recipe, device)
+    else:
+        if _is_pure(rules):
+            _make_pure(model, optimizer, recipe)
+        prepared = MixedModule(model, recipe)
+    rule = _loss_scale(loss_scale, rules, dtype_is_bfloat16=form is BFLOAT16)
+    return Prepared(prepared, optimizer, LossScaler(rule, device, group=group))
+
+
+def _is_pure(rules: RuleSet) -> bool:
+    return rules.file.weights.storage == "lower" and not rules.file.weights.master
+
+
+def _make_pure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    stored = stored_dtypes(model, recipe.rules.file.weights, recipe.lower)
+    if recipe.emulate:
+        keep_rounded(model, optimizer, stored)
+    else:
+        lower_parameters(model, optimizer, stored)
+
+
+def _autocast(model: nn.Module, rules: RuleSet, recipe: Recipe, device: str) -> AutocastModule:
+    if _AUTOCAST.get(rules.name) != device:
+        usual = f"torch-{device}"
+        raise UsageError(
+            f"how='autocast' runs torch.autocast on {device}, which is policy {usual!r}, not {rules.name!r}",
+            hint=f"use policy={usual!r}, or how='graph'",
+        )
+    if recipe.emulate:
+        raise UsageError("how='autocast' cannot be emulated", hint="use how='graph', or dtype='bfloat16'")
+    return AutocastModule(model, device, recipe.lower)
+
+
+def _loss_scale(given: str | float | None, rules: RuleSet, *, dtype_is_bfloat16: bool) -> LossScale:
+    if isinstance(given, int | float):
+        return LossScale(kind="static", init=float(given))
+    if isinstance(given, str):
+        return profile(given).scale
+    if dtype_is_bfloat16:
+        return profile("none").scale
+    own = rules.file.loss_scale
+    return profile(own).scale if isinstance(own, str) else own
+
+
+def _refuse_other_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer of another model would step nothing that is trained."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(parameter) in own for parameter in held):
+        raise UsageError(
+            "the optimizer holds no parameter of the model",
+            hint="make it from model.parameters(), after model.to()",
+        )
+    lower = [p for p in held if p.dtype in (torch.float16, torch.bfloat16)]
+    if lower:
+        raise UsageError(
+            f"{len(lower)} parameters are in 16 bits already (model.half()?): there are no FP32 masters",
+            hint="pass the FP32 model, and policy='apex-o2' or 'apex-o3' for 16-bit weights",
+        )

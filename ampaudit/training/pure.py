@@ -1,0 +1,44 @@
+"""Training without masters: the parameters are in 16 bits, and so is what the optimizer adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampaudit.run.backends import rounded
+from ampaudit.trace.shadow import named_tensors
+
+__all__ = ["keep_rounded", "lower_parameters"]
+
+
+def lower_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.dtype]
+) -> None:
+    """Put parameters and buffers into their 16-bit dtype, in place: the optimizer still holds them."""
+    for name, tensor in named_tensors(model).items():
+        if name in stored:
+            tensor.data = tensor.data.to(stored[name])
+    optimizer.load_state_dict(optimizer.state_dict())  # casts what state there is
+
+
+def keep_rounded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.dtype]
+) -> None:
+    """The same, emulated: parameters and the optimizer's state are rounded after each step."""
+    tensors = named_tensors(model)
+    lowered = {id(tensors[name]): (tensors[name], dtype) for name, dtype in stored.items()}
+
+    @torch.no_grad()
+    def round_all(*_: Any) -> None:
+        for tensor, dtype in lowered.values():
+            tensor.copy_(rounded(tensor, dtype))
+            for value in optimizer.state.get(tensor, {}).values():
+                # a step count is a tensor without dimensions, and stays exact
+                if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point():
+                    value.copy_(rounded(value, dtype))
+
+    round_all()
+    optimizer.register_step_post_hook(round_all)

@@ -1,0 +1,166 @@
+"""A loss scaler that follows a published profile: torch's GradScaler with another rule for the next scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+
+from ampaudit.errors import RunFailed, UsageError, first_line
+from ampaudit.policy.scaling import USUAL_START, profile
+from ampaudit.policy.schema import LossScale
+
+__all__ = ["LossScaler", "ScaleState", "next_state", "scaler"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleState:
+    """Where a dynamic scale stands.
+
+    Attributes:
+        scale: what the loss is multiplied by.
+        good: steps without overflow since the scale last changed, or since the last overflow.
+        patience: overflows left until the scale is lowered.
+    """
+
+    scale: float
+    good: int
+    patience: int
+
+
+def next_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState:
+    """The state after one step.
+
+    An overflow takes one of the ``hysteresis`` lives; without any left, each lowers the scale. A scale that
+    grows gives them back (Megatron-Core's ``DynamicGradScaler``, DeepSpeed's ``DynamicLossScaler``).
+    """
+    if rule.kind != "dynamic":
+        return state
+    lives = rule.hysteresis if isinstance(rule.hysteresis, int) else 1
+    if overflow:
+        patience = max(state.patience - 1, 0)
+        lowered = max(state.scale * rule.backoff, rule.min or 0.0) if patience == 0 else state.scale
+        return ScaleState(lowered, 0, patience)
+    if state.good + 1 < rule.interval:
+        return replace(state, good=state.good + 1)
+    grown = state.scale * rule.growth
+    largest = torch.finfo(torch.float32).max
+    if isinstance(rule.max, float):
+        grown = min(grown, rule.max)
+    elif rule.max == "finite" and grown > largest:
+        grown = state.scale
+    return ScaleState(grown, 0, lives)
+
+
+class LossScaler(GradScaler):
+    """``torch.amp.GradScaler`` with a profile's constants, bounds and hysteresis.
+
+    ``scale``, ``unscale_`` and ``step`` are torch's. Where gradients differ between the processes of a group
+    (sharded, or not averaged), the group decides about a step together: all skip it, or none.
+
+    Args:
+        rule: the profile's numbers.
+        device: ``cuda`` or ``cpu``.
+        enabled: whether it does anything.
+        group: processes that take each step together; ``None`` where their gradients are the same, as in DDP.
+    """
+
+    def __init__(
+        self, rule: LossScale, device: str = "cuda", *, enabled: bool = True, group: Any = None
+    ) -> None:
+        start = rule.init if isinstance(rule.init, float) else USUAL_START
+        super().__init__(device, init_scale=start, enabled=enabled and rule.kind != "none")
+        self.rule = rule
+        self.group = group
+        self._lives = rule.hysteresis if isinstance(rule.hysteresis, int) else 1
+        self._state = ScaleState(start, 0, self._lives)
+
+    @property
+    def state(self) -> ScaleState:
+        """Where the scale stands."""
+        return self._state
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Torch's, and then the group's verdict on overflow."""
+        _refuse_16_bits(optimizer)
+        super().unscale_(optimizer)
+        if self.is_enabled() and self.group is not None:
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            for verdict in found.values():
+                _agree(verdict, self.group)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Set the next scale from what this step's optimizers found."""
+        if not self.is_enabled():
+            return
+        if new_scale is not None:
+            super().update(new_scale)
+            self._state = replace(self._state, scale=float(new_scale))
+            return
+        verdicts = [
+            found for state in self._per_optimizer_states.values()
+            for found in state["found_inf_per_device"].values()
+        ]  # fmt: skip
+        if not verdicts:
+            raise UsageError(
+                "scaler.update() was called before any scaler.step(optimizer) or unscale_(optimizer)",
+                hint="call update() once at the end of each step",
+            )
+        overflow = sum(float(found) for found in verdicts) > 0
+        self._state = next_state(self._state, self.rule, overflow)
+        super().update(self._state.scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's entries, and the lives left."""
+        found = super().state_dict()
+        if found:
+            found |= {"scale": self._state.scale, "_growth_tracker": self._state.good}
+            found["patience"] = self._state.patience
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From this scaler's, or a plain GradScaler's, ``state_dict``."""
+        if not self.is_enabled():
+            return
+        usual = {
+            "growth_factor": self.rule.growth,
+            "backoff_factor": self.rule.backoff,
+            "growth_interval": self.rule.interval,
+        }
+        super().load_state_dict(usual | {k: v for k, v in state_dict.items() if k not in usual})
+        patience = int(state_dict.get("patience", self._lives))
+        self._state = ScaleState(float(state_dict["scale"]), int(state_dict["_growth_tracker"]), patience)
+
+
+def scaler(name: str = "torch", device: str = "cuda", *, group: Any = None) -> LossScaler:
+    """The loss scaler of a system: torch, apex, mxnet, deepspeed, megatron-core, tensorflow, one, none ...
+
+    Raises:
+        PolicyError: no such profile.
+    """
+    return LossScaler(profile(name).scale, device, group=group)
+
+
+def _agree(verdict: torch.Tensor, group: Any) -> None:
+    try:
+        dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=None if group is True else group)
+    except (RuntimeError, dist.DistBackendError) as error:
+        raise RunFailed(
+            f"a process of the group is gone: they could not agree about this step ({first_line(error)})",
+            hint="look at the other ranks' output; restart from the last checkpoint",
+        ) from error
+
+
+def _refuse_16_bits(optimizer: torch.optim.Optimizer) -> None:
+    """Torch refuses float16 gradients with a message that does not say what to do."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.dtype is torch.float16:
+                raise UsageError(
+                    "the optimizer holds float16 parameters (model.half()?): what they add up is lost in "
+                    "rounding, and torch unscales no float16 gradients",
+                    hint="keep parameters in float32: autocast, or ampaudit.prepare with policy='apex-o2'",
+                )
