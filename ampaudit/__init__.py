@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ampaudit.report.verification import Verification
     from ampaudit.training.prepare import Prepared, prepare
     from ampaudit.training.scaler import LossScaler, scaler
+    from ampaudit.training.watch import Watch, watch
     from ampaudit.workflows.convert import convert_model
     from ampaudit.workflows.options import ConvertOptions
     from ampaudit.workflows.plan import plan
@@ -33,6 +34,7 @@ __all__ = [
     "Prepared",
     "Report",
     "Verification",
+    "Watch",
     "__version__",
     "convert_model",
     "plan",
@@ -40,6 +42,7 @@ __all__ = [
     "scaler",
     "scan",
     "verify",
+    "watch",
 ]
 
 _HOMES = {
@@ -57,6 +60,8 @@ _HOMES = {
     "scaler": "ampaudit.training.scaler",
     "scan": "ampaudit.workflows.scan",
     "verify": "ampaudit.workflows.verify",
+    "Watch": "ampaudit.training.watch",
+    "watch": "ampaudit.training.watch",
 }
 
 

@@ -16,6 +16,7 @@ from ampaudit.cli.explain_command import explain_command
 from ampaudit.cli.plan_command import plan_command
 from ampaudit.cli.rules_command import rules_group
 from ampaudit.cli.scan_command import scan_command
+from ampaudit.cli.train_command import train_command
 from ampaudit.errors import AuditError
 
 __all__ = ["main", "run"]
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 COMMANDS: tuple[click.Command, ...] = (
-    *(scan_command, plan_command, convert_command, verify_command, check_command),
+    *(scan_command, plan_command, train_command, convert_command, verify_command, check_command),
     *(rules_group, explain_command),
 )
 for _command in COMMANDS:

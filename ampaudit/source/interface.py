@@ -67,6 +67,7 @@ class ModelSource:
         loss: the file's loss(output) or loss(output, batch), for audits of gradients.
         dtype: the 16-bit format of a converted directory.
         release: gives the memory of a weight back until it is needed again, where weights are streamed.
+        optimizer: the file's optimizer(params), for ``ampaudit train``.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
     """
 
@@ -77,5 +78,6 @@ class ModelSource:
     sha256: str | None = None
     loss: Callable[..., Any] | None = None
     metric: Callable[..., Any] | None = None
+    optimizer: Callable[..., Any] | None = None
     release: Callable[[torch.Tensor], None] | None = None
     dtype: str | None = None

@@ -57,7 +57,8 @@ def _source(
         )
     batches = batches_of(inputs, options.batches, options.seed)
     metric = getattr(inputs, "metric", None) or getattr(module, "metric", None)
-    return ModelSource(location, kind, model, batches, digest, getattr(module, "loss", None), metric)
+    own = {name: getattr(module, name, None) for name in ("loss", "optimizer")}
+    return ModelSource(location, kind, model, batches, digest, metric=metric, **own)
 
 
 def _model(module: ModuleType, factory: str | None, location: str) -> nn.Module:

@@ -46,10 +46,16 @@ class WithLoss(nn.Module):
         setattr(self, LOSS, _Loss(loss))
         self.training = model.training
 
+    @property
+    def inner(self) -> nn.Module:
+        """The user's model."""
+        model: nn.Module = getattr(self, ENTRY_NAME)
+        return model
+
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> LossAndOutput:
         """The output, and a scalar loss; ``item`` comes from ``item_apart``."""
         given = tensor_leaves(args, kwargs)
-        output = getattr(self, ENTRY_NAME)(*args, **kwargs)
+        output = self.inner(*args, **kwargs)
         item = pytree.tree_map(lambda leaf: given[leaf.index] if isinstance(leaf, _Same) else leaf, item)
         return LossAndOutput(getattr(self, LOSS)(output, item), output)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,15 @@ from torch import nn
 
 from ampaudit.errors import UsageError
 from ampaudit.formats import NumberFormat
-from ampaudit.policy import RuleSet
+from ampaudit.policy import Measurement, RuleSet
+from ampaudit.run.audit import Plan, measure, silent
+from ampaudit.sites import SiteId
+from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.capture import input_signature
-from ampaudit.trace.entry import OutputStructure, tensor_leaves
+from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
 from ampaudit.trace.graph import Slot
+from ampaudit.trace.shadow import named_tensors
 from ampaudit.training.executable import Executable, emulated, native
 from ampaudit.training.sharing import StandIn, in_float32
 
@@ -51,6 +56,7 @@ class _Compiled:
     run: Executable
     traced: TracedModel
     structure: OutputStructure
+    names: Mapping[str, str]  # of parameters and buffers: the graph's name, and the module's
 
 
 class MixedModule(StandIn):
@@ -58,7 +64,8 @@ class MixedModule(StandIn):
 
     Parameters are the model's own FP32 masters; each forward pass makes 16-bit working copies from them.
     The model is traced when it is first called with inputs of some shapes, in training and in evaluation
-    mode apart; other arguments than tensors are part of what is traced.
+    mode apart; other arguments than tensors are part of what is traced. A policy's measured rules see the
+    first inputs, and what they decide stays.
 
     Args:
         model: the user's.
@@ -69,12 +76,13 @@ class MixedModule(StandIn):
         super().__init__(model)
         self._ampaudit_recipe = recipe
         self._ampaudit_compiled: dict[Any, _Compiled] = {}
+        self._ampaudit_measured: Mapping[SiteId, Measurement] | None = None
 
     def mixed(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; in 16 bits only if the recipe leaves outputs as they are."""
         compiled = self._compiled(args, kwargs)
-        outputs = compiled.run(self._values(compiled.traced, tensor_leaves(args, kwargs)))
-        self._hold_buffers(compiled.traced)
+        outputs = compiled.run(self._values(compiled, tensor_leaves(args, kwargs)))
+        self._hold_buffers(compiled)
         output = compiled.structure.filled(outputs)
         return in_float32(output) if self._ampaudit_recipe.float32_outputs else output
 
@@ -92,7 +100,10 @@ class MixedModule(StandIn):
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Compiled:
         recipe = self._ampaudit_recipe
         setting = recipe.rules, recipe.author_rules, recipe.number_format
-        traced = trace(self.original, args, kwargs, *setting, differentiated=True)
+        if recipe.rules.measured and self._ampaudit_measured is None:
+            self._ampaudit_measured = self._measure(args, kwargs)
+        measured = self._ampaudit_measured
+        traced = trace(self.original, args, kwargs, *setting, measured, differentiated=True)
         if traced.customs:
             raise UsageError(
                 f"the model has a way back of its own ({', '.join(traced.customs)}), which no graph has",
@@ -104,11 +115,20 @@ class MixedModule(StandIn):
                 hint="return tensors, tuples, dicts, or a class registered with torch.utils._pytree",
             )
         make = emulated if recipe.emulate else native
-        return _Compiled(make(traced), traced, traced.structure)
+        names = {layer_path(name): name for name in named_tensors(self.original)}
+        return _Compiled(make(traced), traced, traced.structure, names)
 
-    def _values(self, traced: TracedModel, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[SiteId, Measurement]:
+        """A policy that looks at values sees those of the first batch."""
+        recipe = self._ampaudit_recipe
+        device = next(iter(self.original.parameters()), torch.empty(0)).device
+        plan = Plan(recipe.rules, recipe.author_rules, recipe.number_format, device)
+        seen, _ = measure(self.original, [Batch(args, kwargs)], plan, silent)
+        return seen
+
+    def _values(self, compiled: _Compiled, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """A value for each placeholder, looked up by name: FSDP swaps parameters while a call lasts."""
-        given = iter(inputs)
+        traced, given = compiled.traced, iter(inputs)
         values: list[torch.Tensor] = []
         for place in traced.placeholders:
             if place.slot is Slot.INPUT:
@@ -116,7 +136,7 @@ class MixedModule(StandIn):
             elif place.slot is Slot.CONSTANT:
                 value = traced.tensors[place.node]
             else:
-                owner, _, leaf = place.name.rpartition(".")
+                owner, _, leaf = compiled.names[place.name].rpartition(".")
                 value = getattr(self.get_submodule(owner), leaf)
             values.append(self._held(value, place.dtype))
         return values
@@ -127,12 +147,12 @@ class MixedModule(StandIn):
             return value
         return value if value.dtype == dtype else value.to(dtype)
 
-    def _hold_buffers(self, traced: TracedModel) -> None:
+    def _hold_buffers(self, compiled: _Compiled) -> None:
         """A buffer that is stored in 16 bits is rounded after it was written."""
         if not (self._ampaudit_recipe.emulate and self.training):
             return
-        for place in traced.placeholders:
+        for place in compiled.traced.placeholders:
             if place.slot is Slot.BUFFER and place.dtype is self._ampaudit_recipe.lower:
-                buffer = self.get_buffer(place.name)
+                buffer = self.get_buffer(compiled.names[place.name])
                 # batch norm keeps them for its backward, which in training does not look at them
                 buffer.data.copy_(buffer.to(place.dtype))

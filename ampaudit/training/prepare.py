@@ -21,7 +21,7 @@ from ampaudit.training.module import MixedModule, Recipe
 from ampaudit.training.pure import keep_rounded, lower_parameters
 from ampaudit.training.scaler import LossScaler
 
-__all__ = ["How", "Prepared", "prepare"]
+__all__ = ["How", "Prepared", "is_pure", "prepare"]
 
 How = Literal["graph", "autocast"]
 _AUTOCAST = {"torch-cuda": "cuda", "torch-cpu": "cpu"}
@@ -112,14 +112,15 @@ def prepare(
     if how == "autocast":
         prepared = _autocast(model, rules, recipe, device)
     else:
-        if _is_pure(rules):
+        if is_pure(rules):
             _make_pure(model, optimizer, recipe)
         prepared = MixedModule(model, recipe)
     rule = _loss_scale(loss_scale, rules, dtype_is_bfloat16=form is BFLOAT16)
     return Prepared(prepared, optimizer, LossScaler(rule, device, group=group))
 
 
-def _is_pure(rules: RuleSet) -> bool:
+def is_pure(rules: RuleSet) -> bool:
+    """Whether a policy keeps no FP32 masters of weights that it stores in 16 bits."""
     return rules.file.weights.storage == "lower" and not rules.file.weights.master
 
 

@@ -1,0 +1,140 @@
+"""What training runs showed, as values: losses, scales, and the health of gradients, updates and states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ampaudit.checks.finding import Finding, Severity
+from ampaudit.report.model import Environment, ModelInfo, ToolInfo
+
+__all__ = ["Health", "ParameterHealth", "StepRecord", "TrainingReport", "Variant"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of a loop.
+
+    Attributes:
+        step: its number, from 0.
+        loss: without the scale; null where it is not finite, or nobody told it.
+        scale: the loss scale during the step.
+        skipped: whether the scaler left the optimizer out.
+    """
+
+    step: int
+    loss: float | None
+    scale: float
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterHealth:
+    """A parameter over the watched steps; shares are means over those steps.
+
+    Attributes:
+        name: the parameter's.
+        elements: how many it has.
+        gradient_peaks: of each watched step, the largest |gradient|, without the scale; null if not finite.
+        zero: share of gradient elements that are zero.
+        flushed: share of the others that 16 bits would flush to zero under that step's scale.
+        broken: watched steps in which the gradient was inf or NaN.
+        update_ratio: median over steps of the norm of the update over that of the weights; null without one.
+        lost: share of sampled elements whose update a 16-bit weight would lose: it is less than half an ulp.
+        state_flushed: share of the sampled second moments of the optimizer that 16 bits would flush to zero.
+    """
+
+    name: str
+    elements: int
+    gradient_peaks: tuple[float | None, ...]
+    zero: float
+    flushed: float
+    broken: int
+    update_ratio: float | None
+    lost: float | None
+    state_flushed: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What a watched loop showed.
+
+    Attributes:
+        dtype: the 16-bit format that it is judged by.
+        every: of how many steps one was watched.
+        watched: numbers of those steps.
+        steps: all steps.
+        parameters: in the optimizer's order.
+        eps: the optimizer's eps, if it has one.
+        eps_held: eps in 16 bits; 0 where it is lost.
+        storage: how the optimizer's parameters are held: ``float32``, ``float16`` or ``bfloat16``.
+    """
+
+    dtype: str
+    every: int
+    watched: tuple[int, ...]
+    steps: tuple[StepRecord, ...]
+    parameters: tuple[ParameterHealth, ...]
+    eps: float | None
+    eps_held: float | None
+    storage: str
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were skipped."""
+        return sum(step.skipped for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to train, of several that ran side by side.
+
+    Attributes:
+        name: ``fp32``, ``torch.amp`` or the policy's.
+        how: what was run, for readers.
+        health: its loop's.
+        diverged: number of the step from which its loss stays away from FP32's; null if it does not.
+        final_loss: mean over the last tenth of the steps; null if that is not finite.
+        metric: mean of the model file's metric after training, if it has one.
+        seconds: median time of a step.
+        bytes_held: of parameters, gradients and optimizer state.
+        peak_bytes: allocated at most, on a GPU.
+    """
+
+    name: str
+    how: str
+    health: Health
+    diverged: int | None
+    final_loss: float | None
+    metric: float | None
+    seconds: float
+    bytes_held: int
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingReport:
+    """Training runs from the same start on the same batches (``ampaudit train``), or one watched loop."""
+
+    schema: Literal[1]
+    tool: ToolInfo
+    model: ModelInfo
+    device: str
+    dtype: str
+    steps: int
+    seed: int
+    optimizer: str
+    verdict: Literal["pass", "fail"]
+    findings: tuple[Finding, ...]
+    variants: tuple[Variant, ...]
+    notes: tuple[str, ...]
+    environment: Environment
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a pass, 1 for findings at or above the threshold."""
+        return 0 if self.verdict == "pass" else 1
+
+    def count(self, severity: Severity) -> int:
+        """Findings of one severity."""
+        return sum(f.severity is severity and f.suppressed is None for f in self.findings)

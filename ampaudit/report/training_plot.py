@@ -1,0 +1,70 @@
+"""Loss curves, loss scales and gradient peaks of training runs as a picture, with matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ampaudit.errors import UsageError
+from ampaudit.files import check_writable
+from ampaudit.report.training import TrainingReport
+
+__all__ = ["plot_training"]
+
+# colours that readers with colour blindness can tell apart (Okabe and Ito, 2008)
+_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def plot_training(report: TrainingReport, path: Path, *, force: bool = False) -> None:
+    """Write the picture; the suffix says which format (png, svg, pdf).
+
+    Raises:
+        UsageError: matplotlib is missing, or the suffix is none of its formats.
+        OutputExists: the file exists and ``force`` is off.
+    """
+    check_writable(path, force=force)
+    try:
+        import matplotlib.figure
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib", hint="pip install 'ampaudit[plots]'") from error
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot {path}: unknown kind of picture", hint="end the name in .png, .svg or .pdf")
+    figure = matplotlib.figure.Figure(figsize=(9, 7), layout="constrained")
+    loss, scale, gradient = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))
+    _draw(report, loss, scale, gradient)
+    figure.suptitle(f"{report.steps} steps of {report.optimizer}, {report.dtype} beside FP32")
+    figure.savefig(path, dpi=150)
+
+
+def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:
+    for index, variant in enumerate(report.variants):
+        health = variant.health
+        style = {"color": _COLOURS[index % len(_COLOURS)], "label": variant.name, "linewidth": 1.5}
+        style |= {"linestyle": "-" if index == 0 else (0, (4 + index, 1 + index / 2))}
+        steps = [record.step for record in health.steps]
+        loss.plot(steps, [_or_gap(record.loss) for record in health.steps], **style)
+        scale.plot(steps, [record.scale for record in health.steps], **style)
+        skipped = [record for record in health.steps if record.skipped]
+        scale.plot([r.step for r in skipped], [r.scale for r in skipped], "x", color=style["color"])
+        peaks = [_largest(variant, place) for place in range(len(health.watched))]
+        gradient.plot(health.watched, peaks, marker=".", **style)
+    loss.set_ylabel("loss")
+    loss.legend(frameon=False)
+    scale.set_yscale("log", base=2)
+    scale.set_ylabel("loss scale\n(x: skipped)")
+    gradient.set_yscale("log")
+    gradient.set_ylabel("largest gradient")
+    gradient.set_xlabel("step")
+    for axes in (loss, scale, gradient):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+
+
+def _largest(variant: Any, place: int) -> float:
+    rows = [p.gradient_peaks for p in variant.health.parameters if place < len(p.gradient_peaks)]
+    peaks = [row[place] for row in rows if row[place]]
+    return max(peaks, default=float("nan"))
+
+
+def _or_gap(value: float | None) -> float:
+    return float("nan") if value is None else value

@@ -1,0 +1,172 @@
+"""What is wrong with a training run, as findings; and the report of one watched loop."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Literal
+
+from ampaudit import __version__
+from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.interface import finding_about, number
+from ampaudit.report.model import Environment, ModelInfo, ToolInfo
+from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
+from ampaudit.sites import SiteId
+
+__all__ = ["findings_of", "training_report", "watched_report"]
+
+LOST = 0.1  # share of updates
+SKIPPED = 0.1  # share of steps
+FLUSHED = 0.5  # share of gradient elements, or of second moments
+
+
+def findings_of(variant: Variant, reference: Variant | None = None) -> tuple[Finding, ...]:
+    """All findings about one variant, the gravest first; ``reference`` is the FP32 run beside it."""
+    if variant.name == "fp32":
+        return ()
+    checks = (
+        _diverged(variant, reference),
+        _skipped(variant),
+        _lost(variant),
+        _state(variant),
+        _flushed(variant, reference),
+    )
+    found = [finding for check in checks for finding in check]
+    return tuple(sorted(found, key=lambda f: -f.severity.rank))
+
+
+def _made(
+    variant: Variant, code: str, layer: str, cause: str, advice: str, severity: Severity | None
+) -> Finding:
+    made = finding_about(
+        code, SiteId(f"{variant.name}/{layer or 'loop'}"), layer, cause, advice, severity=severity
+    )
+    return replace(made, phase="backward", confidence="observed")
+
+
+def _diverged(variant: Variant) -> Iterator[Finding]:
+    steps = len(variant.health.steps)
+    if variant.diverged is None:
+        return
+    end = number(variant.final_loss) if variant.final_loss is not None else "NaN or infinite"
+    cause = (
+        f"{variant.name}: from step {variant.diverged} of {steps} on the loss is not FP32's; it ends at {end}"
+    )
+    advice = "see what else is found about this run; keep FP32 masters and a loss scale"
+    yield _made(variant, "AMP711", "", cause, advice, None)
+
+
+def _skipped(variant: Variant) -> Iterator[Finding]:
+    health = variant.health
+    share = health.skipped / max(len(health.steps), 1)
+    if share <= SKIPPED:
+        return
+    last = health.steps[-1]
+    cause = (
+        f"{variant.name}: {health.skipped} of {len(health.steps)} steps are skipped; "
+        f"the scale ends at {number(last.scale)}"
+    )
+    advice = "start with a lower scale, and look with scan --backward for the layer whose gradient overflows"
+    yield _made(variant, "AMP712", "", cause, advice, Severity.ERROR if share == 1.0 else None)
+
+
+def _lost(variant: Variant) -> Iterator[Finding]:
+    rows = [p for p in variant.health.parameters if p.lost is not None]
+    share = _weighted(rows, "lost")
+    if share is None or share < LOST or variant.health.storage == "float32":
+        return
+    worst = max(rows, key=lambda p: p.lost or 0.0)
+    cause = (
+        f"{variant.name}: {share:.0%} of the updates are lost in {variant.health.dtype} weights: under "
+        f"half an ulp; most in {worst.name} ({worst.lost:.0%})"
+    )
+    advice = "keep FP32 masters (policy apex-o2): they add up what a 16-bit weight loses"
+    yield _made(variant, "AMP713", worst.name.rpartition(".")[0], cause, advice, None)
+
+
+def _state(variant: Variant) -> Iterator[Finding]:
+    health = variant.health
+    if health.storage == "float32":
+        return
+    rows = [p for p in health.parameters if p.state_flushed is not None]
+    share = _weighted(rows, "state_flushed") or 0.0
+    reasons = []
+    if health.eps is not None and health.eps > 0 and health.eps_held == 0:
+        reasons.append(f"its eps {health.eps:g} is 0 in {health.dtype}")
+    if share > FLUSHED:
+        reasons.append(f"{share:.0%} of its second moments are 0 in {health.dtype}")
+    if reasons:
+        cause = f"{variant.name}: the optimizer's state is in {health.dtype}: {', and '.join(reasons)}"
+        advice = "keep the optimizer's state in float32, or at least use eps=1e-4"
+        yield _made(variant, "AMP714", "", cause, advice, None)
+
+
+def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
+    """Zeros that FP32 does not have; without FP32 beside it, gradients that are nothing but zeros."""
+    exact = {p.name: p.zero for p in reference.health.parameters} if reference is not None else {}
+
+    def gone(parameter: ParameterHealth) -> float:
+        zeros = parameter.zero - exact[parameter.name] if parameter.name in exact else 0.0
+        return max(parameter.flushed, zeros, 1.0 if not exact and parameter.zero == 1.0 else 0.0)
+
+    rows = [p for p in variant.health.parameters if gone(p) > FLUSHED]
+    if not rows:
+        return
+    worst = max(rows, key=gone)
+    others = f", and of {len(rows) - 1} more parameters" if len(rows) > 1 else ""
+    cause = (
+        f"{variant.name}: {gone(worst):.0%} of the gradient of {worst.name}{others} is lost: below what "
+        f"{variant.health.dtype} holds under the scale of its steps"
+    )
+    advice = "raise the loss scale: scan --backward says how far"
+    yield _made(variant, "AMP715", worst.name.rpartition(".")[0], cause, advice, None)
+
+
+def _weighted(rows: Sequence[ParameterHealth], field: str) -> float | None:
+    total = sum(row.elements for row in rows)
+    return sum(getattr(row, field) * row.elements for row in rows) / total if total else None
+
+
+def training_report(
+    model: ModelInfo,
+    device: str,
+    dtype: str,
+    variants: Sequence[Variant],
+    *,
+    seed: int,
+    optimizer: str,
+    fail_on: str,
+    judged: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
+) -> TrainingReport:
+    """The report of runs; only the ``judged`` ones' findings can fail it."""
+    exact = next((variant for variant in variants if variant.name == "fp32"), None)
+    findings = tuple(f for variant in variants for f in findings_of(variant, exact))
+    limit = Severity(fail_on).rank if fail_on != "never" else 4
+    names = {v.name for v in variants} if judged is None else set(judged)
+    failed = any(f.severity.rank >= limit and f.site.rpartition("/")[0] in names for f in findings)
+    verdict: Literal["pass", "fail"] = "fail" if failed else "pass"
+    return TrainingReport(
+        schema=1,
+        tool=ToolInfo("ampaudit", __version__),
+        model=model,
+        device=device,
+        dtype=dtype,
+        steps=len(variants[0].health.steps) if variants else 0,
+        seed=seed,
+        optimizer=optimizer,
+        verdict=verdict,
+        findings=findings,
+        variants=tuple(variants),
+        notes=tuple(notes),
+        environment=Environment(platform.python_version(), version("torch")),
+    )
+
+
+def watched_report(health: Health) -> TrainingReport:
+    """The report of one watched loop."""
+    variant = Variant("watched", "a loop of the user's", health, None, None, None, 0.0, 0, None)
+    info = ModelInfo("watched", "object", None)
+    return training_report(info, "", health.dtype, [variant], seed=0, optimizer="", fail_on="error")

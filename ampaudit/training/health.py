@@ -1,0 +1,172 @@
+"""The health of one optimizer step, measured where the tensors are; nothing is fetched before the end.
+
+Gradients are looked at whole, with torch's foreach kernels where there are any; updates and states of the
+optimizer on a sample of each parameter, which is copied before the step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampaudit.formats import NumberFormat
+from ampaudit.report.training import ParameterHealth
+
+__all__ = ["SAMPLE", "StepMeter", "summary_of"]
+
+SAMPLE = 1024  # elements of a parameter whose update is looked at
+_FIELDS = ("peak", "zero", "flushed", "broken", "update", "weight", "lost", "state")
+
+
+@dataclass(slots=True)
+class _Row:
+    """One parameter in one step: a vector of ``_FIELDS`` on its device."""
+
+    name: str
+    values: torch.Tensor
+
+
+class StepMeter:
+    """Measures watched steps of one optimizer.
+
+    Args:
+        names: of the parameters, in order.
+        parameters: those of the optimizer.
+        form: the 16-bit format that is asked about.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], form: NumberFormat) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._lower: torch.dtype = getattr(torch, form.name)
+        self._flush = form.flush_below
+        self._before: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._active: dict[int, torch.Tensor] = {}
+        self.steps: list[list[_Row]] = []
+
+    @torch.no_grad()
+    def before(self, scale: float | torch.Tensor) -> None:
+        """Look at the gradients, which have no scale in them any more, and copy a sample of the weights."""
+        self._before.clear()
+        self._gradients.clear()
+        for index, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            gradient = gradient.to_dense() if gradient.is_sparse else _local(gradient)
+            if gradient.numel() == 0:
+                continue
+            self._before[index] = _sample(_local(parameter)).float().clone()
+            self._active[index] = _sample(gradient) != 0
+            self._gradients[index] = self._gradient(gradient, scale)
+
+    def _gradient(self, gradient: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+        """Peak and whether it is broken, of all elements; zeros and what is flushed, of a sample."""
+        low, high = gradient.aminmax()
+        peak = torch.maximum(low.abs(), high.abs()).float()
+        sampled = _sample(gradient).float().abs()
+        nonzero = sampled != 0
+        flushed = nonzero & (sampled * scale <= self._flush)
+        count = nonzero.sum()
+        return torch.stack(
+            [
+                peak,
+                1.0 - count / sampled.numel(),
+                flushed.sum() / count.clamp(min=1),
+                (~peak.isfinite()).float(),
+            ]
+        )
+
+    @torch.no_grad()
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at what the step did to the weights, and at the optimizer's second moments."""
+        rows: list[_Row] = []
+        for index, old in self._before.items():
+            parameter = self._parameters[index]
+            update = _sample(_local(parameter)).float() - old
+            rounded = old.to(self._lower)
+            meant = self._active[index] | (update != 0)  # in 16 bits, what is lost has not moved at all
+            lost = meant & ((rounded.float() + update).to(self._lower) == rounded)
+            second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
+            measured = torch.stack(
+                [
+                    update.norm(),
+                    old.norm(),
+                    lost.sum() / meant.sum().clamp(min=1),
+                    self._state(second, old),
+                ]
+            )
+            rows.append(_Row(self._names[index], torch.cat([self._gradients[index], measured])))
+        self.steps.append(rows)
+        self._before.clear()
+        self._gradients.clear()
+
+    def _state(self, second: Any, like: torch.Tensor) -> torch.Tensor:
+        if not isinstance(second, torch.Tensor):
+            return like.new_full((), math.nan)
+        values = _sample(_local(second)).float()
+        positive = values > 0
+        return (positive & (values <= self._flush)).sum() / positive.sum().clamp(min=1)
+
+    def fetched(self) -> list[list[tuple[str, dict[str, float]]]]:
+        """Everything that was measured, by step."""
+        rows = [row for step in self.steps for row in step]
+        numbers = iter(torch.stack([row.values for row in rows]).tolist() if rows else [])
+        return [
+            [(row.name, dict(zip(_FIELDS, next(numbers), strict=True))) for row in step]
+            for step in self.steps
+        ]
+
+
+def summary_of(
+    steps: Iterable[Sequence[tuple[str, dict[str, float]]]], elements: dict[str, int]
+) -> tuple[ParameterHealth, ...]:
+    """Each parameter over the watched steps."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for step in steps:
+        for name, fields in step:
+            found.setdefault(name, []).append(fields)
+    return tuple(_parameter(name, rows, elements[name]) for name, rows in found.items())
+
+
+def _parameter(name: str, rows: list[dict[str, float]], elements: int) -> ParameterHealth:
+    ratios = [
+        row["update"] / row["weight"] for row in rows if row["weight"] > 0 and math.isfinite(row["update"])
+    ]
+    states = [row["state"] for row in rows if math.isfinite(row["state"])]
+    moved = [row["lost"] for row in rows if row["zero"] < 1 or row["update"] > 0]
+    return ParameterHealth(
+        name=name,
+        elements=elements,
+        gradient_peaks=tuple(row["peak"] if math.isfinite(row["peak"]) else None for row in rows),
+        zero=_mean(row["zero"] for row in rows) or 0.0,
+        flushed=_mean(row["flushed"] for row in rows) or 0.0,
+        broken=int(sum(row["broken"] for row in rows)),
+        update_ratio=statistics.median(ratios) if ratios else None,
+        lost=_mean(moved),
+        state_flushed=_mean(states),
+    )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Evenly spaced elements, as a view where that is possible."""
+    flat = tensor.detach().reshape(-1)
+    step = max(flat.numel() // SAMPLE, 1)
+    return flat[::step][:SAMPLE]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's own part of a sharded tensor."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach()

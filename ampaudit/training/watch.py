@@ -1,0 +1,167 @@
+"""Watches a training loop that somebody already has, through the hooks that torch's optimizers offer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampaudit.errors import UsageError
+from ampaudit.files import write_text
+from ampaudit.formats import NumberFormat, lower_format
+from ampaudit.report.training import Health, StepRecord
+from ampaudit.trace.entry import layer_path
+from ampaudit.training.health import StepMeter, summary_of
+
+__all__ = ["Watch", "watch"]
+
+
+class Watch:
+    """Records the health of a loop.
+
+    Of every step its scale, and whether it was skipped; of every k-th also gradients, updates and states.
+    The loop is not changed: hooks of the optimizer see each step, and the scaler's ``update`` is listened to.
+    Numbers stay on the device until ``health``.
+
+    Attributes:
+        storage: the dtype in which the optimizer's parameters are held.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, every: int, form: NumberFormat
+    ) -> None:
+        inner = getattr(model, "module", model)  # DDP's, and others' that wrap
+        inner = inner if isinstance(inner, nn.Module) else model
+        names = {id(p): layer_path(name) for name, p in inner.named_parameters()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in names for p in held):
+            raise UsageError(
+                "the optimizer holds no parameter of the model", hint="pass the model that it was made from"
+            )
+        self._names = [names.get(id(p), f"parameter[{index}]") for index, p in enumerate(held)]
+        self._elements = {name: p.numel() for name, p in zip(self._names, held, strict=True)}
+        self.storage = str(held[0].dtype).removeprefix("torch.")
+        self._optimizer, self._scaler = optimizer, scaler
+        self._every, self._form = every, form
+        self._meter = StepMeter(self._names, held, form)
+        self._watched: list[int] = []
+        self._scales: list[float | torch.Tensor] = []
+        self._losses: dict[int, torch.Tensor | float] = {}
+        self._skipped: list[bool] = []
+        self._step = 0
+        self._stepped = False
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Watch:
+        """Begin to watch."""
+        before = self._optimizer.register_step_pre_hook(self._before)
+        after = self._optimizer.register_step_post_hook(self._after)
+        self._undo += [before.remove, after.remove]
+        if self._scaler is not None and self._scaler.is_enabled():
+            self._undo.append(self._listen())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop watching; what was seen stays."""
+        while self._undo:
+            self._undo.pop()()
+
+    def loss(self, value: torch.Tensor | float) -> None:
+        """Tell the loss of the step that is under way, without the scale."""
+        self._losses[self._step] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    def _listen(self) -> Callable[[], None]:
+        """The end of a step, skipped or not, is the scaler's update."""
+        scaler, original = self._scaler, self._scaler.update
+
+        def update(*args: Any, **kwargs: Any) -> None:
+            scale = scaler._scale
+            self._scales.append(scale.detach().clone() if isinstance(scale, torch.Tensor) else 1.0)
+            self._skipped.append(not self._stepped)
+            original(*args, **kwargs)
+            self._step += 1
+            self._stepped = False
+
+        scaler.update = update
+        return lambda: scaler.__dict__.pop("update", None) and None
+
+    @property
+    def _due(self) -> bool:
+        return self._step % self._every == 0
+
+    def _before(self, *_: Any) -> None:
+        if self._due:
+            scale = self._scaler._scale if self._scaler is not None and self._scaler.is_enabled() else None
+            self._meter.before(scale if isinstance(scale, torch.Tensor) else 1.0)
+
+    def _after(self, *_: Any) -> None:
+        self._stepped = True
+        if self._due:
+            self._meter.after(self._optimizer)
+            self._watched.append(self._step)
+        if self._scaler is None or not self._scaler.is_enabled():
+            self._scales.append(1.0)
+            self._skipped.append(False)
+            self._step += 1
+
+    def health(self) -> Health:
+        """What was seen; this is where numbers are fetched."""
+        eps = next((g["eps"] for g in self._optimizer.param_groups if "eps" in g), None)
+        lower: torch.dtype = getattr(torch, self._form.name)
+        return Health(
+            dtype=self._form.name,
+            every=self._every,
+            watched=tuple(self._watched),
+            steps=tuple(
+                StepRecord(step, self._loss(step), float(scale), skipped)
+                for step, (scale, skipped) in enumerate(zip(self._scales, self._skipped, strict=True))
+            ),
+            parameters=summary_of(self._meter.fetched(), self._elements),
+            eps=None if eps is None else float(eps),
+            eps_held=None if eps is None else float(torch.tensor(float(eps)).to(lower)),
+            storage=self.storage,
+        )
+
+    def _loss(self, step: int) -> float | None:
+        value = self._losses.get(step)
+        number = math.nan if value is None else float(value)
+        return number if math.isfinite(number) else None
+
+    def save(self, path: Path | str, *, force: bool = False) -> None:
+        """Write the report of this loop as JSON."""
+        from ampaudit.report.jsonfile import to_json
+        from ampaudit.training.findings import watched_report
+
+        write_text(Path(path), to_json(watched_report(self.health())), force=force)
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any = None,
+    *,
+    every: int = 10,
+    dtype: str = "float16",
+) -> Watch:
+    """Watch a loop: ``with ampaudit.watch(model, optimizer, scaler) as w: ...``.
+
+    Args:
+        model: whose parameters are named; wrapped by DDP or not.
+        optimizer: the one that is stepped.
+        scaler: a GradScaler, if the loop has one.
+        every: watch one step of so many; the others cost nothing.
+        dtype: the 16-bit format that weights, gradients and states are judged by.
+
+    Raises:
+        UsageError: the optimizer is another model's, or ``every`` is less than 1.
+    """
+    if every < 1:
+        raise UsageError("every must be at least 1")
+    return Watch(model, optimizer, scaler, every, lower_format(dtype))
