@@ -22,7 +22,7 @@ __all__ = ["render_training", "sparkline"]
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN = "_.-~=+*#"
-_WIDTH = 40
+_WIDTH = 38
 
 
 def render_training(report: TrainingReport, *, verbosity: int = 0, rows: int = 5) -> RenderableType:

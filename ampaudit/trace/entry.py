@@ -22,6 +22,7 @@ __all__ = [
     "flatten_outputs",
     "layer_of",
     "layer_path",
+    "placed",
     "tensor_leaves",
 ]
 
@@ -80,6 +81,8 @@ class Entry(nn.Module):
         super().__init__()
         setattr(self, ENTRY_NAME, model)
         self._output_dtype = output_dtype
+        if hasattr(model, "output_dtype"):  # a model with its loss has its own outputs inside
+            vars(model)["output_dtype"] = output_dtype
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -95,13 +98,19 @@ class Entry(nn.Module):
         named = flatten_outputs(output)
         self.outputs.names = tuple(name for name, _ in named)
         self.outputs.structure = _structure(output, [tensor for _, tensor in named])
-        return tuple(self._placed(tensor) for _, tensor in named)
+        return tuple(placed(tensor, self._output_dtype) for _, tensor in named)
 
-    def _placed(self, output: torch.Tensor) -> torch.Tensor:
-        if self._output_dtype is None or output.dtype not in CASTABLE:
-            return output
+
+def placed(output: Any, dtype: torch.dtype | None) -> Any:
+    """An output with its floating-point tensors in the dtype in which a policy gives them; float64 stays."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in CASTABLE or tensor.dtype == dtype:
+            return tensor
         with replaying(INSERTED):
-            return output.to(self._output_dtype)
+            return tensor.to(dtype)
+
+    return output if dtype is None else pytree.tree_map_only(torch.Tensor, cast, output)
 
 
 def _structure(output: Any, tensors: Sequence[torch.Tensor]) -> OutputStructure | None:

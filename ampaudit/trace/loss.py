@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.errors import InputError
-from ampaudit.trace.entry import ENTRY_NAME, LossAndOutput, tensor_leaves
+from ampaudit.trace.entry import ENTRY_NAME, LossAndOutput, placed, tensor_leaves
 
 __all__ = ["WithLoss", "call_loss", "item_apart", "takes_batch"]
 
@@ -45,6 +45,9 @@ class WithLoss(nn.Module):
         setattr(self, ENTRY_NAME, model)
         setattr(self, LOSS, _Loss(loss))
         self.training = model.training
+        self.output_dtype: torch.dtype | None = (
+            None  # in which a policy gives the model's outputs to the loss
+        )
 
     @property
     def inner(self) -> nn.Module:
@@ -55,7 +58,7 @@ class WithLoss(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> LossAndOutput:
         """The output, and a scalar loss; ``item`` comes from ``item_apart``."""
         given = tensor_leaves(args, kwargs)
-        output = self.inner(*args, **kwargs)
+        output = placed(self.inner(*args, **kwargs), self.output_dtype)
         item = pytree.tree_map(lambda leaf: given[leaf.index] if isinstance(leaf, _Same) else leaf, item)
         return LossAndOutput(getattr(self, LOSS)(output, item), output)
 

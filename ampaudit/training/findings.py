@@ -19,6 +19,7 @@ __all__ = ["findings_of", "training_report", "watched_report"]
 
 LOST = 0.1  # share of updates
 SKIPPED = 0.1  # share of steps
+WORSE = 0.05  # of FP32's metric
 FLUSHED = 0.5  # share of gradient elements, or of second moments
 
 
@@ -46,16 +47,20 @@ def _made(
     return replace(made, phase="backward", confidence="observed")
 
 
-def _diverged(variant: Variant) -> Iterator[Finding]:
+def _diverged(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
     steps = len(variant.health.steps)
-    if variant.diverged is None:
-        return
-    end = number(variant.final_loss) if variant.final_loss is not None else "NaN or infinite"
-    cause = (
-        f"{variant.name}: from step {variant.diverged} of {steps} on the loss is not FP32's; it ends at {end}"
-    )
-    advice = "see what else is found about this run; keep FP32 masters and a loss scale"
-    yield _made(variant, "AMP711", "", cause, advice, None)
+    exact = reference.metric if reference is not None else None
+    reasons = []
+    if variant.diverged is not None:
+        end = number(variant.final_loss) if variant.final_loss is not None else "NaN or infinite"
+        reasons.append(f"from step {variant.diverged} of {steps} on the loss is not FP32's; it ends at {end}")
+    if exact is not None and (variant.metric is None or exact - variant.metric > WORSE * abs(exact)):
+        metric = number(variant.metric) if variant.metric is not None else "not finite"
+        reasons.append(f"after training the metric is {metric}, FP32's {number(exact)}")
+    if reasons:
+        cause = f"{variant.name}: {'; '.join(reasons)}"
+        advice = "see what else is found about this run; keep FP32 masters and a loss scale"
+        yield _made(variant, "AMP711", "", cause, advice, None)
 
 
 def _skipped(variant: Variant) -> Iterator[Finding]:
@@ -68,7 +73,8 @@ def _skipped(variant: Variant) -> Iterator[Finding]:
         f"{variant.name}: {health.skipped} of {len(health.steps)} steps are skipped; "
         f"the scale ends at {number(last.scale)}"
     )
-    advice = "start with a lower scale, and look with scan --backward for the layer whose gradient overflows"
+    lower = "start with a lower scale, and " if health.steps[0].scale > 1 else ""
+    advice = f"{lower}look with scan --backward for the layer whose gradient overflows"
     yield _made(variant, "AMP712", "", cause, advice, Severity.ERROR if share == 1.0 else None)
 
 

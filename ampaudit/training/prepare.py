@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -38,8 +38,17 @@ class Prepared:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     scaler: LossScaler
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> Prepared:
+        """The same with an optimizer that was made later.
+
+        Raises:
+            UsageError: it is another model's.
+        """
+        _refuse_other_parameters(self.model, optimizer)
+        return replace(self, optimizer=optimizer)
 
     @contextmanager
     def float32(self) -> Iterator[nn.Module]:
@@ -52,7 +61,7 @@ class Prepared:
         """Masters and buffers under the model's own names, the optimizer's state, and the scaler's."""
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else {},
             "scaler": self.scaler.state_dict(),
         }
 
@@ -69,13 +78,14 @@ class Prepared:
                 hint="save prepared.state_dict()",
             )
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     policy: str | RuleSet = "torch-cuda",
     dtype: str = "float16",
@@ -88,7 +98,8 @@ def prepare(
 
     Args:
         model: with FP32 parameters; they stay the ones that the optimizer steps.
-        optimizer: made from ``model.parameters()``.
+        optimizer: made from ``model.parameters()``. FSDP2 replaces those: leave it out then, shard
+            ``prepared.model``, make the optimizer, and go on with ``prepared.stepping(optimizer)``.
         policy: ``torch-cuda`` or ``apex-o1`` (casts in the graph), ``apex-o2`` (16-bit working weights made
             from FP32 masters), ``apex-o3`` (no masters), ``apex-o0`` (FP32), any other, or a rule file.
         dtype: ``float16`` or ``bfloat16``.
@@ -106,13 +117,18 @@ def prepare(
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
     form = lower_format(dtype)
     recipe = Recipe(rules, load_policy("torch-cuda"), form, emulate)
-    _refuse_other_parameters(model, optimizer)
+    if optimizer is not None:
+        _refuse_other_parameters(model, optimizer)
     device = next(iter(model.parameters()), torch.empty(0)).device.type
     prepared: nn.Module
     if how == "autocast":
         prepared = _autocast(model, rules, recipe, device)
     else:
         if is_pure(rules):
+            if optimizer is None:
+                raise UsageError(
+                    f"policy {rules.name!r} keeps no masters: it needs the optimizer from the start"
+                )
             _make_pure(model, optimizer, recipe)
         prepared = MixedModule(model, recipe)
     rule = _loss_scale(loss_scale, rules, dtype_is_bfloat16=form is BFLOAT16)

@@ -27,7 +27,10 @@ def lower_parameters(
 def keep_rounded(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.dtype]
 ) -> None:
-    """The same, emulated: parameters and the optimizer's state are rounded after each step."""
+    """The same, emulated: parameters and the optimizer's state are rounded after each step.
+
+    Its eps is added to 16-bit numbers, and so is rounded, too, while it steps.
+    """
     tensors = named_tensors(model)
     lowered = {id(tensors[name]): (tensors[name], dtype) for name, dtype in stored.items()}
 
@@ -40,5 +43,22 @@ def keep_rounded(
                 if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point():
                     value.copy_(rounded(value, dtype))
 
+    def with_lower_eps(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            if "eps" in group:
+                kept.append(group["eps"])
+                group["eps"] = float(torch.tensor(group["eps"]).to(lowest))
+
+    def with_own_eps(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            if "eps" in group:
+                group["eps"] = kept.pop(0)
+
     round_all()
+    if not lowered:
+        return
+    lowest = next(iter(lowered.values()))[1]
+    kept: list[float] = []
+    optimizer.register_step_pre_hook(with_lower_eps)
+    optimizer.register_step_post_hook(with_own_eps)
     optimizer.register_step_post_hook(round_all)

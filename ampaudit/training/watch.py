@@ -75,7 +75,16 @@ class Watch:
 
     def loss(self, value: torch.Tensor | float) -> None:
         """Tell the loss of the step that is under way, without the scale."""
-        self._losses[self._step] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        self.tell(self._step, value)
+
+    @property
+    def step(self) -> int:
+        """Number of the step that is under way, from 0."""
+        return self._step
+
+    def tell(self, step: int, value: torch.Tensor | float) -> None:
+        """The loss of a step, told later."""
+        self._losses[step] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def _listen(self) -> Callable[[], None]:
         """The end of a step, skipped or not, is the scaler's update."""
