@@ -10,6 +10,16 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 "$python" -m pytest -m gpu -p no:randomly
 "$python" benchmarks/scan_overhead.py --device cuda --json "$results/$stamp-cuda-scan_overhead.json"
 "$python" benchmarks/checkpoints.py --repeats 3 --json "$results/$stamp-cuda-checkpoints.json"
+"$python" benchmarks/training.py --device cuda --json "$results/$stamp-cuda-training.json"
+for example in examples/training/*.py; do
+  name=$(basename "$example" .py)
+  case $name in
+    digits | text)
+      "$python" -m ampaudit train "$example" --device cuda --policy apex-o1,apex-o2,apex-o3 --fail-on never \
+        --format json --force -o "$results/$stamp-cuda-train-$name.json" ;;
+    *) "$python" "$example" ;;
+  esac
+done
 converted=$(mktemp -d)
 "$python" -m ampaudit convert examples/sentence_encoder.py --device cuda -o "$converted/out"
 "$python" -m ampaudit verify "$converted/out"

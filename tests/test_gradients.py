@@ -452,3 +452,21 @@ def test_a_scale_that_is_no_power_of_two_counts_the_same_exponents() -> None:
     moved = sum(abs(first.exponents.get(e, 0) - n) for e, n in second.exponents.items())
     assert moved <= 2  # an element that lies on the edge of two bins
     assert second.peak == pytest.approx(first.peak * 1000 / 1024, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [*PLANTED, *HEALTHY], ids=lambda make: make.__name__)
+def test_native_gradients_have_the_verdicts_of_emulated_ones(make: Callable[[], Case]) -> None:
+    case = make()
+    found = []
+    for device in ("cpu", "cuda"):
+        report = ampaudit.scan(
+            case.model.to("cpu"),
+            case.inputs,
+            policy="torch-cuda",
+            backward=True,
+            loss=case.loss,
+            device=device,
+        )
+        found.append({(f.code, f.layer) for f in report.findings if f.code.startswith("AMP7")})
+    assert found[0] == found[1]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampaudit
 from ampaudit.errors import PolicyError, UsageError
+from benchmarks.casts import Casts
 from tests import zoo
 from tests.training.cases import HEALTHY, WIDTH, Case, Stack, classes, rows
 
@@ -24,7 +24,7 @@ def trained(
 ) -> tuple[list[float], ampaudit.Prepared]:
     """Losses of some steps; the model is the case's own."""
     if prepared is None:
-        optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2, eps=1e-4)
         prepared = ampaudit.prepare(case.model.train(), optimizer, **options)
     losses = []
     for _ in range(steps):
@@ -38,7 +38,7 @@ def trained(
 
 
 def plain(case: Case, steps: int = 12) -> list[float]:
-    optimizer = torch.optim.AdamW(case.model.train().parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(case.model.train().parameters(), lr=1e-2, eps=1e-4)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -99,24 +99,6 @@ def test_o2_computes_with_16_bit_weights_made_from_masters() -> None:
     assert stored["0.weight"] is torch.float16
     assert stored["1.weight"] is torch.float32  # a batch norm
     assert model.get_parameter("0.weight").dtype is torch.float32
-
-
-class Casts(TorchDispatchMode):
-    """Counts conversions between float formats."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (
-            func is torch.ops.aten._to_copy.default
-            and result.dtype != args[0].dtype
-            and result.is_floating_point()
-        ):
-            self.count += 1
-        return result
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "resnet", "vit"])
@@ -275,3 +257,26 @@ def test_mistakes_are_one_line() -> None:
     odd = Odd()
     with pytest.raises(UsageError, match="an object that torch cannot take apart"):
         ampaudit.prepare(odd, torch.optim.SGD(odd.parameters(), lr=0.1)).model(rows())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["torch-cuda", "apex-o1", "apex-o2"])
+@pytest.mark.parametrize("make", HEALTHY[:4], ids=lambda make: make.__name__)
+def test_float16_on_a_gpu_follows_fp32(make: Callable[[], Case], policy: str) -> None:
+    def on_gpu() -> Case:
+        case = fresh(make)
+        return Case(case.model.cuda(), case.inputs.cuda(), lambda y: case.loss(y.cpu()))
+
+    losses, prepared = trained(on_gpu(), policy=policy)
+    assert losses == pytest.approx(plain(on_gpu()), rel=0.05, abs=5e-3)
+    assert prepared.scaler.get_scale() > 1.0
+
+
+@pytest.mark.gpu
+def test_o1_is_cuda_autocast() -> None:
+    case = fresh(HEALTHY[2])
+    model, inputs = case.model.cuda(), case.inputs.cuda()
+    prepared = ampaudit.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.autocast("cuda", dtype=torch.float16):
+        expected = model(inputs)
+    torch.testing.assert_close(prepared.model(inputs), expected.float(), rtol=2e-3, atol=2e-3)

@@ -201,7 +201,8 @@ def test_a_transformers_trainer_is_watched(tmp_path: Path) -> None:
     data = [{"input_ids": torch.randint(0, 50, (6,)), "labels": torch.tensor(i % 2)} for i in range(32)]
     callback = HealthCallback(tmp_path / "health.json", every=4)
     arguments = TrainingArguments(
-        str(tmp_path), max_steps=6, per_device_train_batch_size=8, logging_steps=1, report_to=[], use_cpu=True,
+        str(tmp_path), max_steps=6, per_device_train_batch_size=8, logging_steps=1, report_to=[],
+        use_cpu=True,
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     Trainer(
