@@ -338,6 +338,67 @@ def test_a_fault_of_the_forward_pass_does_not_hide_the_gradients() -> None:
     assert all(p.gradient.nan == 0 for p in report.backward.parameters)
 
 
+def test_the_sum_of_two_gradients_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 + 3/4 of an ulp is 1 + an ulp: times 3 that shows, and a real half module says the same."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.inner(x)
+            return y * 1.0, y * (2.0**-11 + 2.0**-12)
+
+    def loss(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return output[0].float().sum() + output[1].float().sum()
+
+    kept, model, x = Kept(monkeypatch), Twice(), torch.tensor([[3.0]])
+    audit(model, (x,), loss=loss, policy="half", scale=1.0)
+    loss(model.half()(x.half())).backward()
+    assert model.inner.weight.grad is not None
+    assert kept.pairs["inner.weight"][1].item() == model.inner.weight.grad.item() == 3.00390625
+
+
+def test_a_backward_uses_the_rounded_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The derivative of exp is its result, which a 16-bit kernel keeps in 16 bits."""
+
+    class Exponential(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.powers = nn.Parameter(torch.linspace(-3, 3, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.powers.exp() * x
+
+    kept, model, x = Kept(monkeypatch), Exponential(), torch.full((64,), 3.0)
+    audit(model, (x,), loss=lambda y: y.float().sum(), policy="half", scale=1.0)
+    model.half()(x.half()).float().sum().backward()
+    assert model.powers.grad is not None
+    assert torch.equal(kept.pairs["powers"][1], model.powers.grad.float())
+
+
+def test_a_sum_of_repaired_gradients_is_no_fault_of_its_own() -> None:
+    class Both(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.relu(self.first(x))
+            left = x.detach() + (x - x.detach()) * 1e12
+            right = x.detach() + (x - x.detach()) * 2e12
+            return self.head(self.third(left + right))
+
+    report = ampaudit.scan(Both(), rows(), policy="torch-cuda", backward=True, loss=classes)
+    assert {f.site for f in report.findings if f.code == "AMP701"} == {"(top)/mul", "(top)/mul#2"}
+
+
+def test_a_policy_that_gives_float32_outputs_gives_them_to_the_loss() -> None:
+    """Apex O2 casts what the model returns, and the loss outside is computed in FP32."""
+    case = HEALTHY[0]()
+    for policy, precision in (("apex-o2", "float32"), ("half", "float16")):
+        report = ampaudit.scan(case.model, case.inputs, policy=policy, backward=True, loss=case.loss)
+        found = {site.site: site.precision for site in report.sites if site.layer == "loss"}
+        assert found["loss/log_softmax"] == precision
+
+
 def losses_with(**options: Any) -> Any:
     return ampaudit.scan(Stack(), rows(), policy="torch-cuda", backward=True, **options)
 

@@ -203,6 +203,32 @@ def test_other_shapes_are_traced_anew() -> None:
     assert len(model._ampaudit_compiled) == 2
 
 
+class Stopped(Stack):
+    """A layer is used with gradients switched off, and with them on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.second(self.first(x))
+        return self.head(torch.relu(self.first(x)) - target)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_gradients_stop_where_the_models_code_says(emulate: bool) -> None:
+    model, x = Stopped(), rows()
+    classes(model(x)).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    prepared = ampaudit.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), emulate=emulate)
+    classes(prepared.model(x)).backward()
+    for name, parameter in model.named_parameters():
+        exact = expected[name]
+        if exact is None:
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None
+            assert torch.allclose(parameter.grad, exact, rtol=0.02, atol=1e-3), name
+
+
 class Rounding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
