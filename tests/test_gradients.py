@@ -515,6 +515,40 @@ def test_a_scale_that_is_no_power_of_two_counts_the_same_exponents() -> None:
     assert second.peak == pytest.approx(first.peak * 1000 / 1024, rel=1e-3)
 
 
+def test_a_model_directory_takes_the_loss_of_the_inputs_file(tmp_path: Any, cli: Any) -> None:
+    found = zoo.bert()
+    found.model.save_pretrained(tmp_path / "model")
+    inputs = tmp_path / "inputs.py"
+    inputs.write_text(
+        "import torch\n"
+        "def batches():\n    yield {'input_ids': torch.randint(3, 99, (2, 12)), 'to': torch.zeros(2, 12, 32)}\n"
+        "def model_inputs(batch): return {'input_ids': batch['input_ids']}\n"
+        "def loss(output, batch=None): return (output.last_hidden_state - batch['to']).abs().mean()\n",
+        encoding="utf-8",
+    )
+    run = cli("scan", tmp_path / "model", "--inputs", inputs, "--backward")
+    assert run.returncode == 0, run.stderr
+    assert "Suits  2^" in run.stdout
+
+
+def test_several_policies_say_which_scales_suit(cli: Any, model_file: Any) -> None:
+    path = model_file(
+        "def get_model(): return nn.Linear(8, 3)\n"
+        "def example_inputs(): return torch.randn(4, 8)\n"
+        "def loss(output): return output.float().square().mean()\n"
+    )
+    run = cli("scan", path, "--backward", "--policy", "torch-cuda,half", "--loss-scale", "131072")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("suit every layer") == 2
+    alone = cli("scan", path, "--backward", "--policy", "half", "--loss-scale", "1e9")
+    assert alone.returncode == 1
+    assert "under the loss scale 1,000,000,000" in " ".join(alone.stdout.split())
+    assert "--advise tries" not in alone.stdout
+    refused = cli("scan", path, "--backward", "--advise")
+    assert refused.returncode == 2
+    assert "--backward cannot go with --advise" in refused.stderr
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [*PLANTED, *HEALTHY], ids=lambda make: make.__name__)
 def test_native_gradients_have_the_verdicts_of_emulated_ones(make: Callable[[], Case]) -> None:

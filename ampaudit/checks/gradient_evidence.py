@@ -9,7 +9,7 @@ from ampaudit.checks.interface import CheckContext, finding_about, source_of
 from ampaudit.run.gradient_record import GradientSeen
 from ampaudit.trace import Role, Site
 
-__all__ = ["VANISHED", "gradient_finding", "name_of", "power", "vanishes"]
+__all__ = ["VANISHED", "gradient_finding", "name_of", "power", "scale_text", "vanishes"]
 
 VANISHED = 0.5  # share of a gradient's elements that is flushed
 CARRIED_DB = 20.0  # above, what was flushed carries less than a tenth of the gradient
@@ -21,6 +21,11 @@ def vanishes(seen: GradientSeen) -> bool:
         return False
     sqnr = seen.seen.sqnr_db
     return sqnr is not None and sqnr < CARRIED_DB
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale in full, as powers of two want to be read: ``131,072``."""
+    return f"{scale:,.10g}"
 
 
 def power(exponent: int) -> str:

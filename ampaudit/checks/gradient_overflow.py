@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.gradient_evidence import gradient_finding, name_of, power
+from ampaudit.checks.gradient_evidence import gradient_finding, name_of, power, scale_text
 from ampaudit.checks.interface import Check, CheckContext, number
 from ampaudit.run.gradient_record import GradientOrigin, GradientRecord, GradientSeen
 
@@ -50,7 +50,7 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
     own = origin.value == origin.site
     what = "the gradient of its own output" if own else f"its backward makes a gradient of {name} that"
     reaches = number(seen.seen.ref_peak) if seen is not None else "an unknown size"
-    scaled = f" under the loss scale {number(record.scale)}" if record.scale != 1 else ""
+    scaled = f" under the loss scale {scale_text(record.scale)}" if record.scale != 1 else ""
     if not _overflows(context, seen):
         cause = f"{what} becomes NaN or infinite, although in FP32 it only reaches {reaches}{scaled}"
         advice = "keep this op in float32: no loss scale cures it"

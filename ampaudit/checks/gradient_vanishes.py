@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.gradient_evidence import gradient_finding, name_of, power, vanishes
+from ampaudit.checks.gradient_evidence import gradient_finding, name_of, power, scale_text, vanishes
 from ampaudit.checks.interface import Check, CheckContext, number
 from ampaudit.run.gradient_record import GradientRecord, GradientSeen
 from ampaudit.sites import SiteId
@@ -69,7 +69,7 @@ def _made(
     others: tuple[SiteId, ...],
 ) -> Finding:
     form = context.number_format
-    at = f" under the loss scale {number(record.scale)}" if record.scale != 1 else " without loss scaling"
+    at = f" under the loss scale {scale_text(record.scale)}" if record.scale != 1 else " without loss scaling"
     cause = (
         f"{seen.flushed_share:.0%} of the gradient of {name} becomes zero in {form.name}{at}: its largest "
         f"element is {number(seen.peak)} in FP32; {number(form.flush_below / record.scale)} and less is lost"

@@ -21,7 +21,7 @@ _OPTIONS = (
         "--inputs",
         type=_FILE,
         metavar="FILE",
-        help="Python file with example_inputs() or batches(); or safetensors.",
+        help="Python file with example_inputs() or batches(), and loss(); or safetensors.",
     ),
     click.option("--batches", type=click.IntRange(1), default=1, show_default=True, help="Batches to run."),
     click.option("--seed", type=int, default=0, show_default=True),

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ampaudit.checks.finding import Severity
+from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.grid import open_table
 from ampaudit.report.jsonfile import to_json
 from ampaudit.report.model import Report
@@ -35,7 +36,8 @@ def render_comparison(reports: Sequence[Report]) -> RenderableType:
     first = reports[0]
     heading = (
         f"{plain(first.model.source)}: {len(reports)} policies in {first.run.dtype}, {first.run.mode} mode, "
-        f"on {first.run.device} ({first.run.backend}), against one FP32 run"
+        f"on {first.run.device} ({first.run.backend}), against "
+        + ("FP32" if first.backward is not None else "one FP32 run")
     )
     table = open_table(
         *("policy", "", "breaks", "least headroom", "output", "16-bit sites", "casts", "weights"), left=("",)
@@ -49,6 +51,11 @@ def render_comparison(reports: Sequence[Report]) -> RenderableType:
             names = [f"{plain(f.layer or '(top)')} {plain(short_op(f.op))}" for f in broken]
             shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
             parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), f"breaks at {shown}")]
+        if report.backward is not None:
+            parts += [
+                Text(),
+                Text.assemble((f"{report.run.policy}  ", "bold"), scales_that_suit(report.backward)),
+            ]
         if report.raised:
             why = f"{len(report.raised)} sites raised to float32 because of their values"
             parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), why)]

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from rich.console import RenderableType
 from rich.text import Text
 
-from ampaudit.checks.gradient_evidence import power
+from ampaudit.checks.gradient_evidence import power, scale_text
 from ampaudit.checks.interface import number
 from ampaudit.gradients.scale import LayerScales, ScaleAdvice
 from ampaudit.report.gradients import Backward
 from ampaudit.report.grid import labelled, open_table
 from ampaudit.report.words import plain
 
-__all__ = ["gradient_tables"]
+__all__ = ["gradient_tables", "scales_that_suit"]
 
 _EVERY = 2  # rows of the table of scales; the JSON report has all
 _BAR = 20
@@ -36,6 +36,17 @@ def gradient_tables(backward: Backward, dtype: str, count: int, *, full: bool) -
         yield from _layers(backward.advice, len(backward.advice.layers) if full else count)
 
 
+def scales_that_suit(backward: Backward) -> str:
+    """In one line, for several policies side by side."""
+    advice = backward.advice
+    if advice is None:
+        return "no gradient is held in 16 bits"
+    if not advice.exists:
+        apart = f"{plain(advice.high_at or '(top module)')} and {plain(advice.low_at or '(top module)')}"
+        return f"no loss scale suits every layer: none fits both {apart}"
+    return f"loss scales from 2^{advice.low} to 2^{advice.high} suit every layer"
+
+
 def _losses(backward: Backward, dtype: str) -> str:
     if not backward.losses:
         return "none"
@@ -50,7 +61,7 @@ def _losses(backward: Backward, dtype: str) -> str:
 
 def _scale(backward: Backward) -> str:
     kind = "dynamic" if backward.dynamic else "fixed"
-    return f"{number(backward.loss_scale)}, {kind} ({backward.scale_from})"
+    return f"{scale_text(backward.loss_scale)}, {kind} ({backward.scale_from})"
 
 
 def _suits(backward: Backward) -> list[str]:

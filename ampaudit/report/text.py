@@ -130,7 +130,8 @@ def _finding(finding: Finding, position: int) -> RenderableType:
 def _advice(finding: Finding) -> list[RenderableType]:
     """What was tried and cures; or, where nothing was tried, what may."""
     if not finding.tried:
-        untried = " (not tried; --advise tries)" if finding.severity is Severity.ERROR else ""
+        can_try = finding.severity is Severity.ERROR and finding.phase != "backward"
+        untried = " (not tried; --advise tries)" if can_try else ""
         return [Text.assemble(("next  ", "dim"), plain(finding.advice), (untried, "dim"))]
     lines: list[RenderableType] = []
     for trial in finding.tried:

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.gradient_evidence import scale_text
 from ampaudit.checks.interface import number
 from ampaudit.pages import page_of
 from ampaudit.report.grid import labelled, open_table
@@ -120,7 +121,7 @@ def _scale(variant: Variant) -> str:
     if not scales or set(scales) == {1.0}:
         return ""
     first, last = scales[0], scales[-1]
-    return number(first) if len(set(scales)) == 1 else f"{number(first)} to {number(last)}"
+    return scale_text(first) if len(set(scales)) == 1 else f"{scale_text(first)} to {scale_text(last)}"
 
 
 def _shown(value: float | None) -> str:

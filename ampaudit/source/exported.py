@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from ampaudit.errors import SourceError, first_line
 from ampaudit.replay import REPLAYED, replaying
-from ampaudit.source.inputs import inputs_from
+from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource, SourceOptions
 
 __all__ = ["from_exported", "load_program"]
@@ -30,9 +30,9 @@ def from_exported(path: Path, options: SourceOptions, location: str) -> ModelSou
         raise SourceError(f"no such file: {path}", hint="check the path of the .pt2 file")
     program = load_program(path)
     module = _module_of(program)
-    metric = None
+    functions = functions_of()
     if options.inputs:
-        batches, metric = inputs_from(options.inputs, options.batches, options.seed)
+        batches, functions = inputs_from(options.inputs, options.batches, options.seed)
     elif program.example_inputs is not None:
         args, kwargs = program.example_inputs
         batches = (Batch(tuple(args), dict(kwargs)),)
@@ -41,7 +41,7 @@ def from_exported(path: Path, options: SourceOptions, location: str) -> ModelSou
     assert isinstance(module, fx.GraphModule)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     replay = Replay(module, _keyword_order(program))
-    return ModelSource(location, "pt2", replay, batches, digest, metric=metric)
+    return ModelSource(location, "pt2", replay, batches, digest, **functions)
 
 
 def _module_of(program: ExportedProgram) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampaudit.errors import InputError, SourceError
-from ampaudit.source.inputs import inputs_from
+from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, SourceOptions
 from ampaudit.source.user_code import calling_user_code
 
@@ -41,14 +41,14 @@ def from_directory(path: Path, options: SourceOptions, location: str) -> ModelSo
     transformers.utils.logging.disable_progress_bar()
     architecture = _architecture(configuration, transformers)
     model = _empty(path, architecture) if options.stream else _load(path, architecture)
-    metric = None
+    functions = functions_of()
     if options.inputs:
-        batches, metric = inputs_from(options.inputs, options.batches, options.seed)
+        batches, functions = inputs_from(options.inputs, options.batches, options.seed)
     else:
         torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
         batches = tuple(_random_batch(model) for _ in range(options.batches))
     digest = hashlib.sha256(configuration.read_bytes()).hexdigest()
-    return ModelSource(location, "huggingface", model, batches, digest, metric=metric)
+    return ModelSource(location, "huggingface", model, batches, digest, **functions)
 
 
 def _architecture(configuration: Path, transformers: Any) -> Any:

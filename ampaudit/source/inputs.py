@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -15,7 +15,7 @@ from ampaudit.errors import InputError
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
 from ampaudit.source.user_code import calling_user_code, module_from_file
 
-__all__ = ["batches_of", "has_inputs", "inputs_from"]
+__all__ = ["Functions", "batches_of", "functions_of", "has_inputs", "inputs_from"]
 
 _MISSING = object()
 
@@ -53,14 +53,32 @@ def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
     )
 
 
-def inputs_from(path: Path, count: int, seed: int) -> tuple[tuple[Batch, ...], Any]:
-    """The batches of a file that replaces a source's own inputs, and its metric(), if it has one.
+class Functions(TypedDict):
+    """What a file may say about its model besides what it takes; ``None`` where it does not."""
+
+    loss: Callable[..., Any] | None
+    metric: Callable[..., Any] | None
+    optimizer: Callable[..., Any] | None
+
+
+def functions_of(*modules: ModuleType) -> Functions:
+    """Each from the first of the files that has it."""
+
+    def first(name: str) -> Callable[..., Any] | None:
+        found = (getattr(module, name, None) for module in modules)
+        return next((function for function in found if callable(function)), None)
+
+    return Functions(loss=first("loss"), metric=first("metric"), optimizer=first("optimizer"))
+
+
+def inputs_from(path: Path, count: int, seed: int) -> tuple[tuple[Batch, ...], Functions]:
+    """The batches of a file that replaces a source's own inputs, and its loss(), metric() and optimizer().
 
     Raises:
         InputError, SourceError: see ``batches_of`` and ``module_from_file``.
     """
     module = module_from_file(path)
-    return batches_of(module, count, seed), getattr(module, "metric", None)
+    return batches_of(module, count, seed), functions_of(module)
 
 
 def _call(module: ModuleType, name: str, default: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampaudit.errors import SourceError
-from ampaudit.source.inputs import batches_of, has_inputs
+from ampaudit.source.inputs import batches_of, functions_of, has_inputs
 from ampaudit.source.interface import ModelSource, SourceOptions
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 
@@ -56,9 +56,7 @@ def _source(
             hint="add example_inputs() to the file, or pass --inputs FILE with a file that has it",
         )
     batches = batches_of(inputs, options.batches, options.seed)
-    metric = getattr(inputs, "metric", None) or getattr(module, "metric", None)
-    own = {name: getattr(module, name, None) for name in ("loss", "optimizer")}
-    return ModelSource(location, kind, model, batches, digest, metric=metric, **own)
+    return ModelSource(location, kind, model, batches, digest, **functions_of(inputs, module))
 
 
 def _model(module: ModuleType, factory: str | None, location: str) -> nn.Module:

@@ -85,8 +85,10 @@ def takes_batch(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p for p in parameters if p.kind in places and p.default is p.empty]
-    return len(required) >= 2 or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    positional = [p for p in parameters if p.kind in places]
+    required = [p for p in positional if p.default is p.empty]
+    named = len(positional) > 1 and positional[1].name == "batch"
+    return len(required) >= 2 or named or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
 
 def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from ampaudit import __version__
 from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.gradient_evidence import scale_text
 from ampaudit.checks.interface import finding_about, number
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
@@ -71,7 +72,7 @@ def _skipped(variant: Variant) -> Iterator[Finding]:
     last = health.steps[-1]
     cause = (
         f"{variant.name}: {health.skipped} of {len(health.steps)} steps are skipped; "
-        f"the scale ends at {number(last.scale)}"
+        f"the scale ends at {scale_text(last.scale)}"
     )
     lower = "start with a lower scale, and " if health.steps[0].scale > 1 else ""
     advice = f"{lower}look with scan --backward for the layer whose gradient overflows"
