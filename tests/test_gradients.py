@@ -521,7 +521,7 @@ def test_a_model_directory_takes_the_loss_of_the_inputs_file(tmp_path: Any, cli:
     inputs = tmp_path / "inputs.py"
     inputs.write_text(
         "import torch\n"
-        "def batches():\n    yield {'input_ids': torch.randint(3, 99, (2, 12)), 'to': torch.zeros(2, 12, 32)}\n"
+        "def batches():\n    yield {'input_ids': torch.randint(3, 99, (2, 12)), 'to': torch.zeros(1)}\n"
         "def model_inputs(batch): return {'input_ids': batch['input_ids']}\n"
         "def loss(output, batch=None): return (output.last_hidden_state - batch['to']).abs().mean()\n",
         encoding="utf-8",
