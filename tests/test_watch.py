@@ -105,6 +105,37 @@ def test_skipped_steps_and_scales_are_seen() -> None:
     assert "update" not in scaler.__dict__
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_fused_optimizers_divide_and_skip_by_themselves(ours: bool) -> None:
+    """They are called in a skipped step, too, with gradients that still have the scale in them."""
+    seen = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        scaler = ampaudit.scaler("torch", "cpu") if ours else torch.amp.GradScaler("cpu")
+        with ampaudit.watch(model, optimizer, scaler, every=1) as watching:
+            for step in range(4):
+                optimizer.zero_grad()
+                scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+                if step == 1:
+                    model.weight.grad = torch.full((1, 4), float("inf"))
+                scaler.step(optimizer)
+                scaler.update()
+        seen.append(watching.health())
+    plain, fused_health = seen
+    assert (
+        [s.skipped for s in fused_health.steps]
+        == [s.skipped for s in plain.steps]
+        == [False, True, False, False]
+    )
+    assert [s.scale for s in fused_health.steps] == [s.scale for s in plain.steps]
+    first, second = plain.parameters[0], fused_health.parameters[0]
+    finite = [peak for peak in second.gradient_peaks if peak is not None]
+    assert finite == pytest.approx(first.gradient_peaks, rel=1e-3)
+    assert second.update_ratio == pytest.approx(first.update_ratio, rel=0.5)
+
+
 def test_hooks_come_off_when_the_loop_fails() -> None:
     case = fresh()
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)

@@ -51,8 +51,13 @@ class StepMeter:
         self.steps: list[list[_Row]] = []
 
     @torch.no_grad()
-    def before(self, scale: float | torch.Tensor) -> None:
-        """Look at the gradients, which have no scale in them any more, and copy a sample of the weights."""
+    def before(self, scale: float | torch.Tensor, still_in: torch.Tensor | None = None) -> None:
+        """Look at the gradients, and copy a sample of the weights.
+
+        Args:
+            scale: the loss scale of the step.
+            still_in: the scale that is still in the gradients; fused optimizers divide by it themselves.
+        """
         self._before.clear()
         self._gradients.clear()
         for index, parameter in enumerate(self._parameters):
@@ -64,7 +69,9 @@ class StepMeter:
                 continue
             self._before[index] = _sample(_local(parameter)).float().clone()
             self._active[index] = _sample(gradient) != 0
-            self._gradients[index] = self._gradient(gradient, scale)
+            self._gradients[index] = self._gradient(
+                gradient if still_in is None else gradient / still_in, scale
+            )
 
     def _gradient(self, gradient: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
         """Peak and whether it is broken, of all elements; zeros and what is flushed, of a sample."""

@@ -87,6 +87,15 @@ class LossScaler(GradScaler):
         """Torch's, and then the group's verdict on overflow."""
         _refuse_16_bits(optimizer)
         super().unscale_(optimizer)
+        self._agree_about(optimizer)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Torch's way for fused optimizers, which unscale by themselves; and the group's verdict."""
+        found = super()._check_inf_per_device(optimizer)
+        self._agree_about(optimizer)
+        return found
+
+    def _agree_about(self, optimizer: torch.optim.Optimizer) -> None:
         if self.is_enabled() and self.group is not None:
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             for verdict in found.values():

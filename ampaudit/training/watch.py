@@ -52,9 +52,9 @@ class Watch:
         self._watched: list[int] = []
         self._scales: list[float | torch.Tensor] = []
         self._losses: dict[int, torch.Tensor | float] = {}
-        self._skipped: list[bool] = []
+        self._skipped: list[bool | torch.Tensor] = []
         self._step = 0
-        self._stepped = False
+        self._stepped: bool | torch.Tensor = False
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Watch:
@@ -93,7 +93,8 @@ class Watch:
         def update(*args: Any, **kwargs: Any) -> None:
             scale = scaler._scale
             self._scales.append(scale.detach().clone() if isinstance(scale, torch.Tensor) else 1.0)
-            self._skipped.append(not self._stepped)
+            stepped = self._stepped
+            self._skipped.append(~stepped if isinstance(stepped, torch.Tensor) else not stepped)
             original(*args, **kwargs)
             self._step += 1
             self._stepped = False
@@ -108,10 +109,13 @@ class Watch:
     def _before(self, *_: Any) -> None:
         if self._due:
             scale = self._scaler._scale if self._scaler is not None and self._scaler.is_enabled() else None
-            self._meter.before(scale if isinstance(scale, torch.Tensor) else 1.0)
+            still_in = getattr(self._optimizer, "grad_scale", None)
+            self._meter.before(scale if isinstance(scale, torch.Tensor) else 1.0, still_in)
 
     def _after(self, *_: Any) -> None:
-        self._stepped = True
+        # a fused optimizer is called in any case, and leaves its weights alone where this is not 0
+        found = getattr(self._optimizer, "found_inf", None)
+        self._stepped = True if found is None else found == 0
         if self._due:
             self._meter.after(self._optimizer)
             self._watched.append(self._step)
@@ -129,7 +133,7 @@ class Watch:
             every=self._every,
             watched=tuple(self._watched),
             steps=tuple(
-                StepRecord(step, self._loss(step), float(scale), skipped)
+                StepRecord(step, self._loss(step), float(scale), bool(skipped))
                 for step, (scale, skipped) in enumerate(zip(self._scales, self._skipped, strict=True))
             ),
             parameters=summary_of(self._meter.fetched(), self._elements),
