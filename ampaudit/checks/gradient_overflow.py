@@ -29,7 +29,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
         highest, worst = min(curable, key=lambda item: item[0])
         found = _finding(context, record, worst, highest)
         others = [origin.site for _, origin in curable if origin is not worst]
-        more = f"; under this scale {len(others)} other ops overflow too" if others else ""
+        ops = "op overflows" if len(others) == 1 else "ops overflow"
+        more = f"; under this scale {len(others)} other {ops} too" if others else ""
         yield replace(found, cause=f"{found.cause}{more}")
 
 
