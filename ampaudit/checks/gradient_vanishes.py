@@ -35,7 +35,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
         behind.setdefault(starts[site.id], []).append(site.id)
     for start in reversed(list(behind)):
         others = tuple(other for other in behind[start] if other != start)
-        yield _finding(context, record, context.site[start], others)
+        name = name_of(context, start, False)
+        yield _made(context, record, context.site[start], record.sites[start], name, others)
     yield from _parameters(context, record, set(starts))
 
 
@@ -52,12 +53,6 @@ def _uses(context: CheckContext, site: Site, parameter: str) -> bool:
         place is not None and place.name == parameter
         for place in map(context.flow.given, context.flow.node(site).all_input_nodes)
     )
-
-
-def _finding(
-    context: CheckContext, record: GradientRecord, site: Site, others: tuple[SiteId, ...]
-) -> Finding:
-    return _made(context, record, site, record.sites[site.id], name_of(context, site.id, False), others)
 
 
 def _made(

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-__all__ = ["debug_option", "device_option", "format_option", "ignore_option"]
+__all__ = [
+    "debug_option",
+    "device_option",
+    "dtype_option",
+    "fail_on_option",
+    "format_option",
+    "ignore_option",
+    "output_option",
+    "policies_option",
+]
 
 format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
@@ -15,4 +26,18 @@ device_option = click.option(
 )
 ignore_option = click.option(
     "--ignore", multiple=True, metavar="CODE[:LAYER]", help="Hide findings by code, and layer glob; repeat."
+)
+dtype_option = click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
+policies_option = click.option(
+    "--policy", default="ampaudit", show_default=True, help="Policy name or rule file; several with commas."
+)
+output_option = click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the report to FILE."
+)
+fail_on_option = click.option(
+    "--fail-on",
+    type=click.Choice(["error", "warning", "note", "never"]),
+    default="error",
+    show_default=True,
+    help="Severity from which the exit code is 1.",
 )

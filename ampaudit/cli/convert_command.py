@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ampaudit.cli.common_options import debug_option, device_option, format_option, ignore_option
+from ampaudit.cli.common_options import (
+    debug_option,
+    device_option,
+    dtype_option,
+    format_option,
+    ignore_option,
+)
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver
 
@@ -23,7 +29,7 @@ _FILE = click.Path(path_type=Path)
 @click.argument("model")
 @click.option("-o", "--output", type=_FILE, required=True, metavar="DIR", help="Directory to write.")
 @click.option("--policy", default="ampaudit", show_default=True, help="Policy name or rule file.")
-@click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
+@dtype_option
 @click.option(
     "--mode",
     type=click.Choice(["inference", "train"]),

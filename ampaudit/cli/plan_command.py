@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ampaudit.cli.common_options import debug_option, device_option, format_option
+from ampaudit.cli.common_options import debug_option, device_option, dtype_option, format_option
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver
 
@@ -17,7 +17,7 @@ __all__ = ["plan_command"]
 @click.command("plan", short_help="Show what a policy does to each op.")
 @click.argument("model")
 @click.option("--policy", default="ampaudit", show_default=True, help="Policy name or rule file.")
-@click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
+@dtype_option
 @device_option
 @click.option("--layer", metavar="GLOB", help="Only layers that match, such as 'encoder.layer.0.*'.")
 @model_options

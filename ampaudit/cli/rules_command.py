@@ -7,13 +7,11 @@ from typing import Any
 
 import click
 
-from ampaudit.cli.common_options import debug_option, format_option
+from ampaudit.cli.common_options import debug_option, dtype_option, format_option
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver
 
 __all__ = ["rules_group"]
-
-_DTYPE = click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
 
 
 @click.group("rules", short_help="List, show, check and compare policies.")
@@ -66,7 +64,7 @@ def validate_command(file: str, debug: bool) -> None:
 @click.argument("first")
 @click.argument("second")
 @click.option("--model", metavar="MODEL", help="Compare on this model, as ``ampaudit scan`` takes it.")
-@_DTYPE
+@dtype_option
 @model_options
 @format_option
 @click.option("-v", "--verbose", is_flag=True, help="One row per site.")

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ampaudit.cli.common_options import debug_option, device_option, format_option, ignore_option
+from ampaudit.cli.common_options import (
+    debug_option,
+    device_option,
+    dtype_option,
+    fail_on_option,
+    format_option,
+    ignore_option,
+    output_option,
+    policies_option,
+)
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import as_text, deliver
 
@@ -22,23 +31,15 @@ _FILE = click.Path(path_type=Path)
 
 @click.command("scan", short_help="Name the layers that overflow.")
 @click.argument("model")
-@click.option(
-    "--policy", default="ampaudit", show_default=True, help="Policy name or rule file; several with commas."
-)
-@click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
+@policies_option
+@dtype_option
 @click.option("--ranges", is_flag=True, help="One FP32 run only: what every format would do to its values.")
 @device_option
 @model_options
 @format_option
-@click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write the report to FILE.")
+@output_option
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option(
-    "--fail-on",
-    type=click.Choice(["error", "warning", "note", "never"]),
-    default="error",
-    show_default=True,
-    help="Severity from which the exit code is 1.",
-)
+@fail_on_option
 @click.option(
     "--min-headroom", type=float, default=1.0, show_default=True, metavar="BITS", help="Warn below this."
 )

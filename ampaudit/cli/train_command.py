@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ampaudit.cli.common_options import debug_option, device_option, format_option
+from ampaudit.cli.common_options import (
+    debug_option,
+    device_option,
+    dtype_option,
+    fail_on_option,
+    format_option,
+    output_option,
+    policies_option,
+)
 from ampaudit.cli.output import deliver
 
 if TYPE_CHECKING:
@@ -21,10 +29,8 @@ _FILE = click.Path(path_type=Path)
 @click.command("train", short_help="Train in FP32 and 16 bits side by side.")
 @click.argument("model")
 @click.option("--steps", type=click.IntRange(1), default=100, show_default=True, help="Steps of each run.")
-@click.option(
-    "--policy", default="ampaudit", show_default=True, help="Policy name or rule file; several with commas."
-)
-@click.option("--dtype", default="float16", show_default=True, help="float16 or bfloat16.")
+@policies_option
+@dtype_option
 @click.option(
     "--loss-scale", metavar="NAME|X", help="A profile (torch, deepspeed, one ...) or a fixed scale."
 )
@@ -36,16 +42,10 @@ _FILE = click.Path(path_type=Path)
 @click.option("--inputs", type=_FILE, metavar="FILE", help="Python file with batches().")
 @click.option("--seed", type=int, default=0, show_default=True)
 @format_option
-@click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write the report to FILE.")
+@output_option
 @click.option("--plot", type=_FILE, metavar="FILE", help="Draw the curves: .png, .svg or .pdf.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.option(
-    "--fail-on",
-    type=click.Choice(["error", "warning", "note", "never"]),
-    default="error",
-    show_default=True,
-    help="Severity from which the exit code is 1.",
-)
+@fail_on_option
 @click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
 @click.option("-v", "--verbose", is_flag=True, help="Notes and every parameter, too.")
 @debug_option

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from ampaudit.formats import NumberFormat
 from ampaudit.run.gradient_record import GradientSeen
 
-__all__ = ["SHARE", "TABLE", "LayerScales", "NamedGradient", "ScaleAdvice", "ScaleRow", "advice_on_scale"]
+__all__ = [
+    "SHARE",
+    "TABLE",
+    "LayerScales",
+    "NamedGradient",
+    "ScaleAdvice",
+    "ScaleRow",
+    "advice_on_scale",
+    "highest_exponent",
+]
 
 SHARE = 0.05  # of a layer's gradient elements; what is flushed below it carries next to nothing
 TABLE = range(25)  # exponents of the scales in the table
@@ -130,7 +139,7 @@ def _layer(
     return LayerScales(
         layer=layer,
         low=next(fits, _SEARCHED[-1]),
-        high=_highest(first.seen.peak, form),
+        high=highest_exponent(first.seen.peak, form),
         high_at=first.name,
         elements=total,
         flushed=_flushed(exponents, form, scale) / total,
@@ -164,7 +173,7 @@ def _flushed(exponents: Counter[int], form: NumberFormat, scale: float) -> int:
     return sum(count for e, count in exponents.items() if e <= last)
 
 
-def _highest(peak: float, form: NumberFormat) -> int:
+def highest_exponent(peak: float, form: NumberFormat) -> int:
     """The largest k with peak * 2^k below what rounds to infinity; the searched end where nothing is."""
     if peak == 0.0:
         return _SEARCHED[-1]

@@ -27,7 +27,6 @@ class Taped:
         inputs: the pairs of values that it took, by node.
         shared: whether both runs did the same thing to the same tensors.
         state: of the random numbers before it, if it draws some.
-        shapes: of its outputs, for gradients that nothing asks about.
     """
 
     step: Step
@@ -47,7 +46,6 @@ class Tape:
         self._watch = watch
         self._needed = needed
         self.steps: list[Taped] = []
-        self.values: dict[fx.Node, Pair] = {}
 
     def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
         """What the other watch expects."""

@@ -13,9 +13,7 @@ from ampaudit.policy.places import rules_directory
 from ampaudit.policy.schema import LossScale
 from ampaudit.policy.yamlfile import read_yaml
 
-__all__ = ["LossScaleProfile", "StartingScale", "profile", "profiles", "starting_scale"]
-
-USUAL_START = 65536.0  # where a system leaves it to its user
+__all__ = ["LossScaleProfile", "StartingScale", "loss_scale_for", "profile", "profiles", "starting_scale"]
 
 
 class LossScaleProfile(BaseModel):
@@ -45,19 +43,23 @@ class StartingScale:
     least: float = 0.0
 
 
-def starting_scale(loss_scale: str | LossScale, number_format: NumberFormat) -> StartingScale:
-    """Where a policy's loss scale starts.
+def loss_scale_for(loss_scale: str | LossScale, number_format: NumberFormat) -> tuple[LossScale, str]:
+    """What a policy's loss scale is for a format, and who says so.
 
     bfloat16 has float32's range, and no system scales the loss for it.
     """
     if number_format is BFLOAT16:
-        return StartingScale(1.0, False, "no loss scaling in bfloat16")
-    known = profile(loss_scale) if isinstance(loss_scale, str) else None
-    scale = known.scale if known is not None else loss_scale
-    assert isinstance(scale, LossScale)
-    value = USUAL_START if scale.init == "caller" else float(scale.init)
-    source = known.title if known is not None else "the policy"
-    return StartingScale(value, scale.kind == "dynamic", source, scale.min or 0.0)
+        return profile("none").scale, "no loss scaling in bfloat16"
+    if isinstance(loss_scale, LossScale):
+        return loss_scale, "the policy"
+    known = profile(loss_scale)
+    return known.scale, known.title
+
+
+def starting_scale(loss_scale: str | LossScale, number_format: NumberFormat) -> StartingScale:
+    """Where a policy's loss scale starts."""
+    scale, source = loss_scale_for(loss_scale, number_format)
+    return StartingScale(scale.start, scale.kind == "dynamic", source, scale.min or 0.0)
 
 
 @cache

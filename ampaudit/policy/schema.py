@@ -177,6 +177,9 @@ class Weights(_Strict):
     clip: Constants | None = None
 
 
+USUAL_START = 65536.0
+
+
 class LossScale(_Strict):
     """How a loss is scaled in training.
 
@@ -193,6 +196,16 @@ class LossScale(_Strict):
     min: float | None = None
     max: float | Literal["finite"] | None = None
     hysteresis: int | Literal["caller"] = 1
+
+    @property
+    def start(self) -> float:
+        """The first scale; torch's where the system leaves it to its user."""
+        return self.init if isinstance(self.init, float) else USUAL_START
+
+    @property
+    def lives(self) -> int:
+        """Overflows until the scale is lowered."""
+        return self.hysteresis if isinstance(self.hysteresis, int) else 1
 
 
 class Defaults(_Strict):

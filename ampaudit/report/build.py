@@ -34,7 +34,9 @@ from ampaudit.run.tail import LEAST_BATCHES, tail_risk
 from ampaudit.sites import SiteId
 from ampaudit.trace import Role, Site
 
-__all__ = ["FailOn", "build_report", "changed_verdicts"]
+__all__ = ["THIS_TOOL", "FailOn", "build_report", "changed_verdicts", "this_environment", "threshold"]
+
+THIS_TOOL = ToolInfo("ampaudit", __version__)
 
 CONTRACT = (
     "matrix products, sums and norms add up in float32 in any order; a norm's variance is taken about the "
@@ -55,12 +57,11 @@ def build_report(
     raised: tuple[SiteId, ...] = (),
 ) -> Report:
     """The report of one audit; ``raised`` are the sites that measured rules decided."""
-    threshold = Severity(fail_on).rank if fail_on != "never" else math.inf
-    failed = any(f.severity.rank >= threshold and f.suppressed is None for f in findings)
+    failed = any(f.severity.rank >= threshold(fail_on) and f.suppressed is None for f in findings)
     memory = converted.weight_bytes
     return Report(
         schema=SCHEMA,
-        tool=ToolInfo("ampaudit", __version__),
+        tool=THIS_TOOL,
         model=model,
         run=run,
         verdict="fail" if failed else "pass",
@@ -75,9 +76,19 @@ def build_report(
         proofs=_proofs(context),
         tails=_tails(context),
         backward=backward_report(context),
-        environment=Environment(platform.python_version(), version("torch")),
+        environment=this_environment(),
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
     )
+
+
+def threshold(fail_on: FailOn) -> float:
+    """The rank from which a finding fails a report."""
+    return Severity(fail_on).rank if fail_on != "never" else math.inf
+
+
+def this_environment() -> Environment:
+    """The versions that run here."""
+    return Environment(platform.python_version(), version("torch"))
 
 
 def changed_verdicts(usual: CheckContext, here: CheckContext, report: Report) -> tuple[VerdictChange, ...]:

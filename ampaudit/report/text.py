@@ -26,9 +26,9 @@ from ampaudit.report.tables import (
 )
 from ampaudit.report.words import plain, short_op
 
-__all__ = ["print_report", "render"]
+__all__ = ["SEVERITY_STYLES", "print_report", "render"]
 
-_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
+SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 _POISONS_SHOWN = 3
 
 
@@ -108,7 +108,7 @@ def _finding(finding: Finding, position: int) -> RenderableType:
             f"{position:>2}  ",
             (plain(finding.layer or "(top module)"), "bold"),
             f"  {plain(short_op(finding.op))}  ",
-            (f"{finding.code} {title}", _STYLES[finding.severity]),
+            (f"{finding.code} {title}", SEVERITY_STYLES[finding.severity]),
         )
     ]
     body: list[RenderableType] = []

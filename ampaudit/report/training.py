@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.checks.finding import Finding, Severity
+from ampaudit.checks.finding import Finding
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
 __all__ = ["Health", "ParameterHealth", "StepRecord", "TrainingReport", "Variant"]
@@ -134,7 +134,3 @@ class TrainingReport:
     def exit_code(self) -> int:
         """0 for a pass, 1 for findings at or above the threshold."""
         return 0 if self.verdict == "pass" else 1
-
-    def count(self, severity: Severity) -> int:
-        """Findings of one severity."""
-        return sum(f.severity is severity and f.suppressed is None for f in self.findings)

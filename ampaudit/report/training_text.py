@@ -15,12 +15,12 @@ from ampaudit.checks.gradient_evidence import scale_text
 from ampaudit.checks.interface import number
 from ampaudit.pages import page_of
 from ampaudit.report.grid import labelled, open_table
+from ampaudit.report.text import SEVERITY_STYLES
 from ampaudit.report.training import ParameterHealth, TrainingReport, Variant
 from ampaudit.report.words import plain, size_of
 
 __all__ = ["render_training", "sparkline"]
 
-_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN = "_.-~=+*#"
 _WIDTH = 38
@@ -50,8 +50,8 @@ def render_training(report: TrainingReport, *, verbosity: int = 0, rows: int = 5
 def _verdict(report: TrainingReport) -> Text:
     errors = [f for f in report.findings if f.severity is Severity.ERROR]
     if report.verdict == "fail":
-        what = f"training in {report.dtype} is not what it is in FP32: {len(errors)} reasons"
-        what = what.replace("1 reasons", "1 reason")
+        reasons = f"{len(errors)} reason{'s' if len(errors) != 1 else ''}"
+        what = f"training in {report.dtype} is not what it is in FP32: {reasons}"
         return Text.assemble(("FAIL", "bold red"), f"  {what}")
     others = [v.name for v in report.variants if v.name != "fp32"]
     return Text.assemble(("PASS", "bold green"), f"  {', '.join(others)}: the loss follows FP32's")
@@ -63,7 +63,7 @@ def _finding(finding: Finding, position: int) -> RenderableType:
         f"{position:>2}  ",
         (plain(finding.layer or finding.site.partition("/")[0]), "bold"),
         "  ",
-        (f"{finding.code} {title}", _STYLES[finding.severity]),
+        (f"{finding.code} {title}", SEVERITY_STYLES[finding.severity]),
     )
     body = Group(
         Text.assemble(("why   ", "dim"), plain(finding.cause)),
@@ -160,13 +160,9 @@ def _columns(parameter: ParameterHealth) -> tuple[str, ...]:
 
 def _summary(report: TrainingReport, hidden: int) -> list[tuple[str, str]]:
     gpu = any(v.peak_bytes is not None for v in report.variants)
-    memory = (
-        "allocated at most"
-        if gpu
-        else "of parameters, gradients and the optimizer's state; a CPU's step times"
-    )
+    held = "of parameters, gradients and the optimizer's state; a CPU's step times say nothing about a GPU's"
     rows = [
-        ("Memory", memory if gpu else f"{memory} say nothing about a GPU's"),
+        ("Memory", "allocated at most" if gpu else held),
         ("Zero", "share of gradient elements that are zero, for whatever reason"),
         ("Flushed", f"share of gradient elements below what {report.dtype} holds under the step's scale"),
         ("Update", "norm of the update over that of the weights, median over steps"),

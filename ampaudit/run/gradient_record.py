@@ -86,3 +86,9 @@ class GradientRecord:
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+
+    def broken_at(self, origin: GradientOrigin) -> GradientSeen | None:
+        """The gradient that broke there; ``None`` if it was not measured."""
+        if origin.is_parameter:
+            return self.parameters.get(origin.value)
+        return self.sites.get(SiteId(origin.value))

@@ -42,16 +42,7 @@ def round_through(value: torch.Tensor, dtype: torch.dtype) -> Any:
 
 def native(traced: TracedModel) -> Executable:
     """The graph in its own dtypes. It takes a value for each placeholder and gives the outputs in order."""
-    graph = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    for node in traced.graph.nodes:
-        if node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], lambda n: known[n]))
-            continue
-        known[node] = graph.node_copy(node, lambda n: known[n])
-        if node.op == "call_function" and not differentiable(node):
-            known[node] = _detached(graph, node, known[node])
-    return _callable(graph)
+    return _copied(traced, lambda graph, node, made: made)
 
 
 def emulated(traced: TracedModel) -> Executable:
@@ -59,21 +50,26 @@ def emulated(traced: TracedModel) -> Executable:
 
     Where several ops use a value, their gradients are added up before they are rounded.
     """
-    traced = functionalized(traced, write_back=True)
-    graph = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
     # buffers are rounded by whoever holds them: a copy could not be written to
     stored = {place.node: place.dtype for place in traced.placeholders if place.slot is not Slot.BUFFER}
+
+    def held(graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
+        made.args, made.kwargs = widened(made.args), widened(dict(made.kwargs))
+        dtype = stored.get(node.name) if node.op == "placeholder" else _dtype(node)
+        return graph.call_function(round_through, (made, dtype)) if dtype in LOWER else made
+
+    return _copied(functionalized(traced, write_back=True), held)
+
+
+def _copied(traced: TracedModel, hold: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]) -> Executable:
+    """The graph with each copied node held in some way, and gradients stopped where the model's code says."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
         if node.op == "output":
             graph.output(fx.node.map_arg(node.args[0], lambda n: known[n]))
             continue
-        made = graph.node_copy(node, lambda n: known[n])
-        made.args, made.kwargs = widened(made.args), widened(dict(made.kwargs))
-        known[node] = made
-        dtype = stored.get(node.name) if node.op == "placeholder" else _dtype(node)
-        if dtype in LOWER:
-            known[node] = graph.call_function(round_through, (made, dtype))
+        known[node] = hold(graph, node, graph.node_copy(node, lambda n: known[n]))
         if node.op == "call_function" and not differentiable(node):
             known[node] = _detached(graph, node, known[node])
     return _callable(graph)

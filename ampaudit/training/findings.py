@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Literal
 
-from ampaudit import __version__
 from ampaudit.checks.finding import Finding, Severity
 from ampaudit.checks.gradient_evidence import scale_text
 from ampaudit.checks.interface import finding_about, number
-from ampaudit.report.model import Environment, ModelInfo, ToolInfo
+from ampaudit.report.build import THIS_TOOL, FailOn, this_environment, threshold
+from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
 from ampaudit.sites import SiteId
 
@@ -144,20 +142,21 @@ def training_report(
     *,
     seed: int,
     optimizer: str,
-    fail_on: str,
+    fail_on: FailOn,
     judged: Sequence[str] | None = None,
     notes: Sequence[str] = (),
 ) -> TrainingReport:
     """The report of runs; only the ``judged`` ones' findings can fail it."""
     exact = next((variant for variant in variants if variant.name == "fp32"), None)
     findings = tuple(f for variant in variants for f in findings_of(variant, exact))
-    limit = Severity(fail_on).rank if fail_on != "never" else 4
     names = {v.name for v in variants} if judged is None else set(judged)
-    failed = any(f.severity.rank >= limit and f.site.rpartition("/")[0] in names for f in findings)
+    failed = any(
+        f.severity.rank >= threshold(fail_on) and f.site.rpartition("/")[0] in names for f in findings
+    )
     verdict: Literal["pass", "fail"] = "fail" if failed else "pass"
     return TrainingReport(
         schema=1,
-        tool=ToolInfo("ampaudit", __version__),
+        tool=THIS_TOOL,
         model=model,
         device=device,
         dtype=dtype,
@@ -168,7 +167,7 @@ def training_report(
         findings=findings,
         variants=tuple(variants),
         notes=tuple(notes),
-        environment=Environment(platform.python_version(), version("torch")),
+        environment=this_environment(),
     )
 
 

@@ -35,14 +35,12 @@ class Recipe:
         author_rules: what the model's own autocast regions mean.
         number_format: the 16-bit format.
         emulate: whether 16 bits are emulated in float32.
-        float32_outputs: whether 16-bit outputs are given as float32, in which a loss is computed then.
     """
 
     rules: RuleSet
     author_rules: RuleSet
     number_format: NumberFormat
     emulate: bool = False
-    float32_outputs: bool = True
 
     @property
     def lower(self) -> torch.dtype:
@@ -79,12 +77,11 @@ class MixedModule(StandIn):
         self._ampaudit_measured: Mapping[SiteId, Measurement] | None = None
 
     def mixed(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; in 16 bits only if the recipe leaves outputs as they are."""
+        """What the model returns, as float32."""
         compiled = self._compiled(args, kwargs)
         outputs = compiled.run(self._values(compiled, tensor_leaves(args, kwargs)))
         self._hold_buffers(compiled)
-        output = compiled.structure.filled(outputs)
-        return in_float32(output) if self._ampaudit_recipe.float32_outputs else output
+        return in_float32(compiled.structure.filled(outputs))
 
     def traced(self, *args: Any, **kwargs: Any) -> TracedModel:
         """The graph for inputs like these."""

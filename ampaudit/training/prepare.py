@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ampaudit.errors import UsageError
-from ampaudit.formats import BFLOAT16, lower_format
+from ampaudit.formats import NumberFormat, lower_format
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.policy.scaling import profile
+from ampaudit.policy.scaling import loss_scale_for, profile
 from ampaudit.policy.schema import LossScale
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.training.autocast import AutocastModule
@@ -131,7 +131,7 @@ def prepare(
                 )
             _make_pure(model, optimizer, recipe)
         prepared = MixedModule(model, recipe)
-    rule = _loss_scale(loss_scale, rules, dtype_is_bfloat16=form is BFLOAT16)
+    rule = _loss_scale(loss_scale, rules, form)
     return Prepared(prepared, optimizer, LossScaler(rule, device, group=group))
 
 
@@ -160,15 +160,12 @@ def _autocast(model: nn.Module, rules: RuleSet, recipe: Recipe, device: str) -> 
     return AutocastModule(model, device, recipe.lower)
 
 
-def _loss_scale(given: str | float | None, rules: RuleSet, *, dtype_is_bfloat16: bool) -> LossScale:
+def _loss_scale(given: str | float | None, rules: RuleSet, form: NumberFormat) -> LossScale:
     if isinstance(given, int | float):
         return LossScale(kind="static", init=float(given))
     if isinstance(given, str):
         return profile(given).scale
-    if dtype_is_bfloat16:
-        return profile("none").scale
-    own = rules.file.loss_scale
-    return profile(own).scale if isinstance(own, str) else own
+    return loss_scale_for(rules.file.loss_scale, form)[0]
 
 
 def _refuse_other_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

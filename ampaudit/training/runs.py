@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.errors import InputError, ReferenceBroken, UsageError
 from ampaudit.policy import RuleSet
-from ampaudit.report.training import Variant
+from ampaudit.report.training import Health, Variant
 from ampaudit.run.audit import Progress
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
@@ -148,25 +149,22 @@ def train_ways(
         for way in ways:
             torch.manual_seed(seed)
             runs.append(_Run(way, source, device, every))
-        for run in runs:
-            run.watch.__enter__()
-        try:
+        with ExitStack() as watching:
+            for run in runs:
+                watching.enter_context(run.watch)
             for number in range(steps):
                 progress("training", number, steps)
                 for run in runs:
                     run.step(batches[number % len(batches)], number, device)
-        finally:
-            for run in runs:
-                run.watch.__exit__(None, None, None)
         progress("training", steps, steps)
         metrics = [_metric(run, source, batches) for run in runs]
-    reference = [record.loss for record in runs[0].watch.health().steps]
-    variants = [_variant(run, reference, metric) for run, metric in zip(runs, metrics, strict=True)]
+    healths = [run.watch.health() for run in runs]
+    reference = [record.loss for record in healths[0].steps]
+    variants = [_variant(*parts, reference) for parts in zip(runs, healths, metrics, strict=True)]
     return variants, type(runs[0].optimizer).__name__
 
 
-def _variant(run: _Run, reference: list[float | None], metric: float | None) -> Variant:
-    health = run.watch.health()
+def _variant(run: _Run, health: Health, metric: float | None, reference: list[float | None]) -> Variant:
     losses = [record.loss for record in health.steps]
     return Variant(
         name=run.way.name,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 from ampaudit.errors import RunFailed, UsageError, first_line
-from ampaudit.policy.scaling import USUAL_START, profile
+from ampaudit.policy.scaling import profile
 from ampaudit.policy.schema import LossScale
 
 __all__ = ["LossScaler", "ScaleState", "next_state", "scaler"]
@@ -39,7 +39,6 @@ def next_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState
     """
     if rule.kind != "dynamic":
         return state
-    lives = rule.hysteresis if isinstance(rule.hysteresis, int) else 1
     if overflow:
         patience = max(state.patience - 1, 0)
         lowered = max(state.scale * rule.backoff, rule.min or 0.0) if patience == 0 else state.scale
@@ -52,7 +51,7 @@ def next_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState
         grown = min(grown, rule.max)
     elif rule.max == "finite" and grown > largest:
         grown = state.scale
-    return ScaleState(grown, 0, lives)
+    return ScaleState(grown, 0, rule.lives)
 
 
 class LossScaler(GradScaler):
@@ -71,12 +70,10 @@ class LossScaler(GradScaler):
     def __init__(
         self, rule: LossScale, device: str = "cuda", *, enabled: bool = True, group: Any = None
     ) -> None:
-        start = rule.init if isinstance(rule.init, float) else USUAL_START
-        super().__init__(device, init_scale=start, enabled=enabled and rule.kind != "none")
+        super().__init__(device, init_scale=rule.start, enabled=enabled and rule.kind != "none")
         self.rule = rule
         self.group = group
-        self._lives = rule.hysteresis if isinstance(rule.hysteresis, int) else 1
-        self._state = ScaleState(start, 0, self._lives)
+        self._state = ScaleState(rule.start, 0, rule.lives)
 
     @property
     def state(self) -> ScaleState:
@@ -140,7 +137,7 @@ class LossScaler(GradScaler):
             "growth_interval": self.rule.interval,
         }
         super().load_state_dict(usual | {k: v for k, v in state_dict.items() if k not in usual})
-        patience = int(state_dict.get("patience", self._lives))
+        patience = int(state_dict.get("patience", self.rule.lives))
         self._state = ScaleState(float(state_dict["scale"]), int(state_dict["_growth_tracker"]), patience)
 
 

@@ -99,8 +99,11 @@ class Watch:
             self._step += 1
             self._stepped = False
 
+        def undo() -> None:
+            vars(scaler).pop("update", None)
+
         scaler.update = update
-        return lambda: scaler.__dict__.pop("update", None) and None
+        return undo
 
     @property
     def _due(self) -> bool:
