@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ampaudit.bounds import Span, SpanTable, bound
-from ampaudit.bounds.domain import assumptions, parse_assumption
+from ampaudit.bounds.domain import assumptions
 from ampaudit.bounds.span import exactly
 from ampaudit.bounds.transfers import TRANSFERS, DuplicateTransfer, transfer
 from ampaudit.convert import convert
 from ampaudit.errors import UsageError
 from ampaudit.formats import FLOAT16, format_named
 from ampaudit.policy import load_policy
+from ampaudit.ranges import parse_assumption
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.opnames import base_name

@@ -15,7 +15,7 @@ from torch import nn
 from ampaudit.report.jsonfile import from_json, json_schema, schema_text, to_json
 from ampaudit.report.model import Report
 from ampaudit.report.text import print_report
-from ampaudit.report.words import plain
+from ampaudit.words import plain
 
 from .planted import WIDTH, TwoBranches
 from .planted import scan_under_autocast as scan

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ampaudit.checks import CheckContext
-from ampaudit.checks.finding import TrialKind
 from ampaudit.policy import RuleSet
+from ampaudit.report.finding import TrialKind
 from ampaudit.sites import SiteId
 from ampaudit.trace.edits import Edit
 

@@ -8,7 +8,7 @@ from ampaudit.advice.interface import Proposal, Subject
 from ampaudit.advice.rescale import rescaled
 from ampaudit.advice.rewrites import rewrites
 from ampaudit.advice.rules import keep_in_float32
-from ampaudit.checks.finding import Finding
+from ampaudit.report.finding import Finding
 
 __all__ = ["proposals"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ampaudit.advice.interface import Proposal, Subject
-from ampaudit.checks.finding import Finding
+from ampaudit.report.finding import Finding
 from ampaudit.trace import Site
 
 __all__ = ["rescaled"]

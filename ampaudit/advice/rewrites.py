@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 
 from ampaudit.advice.interface import Proposal, Subject
 from ampaudit.checks.epsilon import lost_eps
-from ampaudit.checks.finding import Finding
-from ampaudit.checks.interface import CheckContext, number
+from ampaudit.checks.interface import CheckContext
+from ampaudit.report.finding import Finding
 from ampaudit.sites import SiteId
 from ampaudit.trace import Site
 from ampaudit.trace.edits import AsLogSigmoid, AsLogSoftmax, Constant, Edit, HandedOn, Scaled
+from ampaudit.words import number
 
 __all__ = ["rewrites"]
 

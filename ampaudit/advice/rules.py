@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from ampaudit.advice.interface import Proposal, Subject
-from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import some_sites
 from ampaudit.pages import page_of
 from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Cast, KeepFp32, Match, Reason, Rule
+from ampaudit.report.finding import Finding
 from ampaudit.sites import SiteId
 from ampaudit.trace import Role, Site
 

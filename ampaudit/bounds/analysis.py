@@ -13,11 +13,11 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.bounds import elementwise, functions, norms, products, reductions, shapes
-from ampaudit.bounds.domain import Assumption
 from ampaudit.bounds.memory import overwritten
 from ampaudit.bounds.span import Span, between, exactly, symmetric, unbounded
 from ampaudit.bounds.transfers import FLOAT32_ULP, TRANSFERS, OpCall
 from ampaudit.formats import FORMATS, LOWER_FORMATS, NumberFormat
+from ampaudit.ranges import Assumption
 from ampaudit.sites import SiteId
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel

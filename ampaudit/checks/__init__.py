@@ -43,9 +43,9 @@ from ampaudit.checks import (
     weights,
     what_if,
 )
-from ampaudit.checks.finding import Evidence, Finding, Severity, Source
 from ampaudit.checks.interface import Check, CheckContext
 from ampaudit.checks.running import run_checks
+from ampaudit.report.finding import Evidence, Finding, Severity, Source
 
 __all__ = ["ALL_CHECKS", "Check", "CheckContext", "Evidence", "Finding", "Severity", "Source", "run_checks"]
 

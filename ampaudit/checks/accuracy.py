@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ampaudit.checks.finding import Severity
 from ampaudit.checks.interface import CheckContext
+from ampaudit.report.finding import Severity
 from ampaudit.trace import Role, Site
 
 __all__ = ["local_error_matters", "worst_sites"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.checks.accuracy import local_error_matters
-from ampaudit.checks.finding import Finding
-from ampaudit.checks.interface import Cause, Check, CheckContext, finding_at, number
+from ampaudit.checks.interface import Cause, Check, CheckContext, finding_at
+from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
+from ampaudit.words import number
 
 __all__ = ["CAUSE", "CHECK", "subtracts"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ampaudit.checks.interface import Cause, CheckContext, number
+from ampaudit.checks.interface import Cause, CheckContext
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
+from ampaudit.words import number
 
 __all__ = ["CAUSE"]
 

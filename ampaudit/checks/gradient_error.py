@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checks.finding import Finding
 from ampaudit.checks.gradient_evidence import gradient_finding, name_of, vanishes
 from ampaudit.checks.interface import Check, CheckContext
+from ampaudit.report.finding import Finding
 from ampaudit.run.gradient_record import GradientSeen
 from ampaudit.trace import Role, Site
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ampaudit.checks.finding import Evidence, Finding, Severity
 from ampaudit.checks.interface import CheckContext, finding_about, source_of
+from ampaudit.report.finding import Evidence, Finding, Severity
 from ampaudit.run.gradient_record import GradientSeen
 from ampaudit.trace import Role, Site
 
-__all__ = ["VANISHED", "gradient_finding", "name_of", "power", "scale_text", "vanishes"]
+__all__ = ["VANISHED", "gradient_finding", "name_of", "vanishes"]
 
 VANISHED = 0.5  # share of a gradient's elements that is flushed
 CARRIED_DB = 20.0  # above, what was flushed carries less than a tenth of the gradient
@@ -21,16 +21,6 @@ def vanishes(seen: GradientSeen) -> bool:
         return False
     sqnr = seen.seen.sqnr_db
     return sqnr is not None and sqnr < CARRIED_DB
-
-
-def scale_text(scale: float) -> str:
-    """A loss scale in full, as powers of two want to be read: ``131,072``."""
-    return f"{scale:,.10g}"
-
-
-def power(exponent: int) -> str:
-    """A scale as reports print it: ``2^16 (65,536)``."""
-    return f"2^{exponent} ({2**exponent:,})" if 0 <= exponent < 30 else f"2^{exponent}"
 
 
 def name_of(context: CheckContext, value: str, is_parameter: bool) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.gradient_evidence import gradient_finding, name_of, power, scale_text
-from ampaudit.checks.interface import Check, CheckContext, number
+from ampaudit.checks.gradient_evidence import gradient_finding, name_of
+from ampaudit.checks.interface import Check, CheckContext
 from ampaudit.gradients.scale import highest_exponent
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.gradient_record import GradientOrigin, GradientRecord, GradientSeen
+from ampaudit.words import number, power, scale_text
 
 __all__ = ["CHECK"]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.gradient_evidence import gradient_finding, name_of, power, scale_text, vanishes
-from ampaudit.checks.interface import Check, CheckContext, number
+from ampaudit.checks.gradient_evidence import gradient_finding, name_of, vanishes
+from ampaudit.checks.interface import Check, CheckContext
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.gradient_record import GradientRecord, GradientSeen
 from ampaudit.sites import SiteId
 from ampaudit.trace import Site
+from ampaudit.words import number, power, scale_text
 
 __all__ = ["CHECK"]
 

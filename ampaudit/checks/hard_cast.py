@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.report.finding import Finding
 from ampaudit.run.step import LOWER
 from ampaudit.trace import Role, Site
 

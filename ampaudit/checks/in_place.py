@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.report.finding import Finding
 from ampaudit.run.step import LOWER
 from ampaudit.trace.opnames import mutated_arguments
 

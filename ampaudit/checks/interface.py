@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import Literal
 
 from ampaudit.bounds import SpanTable
-from ampaudit.checks.finding import Evidence, Finding, Severity, Source
 from ampaudit.formats import NumberFormat
-from ampaudit.gradients.scale import NamedGradient, ScaleAdvice, advice_on_scale
+from ampaudit.gradients.scale import NamedGradient, advice_on_scale
 from ampaudit.pages import page_of
+from ampaudit.report.finding import Evidence, Finding, Severity, Source
+from ampaudit.report.scales import ScaleAdvice
 from ampaudit.run.observation import Observation
 from ampaudit.run.record import Origin, RunRecord
 from ampaudit.run.weights import WeightRange
@@ -25,7 +26,6 @@ __all__ = [
     "CheckContext",
     "finding_about",
     "finding_at",
-    "number",
     "some_sites",
     "source_of",
 ]
@@ -261,11 +261,3 @@ def some_sites(sites: Sequence[Site | SiteId | str], shown: int = 3) -> str:
     names = [site.id if isinstance(site, Site) else str(site) for site in sites]
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return f"{', '.join(names[:shown])}{more}"
-
-
-def number(value: float) -> str:
-    """Four significant digits as every report prints them; whole numbers to ten million in full."""
-    if 1e3 <= abs(value) < 1e7:
-        exact = value if value == round(value) and abs(value) < 1e5 else float(f"{value:.4g}")
-        return f"{exact:,.0f}"
-    return f"{value:.4g}"

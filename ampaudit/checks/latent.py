@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ampaudit.checks.finding import Finding, Severity
 from ampaudit.checks.interface import CheckContext, finding_at
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 

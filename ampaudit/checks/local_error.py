@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ampaudit.checks.accuracy import local_error_matters
 from ampaudit.checks.cancellation import subtracts
-from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.report.finding import Finding
 
 __all__ = ["CHECK"]
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from ampaudit.checks.finding import Finding
-from ampaudit.checks.interface import Cause, Check, CheckContext, number
+from ampaudit.checks.interface import Cause, Check, CheckContext
 from ampaudit.checks.latent import LOGARITHMS, latent
+from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
+from ampaudit.words import number
 
 __all__ = ["CAUSE", "CHECK"]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checks.finding import Finding
-from ampaudit.checks.interface import Cause, Check, CheckContext, number
+from ampaudit.checks.interface import Cause, Check, CheckContext
 from ampaudit.checks.latent import LOGARITHMS, latent
+from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
+from ampaudit.words import number
 
 __all__ = ["CAUSE", "CHECK"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import Check, CheckContext, finding_about
+from ampaudit.report.finding import Finding
 from ampaudit.sites import SiteId
 
 __all__ = ["CHECK"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampaudit.checks.finding import Finding
-from ampaudit.checks.gradient_evidence import VANISHED, power
+from ampaudit.checks.gradient_evidence import VANISHED
 from ampaudit.checks.interface import Check, CheckContext, finding_about
 from ampaudit.gradients.scale import advice_on_scale
+from ampaudit.report.finding import Finding
 from ampaudit.sites import SiteId
+from ampaudit.words import power
 
 __all__ = ["CHECK"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import Check, CheckContext, finding_about, some_sites
+from ampaudit.report.finding import Finding
 from ampaudit.sites import SiteId
 from ampaudit.trace.graph import Slot
 

@@ -26,10 +26,11 @@ from ampaudit.checks import (
     squares,
     undefined,
 )
-from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.interface import Cause, Check, CheckContext, finding_at, number
+from ampaudit.checks.interface import Cause, Check, CheckContext, finding_at
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.record import Origin
 from ampaudit.trace import Role, Site
+from ampaudit.words import number
 
 __all__ = ["CHECK", "DOMAIN_CAUSES", "OVERFLOW_CAUSES"]
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 
-from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import Check, CheckContext, finding_about
+from ampaudit.report.finding import CRASHED, Finding
 from ampaudit.sites import SiteId
 
-__all__ = ["CRASHED", "run_checks"]
-
-CRASHED = "AMP990"
+__all__ = ["run_checks"]
 
 
 def run_checks(context: CheckContext, checks: Iterable[Check]) -> tuple[Finding, ...]:

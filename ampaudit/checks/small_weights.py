@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.interface import Check, CheckContext, number
+from ampaudit.checks.interface import Check, CheckContext
 from ampaudit.checks.weights import of_weight
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.weights import WeightRange
+from ampaudit.words import number
 
 __all__ = ["CHECK"]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ampaudit.checks.finding import Finding, Source
 from ampaudit.checks.interface import finding_about
 from ampaudit.errors import UsageError
 from ampaudit.pages import page_of
+from ampaudit.report.finding import Finding, Source
 from ampaudit.sites import SiteId, SourceLine
 from ampaudit.trace import Site
 

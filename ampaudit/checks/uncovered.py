@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.checks.finding import Finding
 from ampaudit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.report.finding import Finding
 
 __all__ = ["CHECK"]
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampaudit.checks.finding import Evidence, Finding, Severity
-from ampaudit.checks.interface import Check, CheckContext, finding_about, number, source_of
+from ampaudit.checks.interface import Check, CheckContext, finding_about, source_of
+from ampaudit.report.finding import Evidence, Finding, Severity
 from ampaudit.run.weights import WeightRange
 from ampaudit.sites import SiteId
 from ampaudit.trace import Site
+from ampaudit.words import number
 
 __all__ = ["CHECK", "of_weight"]
 

@@ -124,7 +124,7 @@ def _convert(model: str, output: Path, chosen: Any, options: dict[str, Any], con
 
 
 def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
-    from ampaudit.report.words import size_of
+    from ampaudit.words import size_of
     from ampaudit.workflows.restore import restore
 
     made = restore(Path(model), output, force=options["force"])

@@ -74,7 +74,7 @@ def run() -> NoReturn:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    from ampaudit.report.words import plain
+    from ampaudit.words import plain
 
     click.echo("\n".join(plain(line) for line in f"ampaudit: {message}".splitlines()), err=True)
     # a full stdout would otherwise complain a second time when Python closes it

@@ -72,7 +72,7 @@ def plan_command(model: str, **options: Any) -> None:
 def _no_layer(glob: str, layers: list[str]) -> str:
     import difflib
 
-    from ampaudit.report.words import plain
+    from ampaudit.words import plain
 
     near = difflib.get_close_matches(glob, layers, n=1, cutoff=0.3)
     meant = f"; there is {plain(near[0])!r}" if near else ""

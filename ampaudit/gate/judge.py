@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ampaudit.checks.finding import Finding, Severity
 from ampaudit.errors import UsageError, did_you_mean, first_line
 from ampaudit.gate.budgets import Breach, Budgets, Measured
 from ampaudit.pages import all_pages
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.jsonfile import from_json
 from ampaudit.report.model import Report
 from ampaudit.report.tables import least_headroom

@@ -17,7 +17,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from ampaudit.gate.result import Request, TargetResult
-from ampaudit.report.words import size_of
+from ampaudit.words import size_of
 
 __all__ = ["Limits", "check_all"]
 

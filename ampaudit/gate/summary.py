@@ -11,7 +11,7 @@ from rich.text import Text
 from ampaudit.gate.budgets import Measured
 from ampaudit.gate.result import TargetResult
 from ampaudit.report.grid import labelled, open_table
-from ampaudit.report.words import plain, size_of
+from ampaudit.words import plain, size_of
 
 __all__ = ["render_results", "results_code", "results_json"]
 

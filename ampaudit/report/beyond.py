@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampaudit.bounds.domain import Assumption
+from ampaudit.ranges import Assumption
 from ampaudit.sites import SiteId
 
 __all__ = ["Proofs", "Stressed", "Tail", "VerdictChange"]

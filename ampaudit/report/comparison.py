@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampaudit.checks.finding import Severity
+from ampaudit.report.finding import Severity
 from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.grid import open_table
 from ampaudit.report.jsonfile import to_json
 from ampaudit.report.model import Report
 from ampaudit.report.tables import least_headroom
-from ampaudit.report.words import plain, short_op, size_of
+from ampaudit.words import plain, short_op, size_of
 
 __all__ = ["comparison_code", "comparison_json", "render_comparison"]
 

@@ -11,7 +11,7 @@ from ampaudit.archive import OutputRecord
 from ampaudit.checkpoint.header import TORCH_NAMES
 from ampaudit.checkpoint.layout import MASTER, PLAN, REFERENCE, REPORT
 from ampaudit.report.grid import labelled
-from ampaudit.report.words import plain, size_of
+from ampaudit.words import plain, size_of
 
 __all__ = ["Conversion", "render_conversion"]
 

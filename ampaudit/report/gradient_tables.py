@@ -7,12 +7,10 @@ from collections.abc import Iterable
 from rich.console import RenderableType
 from rich.text import Text
 
-from ampaudit.checks.gradient_evidence import power, scale_text
-from ampaudit.checks.interface import number
-from ampaudit.gradients.scale import LayerScales, ScaleAdvice
 from ampaudit.report.gradients import Backward
 from ampaudit.report.grid import labelled, open_table
-from ampaudit.report.words import plain
+from ampaudit.report.scales import LayerScales, ScaleAdvice
+from ampaudit.words import number, plain, power, scale_text
 
 __all__ = ["gradient_tables", "scales_that_suit"]
 

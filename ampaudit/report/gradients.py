@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampaudit.gradients.scale import ScaleAdvice
+from ampaudit.report.scales import ScaleAdvice
 
 __all__ = ["Backward", "Gradient", "Loss", "ParameterGradient"]
 

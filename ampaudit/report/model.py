@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampaudit.checks.finding import Finding, Severity, Source
-from ampaudit.checks.running import CRASHED
 from ampaudit.report.beyond import Proofs, Stressed, Tail, VerdictChange
+from ampaudit.report.finding import CRASHED, Finding, Severity, Source
 from ampaudit.report.gradients import Backward, Gradient
 from ampaudit.sites import SiteId
 

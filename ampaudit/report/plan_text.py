@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ampaudit.report.grid import labelled, open_table
 from ampaudit.report.plan import PlannedSite, PlanReport
-from ampaudit.report.words import plain, short_op, size_of
 from ampaudit.sites import pattern_of
+from ampaudit.words import plain, short_op, size_of
 
 __all__ = ["matching_sites", "render_difference", "render_plan"]
 

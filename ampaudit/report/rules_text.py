@@ -14,7 +14,7 @@ from ampaudit.policy.load import Loaded
 from ampaudit.policy.opset import aten_names
 from ampaudit.policy.schema import Rule, Weights, When
 from ampaudit.report.grid import open_table
-from ampaudit.report.words import plain
+from ampaudit.words import plain
 
 __all__ = ["diff_rows", "list_rows", "render_diff", "render_list", "render_policy"]
 

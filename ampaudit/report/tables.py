@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from rich.console import RenderableType
 from rich.text import Text
 
-from ampaudit.checks.finding import Severity
-from ampaudit.checks.interface import number
 from ampaudit.formats import format_named
+from ampaudit.report.finding import Severity
 from ampaudit.report.grid import labelled, open_table
 from ampaudit.report.model import Report, SiteReport
-from ampaudit.report.words import plain, size_of
+from ampaudit.words import number, plain, size_of
 
 __all__ = [
     "all_sites",

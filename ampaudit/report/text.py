@@ -9,9 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.interface import number
 from ampaudit.pages import page_of
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.gradient_tables import gradient_tables
 from ampaudit.report.model import Report
 from ampaudit.report.tables import (
@@ -24,7 +23,7 @@ from ampaudit.report.tables import (
     unproved_table,
     what_if_table,
 )
-from ampaudit.report.words import plain, short_op
+from ampaudit.words import number, plain, short_op
 
 __all__ = ["SEVERITY_STYLES", "print_report", "render"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.checks.finding import Finding
+from ampaudit.report.finding import Finding
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
 __all__ = ["Health", "ParameterHealth", "StepRecord", "TrainingReport", "Variant"]

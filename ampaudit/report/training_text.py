@@ -10,14 +10,12 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.gradient_evidence import scale_text
-from ampaudit.checks.interface import number
 from ampaudit.pages import page_of
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.grid import labelled, open_table
 from ampaudit.report.text import SEVERITY_STYLES
 from ampaudit.report.training import ParameterHealth, TrainingReport, Variant
-from ampaudit.report.words import plain, size_of
+from ampaudit.words import number, plain, scale_text, size_of
 
 __all__ = ["render_training", "sparkline"]
 

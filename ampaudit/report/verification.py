@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ampaudit.archive.problem import Problem
-from ampaudit.report.words import plain, size_of
+from ampaudit.words import plain, size_of
 
 __all__ = ["Verification", "render_verification"]
 

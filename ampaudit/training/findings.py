@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ampaudit.checks.finding import Finding, Severity
-from ampaudit.checks.gradient_evidence import scale_text
-from ampaudit.checks.interface import finding_about, number
-from ampaudit.report.build import THIS_TOOL, FailOn, this_environment, threshold
+from ampaudit.assembly.build import THIS_TOOL, FailOn, this_environment, threshold
+from ampaudit.checks.interface import finding_about
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
 from ampaudit.sites import SiteId
+from ampaudit.words import number, scale_text
 
 __all__ = ["findings_of", "training_report", "watched_report"]
 

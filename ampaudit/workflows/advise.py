@@ -9,14 +9,14 @@ import torch
 
 from ampaudit.advice import Proposal, Subject, proposals
 from ampaudit.checks import ALL_CHECKS, CheckContext, Finding, Severity, run_checks
-from ampaudit.checks.finding import Trial
-from ampaudit.checks.interface import number
 from ampaudit.errors import AuditError
 from ampaudit.formats import lower_format
+from ampaudit.report.finding import Trial
 from ampaudit.run.audit import Plan, run_audits
 from ampaudit.sites import SiteId
 from ampaudit.source import ModelSource
 from ampaudit.source.calling import call_unchanged
+from ampaudit.words import number
 from ampaudit.workflows.context import context_of
 from ampaudit.workflows.settings import Settings
 

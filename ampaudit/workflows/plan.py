@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from ampaudit.assembly.plan import build_plan
 from ampaudit.convert import convert
 from ampaudit.formats import NumberFormat, lower_format
 from ampaudit.policy import Measurement, RuleSet, load_policy
-from ampaudit.report.plan import PlanReport, build_plan
+from ampaudit.report.plan import PlanReport
 from ampaudit.run.audit import Plan, Progress, measure, raised_sites, silent
 from ampaudit.sites import SiteId
 from ampaudit.source import ModelSource

@@ -8,13 +8,13 @@ from typing import Literal, Unpack
 
 from torch import nn
 
+from ampaudit.assembly.build import build_report, changed_verdicts
 from ampaudit.checks import ALL_CHECKS, Finding, run_checks
 from ampaudit.checks.interface import CheckContext
 from ampaudit.checks.suppress import comments_in, suppressed
 from ampaudit.errors import InputError, UsageError
 from ampaudit.formats import lower_format
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.report.build import build_report, changed_verdicts
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, Plan, run_audits
 from ampaudit.run.contract import Contracted, contract_of

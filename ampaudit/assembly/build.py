@@ -9,12 +9,12 @@ from importlib.metadata import version
 from typing import Literal
 
 from ampaudit import __version__
+from ampaudit.assembly.gradients import backward_report, gradient_of
 from ampaudit.checks import ALL_CHECKS, Finding, Severity, run_checks
 from ampaudit.checks.interface import CheckContext, source_of
 from ampaudit.convert import ConvertedModel
 from ampaudit.formats import WHAT_IF_FORMATS, NumberFormat
 from ampaudit.report.beyond import Proofs, Tail, VerdictChange
-from ampaudit.report.gradient_report import backward_report, gradient_of
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,

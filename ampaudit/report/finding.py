@@ -9,7 +9,8 @@ from typing import Literal
 from ampaudit.pages.page import Kind
 from ampaudit.sites import SiteId, SourceLine
 
-__all__ = ["Evidence", "Finding", "Severity", "Source", "Trial", "TrialKind"]
+__all__ = ["CRASHED", "Evidence", "Finding", "Severity", "Source", "Trial", "TrialKind"]
+CRASHED = "AMP990"  # the finding that a check itself failed
 
 
 class Severity(StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["plain", "short_op", "size_of"]
+__all__ = ["number", "plain", "power", "scale_text", "short_op", "size_of"]
 
 
 def plain(name: str) -> str:
@@ -28,3 +28,21 @@ def size_of(count: int) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} GB"
+
+
+def number(value: float) -> str:
+    """Four significant digits as every report prints them; whole numbers to ten million in full."""
+    if 1e3 <= abs(value) < 1e7:
+        exact = value if value == round(value) and abs(value) < 1e5 else float(f"{value:.4g}")
+        return f"{exact:,.0f}"
+    return f"{value:.4g}"
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale in full, as powers of two want to be read: ``131,072``."""
+    return f"{scale:,.10g}"
+
+
+def power(exponent: int) -> str:
+    """A scale as reports print it: ``2^16 (65,536)``."""
+    return f"2^{exponent} ({2**exponent:,})" if 0 <= exponent < 30 else f"2^{exponent}"

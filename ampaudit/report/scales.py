@@ -1,0 +1,70 @@
+"""Which loss scales suit, as values; ``gradients/scale.py`` computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LayerScales", "ScaleAdvice", "ScaleRow"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScales:
+    """The scales that suit one layer, as exponents of two; ``None`` where no scale does.
+
+    Attributes:
+        layer: its path.
+        low: smallest exponent at which no more than the stated share is flushed.
+        high: largest exponent at which nothing overflows.
+        high_at: the gradient that overflows first.
+        elements: gradient elements that are not zero in FP32.
+        flushed: share of them that is flushed at the run's own scale.
+        peak: largest gradient, without the scale.
+    """
+
+    layer: str
+    low: int
+    high: int
+    high_at: str
+    elements: int
+    flushed: float
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRow:
+    """One scale, 2 ** ``exponent``: the share flushed over all layers, and how many gradients overflow."""
+
+    exponent: int
+    flushed: float
+    overflowing: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleAdvice:
+    """What one run says about the loss scale.
+
+    Attributes:
+        share: what may be flushed in a layer.
+        layers: in graph order.
+        rows: the table over 2^0 to 2^24.
+        low: smallest exponent that suits every layer, set by the layer ``low_at``.
+        high: largest one, set by ``high_at``.
+    """
+
+    share: float
+    layers: tuple[LayerScales, ...]
+    rows: tuple[ScaleRow, ...]
+    low: int
+    high: int
+    low_at: str
+    high_at: str
+
+    @property
+    def exists(self) -> bool:
+        """Whether one scale suits all layers."""
+        return self.low <= self.high
+
+    @property
+    def suggested(self) -> int | None:
+        """The exponent to use: one doubling below the upper end, or the lower end if that is higher."""
+        return max(self.low, self.high - 1) if self.exists else None
