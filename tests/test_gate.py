@@ -17,7 +17,7 @@ import yaml
 
 from ampaudit import scan
 from ampaudit.archive import read_manifest
-from ampaudit.errors import UsageError
+from ampaudit.errors import InputError, UsageError
 from ampaudit.gate.budgets import Budgets, Measured
 from ampaudit.gate.config import parse_size, read_config
 from ampaudit.gate.judge import breaches, check_codes, measured_in, read_baseline
@@ -231,9 +231,9 @@ def test_codes_are_known() -> None:
 def test_baselines_that_are_none(tmp_path: Path) -> None:
     for text in ("", "{}", "[1]", '{"schema": 2}'):
         (tmp_path / "b.json").write_text(text)
-        with pytest.raises(UsageError, match="--baseline"):
+        with pytest.raises(InputError, match="--baseline"):
             read_baseline(tmp_path / "b.json")
-    with pytest.raises(UsageError, match="--baseline"):
+    with pytest.raises(InputError, match="--baseline"):
         read_baseline(tmp_path / "gone.json")
 
 

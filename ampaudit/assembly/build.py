@@ -15,6 +15,7 @@ from ampaudit.checks.interface import CheckContext, source_of
 from ampaudit.convert import ConvertedModel
 from ampaudit.formats import WHAT_IF_FORMATS, NumberFormat
 from ampaudit.report.beyond import Proofs, Tail, VerdictChange
+from ampaudit.report.finding import FailOn, threshold
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
@@ -34,7 +35,7 @@ from ampaudit.run.tail import LEAST_BATCHES, tail_risk
 from ampaudit.sites import SiteId
 from ampaudit.trace import Role, Site
 
-__all__ = ["THIS_TOOL", "FailOn", "build_report", "changed_verdicts", "this_environment", "threshold"]
+__all__ = ["THIS_TOOL", "build_report", "changed_verdicts", "this_environment"]
 
 THIS_TOOL = ToolInfo("ampaudit", __version__)
 
@@ -42,7 +43,6 @@ CONTRACT = (
     "matrix products, sums and norms add up in float32 in any order; a norm's variance is taken about the "
     "mean that it subtracts; overflow gives infinity; subnormals are kept"
 )
-FailOn = Literal["error", "warning", "note", "never"]
 _TAILS = 5
 _HANDS_ON = (Role.VIEW, Role.SELECT)
 
@@ -79,11 +79,6 @@ def build_report(
         environment=this_environment(),
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
     )
-
-
-def threshold(fail_on: FailOn) -> float:
-    """The rank from which a finding fails a report."""
-    return Severity(fail_on).rank if fail_on != "never" else math.inf
 
 
 def this_environment() -> Environment:

@@ -8,8 +8,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ampaudit.cli.common_options import debug_option, format_option, ignore_option
-from ampaudit.cli.output import deliver
+from ampaudit.cli.common_options import debug_option, ignore_option, report_format_option
+from ampaudit.cli.output import deliver_document
 
 __all__ = ["check_command"]
 
@@ -61,7 +61,7 @@ _DEFAULTS: dict[str, Any] = {"fail_on": "error", "jobs": 1}
 )
 @click.option("--max-memory", metavar="SIZE", help="Stop a target that takes more, such as 4GB.")
 @click.option("--config", type=_FILE, metavar="FILE", help="A pyproject.toml.  [default: the nearest]")
-@format_option
+@report_format_option
 @click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write the result to FILE.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @debug_option
@@ -90,16 +90,11 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     memory = parse_size(chosen["max_memory"]) if chosen.get("max_memory") else None
     results = _checked(wanted, chosen, memory)
 
-    from ampaudit.gate.summary import render_results, results_code, results_json
+    from ampaudit.gate.result import CheckResults
 
-    json = results_json(results) if options["form"] == "json" else None
-    deliver(
-        lambda console: console.print(render_results(results)),
-        json,
-        options["output"],
-        force=options["force"],
-    )
-    context.exit(results_code(results))
+    found = CheckResults.of(results)
+    deliver_document(found, options)
+    context.exit(found.exit_code)
 
 
 def _given(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:

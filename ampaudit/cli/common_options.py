@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ampaudit.outputs.choice import FORMATS
+
 __all__ = [
     "debug_option",
     "device_option",
@@ -15,10 +17,17 @@ __all__ = [
     "ignore_option",
     "output_option",
     "policies_option",
+    "report_format_option",
 ]
 
 format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+report_format_option = click.option(
+    "--format",
+    "form",
+    type=click.Choice(list(FORMATS)),
+    help="[default: what the suffix of --output says; else text]",
 )
 debug_option = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
 device_option = click.option(

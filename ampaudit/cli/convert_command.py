@@ -15,7 +15,7 @@ from ampaudit.cli.common_options import (
     ignore_option,
 )
 from ampaudit.cli.model_options import load_source, model_options
-from ampaudit.cli.output import deliver
+from ampaudit.cli.output import deliver, deliver_document
 
 if TYPE_CHECKING:
     from ampaudit.report.conversion import Conversion
@@ -115,9 +115,8 @@ def _convert(model: str, output: Path, chosen: Any, options: dict[str, Any], con
         )
         audited, made = convert_source(source, output, chosen, settings)
     if made is None:
-        from ampaudit.cli.scan_command import deliver_report
-
-        deliver_report(audited.report, options)
+        # the output is the directory, which was not written
+        deliver_document(audited.report, {"form": options["form"]})
         click.echo(f"nothing was written to {output}; --fail-on never writes it all the same", err=True)
         context.exit(audited.report.exit_code)
     return made

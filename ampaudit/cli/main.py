@@ -14,6 +14,7 @@ from ampaudit.cli.check_command import check_command
 from ampaudit.cli.convert_command import convert_command, verify_command
 from ampaudit.cli.explain_command import explain_command
 from ampaudit.cli.plan_command import plan_command
+from ampaudit.cli.report_command import diff_command, report_command
 from ampaudit.cli.rules_command import rules_group
 from ampaudit.cli.scan_command import scan_command
 from ampaudit.cli.train_command import train_command
@@ -35,7 +36,7 @@ def main() -> None:
 
 COMMANDS: tuple[click.Command, ...] = (
     *(scan_command, plan_command, train_command, convert_command, verify_command, check_command),
-    *(rules_group, explain_command),
+    *(report_command, diff_command, rules_group, explain_command),
 )
 for _command in COMMANDS:
     main.add_command(_command)

@@ -13,18 +13,19 @@ from ampaudit.cli.common_options import (
     device_option,
     dtype_option,
     fail_on_option,
-    format_option,
     ignore_option,
     output_option,
     policies_option,
+    report_format_option,
 )
 from ampaudit.cli.model_options import load_source, model_options
-from ampaudit.cli.output import as_text, deliver
+from ampaudit.cli.output import deliver_document
 
 if TYPE_CHECKING:
+    from ampaudit.report.comparison import Comparison
     from ampaudit.report.model import Report
 
-__all__ = ["deliver_report", "scan_command"]
+__all__ = ["scan_command"]
 
 _FILE = click.Path(path_type=Path)
 
@@ -36,7 +37,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--ranges", is_flag=True, help="One FP32 run only: what every format would do to its values.")
 @device_option
 @model_options
-@format_option
+@report_format_option
 @output_option
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @fail_on_option
@@ -94,10 +95,15 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
     reports = _audit(model, options)
-    if len(reports) > 1:
-        context.exit(_deliver_comparison(reports, options))
-    deliver_report(reports[0], options)
-    context.exit(reports[0].exit_code)
+    document = _document(reports)
+    deliver_document(document, options)
+    context.exit(document.exit_code)
+
+
+def _document(reports: list[Report]) -> Report | Comparison:
+    from ampaudit.report.comparison import Comparison
+
+    return reports[0] if len(reports) == 1 else Comparison(tuple(reports))
 
 
 def _audit(location: str, options: dict[str, Any]) -> list[Report]:
@@ -146,39 +152,3 @@ def _is_given(option: str) -> bool:
     """Whether an option stands on the command line."""
     source = click.get_current_context().get_parameter_source(option)
     return source is ParameterSource.COMMANDLINE
-
-
-def _deliver_comparison(reports: list[Report], options: dict[str, Any]) -> int:
-    from ampaudit.report.comparison import comparison_code, comparison_json, render_comparison
-
-    json = comparison_json(reports) if options["form"] == "json" else None
-    shown = render_comparison(reports)
-    deliver(lambda console: console.print(shown), json, options["output"], force=options["force"])
-    return comparison_code(reports)
-
-
-def deliver_report(report: Report, options: dict[str, Any]) -> None:
-    """Print or write the report; with -o, the verdict still goes to the terminal."""
-    from rich.console import Console
-
-    from ampaudit.report.text import print_report
-
-    output: Path | None = options.get("output")
-    verbosity = -1 if options.get("quiet") else int(options.get("verbose", 0))
-    if options["form"] == "json":
-        from ampaudit.report.jsonfile import to_json
-
-        text = to_json(report)
-    elif output is None:
-        print_report(report, Console(highlight=False), verbosity=verbosity)
-        return
-    else:
-        text = as_text(lambda console: print_report(report, console, verbosity=verbosity))
-    if output is None:
-        click.echo(text, nl=False)
-        return
-    from ampaudit.files import write_text
-
-    write_text(output, text, force=options["force"])
-    print_report(report, Console(stderr=True, highlight=False), verbosity=-1)
-    click.echo(f"report written to {output}", err=True)

@@ -12,11 +12,11 @@ from ampaudit.cli.common_options import (
     device_option,
     dtype_option,
     fail_on_option,
-    format_option,
     output_option,
     policies_option,
+    report_format_option,
 )
-from ampaudit.cli.output import deliver
+from ampaudit.cli.output import deliver_document
 
 if TYPE_CHECKING:
     from ampaudit.report.training import TrainingReport
@@ -41,7 +41,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--weights", type=_FILE, metavar="FILE", help="Checkpoint to start from.")
 @click.option("--inputs", type=_FILE, metavar="FILE", help="Python file with batches().")
 @click.option("--seed", type=int, default=0, show_default=True)
-@format_option
+@report_format_option
 @output_option
 @click.option("--plot", type=_FILE, metavar="FILE", help="Draw the curves: .png, .svg or .pdf.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
@@ -110,14 +110,9 @@ def _scale(given: str | None) -> str | float | None:
 
 
 def _deliver(report: TrainingReport, options: dict[str, Any]) -> None:
-    from ampaudit.report.jsonfile import to_json
-    from ampaudit.report.training_text import render_training
-
     if options["plot"] is not None:
         from ampaudit.report.training_plot import plot_training
 
         plot_training(report, options["plot"], force=options["force"])
         click.echo(f"picture written to {options['plot']}", err=True)
-    json = to_json(report) if options["form"] == "json" else None
-    shown = render_training(report, verbosity=-1 if options["quiet"] else int(options["verbose"]))
-    deliver(lambda console: console.print(shown), json, options["output"], force=options["force"])
+    deliver_document(report, options)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ampaudit.errors import UsageError
+from ampaudit.report.finding import Severity, Source
 
 __all__ = ["Breach", "Budgets", "Measured"]
 
@@ -88,8 +89,12 @@ class Breach:
         budget: its name, or a finding's code.
         where: the site, output or file.
         what: the value and the limit, in words.
+        severity: of the finding; a budget's own is an error.
+        source: the line, where it is known.
     """
 
     budget: str
     where: str
     what: str
+    severity: Severity = Severity.ERROR
+    source: Source | None = None

@@ -6,14 +6,12 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from ampaudit.errors import UsageError, did_you_mean, first_line
+from ampaudit.errors import UsageError, did_you_mean
 from ampaudit.gate.budgets import Breach, Budgets, Measured
 from ampaudit.pages import all_pages
 from ampaudit.report.finding import Finding, Severity
-from ampaudit.report.jsonfile import from_json
 from ampaudit.report.model import Report
+from ampaudit.report.saved import read_report
 from ampaudit.report.tables import least_headroom
 
 __all__ = ["breaches", "check_codes", "measured_in", "read_baseline"]
@@ -40,19 +38,9 @@ def read_baseline(path: Path) -> Report:
     """An earlier report, as ``scan --format json`` writes it.
 
     Raises:
-        UsageError: it is none.
+        InputError: it is none.
     """
-    try:
-        return from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--baseline {path}: {error.strerror}", hint="check the path") from error
-    except ValidationError as error:
-        raise UsageError(
-            f"--baseline {path}: not a report of ampaudit ({error.error_count()} fields differ)",
-            hint="write one with: ampaudit scan MODEL --format json -o FILE",
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"--baseline {path}: {first_line(error)}", hint="write it again") from error
+    return read_report(path, f"--baseline {path}")
 
 
 def measured_in(report: Report) -> Measured:
@@ -79,7 +67,7 @@ def breaches(
     known = {(f.code, f.site) for f in baseline.findings if _counts(f, budgets)} if baseline else set()
     for finding in report.findings:
         if _counts(finding, budgets) and (finding.code, finding.site) not in known:
-            yield Breach(finding.code, finding.site, finding.cause)
+            yield Breach(finding.code, finding.site, finding.cause, finding.severity, finding.source)
     before = measured_in(baseline) if baseline else None
     yield from _numbers(seen, budgets, before)
 

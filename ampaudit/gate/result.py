@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.gate.budgets import Breach, Measured
 
-__all__ = ["Request", "TargetResult"]
+__all__ = ["CheckResults", "Request", "TargetResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,23 @@ class TargetResult:
     seconds: float = 0.0
     peak_bytes: int = 0
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResults:
+    """All targets of one ``ampaudit check``."""
+
+    schema: Literal[1]
+    verdict: Literal["pass", "fail"]
+    targets: tuple[TargetResult, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """The gravest of all: 3, what could not be audited, before 2, bad input, before 1, a budget."""
+        return max((target.exit_code for target in self.targets), default=0)
+
+    @classmethod
+    def of(cls, targets: Sequence[TargetResult]) -> CheckResults:
+        """Passes if every target does."""
+        failed = any(target.exit_code != 0 for target in targets)
+        return cls(1, "fail" if failed else "pass", tuple(targets))

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from pydantic import TypeAdapter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ampaudit.gate.budgets import Measured
-from ampaudit.gate.result import TargetResult
+from ampaudit.gate.result import CheckResults, TargetResult
 from ampaudit.report.grid import labelled, open_table
 from ampaudit.words import plain, size_of
 
-__all__ = ["render_results", "results_code", "results_json"]
+__all__ = ["render_results"]
 
 _STYLES = {"pass": "bold green", "fail": "bold red", "error": "bold yellow"}
 _SHOWN = 12
 
 
-def results_code(results: Sequence[TargetResult]) -> int:
-    """The gravest of all: 3, what could not be audited, before 2, bad input, before 1, a budget."""
-    return max((result.exit_code for result in results), default=0)
-
-
-def results_json(results: Sequence[TargetResult]) -> str:
-    """``{"schema": 1, "verdict": ..., "targets": [...]}``."""
-    adapter = TypeAdapter(dict[str, object])
-    rows = TypeAdapter(list[TargetResult]).dump_python(list(results), mode="json")
-    verdict = "pass" if results_code(results) == 0 else "fail"
-    table: dict[str, object] = {"schema": 1, "verdict": verdict, "targets": rows}
-    return adapter.dump_json(table, indent=1).decode() + "\n"
-
-
-def render_results(results: Sequence[TargetResult]) -> RenderableType:
+def render_results(check: CheckResults) -> RenderableType:
     """A row per target, the breaches, the errors with their next step."""
+    results = check.targets
     metric = any(r.measured is not None and r.measured.metric_drop is not None for r in results)
     names = [
         "target",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -15,14 +16,21 @@ from ampaudit.report.model import Report
 from ampaudit.report.tables import least_headroom
 from ampaudit.words import plain, short_op, size_of
 
-__all__ = ["comparison_code", "comparison_json", "render_comparison"]
+__all__ = ["Comparison", "comparison_json", "render_comparison"]
 
 _SHOWN = 4
 
 
-def comparison_code(reports: Sequence[Report]) -> int:
-    """0 if the model passes under one of the policies at least."""
-    return min(report.exit_code for report in reports)
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Reports of one model under several policies."""
+
+    reports: tuple[Report, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the model passes under one of the policies at least."""
+        return min(report.exit_code for report in self.reports)
 
 
 def comparison_json(reports: Sequence[Report]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -9,7 +10,17 @@ from typing import Literal
 from ampaudit.pages.page import Kind
 from ampaudit.sites import SiteId, SourceLine
 
-__all__ = ["CRASHED", "Evidence", "Finding", "Severity", "Source", "Trial", "TrialKind"]
+__all__ = [
+    "CRASHED",
+    "Evidence",
+    "FailOn",
+    "Finding",
+    "Severity",
+    "Source",
+    "Trial",
+    "TrialKind",
+    "threshold",
+]
 CRASHED = "AMP990"  # the finding that a check itself failed
 
 
@@ -24,6 +35,14 @@ class Severity(StrEnum):
     def rank(self) -> int:
         """Larger is graver."""
         return {"error": 3, "warning": 2, "note": 1}[self.value]
+
+
+FailOn = Literal["error", "warning", "note", "never"]
+
+
+def threshold(fail_on: FailOn) -> float:
+    """The rank from which a finding fails a report."""
+    return Severity(fail_on).rank if fail_on != "never" else math.inf
 
 
 @dataclass(frozen=True, slots=True)

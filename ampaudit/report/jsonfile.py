@@ -10,10 +10,7 @@ from pydantic import TypeAdapter
 from ampaudit.report.model import Report
 
 if TYPE_CHECKING:
-    from ampaudit.report.conversion import Conversion
-    from ampaudit.report.plan import PlanReport
-    from ampaudit.report.training import TrainingReport
-    from ampaudit.report.verification import Verification
+    pass
 
 __all__ = ["from_json", "json_schema", "to_json"]
 
@@ -21,7 +18,7 @@ __all__ = ["from_json", "json_schema", "to_json"]
 _ADAPTER = TypeAdapter(Report)
 
 
-def to_json(report: Report | PlanReport | Conversion | Verification | TrainingReport) -> str:
+def to_json(report: Any) -> str:
     """Indented JSON, fields in the order of the dataclass, a newline at the end."""
     return TypeAdapter(type(report)).dump_json(report, indent=1).decode() + "\n"
 

@@ -17,9 +17,11 @@ __all__ = [
     "all_sites",
     "changed_table",
     "least_headroom",
+    "nearest_sites",
     "nearest_table",
     "raised_table",
     "summary",
+    "summary_rows",
     "unproved_table",
     "what_if_table",
 ]
@@ -43,17 +45,22 @@ def _headroom(site: SiteReport) -> float:
     return site.forward.headroom_bits
 
 
-def nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
-    """Healthy sites with the least headroom."""
+def nearest_sites(report: Report) -> list[SiteReport]:
+    """Healthy 16-bit sites, the one with the least headroom first."""
     bad = {f.site for f in report.findings if f.severity is not Severity.NOTE}
     healthy = [s for s in _lowered(report) if s.verdict in ("observed", "proved")]
-    sites = [s for s in healthy if s.site not in bad]
+    return sorted((s for s in healthy if s.site not in bad), key=_headroom)
+
+
+def nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
+    """Healthy sites with the least headroom."""
+    sites = nearest_sites(report)
     if not sites:
         return
     yield Text(f"Nearest the limit, of {len(sites)} healthy sites in {report.run.dtype}", style="bold")
     columns = ("site", "peak", "headroom", "accuracy", *(("proved below",) if report.proofs else ()))
     table = open_table(*columns, width=36)
-    for site in sorted(sites, key=_headroom)[:count]:
+    for site in sites[:count]:
         assert site.forward is not None
         sqnr = site.forward.sqnr_db
         table.add_row(
@@ -152,6 +159,11 @@ def _measured(sites: list[SiteReport]) -> list[SiteReport]:
 
 def summary(report: Report, hidden: int) -> Iterable[RenderableType]:
     """Coverage, precision, accuracy, memory, notes and time."""
+    yield labelled(summary_rows(report, hidden))
+
+
+def summary_rows(report: Report, hidden: int) -> list[tuple[str, str]]:
+    """The same as pairs of a label and what is said."""
     cover, weights = report.coverage, report.weights
     rows = [
         (
@@ -203,7 +215,7 @@ def summary(report: Report, hidden: int) -> Iterable[RenderableType]:
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.timings.items())
     if spent:
         rows.append(("Time", spent))
-    yield labelled(rows)
+    return rows
 
 
 def _proof_rows(report: Report) -> list[tuple[str, str]]:

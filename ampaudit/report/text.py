@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.pages import page_of
+from ampaudit.report.evidence import evidence_text, poisons_text, relative_path, title_of
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.gradient_tables import gradient_tables
 from ampaudit.report.model import Report
@@ -23,12 +20,12 @@ from ampaudit.report.tables import (
     unproved_table,
     what_if_table,
 )
-from ampaudit.words import number, plain, short_op
+from ampaudit.words import plain, short_op
 
-__all__ = ["SEVERITY_STYLES", "print_report", "render"]
+__all__ = ["SEVERITY_STYLES", "finding_text", "print_report", "render", "verdict_words"]
 
+_VERDICTS = {"PASS": "bold green", "FAIL": "bold red", "LOOK": "bold yellow"}
 SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
-_POISONS_SHOWN = 3
 
 
 def print_report(report: Report, console: Console, *, verbosity: int = 0, nearest: int = 5) -> None:
@@ -44,7 +41,7 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
     active = [f for f in report.findings if f.suppressed is None]
     shown = [f for f in active if verbosity > 0 or f.severity is not Severity.NOTE]
     for position, finding in enumerate(shown, 1):
-        parts += [Text(), _finding(finding, position)]
+        parts += [Text(), finding_text(finding, position)]
     hidden = len(active) - len(shown)
     if report.run.level == "ranges":
         parts += [Text(), *what_if_table(report, nearest)]
@@ -75,6 +72,12 @@ def _heading(report: Report) -> Text:
 
 
 def _verdict(report: Report) -> Text:
+    word, sentence = verdict_words(report)
+    return Text.assemble((word, _VERDICTS[word]), f"  {sentence}")
+
+
+def verdict_words(report: Report) -> tuple[str, str]:
+    """``PASS``, ``FAIL`` or ``LOOK``, and in a sentence why."""
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
     dtype = report.run.dtype
     if errors:
@@ -94,19 +97,20 @@ def _verdict(report: Report) -> Text:
         if report.raised:
             what += f"; {len(report.raised)} sites raised to float32"
     extra = f" ({warnings} warning{'s' if warnings != 1 else ''})" if warnings and errors else ""
-    word, style = ("FAIL", "bold red") if errors or report.verdict == "fail" else ("PASS", "bold green")
+    word = "FAIL" if errors or report.verdict == "fail" else "PASS"
     if word == "PASS" and report.run.level == "ranges" and warnings:
-        word, style = "LOOK", "bold yellow"
-    return Text.assemble((word, style), f"  {what}{extra}")
+        word = "LOOK"
+    return word, f"{what}{extra}"
 
 
-def _finding(finding: Finding, position: int) -> RenderableType:
-    title = page_of(finding.code).title
+def finding_text(finding: Finding, position: int, named: str = "(top module)") -> RenderableType:
+    """One finding: where, what, evidence, why, and what to do; ``named`` stands where it has no layer."""
+    title = title_of(finding)
     lines: list[RenderableType] = [
         Text.assemble(
             f"{position:>2}  ",
-            (plain(finding.layer or "(top module)"), "bold"),
-            f"  {plain(short_op(finding.op))}  ",
+            (plain(finding.layer or named), "bold"),
+            f"  {plain(short_op(finding.op))}  " if finding.op else "  ",
             (f"{finding.code} {title}", SEVERITY_STYLES[finding.severity]),
         )
     ]
@@ -118,10 +122,11 @@ def _finding(finding: Finding, position: int) -> RenderableType:
             body.append(
                 Text.assemble(("called from ", "dim"), _source_line(caller.file, caller.line, caller.code))
             )
-    body.append(Text(_evidence(finding)))
+    if seen := evidence_text(finding):
+        body.append(Text(seen))
     body.append(Text.assemble(("why   ", "dim"), plain(finding.cause)))
     if finding.poisons:
-        body.append(Text.assemble(("then  ", "dim"), _poisons(finding.poisons)))
+        body.append(Text.assemble(("then  ", "dim"), poisons_text(finding)))
     body += _advice(finding)
     return Group(*lines, Padding(Group(*body), (0, 0, 0, 4), expand=False))
 
@@ -142,33 +147,4 @@ def _advice(finding: Finding) -> list[RenderableType]:
 
 
 def _source_line(file: str, line: int, code: str) -> Text:
-    return Text.assemble((f"{plain(_relative(file))}:{line}", "cyan"), f"  {plain(code)}" if code else "")
-
-
-def _relative(file: str) -> str:
-    """Below the working directory, or from the package's directory on, or as it is."""
-    _, packages, inside = file.rpartition("site-packages/")
-    if packages:
-        return inside
-    relative = os.path.relpath(file, Path.cwd())
-    return file if relative.startswith("..") else relative
-
-
-def _evidence(finding: Finding) -> str:
-    seen = finding.evidence
-    parts: list[str] = []
-    if seen.peak is not None and seen.limit is not None:
-        parts.append(f"peak {number(seen.peak)}, limit {number(seen.limit)}")
-    if seen.headroom_bits is not None:
-        parts.append(f"headroom {seen.headroom_bits:+.2f} bits")
-    for count, name in ((seen.inf, "inf"), (seen.nan, "NaN")):
-        if count:
-            parts.append(f"{count} of {seen.elements} elements became {name}")
-    return "; ".join(parts)
-
-
-def _poisons(poisons: tuple[str, ...]) -> str:
-    shown = ", ".join(plain(site) for site in poisons[:_POISONS_SHOWN])
-    more = len(poisons) - _POISONS_SHOWN
-    rest = f" and {more} more" if more > 0 else ""
-    return f"poisons {len(poisons)} later site{'s' if len(poisons) != 1 else ''}: {shown}{rest}"
+    return Text.assemble((f"{plain(relative_path(file))}:{line}", "cyan"), f"  {plain(code)}" if code else "")

@@ -7,13 +7,11 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.pages import page_of
-from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.finding import Severity
 from ampaudit.report.grid import labelled, open_table
-from ampaudit.report.text import SEVERITY_STYLES
+from ampaudit.report.text import finding_text
 from ampaudit.report.training import ParameterHealth, TrainingReport, Variant
 from ampaudit.words import number, plain, scale_text, size_of
 
@@ -37,7 +35,7 @@ def render_training(report: TrainingReport, *, verbosity: int = 0, rows: int = 5
     parts: list[RenderableType] = [heading, Text(), verdict]
     shown = [f for f in report.findings if verbosity > 0 or f.severity is not Severity.NOTE]
     for position, finding in enumerate(shown, 1):
-        parts += [Text(), _finding(finding, position)]
+        parts += [Text(), finding_text(finding, position, named=finding.site.partition("/")[0])]
     parts += [Text(), *_curves(report.variants)]
     for variant in report.variants[1:] or report.variants:
         parts += [Text(), *_health(variant, 10**6 if verbosity > 0 else rows)]
@@ -53,21 +51,6 @@ def _verdict(report: TrainingReport) -> Text:
         return Text.assemble(("FAIL", "bold red"), f"  {what}")
     others = [v.name for v in report.variants if v.name != "fp32"]
     return Text.assemble(("PASS", "bold green"), f"  {', '.join(others)}: the loss follows FP32's")
-
-
-def _finding(finding: Finding, position: int) -> RenderableType:
-    title = page_of(finding.code).title
-    head = Text.assemble(
-        f"{position:>2}  ",
-        (plain(finding.layer or finding.site.partition("/")[0]), "bold"),
-        "  ",
-        (f"{finding.code} {title}", SEVERITY_STYLES[finding.severity]),
-    )
-    body = Group(
-        Text.assemble(("why   ", "dim"), plain(finding.cause)),
-        Text.assemble(("next  ", "dim"), plain(finding.advice)),
-    )
-    return Group(head, Padding(body, (0, 0, 0, 4), expand=False))
 
 
 def _curves(variants: Sequence[Variant]) -> Iterable[RenderableType]:

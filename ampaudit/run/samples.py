@@ -83,7 +83,8 @@ class Samples:
     def _reduce(self, rows: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         reference = torch.stack([row[1] for row in rows]).float()
         value = torch.stack([row[2] for row in rows]).float()
-        finite = reference.isfinite() & value.isfinite()
+        ref_finite = reference.isfinite()
+        finite = ref_finite & value.isfinite()
         error = torch.where(finite, value - reference, 0).abs()
         reference, value = reference.abs(), value.abs()
         nonzero, ref_nonzero = value != 0, reference != 0
@@ -97,7 +98,7 @@ class Samples:
                 (nonzero & (value < self.min_normal)).sum(1),
             ]
         )
-        histogram = _histogram(reference, finite & ref_nonzero)
+        histogram = _histogram(reference, ref_finite & ref_nonzero)
         fetched = zip(
             (row[0] for row in rows),
             counts.t().tolist(),

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ampaudit.assembly.build import THIS_TOOL, FailOn, this_environment, threshold
+from ampaudit.assembly.build import THIS_TOOL, this_environment
 from ampaudit.checks.interface import finding_about
-from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.finding import FailOn, Finding, Severity, threshold
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
 from ampaudit.sites import SiteId

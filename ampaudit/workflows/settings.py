@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from ampaudit.assembly.build import FailOn
 from ampaudit.checks.suppress import Suppression, option
+from ampaudit.report.finding import FailOn
 from ampaudit.run.audit import Progress, silent
 from ampaudit.run.backends import Backend
 from ampaudit.run.runner import KeepOutputs

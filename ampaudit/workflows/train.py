@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ampaudit.assembly.build import FailOn
 from ampaudit.errors import InputError, UsageError
 from ampaudit.formats import BFLOAT16, lower_format
 from ampaudit.policy import RuleSet, load_policy
+from ampaudit.report.finding import FailOn
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import TrainingReport
 from ampaudit.run.audit import Progress, silent

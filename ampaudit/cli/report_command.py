@@ -1,0 +1,83 @@
+"""``ampaudit report`` and ``ampaudit diff``: saved reports in, any format out. Neither needs torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ampaudit.cli.common_options import debug_option, output_option, report_format_option
+from ampaudit.cli.output import deliver, deliver_document
+
+__all__ = ["diff_command", "report_command"]
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command("report", short_help="Show a saved report again, in any format.")
+@click.argument("file", type=_FILE)
+@report_format_option
+@output_option
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
+@click.option("-v", "--verbose", is_flag=True, help="Notes and every site, too.")
+@debug_option
+def report_command(file: Path, **options: Any) -> None:
+    """Show the report in FILE, which scan, plan, train or check wrote with --format json.
+
+    Nothing is run, and nothing in FILE is. The exit code is 0 whatever the report says.
+    """
+    from ampaudit.files import check_writable
+    from ampaudit.outputs.documents import read_document
+
+    if options["output"] is not None:
+        check_writable(options["output"], force=options["force"])
+    deliver_document(read_document(file), options)
+
+
+@click.command("diff", short_help="Say what got better or worse between two reports.")
+@click.argument("old", type=_FILE)
+@click.argument("new", type=_FILE)
+@click.option(
+    "--bits",
+    type=click.FloatRange(min=0),
+    default=0.5,
+    show_default=True,
+    help="Smallest change of headroom.",
+)
+@click.option(
+    "--db", type=click.FloatRange(min=0), default=3.0, show_default=True, help="Smallest change of accuracy."
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "markdown"]),
+    help="[default: what the suffix of --output says; else text]",
+)
+@output_option
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("-v", "--verbose", is_flag=True, help="Every layer and site.")
+@debug_option
+@click.pass_context
+def diff_command(context: click.Context, /, old: Path, new: Path, **options: Any) -> None:
+    """Say per layer what got better or worse from report OLD to report NEW, both written by scan as JSON.
+
+    Exit codes: 0 nothing is worse, 1 something is, 2 bad input.
+    """
+    from ampaudit.files import check_writable
+    from ampaudit.outputs.choice import chosen_format
+    from ampaudit.outputs.difference import differences
+    from ampaudit.outputs.difference_text import difference_markdown, render_differences
+    from ampaudit.outputs.documents import read_document
+    from ampaudit.report.jsonfile import to_json
+
+    output: Path | None = options["output"]
+    if output is not None:
+        check_writable(output, force=options["force"])
+    found = differences(read_document(old), read_document(new), options["bits"], options["db"])
+    form = chosen_format(options["form"], output)
+    text = {"json": to_json, "markdown": difference_markdown}[form](found) if form != "text" else None
+    shown = render_differences(found, verbose=options["verbose"])
+    deliver(lambda console: console.print(shown), text, output, force=options["force"])
+    context.exit(found.exit_code)

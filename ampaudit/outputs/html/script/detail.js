@@ -1,0 +1,75 @@
+// What is known about the chosen row: numbers, source, sites, and the histogram of its exponents.
+function showDetail(report, row, onSite) {
+  const panel = byId("detail");
+  if (!row) {
+    panel.replaceChildren();
+    return;
+  }
+  const single = row.sites.length === 1 ? row.sites[0] : null;
+  const facts = element("dl");
+  for (const [label, text] of single ? siteFacts(single) : layerFacts(row)) {
+    if (text) facts.append(element("dt", {}, label), element("dd", {}, text));
+  }
+  const parts = [element("h3", {}, row.name), element("p", { class: "hint" }, single ? single.type : `${row.sites.length} sites`)];
+  panel.replaceChildren(...parts, histogram(report, row), facts, ...(single ? [] : [siteList(row, onSite)]));
+}
+
+function siteFacts(site) {
+  const broke = [site.inf && `${number(site.inf)} infinite`, site.nan && `${number(site.nan)} NaN`].filter(Boolean);
+  return [
+    ["Op", site.op], ["Held in", site.precision], ["Verdict", site.verdict], ["Findings", site.findings],
+    ["Peak", number(site.peak)], ["Headroom", site.head === null ? "" : bits(site.head)],
+    ["Broke", broke.length ? `${broke.join(", ")} of ${number(site.count)}` : ""],
+    ["Smallest", number(site.low)], ["Proved below", number(site.bound)],
+    ["Accuracy", site.sqnr === null ? "" : `${site.sqnr.toFixed(0)} dB`],
+    ["Alone", site.alone === null ? "" : `${site.alone.toFixed(0)} dB`],
+    ["Gradient", site.gpeak === null ? "" : `peak ${number(site.gpeak)}, ${(100 * site.gflushed).toFixed(1)}% flushed`],
+    ["Rule", site.rule], ["Why", site.why], ["Line", site.file && `${site.file}:${site.line}`],
+  ];
+}
+
+function layerFacts(row) {
+  return [
+    ["Held in", row.lower ? row.sites[0].precision : [...new Set(row.sites.map((s) => s.precision))].join(", ")],
+    ["Peak", row.peak === null ? "all zeros" : number(2 ** row.peak)], ["Headroom", row.head === null ? "" : bits(row.head)],
+    ["Proved below", row.bound === null ? "" : number(2 ** row.bound)],
+    ["Findings", [...new Set(row.sites.flatMap((s) => s.findings.split(" ")).filter(Boolean))].join(" ")],
+  ];
+}
+
+function siteList(row, onSite) {
+  const list = element("ul");
+  const sites = [...row.sites].sort((a, b) => (a.head ?? 1e9) - (b.head ?? 1e9)).slice(0, 12);
+  for (const site of sites) {
+    const label = `${site.op}${site.head === null ? "" : `, ${bits(site.head)}`}`;
+    list.append(element("li", {}, element("button", { type: "button", onclick: () => onSite(site.site) }, label)));
+  }
+  return list;
+}
+
+function histogram(report, row) {
+  const values = together(row.sites.map((site) => site.bins));
+  const slopes = together(row.sites.map((site) => site.gbins));
+  if (!values.length && !slopes.length) return element("p", { class: "hint" }, "No values but zeros.");
+  const all = [...values, ...slopes].map((bin) => bin.exponent);
+  const domain = [Math.min(...all) - 2, Math.max(...all, Math.log2(report.max) < 64 ? Math.log2(report.max) + 2 : -99) + 2];
+  const bars = (bins, fill, opacity) =>
+    Plot.rectY(bins, { x1: "exponent", x2: (d) => d.exponent + 1, y: "share", fill, fillOpacity: opacity, insetLeft: 0.5, insetRight: 0.5 });
+  const top = Math.max(...[...values, ...slopes].map((bin) => bin.share)) * 1.05;
+  const plot = Plot.plot({
+    width: 296, height: 170, marginLeft: 34, marginBottom: 34, marginTop: 6, marginRight: 6, style: { fontSize: "11px" },
+    x: { domain, label: "magnitude" }, y: { domain: [0, top], label: null },
+    marks: [
+      ...bands(report, domain, 0, top),
+      Plot.axisX(ticks(domain, 260), { tickFormat: power }), Plot.axisY({ ticks: 3, tickFormat: (v) => `${Math.round(100 * v)}%` }),
+      bars(values, row.broken ? "var(--broken)" : "var(--lower)", 0.9), bars(slopes, "var(--gradient)", 0.6),
+      Plot.ruleY([0], { stroke: "var(--soft)" }),
+    ],
+  });
+  const mode = values.length ? values.reduce((a, b) => (b.share > a.share ? b : a)) : null;
+  plot.setAttribute("role", "img");
+  plot.setAttribute("aria-label", mode
+    ? `Histogram of exponents: from ${power(values[0].exponent)} to ${power(values[values.length - 1].exponent + 1)}, most of them at ${power(mode.exponent)}.`
+    : "Histogram of the gradient's exponents.");
+  return plot;
+}

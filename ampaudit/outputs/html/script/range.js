@@ -1,0 +1,162 @@
+// The chart of ranges: names that can be reached by keyboard, and beside them the picture, drawn when it is seen.
+const CHUNK = 40;
+
+class RangeChart {
+  constructor(onChoose) {
+    this.list = byId("range-rows");
+    this.onChoose = onChoose;
+    this.seen = new IntersectionObserver((entries) => this.draw(entries), { root: this.list, rootMargin: "600px 0px" });
+    this.list.addEventListener("keydown", (event) => this.move(event));
+    new ResizeObserver(() => this.resized()).observe(this.list);
+    this.rows = [];
+  }
+
+  show(report, rows, chosen) {
+    this.report = report;
+    this.rows = rows;
+    this.domain = rangeDomain(report, rows.filter((row) => !row.design));
+    this.chosen = Math.max(rows.findIndex((row) => row.key === chosen), chosen ? 0 : gravest(rows));
+    this.rebuild();
+  }
+
+  rebuild() {
+    this.seen.disconnect();
+    this.width = Math.max(this.list.clientWidth, 280);
+    const names = Math.round(Math.min(300, this.width * 0.38));
+    byId("range").style.setProperty("--names", `${names}px`);
+    this.plotWidth = this.width - names;
+    const chunks = [];
+    for (let start = 0; start < this.rows.length; start += CHUNK) {
+      const chunk = element("div", { class: "range-chunk", role: "presentation" });
+      chunk.start = start;
+      chunk.style.height = `${Math.min(CHUNK, this.rows.length - start) * ROW}px`;
+      this.seen.observe(chunk);
+      chunks.push(chunk);
+    }
+    this.list.replaceChildren(...chunks);
+    if (!this.rows.length) this.list.replaceChildren(element("p", { class: "none" }, "No row matches."));
+    this.drawAxis();
+  }
+
+  drawAxis() {
+    byId("range-axis").replaceChildren(element("span"), rangeAxis(this.report, this.domain, this.plotWidth));
+  }
+
+  draw(entries) {
+    for (const { target, isIntersecting } of entries)
+      if (isIntersecting && !target.childElementCount) this.fill(target);
+  }
+
+  fill(chunk) {
+    const rows = this.rows.slice(chunk.start, chunk.start + CHUNK);
+    const names = element("div", { role: "presentation" });
+    rows.forEach((row, i) => names.append(this.nameOf(row, chunk.start + i)));
+    const picture = rangePlot(this.report, rows, this.domain, this.plotWidth);
+    picture.setAttribute("aria-hidden", "true");
+    picture.addEventListener("click", (event) => {
+      const top = picture.getBoundingClientRect().top;
+      this.choose(chunk.start + Math.min(Math.floor((event.clientY - top) / ROW), rows.length - 1));
+    });
+    chunk.replaceChildren(names, picture);
+  }
+
+  nameOf(row, index) {
+    const said = `${row.name}: ${describe(row)}`;
+    const chosen = index === this.chosen;
+    const made = element("button", {
+      type: "button", class: `row-name ${row.worst}`, role: "option", "aria-selected": String(chosen),
+      tabindex: chosen ? 0 : -1, "aria-label": said, title: said, "data-row": index,
+      onclick: () => this.choose(index),
+    }, element("bdi", {}, row.name));
+    return made;
+  }
+
+  choose(index, focus = false) {
+    if (index < 0 || index >= this.rows.length) return;
+    const chunk = this.list.children[Math.floor(index / CHUNK)];
+    if (!chunk.childElementCount) this.fill(chunk);
+    const old = this.list.querySelector('[aria-selected="true"]');
+    if (old) { old.setAttribute("aria-selected", "false"); old.tabIndex = -1; }
+    this.chosen = index;
+    const button = this.list.querySelector(`[data-row="${index}"]`);
+    button.setAttribute("aria-selected", "true");
+    button.tabIndex = 0;
+    if (focus) button.focus();
+    this.onChoose(this.rows[index]);
+  }
+
+  reveal(index) {
+    this.list.scrollTop = index * ROW - this.list.clientHeight / 2;
+    this.choose(index);
+  }
+
+  move(event) {
+    const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20, Home: -Infinity, End: Infinity };
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    this.choose(Math.min(Math.max(this.chosen + steps[event.key], 0), this.rows.length - 1), true);
+  }
+
+  resized() {
+    if (this.report && Math.abs(this.list.clientWidth - this.width) > 1) this.rebuild();
+  }
+
+  // Everything that is to be printed, up to a length that a reader may still leaf through.
+  fillForPrint() {
+    [...this.list.children].forEach((chunk, i) => {
+      if (i < 5) { if (!chunk.childElementCount) this.fill(chunk); } else chunk.hidden = true;
+    });
+  }
+
+  afterPrint() {
+    for (const chunk of this.list.children) chunk.hidden = false;
+  }
+}
+
+// The row to begin with: what breaks, else what comes nearest to the limit.
+function gravest(rows) {
+  const rank = (row) => (row.broken ? -1e6 : 0) + (row.worst === "error" ? -1e3 : 0) + (row.lower && !row.design ? row.head ?? 1e3 : 1e6);
+  return rows.reduce((best, row, i) => (rank(row) < rank(rows[best]) ? i : best), 0);
+}
+
+function describe(row) {
+  const parts = [row.lower ? "16 bits" : "float32"];
+  if (row.peak !== null) parts.push(`peak ${number(2 ** row.peak)}`);
+  if (row.head !== null && (row.lower || row.broken)) parts.push(`headroom ${bits(row.head)}`);
+  if (row.bound !== null) parts.push(`proved below ${number(2 ** row.bound)}`);
+  if (row.design) parts.push("large by design");
+  if (row.worst) parts.push(row.worst);
+  return parts.join(", ");
+}
+
+// A picture of its own: names beside the rows, colours resolved, so that it can be shared.
+function picture(report, rows, domain, title) {
+  const width = 1000, left = 330, height = rows.length * ROW;
+  const plot = Plot.plot({
+    width, height: height + 70, marginLeft: left, marginTop: 62, marginBottom: 8, marginRight: 14, axis: null,
+    x: { domain, clamp: true }, y: { type: "linear", domain: [-0.5, rows.length - 0.5], range: [62, 62 + height] },
+    style: { background: "var(--page)", color: "var(--ink)", fontFamily: "sans-serif", fontSize: "12px" },
+    marks: [
+      ...bands(report, domain, -0.5, rows.length - 0.5),
+      ...rowMarks(rows),
+      Plot.text(rows, { y: (d, i) => i, frameAnchor: "left", dx: -8, textAnchor: "end", text: (d) => shortened(d.name, 46), fill: "var(--ink)" }),
+      Plot.text(ticks(domain, width - left), { x: (d) => d, frameAnchor: "top", dy: -10, text: power, fill: "var(--soft)" }),
+      Plot.text(limits(report, domain), { x: "at", frameAnchor: "top", dy: -26, text: "text", fill: "var(--ink)" }),
+      Plot.text([title], { frameAnchor: "top-left", dx: 10 - left, dy: -46, text: (d) => d, fontWeight: 600, fill: "var(--ink)" }),
+    ],
+  });
+  return resolved(plot);
+}
+
+const shortened = (name, most) => (name.length > most ? `…${name.slice(name.length - most + 1)}` : name);
+
+function resolved(plot) {
+  const probe = element("span");
+  document.body.append(probe);
+  const text = new XMLSerializer().serializeToString(plot).replace(/var\((--[a-z-]+)\)/g, (_, name) => {
+    probe.style.color = `var(${name})`;
+    return getComputedStyle(probe).color;
+  });
+  probe.remove();
+  return text;
+}

@@ -1,0 +1,103 @@
+// The packed columns as rows, sums of rows per layer, and numbers as text.
+const reports = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+
+function unpacked(columns) {
+  const names = Object.keys(columns);
+  const first = columns[names[0]];
+  const count = first ? (first.texts ? first.at : first).length : 0;
+  const rows = new Array(count);
+  for (let i = 0; i < count; i++) {
+    const row = { index: i };
+    for (const name of names) {
+      const column = columns[name];
+      row[name] = column.texts ? column.texts[column.at[i]] : column[i];
+    }
+    rows[i] = row;
+  }
+  return rows;
+}
+
+// Log2 of the magnitude below which a share of a histogram lies; bins begin with their first exponent.
+function quantile(bins, share) {
+  let total = 0;
+  for (let i = 1; i < bins.length; i++) total += bins[i];
+  let sum = 0;
+  for (let i = 1; i < bins.length; i++) {
+    if (bins[i] && sum + bins[i] >= share * total) return bins[0] + i - 1 + (share * total - sum) / bins[i];
+    sum += bins[i];
+  }
+  return null;
+}
+
+const log2 = (value) => (value > 0 ? Math.log2(value) : null);
+const RANK = { error: 2, warning: 1, "": 0 };
+
+// Gradients are shown as they are held: times the loss scale.
+function siteRow(site, report) {
+  const bins = site.bins, dtype = report.ranges ? site.precision : report.dtype;
+  if (site.gbins.length) site.gbins[0] += Math.round(Math.log2(report.lossScale));
+  return {
+    name: site.site, key: site.site, sites: [site], worst: site.worst, lower: site.precision === dtype, design: !!site.design,
+    head: site.head, low: log2(site.low), peak: log2(site.peak), bound: log2(site.bound),
+    q1: quantile(bins, 0.05), q2: quantile(bins, 0.95),
+    broken: site.inf + site.nan > 0 || site.verdict === "overflows",
+    g1: quantile(site.gbins, 0.02), g2: log2(site.gpeak), index: site.index,
+  };
+}
+
+const least = (a, b) => (a === null ? b : b === null ? a : Math.min(a, b));
+const most = (a, b) => (a === null ? b : b === null ? a : Math.max(a, b));
+
+// One row per layer and kind of precision: 16-bit values and float32 ones have different limits.
+function layerRows(rows) {
+  const found = new Map();
+  for (const row of rows) {
+    const site = row.sites[0];
+    if (site.weight) continue;
+    const key = `${site.layer}\n${row.lower}\n${row.design}`;
+    const known = found.get(key);
+    if (!known) {
+      found.set(key, { ...row, name: site.layer, key, sites: [site] });
+      continue;
+    }
+    known.sites.push(site);
+    if (RANK[row.worst] > RANK[known.worst]) known.worst = row.worst;
+    for (const name of ["low", "head", "q1", "g1"]) known[name] = least(known[name], row[name]);
+    for (const name of ["peak", "bound", "q2", "g2"]) known[name] = most(known[name], row[name]);
+    known.broken = known.broken || row.broken;
+  }
+  return [...found.values()];
+}
+
+// Shares of several histograms as one, each weighted alike.
+function together(histograms) {
+  const sums = new Map();
+  for (const bins of histograms)
+    for (let i = 1; i < bins.length; i++) sums.set(bins[0] + i - 1, (sums.get(bins[0] + i - 1) || 0) + bins[i]);
+  const total = [...sums.values()].reduce((a, b) => a + b, 0);
+  return [...sums.entries()].sort((a, b) => a[0] - b[0]).map(([exponent, n]) => ({ exponent, share: n / total }));
+}
+
+function number(value) {
+  if (value === null || value === undefined) return "";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e5) return value.toLocaleString("en-US");
+  if (size >= 1e3 && size < 1e7) return Number(value.toPrecision(4)).toLocaleString("en-US");
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(1);
+  return String(Number(value.toPrecision(4)));
+}
+
+const SUPER = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
+const power = (exponent) => "2" + [...String(exponent)].map((c) => SUPER[c] || c).join("");
+const bits = (value) => (value === null ? "all zeros" : `${value < 0 ? "−" : ""}${Math.abs(value).toFixed(1)} bits`);
+
+function element(name, attributes, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes || {})) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (value !== null && value !== false) made.setAttribute(key, value);
+  }
+  made.append(...children);
+  return made;
+}

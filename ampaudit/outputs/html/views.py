@@ -1,0 +1,189 @@
+"""What the page says in words, taken out of a report once, so that the template only arranges it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ampaudit.formats import NumberFormat, format_named
+from ampaudit.report.evidence import evidence_text, evident_line, relative_path, title_of
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.gradient_tables import scales_that_suit
+from ampaudit.report.model import Report
+from ampaudit.report.tables import least_headroom, summary_rows
+from ampaudit.report.text import verdict_words
+from ampaudit.words import plain, short_op
+
+__all__ = ["FindingView", "Line", "ReportView", "Tile", "view_of"]
+
+MOST_FINDINGS = 1000  # as elements of the page; more would make a browser slow
+_PATH_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A source line: where, and what it says."""
+
+    place: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class FindingView:
+    """One finding. All texts may be printed: names have no control characters."""
+
+    code: str
+    title: str
+    severity: str
+    layer: str
+    op: str
+    site: str
+    evidence: str
+    cause: str
+    advice: str
+    lines: tuple[Line, ...]
+    path: tuple[str, ...]
+    path_more: int
+    cures: tuple[tuple[str, str, str, str], ...]
+    suppressed: str
+    fate: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A number at the top of the page."""
+
+    label: str
+    value: str
+    note: str
+    tone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportView:
+    """One report.
+
+    Attributes:
+        report: itself.
+        form: the number format of its run.
+        word: ``PASS``, ``FAIL`` or ``LOOK``.
+        sentence: what the verdict is about.
+        heading: how it was audited.
+        tiles: the numbers at the top.
+        findings: the gravest first.
+        left_out: findings beyond those.
+        counts: active findings by severity.
+        facts: label and text of everything else a reader may ask.
+        scales: the loss scales in a sentence; empty without gradients.
+    """
+
+    report: Report
+    form: NumberFormat
+    word: str
+    sentence: str
+    heading: str
+    tiles: tuple[Tile, ...]
+    findings: tuple[FindingView, ...]
+    left_out: int
+    counts: dict[str, int]
+    facts: tuple[tuple[str, str], ...]
+    scales: str
+
+
+def view_of(report: Report) -> ReportView:
+    """The words of one report."""
+    word, sentence = verdict_words(report)
+    active = Counter(f.severity.value for f in report.findings if f.suppressed is None)
+    run = report.run
+    batches = f"{run.batches} batch{'es' if run.batches != 1 else ''}"
+    how = "nothing was run" if run.level == "static" else f"{batches} on {run.device} ({run.backend})"
+    shown = report.findings[:MOST_FINDINGS]
+    return ReportView(
+        report=report,
+        form=format_named(run.dtype),
+        word=word,
+        sentence=sentence,
+        heading=f"policy {plain(run.policy)}, {run.dtype}, {run.mode} mode, {how}",
+        tiles=tuple(_tiles(report, active)),
+        findings=tuple(map(_finding, shown)),
+        left_out=len(report.findings) - len(shown),
+        counts={level.value: active[level.value] for level in Severity},
+        facts=tuple(summary_rows(report, 0)),
+        scales=scales_that_suit(report.backward) if report.backward is not None else "",
+    )
+
+
+def _tiles(report: Report, active: Counter[str]) -> list[Tile]:
+    errors, warnings = active["error"], active["warning"]
+    cover = report.coverage
+    tiles = [
+        Tile(
+            "Errors",
+            str(errors),
+            f"{warnings} warning{'s' if warnings != 1 else ''}",
+            "bad" if errors else "good",
+        )
+    ]
+    least = least_headroom(report)
+    if least is not None and least.forward is not None and least.forward.headroom_bits is not None:
+        bits = least.forward.headroom_bits
+        tone = "bad" if bits < 0 else "" if bits < 1 else "good"
+        tiles.append(Tile("Least headroom", f"{bits:.1f} bits", plain(least.site), tone))
+    if report.run.level == "scan":
+        tiles.append(_accuracy(report))
+    share = cover.audited / cover.sites if cover.sites else 1.0
+    proved = f"; {report.proofs.proved} of {report.proofs.sites} proved" if report.proofs is not None else ""
+    tiles.append(Tile("Audited", f"{share:.0%}", f"{cover.audited} of {cover.sites} sites{proved}"))
+    if report.run.level == "scan":
+        lowered = sum(site.precision == report.run.dtype for site in report.sites)
+        note = (
+            f"{cover.casts} casts; {len(report.raised)} raised" if report.raised else f"{cover.casts} casts"
+        )
+        tiles.append(Tile("In 16 bits", f"{lowered} sites", f"of {len(report.sites)}; {note}"))
+    return tiles
+
+
+def _accuracy(report: Report) -> Tile:
+    verdicts = {site.site: site.verdict for site in report.sites}
+    broken = [o.name for o in report.outputs if o.site and verdicts.get(o.site) in ("overflows", "poisoned")]
+    if broken:
+        return Tile("Output", "broken", f"{plain(broken[0])} holds infinity or NaN", "bad")
+    sqnr = [output.sqnr_db for output in report.outputs if output.sqnr_db is not None]
+    return Tile("Output", f"{min(sqnr):.0f} dB" if sqnr else "exact", "signal to error against FP32")
+
+
+def _finding(finding: Finding) -> FindingView:
+    source, line = finding.source, evident_line(finding.source)
+    places = [line] if line is not None else []
+    if source is not None:
+        others = ((source.file, source.line, source.code), *_caller(finding))
+        places += [type(line)(*o) for o in others if line is not None and o[:2] != (line.file, line.line)]
+    path = finding.poisons[:_PATH_SHOWN]
+    return FindingView(
+        code=finding.code,
+        title=title_of(finding),
+        severity=finding.severity.value if finding.suppressed is None else "suppressed",
+        layer=plain(finding.layer or "(top module)"),
+        op=plain(short_op(finding.op)),
+        site=plain(finding.site),
+        evidence=evidence_text(finding),
+        cause=plain(finding.cause),
+        advice=plain(finding.advice),
+        lines=tuple(Line(f"{plain(relative_path(p.file))}:{p.line}", plain(p.code)) for p in places),
+        path=tuple(map(plain, path)),
+        path_more=len(finding.poisons) - len(path),
+        cures=tuple(
+            (plain(t.change), _lines(t.paste), plain(t.before), plain(t.after)) for t in finding.tried
+        ),
+        suppressed=finding.suppressed or "",
+        fate=finding.fate or "",
+    )
+
+
+def _caller(finding: Finding) -> list[tuple[str, int, str]]:
+    caller = finding.source.caller if finding.source is not None else None
+    return [(caller.file, caller.line, caller.code)] if caller is not None else []
+
+
+def _lines(text: str) -> str:
+    return "\n".join(plain(line) for line in text.splitlines())

@@ -1,0 +1,85 @@
+"""A report in any of its formats; each function is imported when its format is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ampaudit.gate.result import CheckResults
+from ampaudit.outputs.documents import Document
+from ampaudit.report.comparison import Comparison
+from ampaudit.report.plan import PlanReport
+from ampaudit.report.training import TrainingReport
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["as_file", "for_terminal"]
+
+
+def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
+    """The report for people, as something that rich can print; ``verbosity`` -1 is the verdict alone."""
+    if isinstance(document, Comparison):
+        from ampaudit.report.comparison import render_comparison
+
+        return render_comparison(document.reports)
+    if isinstance(document, TrainingReport):
+        from ampaudit.report.training_text import render_training
+
+        return render_training(document, verbosity=verbosity)
+    if isinstance(document, PlanReport):
+        from ampaudit.report.plan_text import render_plan
+
+        return render_plan(document, layer=None, verbose=verbosity > 0)
+    if isinstance(document, CheckResults):
+        from ampaudit.gate.summary import render_results
+
+        return render_results(document)
+    from ampaudit.report.text import render
+
+    return render(document, verbosity=verbosity)
+
+
+def as_file(document: Document, form: str) -> str:
+    """The report in a format for machines, browsers or reviews.
+
+    Args:
+        document: any report.
+        form: a name of ``choice.FORMATS`` other than ``text``.
+
+    Raises:
+        UsageError: this kind of report has no such format.
+    """
+    if form == "json":
+        from ampaudit.report.comparison import comparison_json
+        from ampaudit.report.jsonfile import to_json
+
+        return comparison_json(document.reports) if isinstance(document, Comparison) else to_json(document)
+    made: Callable[[Document], str]
+    if form == "html":
+        from ampaudit.outputs.html.page import to_html
+
+        made = to_html
+    elif form == "markdown":
+        from ampaudit.outputs.markdown import to_markdown
+
+        made = to_markdown
+    elif form == "sarif":
+        from ampaudit.outputs.sarif import to_sarif
+
+        made = to_sarif
+    elif form == "junit":
+        from ampaudit.outputs.junit import to_junit
+
+        made = to_junit
+    elif form == "github":
+        from ampaudit.outputs.github import to_github
+
+        made = to_github
+    elif form == "csv":
+        from ampaudit.outputs.csvtable import to_csv
+
+        made = to_csv
+    else:
+        raise ValueError(f"no format {form!r}")
+    return made(document)

@@ -1,0 +1,63 @@
+"""A finding's numbers and lines in words: the same in a terminal, in a review and in a browser."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ampaudit.pages import all_pages
+from ampaudit.report.finding import Finding, Source
+from ampaudit.sites import SourceLine
+from ampaudit.words import number, plain
+
+__all__ = ["evidence_text", "evident_line", "poisons_text", "relative_path", "title_of"]
+
+_POISONS_SHOWN = 3
+_INSTALLED = "site-packages/"
+
+
+def evidence_text(finding: Finding) -> str:
+    """Peak against limit, headroom, and how many elements broke; empty where there are no numbers."""
+    seen = finding.evidence
+    parts: list[str] = []
+    if seen.peak is not None and seen.limit is not None:
+        parts.append(f"peak {number(seen.peak)}, limit {number(seen.limit)}")
+    if seen.headroom_bits is not None:
+        parts.append(f"headroom {seen.headroom_bits:+.2f} bits")
+    for count, name in ((seen.inf, "inf"), (seen.nan, "NaN")):
+        if count:
+            parts.append(f"{count} of {seen.elements} elements became {name}")
+    return "; ".join(parts)
+
+
+def title_of(finding: Finding) -> str:
+    """The title of its page; its kind where a later version knows a code that this one does not."""
+    page = all_pages().get(finding.code)
+    return page.title if page is not None else finding.kind
+
+
+def poisons_text(finding: Finding) -> str:
+    """How many later sites a finding poisons, and the first of them."""
+    poisons = finding.poisons
+    shown = ", ".join(plain(site) for site in poisons[:_POISONS_SHOWN])
+    more = len(poisons) - _POISONS_SHOWN
+    rest = f" and {more} more" if more > 0 else ""
+    return f"poisons {len(poisons)} later site{'s' if len(poisons) != 1 else ''}: {shown}{rest}"
+
+
+def evident_line(source: Source | None) -> SourceLine | None:
+    """The line to show in somebody's own project: the caller where the value is made inside a library."""
+    if source is None:
+        return None
+    if source.caller is not None and _INSTALLED in source.file:
+        return source.caller
+    return SourceLine(source.file, source.line, source.code)
+
+
+def relative_path(file: str) -> str:
+    """Below the working directory, or from the package's directory on, or as it is."""
+    _, packages, inside = file.rpartition(_INSTALLED)
+    if packages:
+        return inside
+    relative = os.path.relpath(file, Path.cwd())
+    return file if relative.startswith("..") else relative
