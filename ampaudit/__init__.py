@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ampaudit.report.model import Report
     from ampaudit.report.plan import PlanReport
     from ampaudit.report.verification import Verification
+    from ampaudit.testing.assertion import UnsafeModel, assert_safe
     from ampaudit.training.prepare import Prepared, prepare
     from ampaudit.training.scaler import LossScaler, scaler
     from ampaudit.training.watch import Watch, watch
@@ -33,9 +34,11 @@ __all__ = [
     "PlanReport",
     "Prepared",
     "Report",
+    "UnsafeModel",
     "Verification",
     "Watch",
     "__version__",
+    "assert_safe",
     "convert_model",
     "plan",
     "prepare",
@@ -53,7 +56,9 @@ _HOMES = {
     "PlanReport": "ampaudit.report.plan",
     "Prepared": "ampaudit.training.prepare",
     "Report": "ampaudit.report.model",
+    "UnsafeModel": "ampaudit.testing.assertion",
     "Verification": "ampaudit.report.verification",
+    "assert_safe": "ampaudit.testing.assertion",
     "convert_model": "ampaudit.workflows.convert",
     "plan": "ampaudit.workflows.plan",
     "prepare": "ampaudit.training.prepare",

@@ -67,9 +67,7 @@ function histogram(report, row) {
     ],
   });
   const mode = values.length ? values.reduce((a, b) => (b.share > a.share ? b : a)) : null;
-  plot.setAttribute("role", "img");
-  plot.setAttribute("aria-label", mode
+  return described(plot, mode
     ? `Histogram of exponents: from ${power(values[0].exponent)} to ${power(values[values.length - 1].exponent + 1)}, most of them at ${power(mode.exponent)}.`
     : "Histogram of the gradient's exponents.");
-  return plot;
 }

@@ -27,10 +27,8 @@ function flushedPlot(scales, width) {
       Plot.ruleY([0], { stroke: "var(--soft)" }),
     ],
   });
-  plot.setAttribute("role", "img");
-  plot.setAttribute("aria-label", fits.length
+  return described(plot, fits.length
     ? `Scales from ${power(scales.low)} to ${power(scales.high)} suit every layer.` : "No scale suits every layer.");
-  return plot;
 }
 
 function windowPlot(scales, width) {
@@ -53,7 +51,5 @@ function windowPlot(scales, width) {
       Plot.ruleX([scales.scale], { stroke: "var(--ink)", strokeDasharray: "4,3" }),
     ],
   });
-  plot.setAttribute("role", "img");
-  plot.setAttribute("aria-label", `Windows of ${rows.length} layers; this run's scale is ${power(scales.scale)}.`);
-  return plot;
+  return described(plot, `Windows of ${rows.length} layers; this run's scale is ${power(scales.scale)}.`);
 }

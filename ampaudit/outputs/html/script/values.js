@@ -92,6 +92,14 @@ const SUPER = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "�
 const power = (exponent) => "2" + [...String(exponent)].map((c) => SUPER[c] || c).join("");
 const bits = (value) => (value === null ? "all zeros" : `${value < 0 ? "−" : ""}${Math.abs(value).toFixed(1)} bits`);
 
+// A picture with one sentence for those who cannot see it.
+function described(plot, text) {
+  for (const part of plot.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label");
+  plot.setAttribute("role", "img");
+  plot.setAttribute("aria-label", text);
+  return plot;
+}
+
 function element(name, attributes, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes || {})) {
