@@ -44,6 +44,7 @@ _FILE = click.Path(path_type=Path)
 @report_format_option
 @output_option
 @click.option("--plot", type=_FILE, metavar="FILE", help="Draw the curves: .png, .svg or .pdf.")
+@click.option("--tensorboard", type=_FILE, metavar="DIR", help="Write TensorBoard summaries to DIR.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @fail_on_option
 @click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
@@ -115,4 +116,9 @@ def _deliver(report: TrainingReport, options: dict[str, Any]) -> None:
 
         plot_training(report, options["plot"], force=options["force"])
         click.echo(f"picture written to {options['plot']}", err=True)
+    if options["tensorboard"] is not None:
+        from ampaudit.training.tensorboard import write_summaries
+
+        write_summaries(report, options["tensorboard"], force=options["force"])
+        click.echo(f"summaries written to {options['tensorboard']}", err=True)
     deliver_document(report, options)

@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from ampaudit.convert.onnx_notes import Notes, annotate, marked
 from ampaudit.errors import RunFailed, first_line
 from ampaudit.trace.opnames import converts
 
@@ -61,6 +62,8 @@ def write_onnx(
     inputs: Sequence[torch.Tensor],
     names: Sequence[str],
     given: Sequence[str] | None = None,
+    notes: Notes | None = None,
+    about: Mapping[str, str] | None = None,
 ) -> OnnxFile:
     """Export, check, count the casts, and run.
 
@@ -74,6 +77,8 @@ def write_onnx(
         inputs: the tensors of the batch, in order.
         names: of the outputs.
         given: names of the inputs; torch's if there are none.
+        notes: on nodes of the program by name, for the metadata of those of the file.
+        about: the same for the whole model.
 
     Raises:
         RunFailed: torch cannot export it, onnx finds it invalid, or casts are missing.
@@ -82,7 +87,9 @@ def write_onnx(
 
     labels = [name.removeprefix("output").lstrip(".") or "output" for name in names]
     try:
+        marked(program, notes or {})
         exported = _export(program, labels, given)
+        annotate(exported, notes or {}, about or {})
         exported.save(path, external_data=_bytes_of(program) > 1 << 30)
         onnx.checker.check_model(str(path))
     except Exception as error:

@@ -17,7 +17,7 @@ from ampaudit.errors import RunFailed, first_line
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder, Slot
 
-__all__ = ["GraphModel", "as_structure", "export_program"]
+__all__ = ["GraphModel", "as_structure", "export_program", "same_nodes"]
 
 _ITEM = re.compile(r"^output\[(\d+)\]$")
 
@@ -128,16 +128,20 @@ def _drop_assertions(graph: fx.Graph) -> None:
 
 
 def _copy_origins(old: fx.Graph, new: fx.Graph) -> None:
-    """Layer and line of each op, where both graphs have the same ops in the same order."""
-    before = [node for node in old.nodes if node.op == "call_function"]
-    after = [node for node in new.nodes if node.op == "call_function"]
-    after = after[len(after) - len(before) :]  # inputs that are cast come first
-    if [node.target for node in before] != [node.target for node in after]:
-        return
-    for ours, theirs in zip(before, after, strict=True):
+    """Layer and line of each op."""
+    for ours, theirs in same_nodes(old, new):
         for key in ("nn_module_stack", "stack_trace"):
             if key in ours.meta:
                 theirs.meta[key] = ours.meta[key]
+
+
+def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """The ops of a deployed graph with those of its program; none unless both are the same in order."""
+    before = [node for node in old.nodes if node.op == "call_function"]
+    after = [node for node in new.nodes if node.op == "call_function"]
+    after = after[len(after) - len(before) :]  # inputs that are cast come first
+    same = [node.target for node in before] == [node.target for node in after]
+    return list(zip(before, after, strict=True)) if same else []
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:

@@ -52,7 +52,8 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
         parts += [Text(), *raised] if raised else []
         changed = list(changed_table(report, nearest))
         parts += [Text(), *changed] if changed else []
-        parts += [Text(), *nearest_table(report, nearest)]
+        near = list(nearest_table(report, nearest))
+        parts += [Text(), *near] if near else []
     if report.backward is not None:
         shown_rows = gradient_tables(report.backward, report.run.dtype, nearest, full=verbosity > 0)
         parts += [Text(), *shown_rows]

@@ -81,7 +81,7 @@ def assert_safe(
 
 @contextlib.contextmanager
 def _quiet_trace() -> Iterator[None]:
-    """Without handlers of others on torch's structured trace: pytest adds one, and shows a page of empty lines."""
+    """Without foreign handlers on torch's structured trace: pytest's shows a page of empty lines."""
     log = logging.getLogger("torch.__trace")
     foreign = [handler for handler in log.handlers if not type(handler).__module__.startswith("torch.")]
     for handler in foreign:

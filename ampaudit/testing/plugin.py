@@ -1,4 +1,4 @@
-"""The pytest plugin; it is loaded in every test run where ampaudit is installed, so it imports next to nothing."""
+"""The pytest plugin. It is loaded wherever ampaudit is installed, so it imports next to nothing."""
 
 from __future__ import annotations
 

@@ -157,6 +157,13 @@ class Watch:
 
         write_text(Path(path), to_json(watched_report(self.health())), force=force)
 
+    def tensorboard(self, directory: Path | str, *, force: bool = False) -> None:
+        """Write this loop's TensorBoard summaries to a folder; see ``training.tensorboard``."""
+        from ampaudit.training.findings import watched_report
+        from ampaudit.training.tensorboard import write_summaries
+
+        write_summaries(watched_report(self.health()), Path(directory), force=force)
+
 
 def watch(
     model: nn.Module,

@@ -42,6 +42,7 @@ from ampaudit.workflows.convert_weights import conversion_of
 from ampaudit.workflows.directory import Origin, finish_directory
 from ampaudit.workflows.hf_directory import copy_companions, set_dtype
 from ampaudit.workflows.inputs import Inputs, source_of
+from ampaudit.workflows.onnx_notes import about_report, onnx_notes
 from ampaudit.workflows.options import ConvertOptions
 from ampaudit.workflows.scan import Audited, audit_policies
 from ampaudit.workflows.settings import ScanOptions, Settings
@@ -116,12 +117,14 @@ def convert_source(
         (stage / REPORT).write_text(to_json(audited.report), "utf-8")
         if source.release is None:
             weights = converted, graph, weights_of(converted, graph, {})
-            reference, onnx = _write_program(stage, source, weights, options, settings.seed)
+            reference, onnx = _write_program(stage, source, weights, audited.report, options, settings.seed)
         else:
             mapped, ready = _written(source, graph, stage, files)
             weights = converted, graph, weights_of(converted, graph, ready)
             with mapped.dropping():
-                reference, onnx = _write_program(stage, source, weights, options, settings.seed)
+                reference, onnx = _write_program(
+                    stage, source, weights, audited.report, options, settings.seed
+                )
         onnx_error = _onnx_error(onnx, reference) if not source.model.training else None
         notes += [note for note in (reference.note, onnx.note if onnx else "") if note]
         origin = Origin(source.location, source.sha256, "model", options, settings.seed, limits)
@@ -158,6 +161,7 @@ def _write_program(
     stage: Path,
     source: ModelSource,
     made: tuple[ConvertedModel, Deployed, Mapping[str, torch.Tensor]],
+    report: Report,
     options: ConvertOptions,
     seed: int,
 ) -> tuple[Reference, OnnxFile | None]:
@@ -177,7 +181,9 @@ def _write_program(
     if not options.onnx:
         return reference, None
     given = input_names(source.model, batch.args, batch.kwargs)
-    return reference, write_onnx(program, stage / ONNX, flat_outputs(call), names, given)
+    notes = onnx_notes(report, converted.traced, graph, program)
+    about = about_report(report)
+    return reference, write_onnx(program, stage / ONNX, flat_outputs(call), names, given, notes, about)
 
 
 def _written(

@@ -1,0 +1,72 @@
+"""Training runs as TensorBoard summaries: a run per variant, with its loss, its scale and its gradients."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ampaudit.errors import OutputError, UsageError
+from ampaudit.report.training import TrainingReport, Variant
+from ampaudit.words import plain
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["write_summaries"]
+
+
+def write_summaries(report: TrainingReport, directory: Path, *, force: bool = False) -> None:
+    """Write one folder of events per variant.
+
+    Args:
+        report: of ``ampaudit train``, or of one watched loop.
+        directory: what ``tensorboard --logdir`` is given.
+        force: add to folders that hold events already.
+
+    Raises:
+        UsageError: the package tensorboard is missing.
+        OutputError: a folder holds events already, or cannot be written.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        hint = "pip install 'ampaudit[tensorboard]'"
+        raise UsageError("TensorBoard summaries need the package tensorboard", hint=hint) from error
+    folders = [directory / (re.sub(r"[^\w.-]+", "-", v.name).strip("-") or "run") for v in report.variants]
+    for folder in folders:
+        if not force and folder.is_dir() and any(folder.glob("events.out.tfevents.*")):
+            raise OutputError(
+                f"{folder} holds summaries already", hint="choose another folder, or pass --force"
+            )
+    try:
+        for variant, folder in zip(report.variants, folders, strict=True):
+            with SummaryWriter(str(folder)) as writer:
+                _write(variant, report, writer)
+    except OSError as error:
+        raise OutputError(f"cannot write {directory}: {error.strerror or error}") from error
+
+
+def _write(variant: Variant, report: TrainingReport, writer: SummaryWriter) -> None:
+    health = variant.health
+    for record in health.steps:
+        _scalar(writer, "loss", record.loss, record.step)
+        _scalar(writer, "loss scale", record.scale, record.step)
+        _scalar(writer, "skipped", float(record.skipped), record.step)
+    for parameter in health.parameters:
+        name = plain(parameter.name)
+        for step, peak in zip(health.watched, parameter.gradient_peaks, strict=False):
+            _scalar(writer, f"gradient peak/{name}", peak, step)
+        last = health.watched[-1] if health.watched else 0
+        for field in ("zero", "flushed", "update_ratio", "lost", "state_flushed"):
+            _scalar(writer, f"{field.replace('_', ' ')}/{name}", getattr(parameter, field), last)
+    found = [f for f in report.findings if f.site.rpartition("/")[0] == variant.name]
+    for index, finding in enumerate(found):
+        text = f"**{finding.severity.value} {finding.code}** {plain(finding.cause)}. {plain(finding.advice)}"
+        writer.add_text("findings", text.replace("<", "&lt;"), index)
+
+
+def _scalar(writer: Any, tag: str, value: float | None, step: int) -> None:
+    """A value that does not exist, or is not finite, is a NaN in the curve: a gap that can be seen."""
+    writer.add_scalar(tag, math.nan if value is None else value, step)
