@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["explain_command"]
 
@@ -11,21 +16,26 @@ __all__ = ["explain_command"]
 @click.argument("code", required=False)
 def explain_command(code: str | None) -> None:
     """Print what CODE means, why it is bad, and what to write instead; without CODE, list all codes."""
-    from rich.console import Console
+    from ampaudit.cli.terminal import show
 
-    from ampaudit.pages import all_pages, page_of
+    show(lambda console: _print_page(console, code) if code is not None else _print_list(console))
+
+
+def _print_page(console: Console, code: str) -> None:
+    from rich.markdown import Markdown
+
+    from ampaudit.pages import page_of
+
+    page = page_of(code)
+    console.print(Markdown(page.text))
+    names = {"ranges": "--ranges"}
+    options = [names.get(name, f"--{name} {value}") for name, value in page.bad.options.items()]
+    console.print(f"\nTo see it, save the bad example and run: ampaudit scan bad.py {' '.join(options)}")
+
+
+def _print_list(console: Console) -> None:
+    from ampaudit.pages import all_pages
     from ampaudit.pages.document import family
-
-    console = Console(highlight=False)
-    if code is not None:
-        from rich.markdown import Markdown
-
-        page = page_of(code)
-        console.print(Markdown(page.text))
-        names = {"ranges": "--ranges"}
-        options = [names.get(name, f"--{name} {value}") for name, value in page.bad.options.items()]
-        console.print(f"\nTo see it, save the bad example and run: ampaudit scan bad.py {' '.join(options)}")
-        return
     from ampaudit.report.grid import open_table
 
     table = open_table("code", "says", "severity", "about", left=("says", "severity", "about"))

@@ -17,6 +17,7 @@ from ampaudit.cli.plan_command import plan_command
 from ampaudit.cli.report_command import diff_command, report_command
 from ampaudit.cli.rules_command import rules_group
 from ampaudit.cli.scan_command import scan_command
+from ampaudit.cli.terminal import make_printable
 from ampaudit.cli.train_command import train_command
 from ampaudit.errors import AuditError
 
@@ -45,6 +46,7 @@ for _command in COMMANDS:
 def run() -> NoReturn:
     """Entry point of the console script."""
     debug = "--debug" in sys.argv
+    make_printable()
     try:
         code = main.main(standalone_mode=False)
         sys.stdout.flush()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ampaudit.cli.terminal import as_text, show
 from ampaudit.outputs.choice import chosen_format
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ampaudit.outputs.documents import Document
 
-__all__ = ["as_text", "deliver", "deliver_document"]
+__all__ = ["deliver", "deliver_document"]
 
 _FILE_WIDTH = 100
 
@@ -43,17 +43,8 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
     )
 
 
-def as_text(show: Callable[[Console], None]) -> str:
-    """What is printed, as the text of a file: no colours, no trailing blanks."""
-    from rich.console import Console
-
-    stream = io.StringIO()
-    show(Console(file=stream, width=_FILE_WIDTH, highlight=False))
-    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
-
-
 def deliver(
-    show: Callable[[Console], None],
+    printed: Callable[[Console], None],
     text: str | None,
     output: Path | None,
     *,
@@ -63,18 +54,16 @@ def deliver(
     """Print a result, or write it to a file.
 
     Args:
-        show: prints it for people.
+        printed: prints it for people.
         text: is printed instead, if there is one.
         output: the file.
         force: replace it.
         verdict: printed on stderr when the result goes to a file.
     """
-    from rich.console import Console
-
     if output is None and text is None:
-        show(Console(highlight=False))
+        show(printed)
         return
-    text = as_text(show) if text is None else text
+    text = as_text(printed, _FILE_WIDTH) if text is None else text
     if output is None:
         click.echo(text, nl=False)
         return
@@ -82,5 +71,5 @@ def deliver(
 
     write_text(output, text, force=force)
     if verdict is not None:
-        verdict(Console(stderr=True, highlight=False))
+        show(verdict, stderr=True)
     click.echo(f"written to {output}", err=True)

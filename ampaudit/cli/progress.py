@@ -1,4 +1,4 @@
-"""Says on stderr what is going on, once it has taken two seconds."""
+"""Says on stderr what is going on, once it has taken two seconds: a live bar, or lines in a log."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ampaudit.words import plain
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
 
 __all__ = ["Progress"]
 
@@ -14,16 +21,18 @@ LOG_SECONDS = 5.0
 
 
 class Progress:
-    """A status line on a terminal, a plain line elsewhere; silent for short runs."""
+    """A bar on a terminal, a plain line every few seconds elsewhere; silent for short runs."""
 
     def __init__(self, what: str) -> None:
-        self._what = what
-        self._message = f"loading {what}"
+        self._what = plain(what)
+        self._message, self._done, self._total = f"loading {self._what}", 0, 0
         self._phase, self._written = "", 0.0
-        self._shown = threading.Event()
+        self._shown = self._ended = False
         self._lock = threading.Lock()
         self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
         self._timer.daemon = True
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
 
     def __enter__(self) -> Progress:
         self._timer.start()
@@ -34,34 +43,61 @@ class Progress:
     ) -> None:
         self._timer.cancel()
         with self._lock:
-            if self._shown.is_set() and sys.stderr.isatty():
-                sys.stderr.write("\r\x1b[2K")
-                sys.stderr.flush()
+            self._shown, self._ended = False, True
+            if self._bar is not None:
+                self._bar.stop()
 
     def update(self, phase: str, done: int, total: int) -> None:
         """Batch, or try, ``done`` of ``total`` is about to run (or all are done)."""
         what = f"{phase} {self._what}: batch" if phase.startswith(("auditing", "measuring")) else f"{phase}:"
-        self._message = f"{what} {min(done + 1, total)} of {total}"
-        if self._shown.is_set() and done < total and self._due(phase):
-            self._write()
+        with self._lock:
+            self._message, self._done, self._total = plain(what), done, total
+            if not self._shown:
+                return
+            if self._bar is not None:
+                self._draw()
+            elif done < total and self._due(phase):
+                self._log()
 
     def _due(self, phase: str) -> bool:
         """Whether to say so: a log gets a line per phase, and then one every few seconds."""
         now = time.monotonic()
-        if sys.stderr.isatty() or phase != self._phase or now - self._written >= LOG_SECONDS:
+        if phase != self._phase or now - self._written >= LOG_SECONDS:
             self._phase, self._written = phase, now
             return True
         return False
 
     def _show(self) -> None:
-        self._shown.set()
-        self._write()
-
-    def _write(self) -> None:
-        message = "".join(c if c.isprintable() else "?" for c in self._message)
+        bar = _bar() if sys.stderr.isatty() else None  # rich is imported before the lock is taken
         with self._lock:
-            if sys.stderr.isatty():
-                sys.stderr.write(f"\r\x1b[2K{message} ...")
-            else:
-                sys.stderr.write(f"{message} ...\n")
-            sys.stderr.flush()
+            if self._ended:
+                return
+            self._shown = True
+            if bar is None:
+                self._log()
+                return
+            self._bar, self._task = bar, bar.add_task(self._message, total=None)
+            self._draw()
+            bar.start()
+
+    def _draw(self) -> None:
+        assert self._bar is not None
+        assert self._task is not None
+        total = self._total or None
+        self._bar.update(self._task, description=self._message, completed=self._done, total=total)
+
+    def _log(self) -> None:
+        count = f" {min(self._done + 1, self._total)} of {self._total}" if self._total else ""
+        sys.stderr.write(f"{self._message}{count} ...\n")
+        sys.stderr.flush()
+
+
+def _bar() -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    name = TextColumn("{task.description}", markup=False)  # a path may look like markup
+    columns = (SpinnerColumn("line"), name, BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+    target = Console(stderr=True)
+    return Bar(*columns, console=target, transient=True, redirect_stdout=False, redirect_stderr=False)

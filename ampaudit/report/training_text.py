@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
@@ -18,7 +17,6 @@ from ampaudit.words import number, plain, scale_text, size_of
 __all__ = ["render_training", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_PLAIN = "_.-~=+*#"
 _WIDTH = 38
 
 
@@ -80,8 +78,7 @@ def _range(variants: Sequence[Variant]) -> tuple[float, float]:
 
 
 def sparkline(values: Sequence[float | None], low: float, high: float, width: int = _WIDTH) -> str:
-    """A curve in one line; ``!`` is not finite. Plain letters where a terminal has no blocks."""
-    marks = _BLOCKS if "utf" in (getattr(sys.stdout, "encoding", "") or "").lower() else _PLAIN
+    """A curve in one line; ``!`` is not finite."""
     if not values:
         return ""
     count = min(width, len(values))
@@ -93,7 +90,7 @@ def sparkline(values: Sequence[float | None], low: float, high: float, width: in
             found.append("!")
             continue
         share = (sum(finite) / len(finite) - low) / (high - low) if high > low else 0.0
-        found.append(marks[min(max(int(share * len(marks)), 0), len(marks) - 1)])
+        found.append(_BLOCKS[min(max(int(share * len(_BLOCKS)), 0), len(_BLOCKS) - 1)])
     return "".join(found)
 
 

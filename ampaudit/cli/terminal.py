@@ -1,0 +1,71 @@
+"""What a terminal or a pipe can show: letters that it cannot are written in ASCII, never as an error."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["as_text", "make_printable", "show"]
+
+_HANDLER = "ampaudit-ascii"
+# the marks that our own reports use; other letters come from names, and are shown as escapes
+_ASCII = {
+    **dict(zip("▁▂▃▄▅▆▇█", "_.-~=+*#", strict=True)),
+    **{
+        "…": "...",
+        "—": "-",
+        "–": "-",
+        "−": "-",
+        "×": "x",
+        "≤": "<=",
+        "≥": ">=",
+        "→": "->",
+        "•": "*",
+        "│": "|",
+    },
+    **{"─": "-", "━": "-", "┃": "|", "✅": "", "❌": "", "⋮": ":", "’": "'", "“": '"', "”": '"', "▌": "|"},
+    **dict.fromkeys("┏┓┗┛┌┐└┘├┤┬┴┼╭╮╰╯", "+"),
+}
+
+
+def make_printable() -> None:
+    """Let stdout and stderr write what their encoding lacks in ASCII."""
+    codecs.register_error(_HANDLER, _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_HANDLER)
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    plain = (_ASCII.get(letter, letter) for letter in text)
+    return "".join(p.encode("ascii", "backslashreplace").decode() for p in plain), error.end
+
+
+def show(printed: Callable[[Console], None], *, stderr: bool = False) -> None:
+    """Print with rich; without colours and trailing blanks where it is no terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    if console.is_terminal:
+        printed(console)
+        return
+    stream = sys.stderr if stderr else sys.stdout
+    stream.write(as_text(printed, console.width))
+
+
+def as_text(printed: Callable[[Console], None], width: int) -> str:
+    """What is printed, as plain text: no colours, no trailing blanks."""
+    from rich.console import Console
+
+    stream = io.StringIO()
+    printed(Console(file=stream, width=width, highlight=False, color_system=None, force_terminal=False))
+    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().split("\n")[:-1])
