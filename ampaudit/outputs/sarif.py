@@ -79,7 +79,7 @@ def _documented(page: Page) -> dict[str, Any]:
         "fullDescription": {"text": " ".join(says.split())},
         "help": {"text": page.text, "markdown": page.text},
         "defaultConfiguration": {"level": page.severity},
-        "properties": {"tags": ["precision", page.kind]},
+        "properties": {"tags": sorted({"precision", page.kind})},
     }
 
 

@@ -154,7 +154,7 @@ def _of_target(target: TargetResult) -> Iterable[Alert]:
             site=plain(breach.where),
             text=plain(breach.what),
             advice=f"ampaudit scan {plain(target.target)} says more",
-            line=line or SourceLine(target.target.partition(":")[0], 1),
+            line=_safe(line or SourceLine(target.target.partition(":")[0], 1)),
         )
 
 
@@ -176,11 +176,17 @@ def _alert(finding: Finding, case: str, rank: float) -> Alert:
         site=plain(finding.site),
         text="\n".join(line for line in lines if line),
         advice=plain(finding.advice),
-        line=line,
-        related=SourceLine(computed.file, computed.line, computed.code) if inside and computed else None,
+        line=_safe(line),
+        related=_safe(SourceLine(computed.file, computed.line, computed.code))
+        if inside and computed
+        else None,
         path=tuple(map(plain, finding.poisons)),
         suppressed=finding.suppressed,
     )
+
+
+def _safe(line: SourceLine | None) -> SourceLine | None:
+    return None if line is None else SourceLine(plain(line.file), line.line, plain(line.code))
 
 
 def _case(layer: str) -> str:

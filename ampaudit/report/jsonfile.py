@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
+from pydantic_core import PydanticSerializationError
 
 from ampaudit.report.model import Report
 
@@ -20,7 +21,11 @@ _ADAPTER = TypeAdapter(Report)
 
 def to_json(report: Any) -> str:
     """Indented JSON, fields in the order of the dataclass, a newline at the end."""
-    return TypeAdapter(type(report)).dump_json(report, indent=1).decode() + "\n"
+    adapter = TypeAdapter(type(report))
+    try:
+        return adapter.dump_json(report, indent=1).decode() + "\n"
+    except PydanticSerializationError:  # half of a letter in a name: no UTF-8, but JSON can write it
+        return json.dumps(adapter.dump_python(report, mode="json"), indent=1) + "\n"
 
 
 def from_json(text: str) -> Report:

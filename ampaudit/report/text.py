@@ -25,6 +25,7 @@ from ampaudit.words import plain, short_op
 __all__ = ["SEVERITY_STYLES", "finding_text", "print_report", "render", "verdict_words"]
 
 _VERDICTS = {"PASS": "bold green", "FAIL": "bold red", "LOOK": "bold yellow"}
+_FINDINGS = 25  # more are a list that nobody reads
 SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
@@ -40,8 +41,11 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
     parts: list[RenderableType] = [_heading(report), Text(), _verdict(report)]
     active = [f for f in report.findings if f.suppressed is None]
     shown = [f for f in active if verbosity > 0 or f.severity is not Severity.NOTE]
-    for position, finding in enumerate(shown, 1):
+    told = shown if verbosity > 0 else shown[:_FINDINGS]
+    for position, finding in enumerate(told, 1):
         parts += [Text(), finding_text(finding, position)]
+    if len(shown) > len(told):
+        parts += [Text(), Text(f"and {len(shown) - len(told):,} more findings; -v shows all", "bold")]
     hidden = len(active) - len(shown)
     if report.run.level == "ranges":
         parts += [Text(), *what_if_table(report, nearest)]
