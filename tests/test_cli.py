@@ -79,6 +79,8 @@ def test_a_report_file_is_not_replaced_without_force(cli: Cli, model_file: Write
     clean_error(cli("scan", model_file(HEALTHY), "-o", out), 2, "exists", "--force")
     assert json.loads(out.read_text())["verdict"] == "pass"
     assert cli("scan", model_file(HEALTHY), "-o", out, "--force").returncode == 0
+    assert json.loads(out.read_text())["verdict"] == "pass"  # the suffix says which format
+    assert cli("scan", model_file(HEALTHY), "-o", out, "--force", "--format", "text").returncode == 0
     assert out.read_text().startswith("ampaudit")
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".report")] == []
 

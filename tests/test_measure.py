@@ -177,8 +177,8 @@ def test_samples_of_short_vectors_are_exact(values: np.ndarray) -> None:
     assert found.flushed == int(((half == 0) & (values != 0)).sum())
     assert found.subnormal == int(((half != 0) & (np.abs(half) < 2.0**-14)).sum())
     counted = {}
-    for r, v in zip(values.tolist(), half.tolist(), strict=True):
-        if r != 0 and math.isfinite(v):
+    for r in values.tolist():  # also those that 16 bits make infinite
+        if r != 0:
             exponent = math.frexp(r)[1] - 1
             counted[max(exponent, -150)] = counted.get(max(exponent, -150), 0) + 1
     assert found.exponents == counted

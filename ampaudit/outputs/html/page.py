@@ -100,8 +100,17 @@ def _pages(views: Sequence[ReportView]) -> dict[str, Markup]:
     """The page of each code that was found, as HTML."""
     known = all_pages()
     codes = sorted({shown.code for view in views for shown in view.findings if shown.code in known})
+    return {code: Markup(_page_body(known[code].text)) for code in codes}
+
+
+def _page_body(text: str) -> str:
+    """A page without its title, which stands above it, and with headings that fit below that."""
     markdown = MarkdownIt("commonmark", {"html": False})
-    return {code: Markup(markdown.render(known[code].text)) for code in codes}
+    tokens = markdown.parse(text)[3:]
+    for token in tokens:
+        if token.type in ("heading_open", "heading_close"):
+            token.tag = "h3"
+    return str(markdown.renderer.render(tokens, markdown.options, {}))
 
 
 @cache
