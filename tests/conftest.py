@@ -57,6 +57,25 @@ def model_file(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--refresh-golden", action="store_true", help="write tests/golden/ anew, to be reviewed")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with its golden file; ``--refresh-golden`` writes it."""
+
+    def compare(name: str, text: str) -> None:
+        path = ROOT / "tests" / "golden" / name
+        if request.config.getoption("--refresh-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"no golden file {name}: pytest --refresh-golden"
+        assert text == path.read_text(encoding="utf-8"), f"{name} differs: --refresh-golden"
+
+    return compare
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 

@@ -46,8 +46,7 @@ def read_baseline(path: Path) -> Report:
 def measured_in(report: Report) -> Measured:
     """What the budgets are about, out of a report."""
     least = least_headroom(report)
-    verdicts = {site.site: site.verdict for site in report.sites}
-    broken = [o for o in report.outputs if o.site and verdicts.get(o.site) in ("overflows", "poisoned")]
+    broken = report.broken_outputs
     accuracies = [o.sqnr_db for o in report.outputs if o.sqnr_db is not None and o not in broken]
     computing = [site for site in report.sites if site.role == "compute"]
     wide = sum(site.precision == "float32" for site in computing)

@@ -69,7 +69,7 @@ def _row(result: TargetResult, metric: bool) -> list[str | Text]:
     bits = seen.headroom_bits if seen else None
     drop = seen.metric_drop if seen else None
     return [
-        plain(result.target),
+        Text(plain(result.target), overflow="fold"),
         Text(result.verdict.upper(), _STYLES[result.verdict]),
         f"{bits:.1f} bits" if bits is not None else "",
         _output(seen) if seen else "",

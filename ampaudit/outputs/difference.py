@@ -201,7 +201,8 @@ def _site(old: SiteReport, new: SiteReport, bits: float, decibels: float) -> Ite
         way: Way = "better" if new.verdict == "proved" else "worse"
         yield made(way, f"{old.verdict} became {new.verdict}")
     was, now = old.forward, new.forward
-    if was is not None and now is not None and not new.by_design and old.precision == new.precision:
+    comparable = old.precision == new.precision and not new.by_design and _sound(old) and _sound(new)
+    if was is not None and now is not None and comparable:
         first, second = was.headroom_bits, now.headroom_bits
         if (way_ := _moved(first, second, bits)) is not None:
             peaks = f"peak {number(was.peak)} became {number(now.peak)}"
@@ -222,6 +223,11 @@ def _site(old: SiteReport, new: SiteReport, bits: float, decibels: float) -> Ite
             yield made(way_, said, first, second)
 
 
+def _sound(site: SiteReport) -> bool:
+    """After a fault that was repaired, numbers are those of the repaired run."""
+    return site.verdict not in ("overflows", "poisoned")
+
+
 def _moved(old: float | None, new: float | None, slack: float) -> Literal["worse", "better"] | None:
     """Nothing means that there is no limit: all zeros have every headroom, an exact result any accuracy."""
     first, second = (math.inf if value is None else value for value in (old, new))
@@ -236,9 +242,16 @@ def _said(value: float | None, unit: str) -> str:
 
 def _outputs(old: Report, new: Report, decibels: float) -> Iterable[Change]:
     before = {output.name: output for output in old.outputs}
+    broken, fixed = ({o.name for o in report.broken_outputs} for report in (new, old))
     for output in new.outputs:
         was = before.get(output.name)
-        way = _moved(was.sqnr_db, output.sqnr_db, decibels) if was is not None else None
-        if was is not None and way is not None:
+        if was is None or output.name in broken | fixed:
+            if was is not None and (output.name in broken) != (output.name in fixed):
+                worse = output.name in broken
+                said = "now holds infinity or NaN" if worse else "no longer holds infinity or NaN"
+                yield Change("worse" if worse else "better", "", output.name, said)
+            continue
+        way = _moved(was.sqnr_db, output.sqnr_db, decibels)
+        if way is not None:
             said = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(output.sqnr_db, 'dB')}"
             yield Change(way, "", output.name, said, was.sqnr_db, output.sqnr_db)

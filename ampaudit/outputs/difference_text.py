@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ampaudit.outputs.difference import Change, Difference, Differences
 from ampaudit.outputs.markdown import code, escaped, table
-from ampaudit.report.grid import labelled
+from ampaudit.report.grid import hanging, labelled
 from ampaudit.words import plain
 
 __all__ = ["difference_markdown", "render_differences"]
@@ -52,9 +52,10 @@ def _by_layer(changes: Sequence[Change], verbose: bool) -> Iterable[RenderableTy
     layers = _layers(changes)
     shown = list(layers.items()) if verbose else list(layers.items())[:_LAYERS]
     for layer, own in shown:
-        lines: list[Text] = [Text(plain(layer or "(whole model)"), "bold")]
         some = own if verbose else own[:_SITES]
-        lines += [Text.assemble("  ", (_short(change), "cyan"), f"  {plain(change.what)}") for change in some]
+        rows = hanging((Text(_short(change), "cyan"), Text(plain(change.what))) for change in some)
+        lines: list[RenderableType] = [Text(plain(layer or "(whole model)"), "bold")]
+        lines.append(Padding(rows, (0, 0, 0, 2), expand=False))
         if len(own) > len(some):
             lines.append(Text(f"  and {len(own) - len(some)} more", "dim"))
         yield Padding(Group(*lines), (0, 0, 0, 2), expand=False)

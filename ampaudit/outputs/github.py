@@ -38,7 +38,7 @@ def _annotation(subject: Subject, alert: Alert, command: str) -> str:
     if alert.line is not None:
         fields = {"file": relative_path(alert.line.file), "line": str(max(alert.line.line, 1)), **fields}
     properties = ",".join(f"{name}={_property(value)}" for name, value in fields.items())
-    text = f"{alert.site} ({subject.label})\n{alert.text}\n{alert.advice}"
+    text = f"{alert.site} ({subject.label})\n{alert.text}\n{alert.advice}".rstrip()
     return f"::{command} {properties}::{_message(text)}"
 
 

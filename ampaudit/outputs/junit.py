@@ -70,7 +70,7 @@ def _paragraph(alert: Alert) -> str:
     where = f" {alert.line.file}:{alert.line.line}" if alert.line is not None else ""
     hidden = f" (suppressed: {alert.suppressed})" if alert.suppressed is not None else ""
     head = f"{alert.level.value}: {alert.code} {alert.title} at {alert.site}{where}{hidden}"
-    return f"{head}\n{alert.text}\n{alert.advice}"
+    return f"{head}\n{alert.text}\n{alert.advice}".rstrip()
 
 
 def _legal(text: str) -> str:

@@ -12,7 +12,7 @@ from ampaudit.report.evidence import relative_path
 from ampaudit.report.finding import Severity
 from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.model import Report
-from ampaudit.report.tables import least_headroom, nearest_sites
+from ampaudit.report.tables import least_headroom, nearest_sites, output_word
 from ampaudit.report.training import TrainingReport
 from ampaudit.words import number, plain, size_of
 
@@ -91,7 +91,10 @@ def _alerts(subject: Subject) -> list[str]:
 
 
 def _details(alert: Alert) -> list[str]:
-    lines = [escaped(line) for line in (*alert.text.split("\n"), f"next: {alert.advice}")]
+    lines = [
+        escaped(line)
+        for line in (*alert.text.split("\n"), *([f"next: {alert.advice}"] if alert.advice else []))
+    ]
     title = f"{escaped(alert.code)} at {escaped(alert.site)}"
     return [f"<details><summary>{title}</summary>", "", "<br>\n".join(lines), "", "</details>", ""]
 
@@ -129,12 +132,9 @@ def _policies(reports: Sequence[Report]) -> Iterable[str]:
     for report in reports:
         least = least_headroom(report)
         bits = f"{least.forward.headroom_bits:.1f} bits" if least and least.forward else ""
-        sqnr = [o.sqnr_db for o in report.outputs if o.sqnr_db is not None]
         verdict = "✅ PASS" if report.exit_code == 0 else "❌ FAIL"
         breaks = str(report.count(Severity.ERROR))
-        rows.append(
-            (code(report.run.policy), verdict, breaks, bits, f"{min(sqnr):.0f} dB" if sqnr else "exact")
-        )
+        rows.append((code(report.run.policy), verdict, breaks, bits, output_word(report)))
     return table(("policy", "", "breaks", "least headroom", "output"), rows, right=(2, 3, 4))
 
 

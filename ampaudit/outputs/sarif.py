@@ -84,7 +84,7 @@ def _documented(page: Page) -> dict[str, Any]:
 
 
 def _result(subject: Subject, alert: Alert, rule: int) -> dict[str, Any]:
-    text = f"{alert.site}: {alert.text}\n{alert.advice}"
+    text = f"{alert.site}: {alert.text}\n{alert.advice}".rstrip()
     result: dict[str, Any] = {
         "ruleId": alert.code,
         "ruleIndex": rule,

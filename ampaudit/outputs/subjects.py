@@ -175,7 +175,7 @@ def _alert(finding: Finding, case: str, rank: float) -> Alert:
         case=case,
         site=plain(finding.site),
         text="\n".join(line for line in lines if line),
-        advice=plain(finding.advice),
+        advice="" if finding.tried else plain(finding.advice),
         line=_safe(line),
         related=_safe(SourceLine(computed.file, computed.line, computed.code))
         if inside and computed

@@ -13,7 +13,7 @@ from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.grid import open_table
 from ampaudit.report.jsonfile import to_json
 from ampaudit.report.model import Report
-from ampaudit.report.tables import least_headroom
+from ampaudit.report.tables import least_headroom, output_word
 from ampaudit.words import plain, short_op, size_of
 
 __all__ = ["Comparison", "comparison_json", "render_comparison"]
@@ -74,7 +74,6 @@ def _row(report: Report) -> list[str | Text]:
     errors = report.count(Severity.ERROR)
     least = least_headroom(report)
     bits = f"{least.forward.headroom_bits:.1f} bits" if least and least.forward else ""
-    sqnr = [o.sqnr_db for o in report.outputs if o.sqnr_db is not None]
     lowered = sum(site.precision == report.run.dtype for site in report.sites)
     verdict = Text("PASS", "bold green") if report.exit_code == 0 else Text("FAIL", "bold red")
     return [
@@ -82,7 +81,7 @@ def _row(report: Report) -> list[str | Text]:
         verdict,
         str(errors) if errors else "",
         bits,
-        f"{min(sqnr):.0f} dB" if sqnr else "exact",
+        output_word(report),
         f"{lowered} of {len(report.sites)}",
         str(report.coverage.casts),
         size_of(report.weights.working_bytes) if report.weights.working_bytes else "FP32",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Literal
 
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["labelled", "open_table"]
+__all__ = ["hanging", "labelled", "open_table"]
 
 
 def open_table(*columns: str, width: int | None = None, left: Collection[str] = ()) -> Table:
@@ -18,6 +19,16 @@ def open_table(*columns: str, width: int | None = None, left: Collection[str] = 
         flush: Literal["left", "right"] = "left" if index == 0 or name in left else "right"
         table.add_column(name, justify=flush, min_width=width if index == 0 else None)
     return table
+
+
+def hanging(rows: Iterable[tuple[Text, RenderableType]]) -> Table:
+    """Labels, and beside each a text whose lines stay together."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in rows:
+        grid.add_row(label, text)
+    return grid
 
 
 def labelled(rows: Iterable[tuple[str | Text, ...]]) -> Table:

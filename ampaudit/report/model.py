@@ -240,6 +240,12 @@ class Report:
             return 3
         return 0 if self.verdict == "pass" else 1
 
+    @property
+    def broken_outputs(self) -> tuple[OutputAccuracy, ...]:
+        """Outputs that an overflow or NaN reaches; their accuracy is that of the repaired run."""
+        wrong = {site.site for site in self.sites if site.verdict in ("overflows", "poisoned")}
+        return tuple(output for output in self.outputs if output.site in wrong)
+
     def count(self, severity: Severity) -> int:
         """Findings of one severity, without those that are suppressed."""
         return sum(f.severity is severity and f.suppressed is None for f in self.findings)

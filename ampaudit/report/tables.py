@@ -19,6 +19,7 @@ __all__ = [
     "least_headroom",
     "nearest_sites",
     "nearest_table",
+    "output_word",
     "raised_table",
     "summary",
     "summary_rows",
@@ -249,6 +250,14 @@ def _beyond_rows(report: Report) -> list[tuple[str, str]]:
         interval = f"(90 %: {number(t.low)} to {number(t.high)}, from {t.batches} batches)"
         rows.append(("Tail", f"{plain(t.site)}: {rate} {interval}"))
     return rows
+
+
+def output_word(report: Report) -> str:
+    """How accurate the least accurate output is: ``63 dB``, ``exact`` or ``broken``."""
+    if report.broken_outputs:
+        return "broken"
+    sqnr = [output.sqnr_db for output in report.outputs if output.sqnr_db is not None]
+    return f"{min(sqnr):.0f} dB" if sqnr else "exact"
 
 
 def _outputs(report: Report) -> str:

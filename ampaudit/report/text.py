@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
@@ -9,6 +11,7 @@ from rich.text import Text
 from ampaudit.report.evidence import evidence_text, poisons_text, relative_path, title_of
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.gradient_tables import gradient_tables
+from ampaudit.report.grid import hanging
 from ampaudit.report.model import Report
 from ampaudit.report.tables import (
     all_sites,
@@ -129,26 +132,24 @@ def finding_text(finding: Finding, position: int, named: str = "(top module)") -
             )
     if seen := evidence_text(finding):
         body.append(Text(seen))
-    body.append(Text.assemble(("why   ", "dim"), plain(finding.cause)))
+    said: list[tuple[Text, RenderableType]] = [(Text("why", "dim"), Text(plain(finding.cause)))]
     if finding.poisons:
-        body.append(Text.assemble(("then  ", "dim"), poisons_text(finding)))
-    body += _advice(finding)
+        said.append((Text("then", "dim"), Text(poisons_text(finding))))
+    body.append(hanging([*said, *_advice(finding)]))
     return Group(*lines, Padding(Group(*body), (0, 0, 0, 4), expand=False))
 
 
-def _advice(finding: Finding) -> list[RenderableType]:
+def _advice(finding: Finding) -> Iterable[tuple[Text, RenderableType]]:
     """What was tried and cures; or, where nothing was tried, what may."""
     if not finding.tried:
         can_try = finding.severity is Severity.ERROR and finding.phase != "backward"
         untried = " (not tried; --advise tries)" if can_try else ""
-        return [Text.assemble(("next  ", "dim"), plain(finding.advice), (untried, "dim"))]
-    lines: list[RenderableType] = []
+        yield Text("next", "dim"), Text.assemble(plain(finding.advice), (untried, "dim"))
     for trial in finding.tried:
-        lines.append(Text.assemble(("cure  ", "bold green"), plain(trial.change)))
-        lines += [Text(f"      {plain(line)}", "cyan") for line in trial.paste.splitlines()]
-        lines.append(Text.assemble(("      before  ", "dim"), plain(trial.before)))
-        lines.append(Text.assemble(("      after   ", "dim"), plain(trial.after)))
-    return lines
+        paste = (Text(plain(line), "cyan") for line in trial.paste.splitlines())
+        tried = [("before", trial.before), ("after", trial.after)]
+        runs = hanging((Text(label, "dim"), Text(plain(text))) for label, text in tried)
+        yield Text("cure", "bold green"), Group(Text(plain(trial.change)), *paste, runs)
 
 
 def _source_line(file: str, line: int, code: str) -> Text:

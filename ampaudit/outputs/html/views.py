@@ -10,7 +10,7 @@ from ampaudit.report.evidence import evidence_text, evident_line, relative_path,
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.model import Report
-from ampaudit.report.tables import least_headroom, summary_rows
+from ampaudit.report.tables import least_headroom, output_word, summary_rows
 from ampaudit.report.text import verdict_words
 from ampaudit.words import plain, short_op
 
@@ -144,12 +144,9 @@ def _tiles(report: Report, active: Counter[str]) -> list[Tile]:
 
 
 def _accuracy(report: Report) -> Tile:
-    verdicts = {site.site: site.verdict for site in report.sites}
-    broken = [o.name for o in report.outputs if o.site and verdicts.get(o.site) in ("overflows", "poisoned")]
-    if broken:
-        return Tile("Output", "broken", f"{plain(broken[0])} holds infinity or NaN", "bad")
-    sqnr = [output.sqnr_db for output in report.outputs if output.sqnr_db is not None]
-    return Tile("Output", f"{min(sqnr):.0f} dB" if sqnr else "exact", "signal to error against FP32")
+    broken = report.broken_outputs
+    note = f"{plain(broken[0].name)} holds infinity or NaN" if broken else "signal to error against FP32"
+    return Tile("Output", output_word(report), note, "bad" if broken else "")
 
 
 def _finding(finding: Finding) -> FindingView:
