@@ -133,7 +133,8 @@ def _difference(old: Report, new: Report, bits: float, decibels: float) -> Diffe
     before = {site.site: site for site in old.sites}
     after = {site.site: site for site in new.sites}
     both = [(before[name], site) for name, site in after.items() if name in before]
-    by_site = [list(_site(a, b, bits, decibels)) for a, b in both]
+    repaired = _repaired(old, new)
+    by_site = [list(_site(a, b, bits, decibels, b.site not in repaired)) for a, b in both]
     changes = [*_findings(old, new), *(c for found in by_site for c in found), *_outputs(old, new, decibels)]
     order: dict[str, int] = {name: index for index, name in enumerate(after)}
     return Difference(
@@ -191,7 +192,7 @@ def _about(finding: Finding, way: Way, what: str) -> Change:
     return Change(way, finding.layer, finding.site, what)
 
 
-def _site(old: SiteReport, new: SiteReport, bits: float, decibels: float) -> Iterator[Change]:
+def _site(old: SiteReport, new: SiteReport, bits: float, decibels: float, sound: bool) -> Iterator[Change]:
     def made(way: Way, what: str, first: float | None = None, second: float | None = None) -> Change:
         return Change(way, new.layer, new.site, what, first, second)
 
@@ -201,7 +202,7 @@ def _site(old: SiteReport, new: SiteReport, bits: float, decibels: float) -> Ite
         way: Way = "better" if new.verdict == "proved" else "worse"
         yield made(way, f"{old.verdict} became {new.verdict}")
     was, now = old.forward, new.forward
-    comparable = old.precision == new.precision and not new.by_design and _sound(old) and _sound(new)
+    comparable = old.precision == new.precision and not new.by_design and sound
     if was is not None and now is not None and comparable:
         first, second = was.headroom_bits, now.headroom_bits
         if (way_ := _moved(first, second, bits)) is not None:
@@ -223,9 +224,21 @@ def _site(old: SiteReport, new: SiteReport, bits: float, decibels: float) -> Ite
             yield made(way_, said, first, second)
 
 
-def _sound(site: SiteReport) -> bool:
-    """After a fault that was repaired, numbers are those of the repaired run."""
-    return site.verdict not in ("overflows", "poisoned")
+def _repaired(old: Report, new: Report) -> set[str]:
+    """Sites whose numbers cannot be compared.
+
+    After a fault, numbers are those of a run in which it was repaired. So nothing is compared at a fault or
+    at what it poisons, nor after the first fault that only one of the two runs has.
+    """
+    found: set[str] = set()
+    faults = [{s.site for s in report.sites if s.verdict == "overflows"} for report in (old, new)]
+    for report in (old, new):
+        after = False
+        for site in report.sites:
+            after = after or site.site in faults[0] ^ faults[1]
+            if after or site.verdict in ("overflows", "poisoned"):
+                found.add(site.site)
+    return found
 
 
 def _moved(old: float | None, new: float | None, slack: float) -> Literal["worse", "better"] | None:

@@ -1,0 +1,109 @@
+"""The pytest plugin as a project uses it: a fixture, defaults in the ini file, a message that says all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ampaudit
+from ampaudit.errors import UsageError
+
+TESTS = """
+import torch
+from torch import nn
+
+def model(gain):
+    made = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    with torch.no_grad():
+        made[0].weight.fill_(gain)
+    return made
+
+def test_breaks(assert_safe):
+    assert_safe(model(5e4), torch.ones(2, 8))
+
+def test_is_safe(assert_safe):
+    report = assert_safe(model(1.0), torch.ones(2, 8), dtype="bfloat16")
+    assert report.run.policy == "half"
+    assert report.run.dtype == "bfloat16"
+"""
+
+
+def project(
+    path: Path, *arguments: str, ini: str = "ampaudit_policy = half"
+) -> subprocess.CompletedProcess[str]:
+    (path / "test_models.py").write_text(TESTS)
+    (path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", *arguments],
+        cwd=path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_in_a_project_of_its_own(tmp_path: Path) -> None:
+    done = project(tmp_path, "--ampaudit-report", "reports")
+    assert done.returncode == 1
+    assert "1 failed, 1 passed" in done.stdout
+    for expected in (
+        "the model is not safe in float16 under policy half",
+        "FAIL  1 place breaks in float16",
+        "AMP101 overflow",
+        "limit 65,504",
+        "report written to reports/test_models.py-test_breaks.html",
+    ):
+        assert expected in done.stdout, done.stdout
+    assert "torch.__trace" not in done.stdout
+    assert "assertion.py" not in done.stdout.split("short test summary")[0].split("test_models.py:15")[0]
+    names = {path.name for path in (tmp_path / "reports").iterdir()}
+    tests = ("test_models.py-test_breaks", "test_models.py-test_is_safe")
+    assert names == {f"{test}.{form}" for test in tests for form in ("json", "html")}
+
+
+def test_loading_the_plugin_does_not_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text(
+        "import sys\ndef test_it():\n    assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def overflowing() -> nn.Module:
+    made = nn.Linear(8, 8).eval()
+    with torch.no_grad():
+        made.weight.fill_(1e4)
+    return made
+
+
+def test_without_the_fixture() -> None:
+    with pytest.raises(ampaudit.UnsafeModel, match="AMP101 overflow") as caught:
+        ampaudit.assert_safe(overflowing(), torch.ones(2, 8), policy="half")
+    assert isinstance(caught.value, AssertionError)
+    assert caught.value.report.findings[0].code == "AMP101"
+    assert "\x1b" not in str(caught.value)
+    report = ampaudit.assert_safe(overflowing(), torch.ones(2, 8), policy="half", allow=["AMP101"])
+    assert report.findings[0].code == "AMP101"
+    assert ampaudit.assert_safe(overflowing(), torch.ones(2, 8)).raised  # the default policy cures it
+
+
+def test_budgets_of_headroom_and_accuracy() -> None:
+    model, ones = nn.Linear(8, 8).eval(), torch.ones(2, 8)
+    bits = ampaudit.assert_safe(model, ones, min_headroom=3.0, min_sqnr=30.0)
+    assert bits.exit_code == 0
+    with pytest.raises(
+        ampaudit.UnsafeModel, match=r"min-headroom at \(top\)/linear: headroom \d+\.\d+ bits, 30 asked for"
+    ):
+        ampaudit.assert_safe(model, ones, min_headroom=30.0)
+    with pytest.raises(ampaudit.UnsafeModel, match="min-sqnr at outputs"):
+        ampaudit.assert_safe(model, ones, min_sqnr=500.0)
+
+
+def test_an_unknown_code_is_refused() -> None:
+    with pytest.raises(UsageError, match="AMP1O1"):
+        ampaudit.assert_safe(nn.Linear(8, 8), torch.ones(2, 8), allow=["AMP1O1"])
