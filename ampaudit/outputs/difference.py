@@ -135,7 +135,11 @@ def _difference(old: Report, new: Report, bits: float, decibels: float) -> Diffe
     both = [(before[name], site) for name, site in after.items() if name in before]
     repaired = _repaired(old, new)
     by_site = [list(_site(a, b, bits, decibels, b.site not in repaired)) for a, b in both]
-    changes = [*_findings(old, new), *(c for found in by_site for c in found), *_outputs(old, new, decibels)]
+    changes = [
+        *_findings(old, new),
+        *(c for found in by_site for c in found),
+        *_outputs(old, new, decibels, repaired),
+    ]
     order: dict[str, int] = {name: index for index, name in enumerate(after)}
     return Difference(
         old=_side(old),
@@ -253,7 +257,7 @@ def _said(value: float | None, unit: str) -> str:
     return "unlimited" if value is None else f"{value:.1f} {unit}"
 
 
-def _outputs(old: Report, new: Report, decibels: float) -> Iterable[Change]:
+def _outputs(old: Report, new: Report, decibels: float, repaired: set[str]) -> Iterable[Change]:
     before = {output.name: output for output in old.outputs}
     broken, fixed = ({o.name for o in report.broken_outputs} for report in (new, old))
     for output in new.outputs:
@@ -264,7 +268,7 @@ def _outputs(old: Report, new: Report, decibels: float) -> Iterable[Change]:
                 said = "now holds infinity or NaN" if worse else "no longer holds infinity or NaN"
                 yield Change("worse" if worse else "better", "", output.name, said)
             continue
-        way = _moved(was.sqnr_db, output.sqnr_db, decibels)
+        way = None if output.site in repaired else _moved(was.sqnr_db, output.sqnr_db, decibels)
         if way is not None:
             said = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(output.sqnr_db, 'dB')}"
             yield Change(way, "", output.name, said, was.sqnr_db, output.sqnr_db)
