@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint check schema docs aten bench clean
+.PHONY: demo test lint check browser charts schema docs aten bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
@@ -18,6 +18,12 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 check: lint test
+
+browser: $(VENV)/.dev
+	tools/browser.sh $(BIN)
+
+charts:
+	cd tools/charts && npm install --no-package-lock --no-audit --no-fund && npm run build
 
 schema: $(VENV)/.dev
 	$(BIN)/python -c "from ampaudit.report.jsonfile import schema_text; print(schema_text(), end='')" > docs/report.schema.json
@@ -35,6 +41,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/proofs.py
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/reports.py
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

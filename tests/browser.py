@@ -18,21 +18,25 @@ FLAGS = (
 )
 
 
-def chromium() -> str | None:
-    """The program: the one that AMPAUDIT_CHROMIUM names, or the first that is installed."""
+def chromium(tools: Any) -> str | None:
+    """The program: the one that AMPAUDIT_CHROMIUM names, the first that is installed, or Playwright's own."""
     named = os.environ.get("AMPAUDIT_CHROMIUM")
-    return named or next((path for name in NAMES if (path := shutil.which(name))), None)
+    found = named or next((path for name in NAMES if (path := shutil.which(name))), None)
+    own: str = tools.chromium.executable_path
+    return found or (own if os.path.exists(own) else None)
 
 
 @contextmanager
 def browser() -> Iterator[Any]:
     """A running browser; skips the test, with a reason, where there is none."""
-    path = chromium()
-    if path is None or find_spec("playwright") is None:
-        pytest.skip("no Chromium on this machine: make browser")
+    if find_spec("playwright") is None:
+        pytest.skip("playwright is not installed")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as tools:
+        path = chromium(tools)
+        if path is None:
+            pytest.skip("no Chromium on this machine: make browser")
         started = tools.chromium.launch(executable_path=path, args=list(FLAGS))
         try:
             yield started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -355,16 +356,45 @@ def ci_copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_github_workflow_runs(tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize(("scale", "code"), [("1.0", 0), ("1e6", 1)])
+def test_the_github_workflow_runs(tmp_path: Path, scale: str, code: int) -> None:
     workflow = yaml.safe_load((ROOT / "examples" / "ci" / "github-actions.yml").read_text())
     steps = [step["run"] for step in workflow["jobs"]["check"]["steps"] if "run" in step]
-    (command,) = [step for step in steps if step.startswith("ampaudit")]
+    steps = [step for step in steps if step.startswith("ampaudit")]
     folder = ci_copy(tmp_path)
-    done = cli(*command.split()[1:], cwd=folder)
-    assert done.returncode == 0, done.stderr
+    text = (folder / "model.py").read_text()
+    (folder / "model.py").write_text(text.replace("torch.randn(32, 64)", f"torch.randn(32, 64) * {scale}"))
+    program = folder / "bin" / "ampaudit"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ampaudit "$@"\n')
+    program.chmod(0o755)
+    own = {
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
+    }
+    done = [
+        subprocess.run(
+            ["bash", "-e", "-c", step],
+            cwd=folder,
+            env={**os.environ, **own},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for step in steps
+    ]
+    assert [one.returncode for one in done] == [code, 0], [one.stderr for one in done]
     (target,) = json.loads((folder / "precision.json").read_text())["targets"]
-    assert target["verdict"] == "pass"
+    assert target["verdict"] == ("fail" if code else "pass")
     assert target["measured"]["metric_fp32"] is not None
+    assert ("::error file=model.py,line=" in done[1].stdout) == bool(code)
+    assert (folder / "summary.md").read_text().startswith("## ❌ FAIL" if code else "## ✅ PASS")
+    results = json.loads((folder / "precision.sarif").read_text())["runs"][0]["results"]
+    assert bool(results) == bool(code)
+    assert all(
+        r["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "model.py" for r in results
+    )
+    assert (folder / "precision.xml").read_text().count("<failure") == code
 
 
 @pytest.mark.parametrize(("scale", "code"), [("1.0", 0), ("1e6", 1)])

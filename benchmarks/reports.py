@@ -1,0 +1,113 @@
+"""What rendering costs: every format of a saved report of 5,000 sites, and the page at growing sizes.
+
+Prints the time of each format in this process (medians), the time of the whole command, which is what a user
+waits for, and the size of the page; and the exponent of the power law of time against sites (1 is linear).
+
+    python benchmarks/reports.py [--repeats 9] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ampaudit.outputs.documents import parse_document, read_document
+from ampaudit.outputs.render import as_file
+from ampaudit.report.jsonfile import to_json
+from ampaudit.report.model import Report
+from ampaudit.sites import SiteId
+
+SAVED = Path(__file__).parents[1] / "tests" / "data" / "reports" / "overflow.json"
+SIZES = (500, 1000, 2500, 5000, 10_000)
+FORMS = ("html", "json", "markdown", "sarif", "junit", "github", "csv")
+LIMIT_SECONDS = 1.0
+
+
+def stretched(report: Report, sites: int) -> Report:
+    """The same model, again and again."""
+    own = report.sites
+    made = []
+    for index in range(sites):
+        site = own[index % len(own)]
+        layer = f"stack.{index // len(own)}.{site.layer}"
+        made.append(replace(site, layer=layer, site=SiteId(f"{layer}/{site.op}#{index}")))
+    return replace(report, sites=tuple(made))
+
+
+def spread(call: Callable[[], Any], repeats: int) -> dict[str, float]:
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return {"median": statistics.median(seconds), "least": min(seconds), "most": max(seconds)}
+
+
+def command(path: Path, form: str) -> None:
+    arguments = [sys.executable, "-m", "ampaudit", "report", str(path), "--format", form]
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+
+
+def exponent(times: dict[int, float]) -> float:
+    """Slope of log time against log size, by least squares."""
+    xs, ys = [math.log(n) for n in times], [math.log(t) for t in times.values()]
+    mx, my = statistics.mean(xs), statistics.mean(ys)
+    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    base = parse_document(SAVED.read_text(encoding="utf-8"), SAVED.name)
+    assert isinstance(base, Report)
+    report = stretched(base, 5000)
+    found: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.processor()}
+    found["rendering"] = {form: spread(lambda f=form: as_file(report, f), options.repeats) for form in FORMS}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        path.write_text(to_json(report), encoding="utf-8")
+        found["json bytes"] = path.stat().st_size
+        found["reading"] = spread(lambda: read_document(path), options.repeats)
+        found["command"] = {
+            f: spread(lambda f=f: command(path, f), options.repeats) for f in ("html", "sarif")
+        }
+    pages = {size: stretched(base, size) for size in SIZES}
+    found["page bytes"] = {size: len(as_file(page, "html").encode()) for size, page in pages.items()}
+    times = {s: spread(lambda p=p: as_file(p, "html"), options.repeats)["median"] for s, p in pages.items()}
+    found["page seconds"], found["exponent"] = times, exponent(times)
+    show(found)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"5,000 sites, {found['json bytes'] / 1e6:.1f} MB of JSON, read in {found['reading']['median']:.2f} s"
+    )
+    for form, row in found["rendering"].items():
+        print(f"{form:10} {row['median']:.3f} s ({row['least']:.3f} to {row['most']:.3f})")
+    for form, row in found["command"].items():
+        verdict = "within" if row["median"] < LIMIT_SECONDS else "OVER"
+        spent = f"{row['median']:.2f} s ({row['least']:.2f} to {row['most']:.2f})"
+        print(f"the whole command, {form}: {spent}, {verdict} the limit of {LIMIT_SECONDS:g} s")
+    for size, count in found["page bytes"].items():
+        print(f"page of {size:6,} sites: {count / 1e3:,.0f} kB in {found['page seconds'][size]:.3f} s")
+    print(f"time grows with sites to the power {found['exponent']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
