@@ -26,6 +26,7 @@ def figure_data(report: Report) -> dict[str, Any]:
     measured = [site for site in report.sites if site.forward is not None or site.gradient is not None]
     return {
         "dtype": form.name,
+        "label": f"{plain(report.run.policy)}, {form.name}",
         "max": form.max,
         "minNormal": form.min_normal,
         "minSubnormal": form.min_subnormal,

@@ -43,11 +43,16 @@ function showRange() {
   else showDetail(reports[state.report], null);
 }
 
-function showKey(report) {
+function rowKeys() {
   const keys = [["var(--lower)", "16 bits"], ["var(--wide)", "kept in float32"], ["var(--broken)", "breaks"]];
   const rows = rowsOf(state.report, "sites");
   if (rows.some((row) => row.bound !== null)) keys.push(["var(--proof)", "proved bound"]);
   if (rows.some((row) => row.g2 !== null)) keys.push(["var(--gradient)", "gradient, times the loss scale"]);
+  return keys;
+}
+
+function showKey(report) {
+  const keys = rowKeys();
   keys.push(["var(--band)", `${report.dtype} normal`], ["var(--thin-band)", "subnormal: fewer digits"], ["var(--over-band)", "infinite"]);
   byId("range-key").replaceChildren(...keys.map(([fill, text]) => keyOf(fill, text)));
 }
@@ -77,7 +82,7 @@ function showReport(index) {
 function save() {
   const rows = shownRows().slice(0, 60);
   const domain = rangeDomain(reports[state.report], rows.filter((row) => !row.design));
-  const text = picture(reports[state.report], rows, domain, document.title);
+  const text = picture(reports[state.report], rows, domain, `${document.title}: ${reports[state.report].label}`, rowKeys());
   const link = element("a", { download: "ampaudit.svg", href: URL.createObjectURL(new Blob([text], { type: "image/svg+xml" })) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);

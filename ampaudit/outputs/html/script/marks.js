@@ -31,9 +31,12 @@ function bands(report, [low, high], y1, y2) {
 const colour = (row) => (row.broken || row.worst === "error" ? "var(--broken)" : row.lower ? "var(--lower)" : "var(--wide)");
 
 // Rows at y = 0, 1, 2 ...; each from its smallest to its largest value, thick where nine tenths of them are.
-function rowMarks(rows) {
+function rowMarks(rows, [left, right]) {
   const at = rows.map((row, y) => ({ ...row, y, fill: colour(row), faint: row.design ? 0.25 : 1 }));
   const drawn = at.filter((row) => row.peak !== null);
+  const inside = drawn.filter((row) => row.peak >= left && row.peak <= right);
+  const beyond = drawn.filter((row) => row.peak > right);  // an arrow: it goes on
+  const below = drawn.filter((row) => row.low !== null && row.low < left);
   const thin = drawn.map((row) => ({ ...row, from: row.low === null ? row.peak : Math.min(row.low, row.q1 ?? row.low) }));
   const thick = drawn.filter((row) => row.q1 !== null);
   const proved = at.filter((row) => row.bound !== null && row.peak !== null && row.bound >= row.peak);
@@ -41,9 +44,11 @@ function rowMarks(rows) {
   return [
     Plot.ruleY(thin, { y: "y", x1: "from", x2: "peak", stroke: "fill", strokeWidth: 1.5, strokeOpacity: "faint" }),
     Plot.ruleY(thick, { y: "y", x1: "q1", x2: "q2", stroke: "fill", strokeWidth: 7, strokeOpacity: (d) => 0.85 * d.faint }),
-    Plot.dot(drawn, { x: "peak", y: "y", r: 3, fill: "fill", fillOpacity: "faint" }),
+    Plot.dot(inside, { x: "peak", y: "y", r: 3, fill: "fill", fillOpacity: "faint" }),
     Plot.ruleY(proved, { y: "y", x1: "peak", x2: "bound", stroke: "var(--proof)", strokeDasharray: "2,3" }),
     Plot.ruleX(proved, { x: "bound", y1: (d) => d.y - 0.28, y2: (d) => d.y + 0.28, stroke: "var(--proof)", strokeWidth: 2.5 }),
+    Plot.text(beyond, { x: () => right, y: "y", text: () => "▸", fill: "var(--ink)", dx: -5, fontSize: 15 }),
+    Plot.text(below, { x: () => left, y: "y", text: () => "◂", fill: "var(--ink)", dx: 5, fontSize: 15 }),
     Plot.ruleY(slopes, { y: (d) => d.y + 0.33, x1: "g1", x2: "g2", stroke: "var(--gradient)", strokeWidth: 3, strokeLinecap: "round" }),
   ];
 }
@@ -74,7 +79,7 @@ function rangePlot(report, rows, domain, width) {
       ...bands(report, domain, -0.5, rows.length - 0.5),
       Plot.gridX(ticks(domain, width), { stroke: "var(--ink)", strokeOpacity: 0.08 }),
       Plot.ruleX(limits(report, domain).slice(0, 1), { x: "at", stroke: "var(--bad)", strokeWidth: 1.5 }),
-      ...rowMarks(rows),
+      ...rowMarks(rows, domain),
     ],
   });
 }

@@ -130,18 +130,21 @@ function describe(row) {
 }
 
 // A picture of its own: names beside the rows, colours resolved, so that it can be shared.
-function picture(report, rows, domain, title) {
-  const width = 1000, left = 330, height = rows.length * ROW;
+function picture(report, rows, domain, title, keys) {
+  const width = 1000, left = 330, height = rows.length * ROW, foot = 62 + height;
+  const places = keys.map(([fill, text], i) => ({ fill, text, x: domain[0] + ((domain[1] - domain[0]) * i) / keys.length }));
   const plot = Plot.plot({
-    width, height: height + 70, marginLeft: left, marginTop: 62, marginBottom: 8, marginRight: 14, axis: null,
+    width, height: foot + 36, marginLeft: left, marginTop: 62, marginBottom: 36, marginRight: 14, axis: null,
     x: { domain, clamp: true }, y: { type: "linear", domain: [-0.5, rows.length - 0.5], range: [62, 62 + height] },
     style: { background: "var(--page)", color: "var(--ink)", fontFamily: "sans-serif", fontSize: "12px" },
     marks: [
       ...bands(report, domain, -0.5, rows.length - 0.5),
-      ...rowMarks(rows),
+      ...rowMarks(rows, domain),
       Plot.text(rows, { y: (d, i) => i, frameAnchor: "left", dx: -8, textAnchor: "end", text: (d) => shortened(d.name, 46), fill: "var(--ink)" }),
       Plot.text(ticks(domain, width - left), { x: (d) => d, frameAnchor: "top", dy: -10, text: power, fill: "var(--soft)" }),
       Plot.text(limits(report, domain), { x: "at", frameAnchor: "top", dy: -26, text: "text", fill: "var(--ink)" }),
+      Plot.dot(places, { x: "x", frameAnchor: "bottom", dx: 6, dy: 22, r: 5, fill: "fill", symbol: "square" }),
+      Plot.text(places, { x: "x", frameAnchor: "bottom", dx: 16, dy: 22, textAnchor: "start", lineAnchor: "middle", text: "text", fill: "var(--ink)" }),
       Plot.text([title], { frameAnchor: "top-left", dx: 10 - left, dy: -46, text: (d) => d, fontWeight: 600, fill: "var(--ink)" }),
     ],
   });
