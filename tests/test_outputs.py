@@ -387,3 +387,29 @@ def test_notes_are_not_failures() -> None:
     assert JUnitXml.fromstring(to_junit(noted).encode()).failures == 0
     assert {r["level"] for r in sarif_of(noted)["runs"][0]["results"]} == {"note"}
     assert {command for command, _, _ in commands(to_github(noted))} == {"notice"}
+
+
+def test_the_documented_table_of_formats_is_right() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "reports.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line[:3] == "| `"
+    ]
+    assert {row[0].strip("`") for row in rows} == FORMATS.keys()
+    kinds = ("overflow", "policies", "training", "check", "plan")
+    for row in rows:
+        form = row[0].strip("`")
+        suffixes = FORMATS[form]
+        assert (row[1].strip("`") in suffixes) if suffixes else row[1] in ("", "any other")
+        for name, cell in zip(kinds, row[3:], strict=True):
+            assert (cell == "yes") == can_be(name, form), (form, name)
+
+
+def can_be(name: str, form: str) -> bool:
+    if form == "text":
+        return for_terminal(saved(name)) is not None
+    try:
+        return bool(as_file(saved(name), form))
+    except UsageError:
+        return False
