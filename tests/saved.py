@@ -22,6 +22,7 @@ COMMANDS = {
     "overflow": ("scan", "examples/t5_feed_forward.py", "--policy", "torch-cuda", "--advise", "--prove"),
     "policies": ("scan", "examples/t5_feed_forward.py", "--policy", "torch-cuda,half,ampaudit"),
     "gradients": ("scan", "examples/training/digits.py", "--backward"),
+    "static": ("scan", "examples/t5_feed_forward.py", "--static"),
     "ranges": ("scan", "examples/t5_feed_forward.py", "--ranges"),
     "training": ("train", "examples/training/digits.py", "--steps", "30", "--policy", "apex-o3"),
     "check": (

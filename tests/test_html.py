@@ -21,7 +21,7 @@ from .browser import browser
 from .saved import HOSTILE, named, saved, saved_report
 
 Open = Callable[..., Any]
-PAGES = ("overflow", "policies", "gradients", "ranges")
+PAGES = ("overflow", "policies", "gradients", "ranges", "static")
 
 
 @pytest.fixture(scope="module")

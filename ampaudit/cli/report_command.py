@@ -24,7 +24,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("-v", "--verbose", is_flag=True, help="Notes and every site, too.")
 @debug_option
 def report_command(file: Path, **options: Any) -> None:
-    """Show the report in FILE, which scan, plan, train or check wrote with --format json.
+    """Show the report in FILE, which a command wrote with --format json; or that of a converted directory.
 
     Nothing is run, and nothing in FILE is. The exit code is 0 whatever the report says.
     """

@@ -29,7 +29,7 @@ def to_csv(document: Document) -> str:
     """The table; the first row names the columns.
 
     Raises:
-        UsageError: results of ``ampaudit check`` have no sites.
+        UsageError: results of ``ampaudit check``, a conversion and a verification have no sites.
     """
     rows = list(_rows(document))
     stream = io.StringIO()
@@ -49,7 +49,7 @@ def _rows(document: Document) -> Iterable[Mapping[str, Cell]]:
         return _parameters(document)
     if isinstance(document, PlanReport):
         return _planned(document)
-    raise UsageError("the results of check have no sites", hint="use --format json, junit, sarif or github")
+    raise UsageError("this report has no table of sites", hint="use --format text or json")
 
 
 def _cell(value: Cell) -> Cell:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ampaudit.checkpoint.layout import MANIFEST, REPORT
 from ampaudit.gate.result import CheckResults
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import Report
@@ -12,25 +14,48 @@ from ampaudit.report.plan import PlanReport
 from ampaudit.report.saved import REPORT_FIELDS, parse_saved, read_saved
 from ampaudit.report.training import TrainingReport
 
+if TYPE_CHECKING:
+    from ampaudit.report.conversion import Conversion
+    from ampaudit.report.verification import Verification
+
 __all__ = ["Document", "parse_document", "read_document"]
 
-Document = Report | Comparison | TrainingReport | PlanReport | CheckResults
+Document: TypeAlias = (
+    "Report | Comparison | TrainingReport | PlanReport | CheckResults | Conversion | Verification"
+)
+
+
+def _conversion() -> Any:
+    from ampaudit.report.conversion import Conversion  # needs torch
+
+    return Conversion
+
+
+def _verification() -> Any:
+    from ampaudit.report.verification import Verification  # needs torch
+
+    return Verification
+
+
 # each is known by fields that only it has
-_KINDS: dict[Any, frozenset[str]] = {
-    Comparison: frozenset({"reports"}),
-    TrainingReport: frozenset({"variants", "steps"}),
-    Report: REPORT_FIELDS,
-    CheckResults: frozenset({"targets"}),
-    PlanReport: frozenset({"policy", "rules", "cast_bytes"}),
+_KINDS: dict[frozenset[str], Callable[[], Any]] = {
+    frozenset({"reports"}): lambda: Comparison,
+    frozenset({"variants", "steps"}): lambda: TrainingReport,
+    REPORT_FIELDS: lambda: Report,
+    frozenset({"targets"}): lambda: CheckResults,
+    frozenset({"policy", "rules", "cast_bytes"}): lambda: PlanReport,
+    frozenset({"bytes_before", "stored"}): _conversion,
+    frozenset({"problems", "directory"}): _verification,
 }
 
 
 def read_document(path: Path) -> Document:
-    """The report in a file.
+    """The report in a file, or in a directory that ``ampaudit convert`` wrote.
 
     Raises:
         InputError: see ``ampaudit.report.saved.read_saved``.
     """
+    path = path / REPORT if (path / MANIFEST).is_file() else path
     found: Document = read_saved(path, _KINDS)
     return found
 

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 from ampaudit.gate.result import CheckResults
 from ampaudit.outputs.documents import Document
 from ampaudit.report.comparison import Comparison
+from ampaudit.report.model import Report
 from ampaudit.report.plan import PlanReport
 from ampaudit.report.training import TrainingReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from ampaudit.report.conversion import Conversion
+    from ampaudit.report.verification import Verification
 
 __all__ = ["as_file", "for_terminal"]
 
@@ -35,9 +39,21 @@ def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
         from ampaudit.gate.summary import render_results
 
         return render_results(document)
-    from ampaudit.report.text import render
+    if isinstance(document, Report):
+        from ampaudit.report.text import render
 
-    return render(document, verbosity=verbosity)
+        return render(document, verbosity=verbosity)
+    return _of_directory(document, verbosity)
+
+
+def _of_directory(document: Conversion | Verification, verbosity: int) -> RenderableType:
+    """What was converted or verified; these modules need torch."""
+    from ampaudit.report.conversion import Conversion, render_conversion
+    from ampaudit.report.verification import render_verification
+
+    if isinstance(document, Conversion):
+        return render_conversion(document)
+    return render_verification(document, verbose=verbosity > 0)
 
 
 def as_file(document: Document, form: str) -> str:

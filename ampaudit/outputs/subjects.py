@@ -82,7 +82,7 @@ def subjects_of(document: Document) -> tuple[Subject, ...]:
     """What a report is about, one or several.
 
     Raises:
-        UsageError: a plan has no findings.
+        UsageError: a plan, a conversion or a verification has no findings.
     """
     if isinstance(document, Report):
         return (_of_report(document),)
@@ -92,7 +92,7 @@ def subjects_of(document: Document) -> tuple[Subject, ...]:
         return (_of_training(document),)
     if isinstance(document, CheckResults):
         return (_of_check(document),)
-    raise UsageError("a plan has no findings", hint="use --format text or json, or scan the model")
+    raise UsageError("this report has no findings", hint="use --format text or json, or scan the model")
 
 
 def _of_report(report: Report) -> Subject:

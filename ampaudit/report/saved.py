@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ __all__ = ["parse_saved", "read_report", "read_saved"]
 _MOST_BYTES = 1 << 30
 _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
 Saved = TypeVar("Saved")
-Kinds = Mapping[type[Saved], frozenset[str]]
+Kinds = Mapping[frozenset[str], Callable[[], type[Saved]]]
 REPORT_FIELDS = frozenset({"findings", "coverage", "run"})
 
 
@@ -28,7 +28,7 @@ def read_report(path: Path, name: str = "") -> Report:
     Raises:
         InputError: see ``read_saved``.
     """
-    return read_saved(path, {Report: REPORT_FIELDS}, name)
+    return read_saved(path, {REPORT_FIELDS: lambda: Report}, name)
 
 
 def read_saved(path: Path, kinds: Kinds[Saved], name: str = "") -> Saved:
@@ -36,7 +36,7 @@ def read_saved(path: Path, kinds: Kinds[Saved], name: str = "") -> Saved:
 
     Args:
         path: of the file.
-        kinds: what may be in it: the first kind all of whose fields are there.
+        kinds: what may be in it, by fields that only it has; the first all of whose fields are there.
         name: what errors call it, if not by its path.
 
     Raises:
@@ -70,11 +70,11 @@ def parse_saved(text: str, name: str, kinds: Kinds[Saved]) -> Saved:
             f"{name}: written by a newer ampaudit (schema {schema}; this one reads {SCHEMA})",
             hint="update ampaudit, or write the report again with this version",
         )
-    kind = next((kind for kind, fields in kinds.items() if fields <= found.keys()), None)
-    if kind is None:
+    loader = next((kind for fields, kind in kinds.items() if fields <= found.keys()), None)
+    if loader is None:
         raise InputError(f"{name}: JSON, but no report of ampaudit that can be used here", hint=_HOW)
     try:
-        return TypeAdapter(kind).validate_python(found, strict=False)
+        return TypeAdapter(loader()).validate_python(found, strict=False)
     except ValidationError as error:
         raise InputError(f"{name}: {_first_fault(error)}", hint=_HOW) from error
 

@@ -17,6 +17,7 @@ __all__ = [
     "all_sites",
     "changed_table",
     "least_headroom",
+    "nearest_of_all",
     "nearest_sites",
     "nearest_table",
     "output_word",
@@ -44,6 +45,12 @@ def _headroom(site: SiteReport) -> float:
     assert site.forward is not None
     assert site.forward.headroom_bits is not None
     return site.forward.headroom_bits
+
+
+def nearest_of_all(report: Report) -> SiteReport | None:
+    """The site with the largest values, in whatever precision; for ``--ranges``, which runs FP32 alone."""
+    sites = [site for site in _measured(list(report.sites)) if not site.by_design]
+    return min(sites, key=_headroom, default=None)
 
 
 def nearest_sites(report: Report) -> list[SiteReport]:

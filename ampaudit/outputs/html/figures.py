@@ -23,14 +23,15 @@ _ALIKE = ("layer", "type", "op", "precision", "verdict", "rule", "why", "file", 
 def figure_data(report: Report) -> dict[str, Any]:
     """What the scripts need of one report: the format, a row per measured site, the loss scales."""
     form = format_named(report.run.dtype)
-    measured = [site for site in report.sites if site.forward is not None or site.gradient is not None]
+    static = report.run.level == "static"  # there, bounds are all that is known
+    measured = [s for s in report.sites if s.forward or s.gradient or (static and s.bound is not None)]
     return {
         "dtype": form.name,
         "label": f"{plain(report.run.policy)}, {form.name}",
         "max": form.max,
         "minNormal": form.min_normal,
         "minSubnormal": form.min_subnormal,
-        "ranges": report.run.level == "ranges",
+        "level": report.run.level,
         "lossScale": report.backward.loss_scale if report.backward is not None else 1.0,
         "sites": _columns(list(_rows(report, measured))),
         "scales": _scales(report.backward) if report.backward is not None else None,

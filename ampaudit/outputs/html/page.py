@@ -43,7 +43,7 @@ def to_html(document: Document) -> str:
     """The page.
 
     Raises:
-        UsageError: the report is of training, of a plan, or of ``ampaudit check``.
+        UsageError: the report is not that of a scan.
     """
     if isinstance(document, Report):
         reports: Sequence[Report] = (document,)

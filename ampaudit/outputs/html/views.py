@@ -10,7 +10,7 @@ from ampaudit.report.evidence import evidence_text, evident_line, relative_path,
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.model import Report
-from ampaudit.report.tables import least_headroom, output_word, summary_rows
+from ampaudit.report.tables import least_headroom, nearest_of_all, output_word, summary_rows
 from ampaudit.report.text import verdict_words
 from ampaudit.words import plain, short_op
 
@@ -39,6 +39,7 @@ class FindingView:
     op: str
     site: str
     evidence: str
+    short: str
     cause: str
     advice: str
     lines: tuple[Line, ...]
@@ -124,16 +125,23 @@ def _tiles(report: Report, active: Counter[str]) -> list[Tile]:
             "bad" if errors else "good",
         )
     ]
-    least = least_headroom(report)
+    least = nearest_of_all(report) if report.run.level == "ranges" else least_headroom(report)
     if least is not None and least.forward is not None and least.forward.headroom_bits is not None:
         bits = least.forward.headroom_bits
         tone = "bad" if bits < 0 else "" if bits < 1 else "good"
         tiles.append(Tile("Least headroom", f"{bits:.1f} bits", plain(least.site), tone))
     if report.run.level == "scan":
         tiles.append(_accuracy(report))
-    share = cover.audited / cover.sites if cover.sites else 1.0
-    proved = f"; {report.proofs.proved} of {report.proofs.sites} proved" if report.proofs is not None else ""
-    tiles.append(Tile("Audited", f"{share:.0%}", f"{cover.audited} of {cover.sites} sites{proved}"))
+    if report.run.level == "static" and report.proofs is not None:
+        tiles.append(
+            Tile("Proved", _share(report.proofs.proved, report.proofs.sites), "of all sites; nothing was run")
+        )
+    else:
+        proved = (
+            f"; {report.proofs.proved} of {report.proofs.sites} proved" if report.proofs is not None else ""
+        )
+        note = f"{cover.audited} of {cover.sites} sites{proved}"
+        tiles.append(Tile("Audited", _share(cover.audited, cover.sites), note))
     if report.run.level == "scan":
         lowered = sum(site.precision == report.run.dtype for site in report.sites)
         note = (
@@ -141,6 +149,10 @@ def _tiles(report: Report, active: Counter[str]) -> list[Tile]:
         )
         tiles.append(Tile("In 16 bits", f"{lowered} sites", f"of {len(report.sites)}; {note}"))
     return tiles
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "100%"
 
 
 def _accuracy(report: Report) -> Tile:
@@ -164,6 +176,7 @@ def _finding(finding: Finding) -> FindingView:
         op=plain(short_op(finding.op)),
         site=plain(finding.site),
         evidence=evidence_text(finding),
+        short=f"{bits:+.1f} bits" if (bits := finding.evidence.headroom_bits) is not None else "",
         cause=plain(finding.cause),
         advice=plain(finding.advice),
         lines=tuple(Line(f"{plain(relative_path(p.file))}:{p.line}", plain(p.code)) for p in places),

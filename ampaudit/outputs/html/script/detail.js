@@ -31,7 +31,7 @@ function siteFacts(site) {
 function layerFacts(row) {
   return [
     ["Held in", row.lower ? row.sites[0].precision : [...new Set(row.sites.map((s) => s.precision))].join(", ")],
-    ["Peak", row.peak === null ? "all zeros" : number(2 ** row.peak)], ["Headroom", row.head === null ? "" : bits(row.head)],
+    ["Peak", row.peak === null ? "" : number(2 ** row.peak)], ["Headroom", row.head === null ? "" : bits(row.head)],
     ["Proved below", row.bound === null ? "" : number(2 ** row.bound)],
     ["Findings", [...new Set(row.sites.flatMap((s) => s.findings.split(" ")).filter(Boolean))].join(" ")],
   ];
@@ -50,7 +50,7 @@ function siteList(row, onSite) {
 function histogram(report, row) {
   const values = together(row.sites.map((site) => site.bins));
   const slopes = together(row.sites.map((site) => site.gbins));
-  if (!values.length && !slopes.length) return element("p", { class: "hint" }, "No values but zeros.");
+  if (!values.length && !slopes.length) return element("p", { class: "hint" }, report.level === "static" ? "Nothing was run." : "No values but zeros.");
   const all = [...values, ...slopes].map((bin) => bin.exponent);
   const domain = [Math.min(...all) - 2, Math.max(...all, Math.log2(report.max) < 64 ? Math.log2(report.max) + 2 : -99) + 2];
   const bars = (bins, fill, opacity) =>

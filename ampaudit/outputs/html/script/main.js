@@ -44,7 +44,12 @@ function showRange() {
 }
 
 function rowKeys() {
-  const keys = [["var(--lower)", "16 bits"], ["var(--wide)", "kept in float32"], ["var(--broken)", "breaks"]];
+  const level = reports[state.report].level;
+  const keys = {
+    scan: [["var(--lower)", "16 bits"], ["var(--wide)", "kept in float32"], ["var(--broken)", "breaks"]],
+    ranges: [["var(--lower)", "FP32 values"], ["var(--broken)", "would overflow"]],
+    static: [],
+  }[level];
   const rows = rowsOf(state.report, "sites");
   if (rows.some((row) => row.bound !== null)) keys.push(["var(--proof)", "proved bound"]);
   if (rows.some((row) => row.g2 !== null)) keys.push(["var(--gradient)", "gradient, times the loss scale"]);

@@ -40,13 +40,16 @@ function rowMarks(rows, [left, right]) {
   const thin = drawn.map((row) => ({ ...row, from: row.low === null ? row.peak : Math.min(row.low, row.q1 ?? row.low) }));
   const thick = drawn.filter((row) => row.q1 !== null);
   const proved = at.filter((row) => row.bound !== null && row.peak !== null && row.bound >= row.peak);
+  const never = at.filter((row) => row.bound !== null && row.peak === null);  // proofs alone
   const slopes = at.filter((row) => row.g2 !== null && row.g1 !== null);
   return [
     Plot.ruleY(thin, { y: "y", x1: "from", x2: "peak", stroke: "fill", strokeWidth: 1.5, strokeOpacity: "faint" }),
     Plot.ruleY(thick, { y: "y", x1: "q1", x2: "q2", stroke: "fill", strokeWidth: 7, strokeOpacity: (d) => 0.85 * d.faint }),
     Plot.dot(inside, { x: "peak", y: "y", r: 3, fill: "fill", fillOpacity: "faint" }),
     Plot.ruleY(proved, { y: "y", x1: "peak", x2: "bound", stroke: "var(--proof)", strokeDasharray: "2,3" }),
-    Plot.ruleX(proved, { x: "bound", y1: (d) => d.y - 0.28, y2: (d) => d.y + 0.28, stroke: "var(--proof)", strokeWidth: 2.5 }),
+    Plot.text(never.filter((row) => row.bound > right), { x: () => right, y: "y", text: () => "▸", fill: "var(--ink)", dx: -5, fontSize: 15 }),
+    Plot.ruleY(never, { y: "y", x1: () => left, x2: "bound", stroke: "var(--proof)", strokeDasharray: "2,3" }),
+    Plot.ruleX([...proved, ...never].filter((row) => row.bound <= right), { x: "bound", y1: (d) => d.y - 0.28, y2: (d) => d.y + 0.28, stroke: "var(--proof)", strokeWidth: 2.5 }),
     Plot.text(beyond, { x: () => right, y: "y", text: () => "▸", fill: "var(--ink)", dx: -5, fontSize: 15 }),
     Plot.text(below, { x: () => left, y: "y", text: () => "◂", fill: "var(--ink)", dx: 5, fontSize: 15 }),
     Plot.ruleY(slopes, { y: (d) => d.y + 0.33, x1: "g1", x2: "g2", stroke: "var(--gradient)", strokeWidth: 3, strokeLinecap: "round" }),

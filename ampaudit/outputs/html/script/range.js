@@ -115,12 +115,12 @@ class RangeChart {
 
 // The row to begin with: what breaks, else what comes nearest to the limit.
 function gravest(rows) {
-  const rank = (row) => (row.broken ? -1e6 : 0) + (row.worst === "error" ? -1e3 : 0) + (row.lower && !row.design ? row.head ?? 1e3 : 1e6);
+  const rank = (row) => row.peak === null && row.bound !== null && !row.design ? -row.bound : (row.broken ? -1e6 : 0) + (row.worst === "error" ? -1e3 : 0) + (row.lower && !row.design ? row.head ?? 1e3 : 1e6);
   return rows.reduce((best, row, i) => (rank(row) < rank(rows[best]) ? i : best), 0);
 }
 
 function describe(row) {
-  const parts = [row.lower ? "16 bits" : "float32"];
+  const parts = [row.lower ? "judged in 16 bits" : "float32"];
   if (row.peak !== null) parts.push(`peak ${number(2 ** row.peak)}`);
   if (row.head !== null && (row.lower || row.broken)) parts.push(`headroom ${bits(row.head)}`);
   if (row.bound !== null) parts.push(`proved below ${number(2 ** row.bound)}`);

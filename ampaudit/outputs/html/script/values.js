@@ -35,13 +35,13 @@ const RANK = { error: 2, warning: 1, "": 0 };
 
 // Gradients are shown as they are held: times the loss scale.
 function siteRow(site, report) {
-  const bins = site.bins, dtype = report.ranges ? site.precision : report.dtype;
+  const bins = site.bins, ranges = report.level === "ranges";
   if (site.gbins.length) site.gbins[0] += Math.round(Math.log2(report.lossScale));
   return {
-    name: site.site, key: site.site, sites: [site], worst: site.worst, lower: site.precision === dtype, design: !!site.design,
+    name: site.site, key: site.site, sites: [site], worst: site.worst, lower: ranges || site.precision === report.dtype, design: !!site.design,
     head: site.head, low: log2(site.low), peak: log2(site.peak), bound: log2(site.bound),
     q1: quantile(bins, 0.05), q2: quantile(bins, 0.95),
-    broken: site.inf + site.nan > 0 || site.verdict === "overflows",
+    broken: site.inf + site.nan > 0 || site.verdict === "overflows" || (ranges && site.peak > report.max),
     g1: quantile(site.gbins, 0.02), g2: log2(site.gpeak), index: site.index,
   };
 }
