@@ -291,3 +291,16 @@ def test_without_scripts_the_findings_can_be_read(chromium: Any, tmp_path: Path)
     assert "need JavaScript" in page.locator("noscript").inner_text()
     assert "436,400" in page.locator(".finding.error .body").first.inner_text()
     context.close()
+
+
+def test_a_gradient_is_drawn_as_it_is_held(page_of: Open) -> None:
+    """Peak and exponents of a report differ by the loss scale: 2^16 here; most gradients span less than that."""
+    report = saved_report("gradients")
+    assert report.backward is not None
+    assert report.backward.loss_scale == 65536
+    page = page_of(report)
+    normal = page.locator("#range-rows rect").first.bounding_box()["width"] / 30  # 2^-14 to 2^16
+    lines = page.locator('#range-rows g[stroke="var(--gradient)"] line')
+    widths = [lines.nth(i).bounding_box()["width"] / normal for i in range(lines.count())]
+    assert len(widths) >= 6
+    assert all(0 < width < 15 for width in widths), widths
