@@ -137,6 +137,18 @@ def test_rows_are_ordered_and_filtered(page_of: Open) -> None:
     assert "No row matches" in page.locator("#range-rows").inner_text()
 
 
+def test_a_layer_is_as_near_to_the_limit_as_its_worst_op(page_of: Open) -> None:
+    report = saved_report()
+    own = [s for s in report.sites if s.layer == "norm" and s.precision == "float32" and s.forward]
+    heads = [s.forward.headroom_bits for s in own if s.forward]
+    assert min(heads) not in (heads[0], heads[-1])
+    page = page_of(report)
+    page.locator(".row-name", has_text="norm").last.click()
+    said = page.locator("#detail").inner_text().replace("−", "-")
+    assert f"In float16\n{min(heads):.1f} bits" in said
+    assert f"Peak\n{max(s.forward.peak for s in own if s.forward):.1e}" in said
+
+
 def test_the_strip_goes_to_its_row(page_of: Open) -> None:
     page = page_of(saved("overflow"))
     assert "−2.7 bits at blocks.1.wo/linear" in page.locator("#strip-text").inner_text()
@@ -294,7 +306,7 @@ def test_without_scripts_the_findings_can_be_read(chromium: Any, tmp_path: Path)
 
 
 def test_a_gradient_is_drawn_as_it_is_held(page_of: Open) -> None:
-    """Peak and exponents of a report differ by the loss scale: 2^16 here; most gradients span less than that."""
+    """Peak and exponents of a report differ by the loss scale: 2^16 here."""
     report = saved_report("gradients")
     assert report.backward is not None
     assert report.backward.loss_scale == 65536

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import onnx
@@ -16,7 +17,7 @@ from ampaudit.words import number
 
 
 class Block(nn.Module):
-    """Two linears of different size, a norm that the exporter takes apart, and a product twice."""
+    """Two linears of different size, a product, and a loss that the exporter takes apart into products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +26,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        return x + self.down(nn.functional.silu(self.up(y))) * 2.0
+        apart = nn.functional.huber_loss(x, y, reduction="none")
+        return x + self.down(nn.functional.silu(self.up(y))) * 2.0 - apart
 
 
 def notes_of(node: onnx.NodeProto) -> dict[str, str]:
@@ -80,6 +82,17 @@ def test_a_note_is_on_the_op_that_its_name_says(converted: Path) -> None:
             seen.add(op)
             assert node.op_type in kinds[op], (op, node.op_type)
     assert seen >= {"silu", "mul", "add", "linear"}
+
+
+def test_ops_that_the_exporter_takes_apart_keep_their_own_site(converted: Path) -> None:
+    """Their parts are given names that other ops had before: a name alone would lead to the wrong note."""
+    model = onnx.load(converted / "model.onnx")
+    kinds = [n.op_type for n in model.graph.node if "huber_loss" in notes_of(n).get("site", "")]
+    assert {"Abs", "Less", "Where"} <= set(kinds)
+    assert kinds.count("Mul") == 2 * 3  # two blocks
+    products = [n for n in model.graph.node if re.search(r"/mul(#\d+)?$", notes_of(n).get("site", ""))]
+    assert "Where" not in {n.op_type for n in products}
+    assert all(n.op_type != "Abs" for n in products)
 
 
 def test_the_whole_model_says_under_what_it_was_audited(converted: Path) -> None:

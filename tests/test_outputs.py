@@ -11,6 +11,7 @@ from functools import cache
 from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import jsonschema
 import pytest
@@ -21,6 +22,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from ampaudit.errors import UsageError
+from ampaudit.gate.result import CheckResults
 from ampaudit.outputs.choice import FORMATS, chosen_format
 from ampaudit.outputs.csvtable import to_csv
 from ampaudit.outputs.documents import Document
@@ -139,6 +141,28 @@ def test_sarif_keeps_to_the_most_that_code_hosts_take() -> None:
     assert "100 more findings" in told[0]["message"]["text"]
 
 
+@pytest.mark.parametrize("file", ["my model.py", "ünï/a,b:c%20.py", "a{0}.py", "dir/[x](y).py"])
+def test_odd_file_names_are_uris_and_properties(file: str) -> None:
+    report = saved_report()
+    source = report.findings[0].source
+    assert source is not None
+    moved = replace(report, findings=(replace(report.findings[0], source=replace(source, file=file)),))
+    uri = sarif_of(moved)["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"][
+        "uri"
+    ]
+    assert unquote(uri) == file
+    assert re.fullmatch(r"(?:[A-Za-z0-9._~/-]|%[0-9A-F]{2})+", uri)
+    assert commands(to_github(moved))[0][1]["file"] == file
+
+
+def test_braces_and_brackets_in_a_message_are_text() -> None:
+    """SARIF 2.1.0, 3.11: ``{0}`` would be a placeholder, ``[a](b)`` a link."""
+    report = saved_report()
+    first = replace(report.findings[0], cause="layer {0} of [a](b)", tried=(), advice="")
+    text = sarif_of(replace(report, findings=(first,)))["runs"][0]["results"][0]["message"]["text"]
+    assert "layer {{0}} of [a\\](b)" in text
+
+
 # JUnit
 
 
@@ -173,6 +197,14 @@ def test_a_target_that_could_not_be_checked_is_an_error() -> None:
     assert "no such file" in by_name["missing.py"][0].message
     assert isinstance(by_name["examples/t5_feed_forward.py"][0], Failure)
     assert by_name["examples/ci/model.py"] == []
+
+
+def test_an_error_with_control_characters_is_still_xml() -> None:
+    check = saved("check")
+    assert isinstance(check, CheckResults)
+    bad = tuple(replace(target, error="\x1b[31mbroken\x00\n  next: look") for target in check.targets[2:])
+    (suite,) = JUnitXml.fromstring(to_junit(replace(check, targets=bad)).encode())
+    assert next(iter(suite)).result[0].message == "\\x1b[31mbroken\\x00"
 
 
 # GitHub

@@ -7,18 +7,21 @@ function showDetail(report, row, onSite) {
   }
   const single = row.sites.length === 1 ? row.sites[0] : null;
   const facts = element("dl");
-  for (const [label, text] of single ? siteFacts(single) : layerFacts(row)) {
+  for (const [label, text] of single ? siteFacts(single, roomLabel(report, row)) : layerFacts(row, roomLabel(report, row))) {
     if (text) facts.append(element("dt", {}, label), element("dd", {}, text));
   }
   const parts = [element("h3", {}, row.name), element("p", { class: "hint" }, single ? single.type : `${row.sites.length} sites`)];
   panel.replaceChildren(...parts, histogram(report, row), facts, ...(single ? [] : [siteList(row, onSite)]));
 }
 
-function siteFacts(site) {
+// Room below the format's end; what is kept in float32 would have it there.
+const roomLabel = (report, row) => (row.lower && report.level !== "ranges" ? "Headroom" : `In ${report.dtype}`);
+
+function siteFacts(site, room) {
   const broke = [site.inf && `${number(site.inf)} infinite`, site.nan && `${number(site.nan)} NaN`].filter(Boolean);
   return [
     ["Op", site.op], ["Held in", site.precision], ["Verdict", site.verdict], ["Findings", site.findings],
-    ["Peak", number(site.peak)], ["Headroom", site.head === null ? "" : bits(site.head)],
+    ["Peak", number(site.peak)], [room, site.head === null ? "" : bits(site.head)],
     ["Broke", broke.length ? `${broke.join(", ")} of ${number(site.count)}` : ""],
     ["Smallest", number(site.low)], ["Proved below", number(site.bound)],
     ["Accuracy", site.sqnr === null ? "" : `${site.sqnr.toFixed(0)} dB`],
@@ -28,10 +31,10 @@ function siteFacts(site) {
   ];
 }
 
-function layerFacts(row) {
+function layerFacts(row, room) {
   return [
     ["Held in", row.lower ? row.sites[0].precision : [...new Set(row.sites.map((s) => s.precision))].join(", ")],
-    ["Peak", row.peak === null ? "" : number(2 ** row.peak)], ["Headroom", row.head === null ? "" : bits(row.head)],
+    ["Peak", row.peak === null ? "" : number(2 ** row.peak)], [room, row.head === null ? "" : bits(row.head)],
     ["Proved below", row.bound === null ? "" : number(2 ** row.bound)],
     ["Findings", [...new Set(row.sites.flatMap((s) => s.findings.split(" ")).filter(Boolean))].join(" ")],
   ];
