@@ -13,6 +13,7 @@ import pytest
 from ampaudit.outputs.documents import Document
 from ampaudit.outputs.html.page import to_html
 from ampaudit.report.comparison import Comparison
+from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
 from ampaudit.sites import SiteId
 from ampaudit.words import plain
@@ -312,7 +313,23 @@ def test_a_gradient_is_drawn_as_it_is_held(page_of: Open) -> None:
     assert report.backward.loss_scale == 65536
     page = page_of(report)
     normal = page.locator("#range-rows rect").first.bounding_box()["width"] / 30  # 2^-14 to 2^16
-    lines = page.locator('#range-rows g[stroke="var(--gradient)"] line')
+    lines = page.locator('#range-rows line[stroke="var(--gradient)"]')
     widths = [lines.nth(i).bounding_box()["width"] / normal for i in range(lines.count())]
     assert len(widths) >= 6
     assert all(0 < width < 15 for width in widths), widths
+
+
+def test_a_gradient_at_fault_is_red_and_its_values_are_not(page_of: Open) -> None:
+    report = saved_report("gradients")
+    site = next(s for s in report.sites if s.gradient is not None and s.layer == "3" and s.forward)
+    fault = replace(
+        report.findings[0], code="AMP701", severity=Severity.ERROR, phase="backward", site=site.site
+    )
+    page = page_of(replace(report, findings=(fault,)))
+    page.select_option("#rows", "sites")
+    assert page.locator('#range-rows line[stroke="var(--broken)"]').count() == 1
+    assert "error" in page.locator(f'.row-name[title^="{site.site}:"]').get_attribute("class")
+    forward = replace(fault, code="AMP101", phase="forward")
+    page = page_of(replace(report, findings=(forward,)))
+    page.select_option("#rows", "sites")
+    assert page.locator('#range-rows line[stroke="var(--broken)"]').count() == 2  # thin and thick

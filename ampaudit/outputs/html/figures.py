@@ -41,11 +41,14 @@ def figure_data(report: Report) -> dict[str, Any]:
 def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any]]:
     codes: defaultdict[str, list[str]] = defaultdict(list)
     worst: dict[str, str] = {}
+    wrong: dict[str, set[str]] = {"forward": set(), "backward": set()}
     for finding in report.findings:
         if finding.suppressed is None:
             codes[finding.site].append(finding.code)
             if finding.severity is not Severity.NOTE:  # the gravest come first
                 worst.setdefault(finding.site, finding.severity.value)
+            if finding.severity is Severity.ERROR:
+                wrong["backward" if finding.phase == "backward" else "forward"].add(finding.site)
     for site in sites:
         line = evident_line(site.source)
         yield {
@@ -61,6 +64,8 @@ def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any
             "line": line.line if line is not None else 0,
             "findings": " ".join(dict.fromkeys(codes[site.site])),
             "worst": worst.get(site.site, ""),
+            "bad": int(site.site in wrong["forward"]),
+            "gbad": int(site.site in wrong["backward"]),
             "weight": int(site.role == "weight-cast"),
             "design": int(site.by_design),
             "bound": _short(site.bound),

@@ -58,7 +58,7 @@ function rowKeys() {
 
 function showKey(report) {
   const keys = rowKeys();
-  keys.push(["var(--band)", `${report.dtype} normal`], ["var(--thin-band)", "subnormal: fewer digits"], ["var(--over-band)", "infinite"]);
+  keys.push(["var(--band)", `${report.dtype} normal`], ["var(--thin-band)", "subnormal: fewer digits"], ["var(--over-band)", "infinite"], ["var(--page)", "rounds to zero"]);
   byId("range-key").replaceChildren(...keys.map(([fill, text]) => keyOf(fill, text)));
 }
 

@@ -28,7 +28,7 @@ function bands(report, [low, high], y1, y2) {
     .map((part) => Plot.rectX([part], { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: part.fill }));
 }
 
-const colour = (row) => (row.broken || row.worst === "error" ? "var(--broken)" : row.lower ? "var(--lower)" : "var(--wide)");
+const colour = (row) => (row.broken ? "var(--broken)" : row.lower ? "var(--lower)" : "var(--wide)");
 
 // Rows at y = 0, 1, 2 ...; each from its smallest to its largest value, thick where nine tenths of them are.
 function rowMarks(rows, [left, right]) {
@@ -52,7 +52,7 @@ function rowMarks(rows, [left, right]) {
     Plot.ruleX([...proved, ...never].filter((row) => row.bound <= right), { x: "bound", y1: (d) => d.y - 0.28, y2: (d) => d.y + 0.28, stroke: "var(--proof)", strokeWidth: 2.5 }),
     Plot.text(beyond, { x: () => right, y: "y", text: () => "▸", fill: "var(--ink)", dx: -5, fontSize: 15 }),
     Plot.text(below, { x: () => left, y: "y", text: () => "◂", fill: "var(--ink)", dx: 5, fontSize: 15 }),
-    Plot.ruleY(slopes, { y: (d) => d.y + 0.33, x1: "g1", x2: "g2", stroke: "var(--gradient)", strokeWidth: 3, strokeLinecap: "round" }),
+    Plot.ruleY(slopes, { y: (d) => d.y + 0.33, x1: "g1", x2: "g2", stroke: (d) => (d.gbroken ? "var(--broken)" : "var(--gradient)"), strokeWidth: 3, strokeLinecap: "round" }),
   ];
 }
 

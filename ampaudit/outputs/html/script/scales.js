@@ -19,7 +19,7 @@ function flushedPlot(scales, width) {
     marks: [
       Plot.rectX(fits, { x1: "x1", x2: "x2", y1: 0, y2: most * 1.1, fill: "var(--good-fill)" }),
       Plot.axisX(ticks([0, 24], width), { tickFormat: power }),
-      Plot.axisY({ ticks: 4, tickFormat: (v) => `${(100 * v).toPrecision(2)}%` }),
+      Plot.axisY({ ticks: 4, tickFormat: (v) => `${100 * v >= 1 || v === 0 ? Math.round(100 * v) : (100 * v).toPrecision(1)}%` }),
       Plot.rectY(rows, { x1: (d) => d.exponent - 0.35, x2: (d) => d.exponent + 0.35, y: "flushed",
         fill: (d) => (d.over ? "var(--broken)" : "var(--gradient)"),
         title: (d) => `${power(d.exponent)}: ${(100 * d.flushed).toFixed(2)}% flushed, ${d.over} overflow` }),

@@ -41,8 +41,8 @@ function siteRow(site, report) {
     name: site.site, key: site.site, sites: [site], worst: site.worst, lower: ranges || site.precision === report.dtype, design: !!site.design,
     head: site.head, low: log2(site.low), peak: log2(site.peak), bound: log2(site.bound),
     q1: quantile(bins, 0.05), q2: quantile(bins, 0.95),
-    broken: site.inf + site.nan > 0 || site.verdict === "overflows" || (ranges && site.peak > report.max),
-    g1: quantile(site.gbins, 0.02), g2: log2(site.gpeak), index: site.index,
+    broken: !!site.bad || site.inf + site.nan > 0 || site.verdict === "overflows" || (ranges && site.peak > report.max),
+    gbroken: !!site.gbad, g1: quantile(site.gbins, 0.02), g2: log2(site.gpeak), index: site.index,
   };
 }
 
@@ -66,6 +66,7 @@ function layerRows(rows) {
     for (const name of ["low", "head", "q1", "g1"]) known[name] = least(known[name], row[name]);
     for (const name of ["peak", "bound", "q2", "g2"]) known[name] = most(known[name], row[name]);
     known.broken = known.broken || row.broken;
+    known.gbroken = known.gbroken || row.gbroken;
   }
   return [...found.values()];
 }
