@@ -22,12 +22,12 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
 
 
-def on_a_terminal(*arguments: object, **environment: str) -> str:
+def on_a_terminal(*arguments: object, cwd: Path | None = None, **environment: str) -> str:
     """Run the program with a terminal on all three streams; what it wrote."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "ampaudit", *map(str, arguments)],
-        stdin=follower, stdout=follower, stderr=follower, close_fds=True,
+        stdin=follower, stdout=follower, stderr=follower, close_fds=True, cwd=cwd,
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment},
     )  # fmt: skip
     os.close(follower)
@@ -109,7 +109,7 @@ def test_the_bar_is_drawn_and_wiped(model_file: Callable[..., Path]) -> None:
         "def example_inputs():\n    return torch.ones(2, 8)\n",
         "slow [bold]model.py",
     )
-    text = on_a_terminal("scan", slow, "--batches", "6", "-q")
+    text = on_a_terminal("scan", slow.name, "--batches", "6", "-q", cwd=slow.parent)
     assert "loading" in text
     assert "[bold]model.py" in text  # a name is not markup
     assert "\x1b[2K" in text  # the line is wiped

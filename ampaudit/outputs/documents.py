@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ampaudit.checkpoint.layout import MANIFEST, REPORT
 from ampaudit.gate.result import CheckResults
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import Report
@@ -55,7 +54,10 @@ def read_document(path: Path) -> Document:
     Raises:
         InputError: see ``ampaudit.report.saved.read_saved``.
     """
-    path = path / REPORT if (path / MANIFEST).is_file() else path
+    if path.is_dir():
+        from ampaudit.checkpoint.layout import MANIFEST, REPORT  # needs torch
+
+        path = path / REPORT if (path / MANIFEST).is_file() else path
     found: Document = read_saved(path, _KINDS)
     return found
 
