@@ -10,8 +10,10 @@ from typing import NoReturn
 import click
 
 from ampaudit import __version__
+from ampaudit.cli.bench_command import bench_command
 from ampaudit.cli.check_command import check_command
 from ampaudit.cli.convert_command import convert_command, verify_command
+from ampaudit.cli.devices_command import devices_command
 from ampaudit.cli.explain_command import explain_command
 from ampaudit.cli.plan_command import plan_command
 from ampaudit.cli.report_command import diff_command, report_command
@@ -37,7 +39,7 @@ def main() -> None:
 
 COMMANDS: tuple[click.Command, ...] = (
     *(scan_command, plan_command, train_command, convert_command, verify_command, check_command),
-    *(report_command, diff_command, rules_group, explain_command),
+    *(bench_command, report_command, diff_command, rules_group, devices_command, explain_command),
 )
 for _command in COMMANDS:
     main.add_command(_command)

@@ -9,7 +9,7 @@ from ampaudit.errors import UsageError
 from ampaudit.files import check_writable
 from ampaudit.report.training import TrainingReport
 
-__all__ = ["plot_training"]
+__all__ = ["figure_of", "plot_training"]
 
 # colours that readers with colour blindness can tell apart (Okabe and Ito, 2008)
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -23,17 +23,26 @@ def plot_training(report: TrainingReport, path: Path, *, force: bool = False) ->
         OutputExists: the file exists and ``force`` is off.
     """
     check_writable(path, force=force)
+    figure = figure_of(path, (9, 7))
+    loss, scale, gradient = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))
+    _draw(report, loss, scale, gradient)
+    figure.suptitle(f"{report.steps} steps of {report.optimizer}, {report.dtype} beside FP32")
+    figure.savefig(path, dpi=150)
+
+
+def figure_of(path: Path, size: tuple[float, float]) -> Any:
+    """An empty figure of so many inches, for a file of that name.
+
+    Raises:
+        UsageError: matplotlib is missing, or the suffix is none of its formats.
+    """
     try:
         import matplotlib.figure
     except ImportError as error:
         raise UsageError("--plot needs matplotlib", hint="pip install 'ampaudit[plots]'") from error
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot {path}: unknown kind of picture", hint="end the name in .png, .svg or .pdf")
-    figure = matplotlib.figure.Figure(figsize=(9, 7), layout="constrained")
-    loss, scale, gradient = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))
-    _draw(report, loss, scale, gradient)
-    figure.suptitle(f"{report.steps} steps of {report.optimizer}, {report.dtype} beside FP32")
-    figure.savefig(path, dpi=150)
+    return matplotlib.figure.Figure(figsize=size, layout="constrained")
 
 
 def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:

@@ -27,7 +27,7 @@ from ampaudit.training.prepare import How, is_pure, prepare
 from ampaudit.training.scaler import LossScaler
 from ampaudit.training.watch import Watch, watch
 
-__all__ = ["Way", "train_ways"]
+__all__ = ["Way", "optimizer_of", "train_ways"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _Run:
         self.way = way
         model = WithLoss(copy.deepcopy(source.model), source.loss).to(device).train()
         with calling_user_code("optimizer(params)"):
-            self.optimizer = _optimizer(source, model)
+            self.optimizer = optimizer_of(source, model)
         self.inner = model
         self.scaler: LossScaler | None = None
         self.model: nn.Module = model
@@ -196,7 +196,12 @@ def _metric(run: _Run, source: ModelSource, batches: Sequence[Batch]) -> float |
     return mean if math.isfinite(mean) else None
 
 
-def _optimizer(source: ModelSource, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(source: ModelSource, model: nn.Module) -> torch.optim.Optimizer:
+    """The model file's own, or AdamW.
+
+    Raises:
+        InputError, UsageError: there is nothing to train, or it is no optimizer that steps once a batch.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise InputError("no parameter of the model asks for a gradient", hint="call requires_grad_()")

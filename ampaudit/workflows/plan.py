@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ampaudit.assembly.plan import build_plan
@@ -16,7 +17,7 @@ from ampaudit.trace import TracedModel, trace
 from ampaudit.workflows.device import environment_of, pick_device
 from ampaudit.workflows.inputs import Inputs, source_of
 
-__all__ = ["plan", "plan_source"]
+__all__ = ["plan", "plan_source", "trace_under"]
 
 
 def plan(
@@ -72,26 +73,33 @@ def plan_source(
     where = pick_device(device)
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
     rules = rules.within(environment_of(where))
-    if not rules.measured:
-        return _planned(source, rules, _traced(source, rules, form, {}))
-    setting = Plan(rules, load_policy("torch-cuda"), form, where, seed, reference_only=True)
-    seen, sites = measure(source.model, source.batches, setting, progress or silent)
-    raised = raised_sites(rules, sites, seen)
-    count = len(source.batches)
-    batches = "1 batch" if count == 1 else f"{count} batches"
-    note = f"{len(raised)} sites raised by measured rules, after {batches} in FP32"
-    return _planned(source, rules, _traced(source, rules, form, seen), (note,))
-
-
-def _traced(
-    source: ModelSource, rules: RuleSet, form: NumberFormat, seen: dict[SiteId, Measurement]
-) -> TracedModel:
-    batch = source.batches[0]
-    return trace(source.model, batch.args, batch.kwargs, rules, load_policy("torch-cuda"), form, seen)
-
-
-def _planned(
-    source: ModelSource, rules: RuleSet, traced: TracedModel, notes: tuple[str, ...] = ()
-) -> PlanReport:
+    traced, notes = trace_under(source, rules, form, where, seed, progress)
     masters = rules.file.weights.master
     return build_plan(convert(traced), source.location, masters=masters, notes=notes)
+
+
+def trace_under(
+    source: ModelSource,
+    rules: RuleSet,
+    form: NumberFormat,
+    where: torch.device,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[TracedModel, tuple[str, ...]]:
+    """The graph of the first batch under a policy, after an FP32 run if its rules ask for one; and notes.
+
+    Raises:
+        AuditError: see ``ampaudit.errors``.
+    """
+    author = load_policy("torch-cuda")
+    seen: dict[SiteId, Measurement] = {}
+    notes: tuple[str, ...] = ()
+    if rules.measured:
+        setting = Plan(rules, author, form, where, seed, reference_only=True)
+        seen, sites = measure(source.model, source.batches, setting, progress or silent)
+        raised = raised_sites(rules, sites, seen)
+        count = len(source.batches)
+        batches = "1 batch" if count == 1 else f"{count} batches"
+        notes = (f"{len(raised)} sites raised by measured rules, after {batches} in FP32",)
+    batch = source.batches[0]
+    return trace(source.model, batch.args, batch.kwargs, rules, author, form, seen), notes

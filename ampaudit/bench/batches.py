@@ -1,0 +1,72 @@
+"""Batches of other sizes than the model file's: its own samples, repeated or fewer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ampaudit.errors import InputError
+from ampaudit.source import Batch
+
+__all__ = ["mapped", "moved", "resized", "size_of_batch"]
+
+
+def size_of_batch(batch: Batch) -> int:
+    """The first dimension that most tensors of a batch have; 1 if there is none."""
+    leaves = pytree.tree_leaves((batch.args, batch.kwargs))
+    counts = Counter(t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.ndim > 0)
+    return counts.most_common(1)[0][0] if counts else 1
+
+
+def resized(batch: Batch, size: int) -> Batch:
+    """The batch with ``size`` samples: every tensor whose first dimension is the batch's, repeated or cut.
+
+    Raises:
+        InputError: no tensor has a first dimension, so that there is nothing to repeat.
+    """
+    own = size_of_batch(batch)
+    if own == size:
+        return batch
+    found = [t for t in _tensors(batch) if t.ndim > 0 and t.shape[0] == own]
+    if not found:
+        raise InputError("the batch has no dimension of samples", hint="leave out --batch-size")
+
+    def change(value: torch.Tensor) -> torch.Tensor:
+        if value.ndim == 0 or value.shape[0] != own:
+            return value
+        return value[torch.arange(size) % own].contiguous()
+
+    return mapped(batch, change)
+
+
+def moved(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+    """The batch on a device; floating-point tensors in another dtype, if one is given."""
+
+    def move(value: torch.Tensor) -> torch.Tensor:
+        return value.to(device, dtype if dtype is not None and value.is_floating_point() else value.dtype)
+
+    return mapped(batch, move)
+
+
+def _tensors(batch: Batch) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves((batch.args, batch.kwargs, batch.item))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def mapped(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """Each tensor once: what the batch and the model's inputs share stays shared."""
+    made: dict[int, torch.Tensor] = {}
+
+    def once(value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in made:
+            made[id(value)] = change(value)
+        return made[id(value)]
+
+    def over(value: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, once, value)
+
+    return Batch(over(batch.args), over(batch.kwargs), over(batch.item))

@@ -1,0 +1,56 @@
+"""Peak memory of a step: measured at torch's allocator, and predicted from a run on tensors without data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+__all__ = ["live_bytes", "measured_peak"]
+
+
+def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of parameters, buffers, gradients and optimizer state; memory that is shared counts once."""
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    if optimizer is not None:
+        states = (value for state in optimizer.state.values() for value in state.values())
+        tensors += [value for value in states if isinstance(value, torch.Tensor)]
+    return sum(storage_bytes(tensors).values())
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage that some tensors lie in."""
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def measured_peak(step: Callable[[], object], held: int, device: torch.device) -> int:
+    """Most bytes that were allocated during a step.
+
+    On a GPU, torch's own count. On a CPU, ``held`` bytes that were there before, and the highest sum of what
+    the step allocated and freed, as torch's profiler recorded each call of the allocator.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device))
+    return held + _profiled(step)
+
+
+def _profiled(step: Callable[[], object]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of its start and end
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        step()
+    results = profiler.profiler.kineto_results
+    calls = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    now = most = 0
+    for _, count in calls:
+        now += count
+        most = max(most, now)
+    return most

@@ -1,0 +1,130 @@
+"""``ampaudit bench``: modes in turns, warm-up apart, and what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ampaudit.assembly.build import THIS_TOOL, this_environment
+from ampaudit.bench.batches import size_of_batch
+from ampaudit.bench.lanes import Lane, finished, prepared, timed
+from ampaudit.bench.largest import largest
+from ampaudit.bench.modes import Subject, sized
+from ampaudit.devices.catalogue import Device
+from ampaudit.devices.here import this_machine
+from ampaudit.formats import lower_format
+from ampaudit.policy import RuleSet, load_policy
+from ampaudit.report.bench import BenchReport, BenchRow, Largest
+from ampaudit.report.model import ModelInfo
+from ampaudit.run.audit import Progress, silent
+from ampaudit.source import ModelSource
+from ampaudit.workflows.device import environment_of, pick_device
+
+__all__ = ["BenchSettings", "bench_source"]
+
+CPU_NOTE = "times and memory on a CPU say nothing about a GPU: its kernels, and what it keeps, are others"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """How to measure.
+
+    Attributes:
+        modes: in the order of the table; the first is what others are compared with.
+        sizes: of batches; empty takes the model file's own.
+        policy: of conversions.
+        dtype: of autocast and conversions.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        train: whether steps are training steps.
+        repeats: timed steps of each mode.
+        seed: of random numbers.
+        target: a device to estimate the time for.
+        max_batch: whether to search for the largest batch that fits.
+        progress: told about each mode.
+    """
+
+    modes: Sequence[str]
+    sizes: Sequence[int] = ()
+    policy: str | RuleSet = "ampaudit"
+    dtype: str = "float16"
+    device: str = "auto"
+    train: bool = False
+    repeats: int = 10
+    seed: int = 0
+    target: Device | None = None
+    max_batch: bool = False
+    progress: Progress | None = None
+
+
+def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
+    """Measure every mode with every batch size. If it is interrupted, what is finished is reported.
+
+    Raises:
+        AuditError: the model has no loss to train with, or there is no such device.
+    """
+    subject = _subject(source, settings)
+    first = source.batches[0]
+    rows: list[BenchRow] = []
+    most: tuple[Largest, ...] = ()
+    interrupted = False
+    try:
+        for size in settings.sizes or (size_of_batch(first),):
+            rows += _of_size(sized(subject, size), size, settings)
+        if settings.max_batch:
+            most = tuple(largest(subject, settings.modes, settings.progress or silent))
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        interrupted = True
+    machine = this_machine()
+    kind = subject.device.type
+    return BenchReport(
+        schema=1,
+        tool=THIS_TOOL,
+        model=ModelInfo(source.location, source.kind, source.sha256),
+        device=kind,
+        device_name=next((found.name for found in machine.devices if found.kind == kind), kind),
+        dtype=subject.form.name,
+        policy=subject.rules.name,
+        train=settings.train,
+        repeats=settings.repeats,
+        rows=tuple(rows),
+        target=settings.target.id if settings.target is not None else None,
+        largest=most,
+        interrupted=interrupted,
+        notes=tuple(_notes(settings, kind)),
+        environment=this_environment(),
+    )
+
+
+def _subject(source: ModelSource, settings: BenchSettings) -> Subject:
+    device, form = pick_device(settings.device), lower_format(settings.dtype)
+    rules = settings.policy if isinstance(settings.policy, RuleSet) else load_policy(settings.policy)
+    rules = rules.within(environment_of(device))
+    return Subject(source, device, form, rules, settings.train, settings.seed, settings.target)
+
+
+def _notes(settings: BenchSettings, kind: str) -> Iterator[str]:
+    if kind == "cpu":
+        yield CPU_NOTE
+    if settings.target is not None:
+        yield (
+            f"at best: a roofline estimate for {settings.target.name}, as if every kernel reached the peak "
+            "rates; launches, caches and sizes that miss tensor cores are left out"
+        )
+
+
+def _of_size(subject: Subject, size: int, settings: BenchSettings) -> list[BenchRow]:
+    told = settings.progress or silent
+    lanes: list[Lane] = []
+    for index, mode in enumerate(settings.modes):
+        told(f"preparing batch size {size}", index, len(settings.modes))
+        lanes.append(prepared(mode, subject, size))
+    ready = [lane for lane in lanes if lane.built is not None]
+    for repeat in range(settings.repeats):
+        told(f"timing batch size {size}", repeat, settings.repeats)
+        for lane in ready:
+            if lane.built is not None:
+                timed(lane, subject.device)
+    exact = next((lane.output for lane in lanes if lane.row.mode == "fp32" and lane.output), ())
+    return [finished(lane, exact) for lane in lanes]

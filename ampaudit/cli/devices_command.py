@@ -1,0 +1,43 @@
+"""``ampaudit devices``: what this machine has, and what each generation can do in 16 bits."""
+
+from __future__ import annotations
+
+import click
+
+from ampaudit.cli.common_options import debug_option, format_option
+from ampaudit.cli.output import deliver
+
+__all__ = ["devices_command"]
+
+
+@click.command("devices", short_help="What this machine and others can do in 16 bits.")
+@click.argument("name", required=False)
+@format_option
+@debug_option
+def devices_command(name: str | None, form: str, debug: bool) -> None:
+    """Print what this machine has and what each generation of accelerators can do; or one device, by NAME."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from ampaudit.devices.catalogue import all_devices, device_named
+    from ampaudit.devices.text import render_catalogue, render_device, render_machine
+    from ampaudit.report.jsonfile import to_json
+
+    if name is not None:
+        device = device_named(name)
+        shown = render_device(device)
+        deliver(
+            lambda console: console.print(shown),
+            to_json(device) if form == "json" else None,
+            None,
+            force=False,
+        )
+        return
+    from ampaudit.devices.here import Devices, this_machine
+
+    machine = this_machine()
+    found = Devices(1, machine, tuple(all_devices().values()))
+    both = Group(render_machine(machine), Text(), render_catalogue(found.catalogue))
+    deliver(
+        lambda console: console.print(both), to_json(found) if form == "json" else None, None, force=False
+    )

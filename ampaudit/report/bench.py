@@ -1,0 +1,132 @@
+"""What each way to run a model costs, as values: time, memory, and accuracy beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ampaudit.report.model import Environment, ModelInfo, ToolInfo
+
+__all__ = ["BenchReport", "BenchRow", "Largest", "Memory", "Status", "Work"]
+
+Status = Literal["ok", "out of memory", "not supported", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes alive at the moment of the peak.
+
+    Attributes:
+        weights: parameters and buffers, as they are held.
+        masters: FP32 parameters that 16-bit working copies are made from.
+        gradients: of parameters.
+        optimizer: its state.
+        activations: everything else: activations, casts of weights, temporaries, the batch.
+    """
+
+    weights: int
+    masters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def peak(self) -> int:
+        """All of it."""
+        return self.weights + self.masters + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step does, from a run on tensors without data.
+
+    Attributes:
+        flops: floating-point operations of matrix products and convolutions.
+        fast_share: share of them in 16 bits, or in TF32: what tensor cores take.
+        bytes_moved: read and written by all ops, each by itself.
+        cast_bytes: read and written by conversions between dtypes.
+    """
+
+    flops: int
+    fast_share: float
+    bytes_moved: int
+    cast_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest batch of a mode that fits (``--max-batch``)."""
+
+    mode: str
+    batch_size: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One mode with one batch size.
+
+    Attributes:
+        mode: ``fp32``, ``tf32``, ``autocast``, ``half``, ``bf16``, ``converted`` or ``converted+compile``.
+        how: what was run, for readers.
+        batch_size: samples in a batch.
+        status: whether it ran.
+        note: why it did not, or what to know.
+        seconds: median time of a step: a forward pass, or with training forward, backward and update.
+        least: shortest step.
+        most: longest step.
+        peak_bytes: measured: on a GPU what was allocated at most, on a CPU the same of torch's allocator.
+        memory: the predicted split at the peak, from a run on tensors without data; null if that failed.
+        work: predicted operations and bytes of a step; null if that failed.
+        at_best: seconds that the device named by ``--for`` needs at least: a roofline estimate.
+        sqnr_db: of the outputs against fp32's; null where they are the same.
+        finite: whether outputs, and in training the last loss, are finite.
+        metric: mean of the model file's metric, if it has one.
+    """
+
+    mode: str
+    how: str
+    batch_size: int
+    status: Status
+    note: str = ""
+    seconds: float | None = None
+    least: float | None = None
+    most: float | None = None
+    peak_bytes: int | None = None
+    memory: Memory | None = None
+    work: Work | None = None
+    at_best: float | None = None
+    sqnr_db: float | None = None
+    finite: bool | None = None
+    metric: float | None = None
+
+    @property
+    def per_second(self) -> float | None:
+        """Samples a second."""
+        return self.batch_size / self.seconds if self.seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """Modes side by side, measured in turns in one run."""
+
+    schema: Literal[1]
+    tool: ToolInfo
+    model: ModelInfo
+    device: str
+    device_name: str
+    dtype: str
+    policy: str
+    train: bool
+    repeats: int
+    rows: tuple[BenchRow, ...]
+    target: str | None
+    largest: tuple[Largest, ...]
+    interrupted: bool
+    notes: tuple[str, ...]
+    environment: Environment
+
+    @property
+    def exit_code(self) -> int:
+        """0 if at least one mode ran; else 3: there is nothing to compare."""
+        return 0 if any(row.status == "ok" for row in self.rows) else 3
