@@ -20,12 +20,18 @@ for example in examples/training/*.py; do
     *) "$python" "$example" ;;
   esac
 done
+"$python" -m ampaudit devices --format json > "$results/$stamp-cuda-devices.json"
+"$python" -m ampaudit bench examples/efficientnet_b0.py --train --batch-size 8,32 --device cuda \
+  --modes fp32,tf32,autocast,half,bf16,converted --force -o "$results/$stamp-cuda-efficientnet_b0.json"
+"$python" -m ampaudit bench examples/sentence_encoder.py --batch-size 8,64 --device cuda \
+  --modes fp32,tf32,autocast,half,bf16,converted,converted+compile --force -o "$results/$stamp-cuda-bench-sentence.json"
 converted=$(mktemp -d)
 "$python" -m ampaudit convert examples/sentence_encoder.py --device cuda -o "$converted/out"
 "$python" -m ampaudit verify "$converted/out"
 rm -r "$converted"
 for example in examples/*.py; do
   name=$(basename "$example" .py)
+  if [ "$name" = efficientnet_b0 ]; then continue; fi # it is for bench
   "$python" -m ampaudit scan "$example" --device cuda --batches 2 --fail-on never \
     --format json --force -o "$results/$stamp-cuda-$name.json"
 done

@@ -33,6 +33,18 @@ COMMANDS = {
         "--policy",
         "torch-cuda",
     ),
+    "bench": (
+        *(
+            "bench",
+            "examples/training/text.py",
+            "--train",
+            "--modes",
+            "fp32,tf32,bf16,converted",
+            "--for",
+            "v100",
+        ),
+        *("--batch-size", "4,16", "--repeats", "3"),
+    ),
     "plan": ("plan", "examples/t5_feed_forward.py"),
 }
 NAMES = tuple(COMMANDS)

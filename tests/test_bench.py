@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import subprocess
@@ -28,6 +29,7 @@ from ampaudit.errors import InputError, UsageError
 from ampaudit.report.bench import BenchReport, BenchRow
 from ampaudit.report.bench_plot import plot_bench
 from ampaudit.report.bench_text import render_bench
+from ampaudit.report.jsonfile import to_json
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
@@ -139,6 +141,21 @@ def test_weights_gradients_and_states_are_exact() -> None:
     ]
 
 
+def test_masters_are_told_apart_from_weights() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    source = replace(
+        source_of(model.train(), [torch.randn(4, 64)]), loss=lambda output: output.float().mean()
+    )
+    memory = rows_of(source, "converted", train=True, policy="apex-o2")["converted"].memory
+    assert memory is not None
+    assert memory.masters == 4 * (64 * 64 + 64)  # O2 keeps the norm as it is
+    assert memory.weights == 4 * (4 * 64) + 8  # weight, bias, two running statistics, and their count
+    pure = rows_of(source, "converted", train=True, policy="apex-o3")["converted"]
+    assert pure.status == "ok", pure.note
+    assert pure.memory is not None
+    assert pure.memory.masters == 0
+
+
 def test_the_model_is_left_as_it_was() -> None:
     source = bert(True)
     before = {name: value.clone() for name, value in source.model.state_dict().items()}
@@ -177,6 +194,21 @@ def test_operations_are_counted_as_the_formula_says() -> None:
         torch.nn.functional.linear(x, weight)
     assert work_of(counter.ops, tf32=False).fast_share == 0.0
     assert work_of(counter.ops, tf32=True).fast_share == 1.0
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_both_gradients_of_a_convolution_cost_what_it_costs(groups: int, transposed: bool) -> None:
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer = kind(8, 16, 3, padding=1, groups=groups, bias=False)
+    x = torch.randn(2, 8, 10, 12, requires_grad=True)
+    with Counter() as forward:
+        y = layer(x)
+    with Counter() as back:
+        y.sum().backward()
+    # every output is a sum over 3 x 3 places of the channels of its group; all but the borders
+    assert work_of(forward.ops, tf32=False).flops == 2 * (2 * 10 * 12) * 9 * 8 * 16 // groups
+    assert work_of(back.ops, tf32=False).flops == 2 * work_of(forward.ops, tf32=False).flops
 
 
 def test_the_roofline_takes_the_longer_of_arithmetic_and_bytes() -> None:
@@ -397,3 +429,45 @@ def test_memory_and_time_on_a_gpu(train: bool) -> None:
             assert row.peak_bytes is not None
             assert row.peak_bytes >= row.memory.weights
             assert row.seconds is not None
+
+
+def test_the_experiment_runs_in_small(cli: Cli, tmp_path: Path) -> None:
+    """EfficientNet-B0 with one output, as examples/efficientnet_b0.py has it, with small images on a CPU."""
+    done = cli(
+        *(
+            "bench",
+            ROOT / "examples" / "efficientnet_b0.py",
+            "--train",
+            "--batch-size",
+            "2",
+            "--repeats",
+            "1",
+        ),
+        *("--modes", "fp32,bf16", "-o", tmp_path / "bench.json"),
+        AMPAUDIT_IMAGE="32x32",
+    )
+    assert done.returncode == 0, done.stderr
+    fp32, bf16 = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert fp32["memory"]["weights"] > 4 * 4_008_829  # and the running statistics of its norms
+    assert bf16["peak_bytes"] < 0.6 * fp32["peak_bytes"]
+
+
+@pytest.mark.parametrize("form", ["html", "markdown", "csv", "json"])
+def test_a_saved_bench_is_shown_again(cli: Cli, tmp_path: Path, report: BenchReport, form: str) -> None:
+    (tmp_path / "b.json").write_text(to_json(report))
+    done = cli("report", tmp_path / "b.json", "--format", form)
+    assert done.returncode == 0, done.stderr
+    assert all(text in done.stdout for text in ("fp32", "half"))
+    assert cli("report", tmp_path / "b.json", "--format", "sarif").returncode == 2
+
+
+def test_the_documented_table_is_the_kept_result() -> None:
+    path = ROOT / "benchmarks" / "tables.py"
+    spec = importlib.util.spec_from_file_location("tables", path)
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    text = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    assert "| fp32 |" in tables.table()
+    assert tables.rewritten(text) == text, "python benchmarks/tables.py"

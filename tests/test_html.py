@@ -12,6 +12,7 @@ import pytest
 
 from ampaudit.outputs.documents import Document
 from ampaudit.outputs.html.page import to_html
+from ampaudit.report.bench import BenchReport
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
@@ -287,7 +288,7 @@ def test_many_findings_open(page_of: Open) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [*PAGES, "bench"])
 def test_no_barrier_that_axe_finds(page_of: Open, name: str, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
@@ -333,3 +334,26 @@ def test_a_gradient_at_fault_is_red_and_its_values_are_not(page_of: Open) -> Non
     page = page_of(replace(report, findings=(forward,)))
     page.select_option("#rows", "sites")
     assert page.locator('#range-rows line[stroke="var(--broken)"]').count() == 2  # thin and thick
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [420, 1280])
+def test_the_page_of_a_bench(page_of: Open, width: int, scheme: str) -> None:
+    page = page_of(saved("bench"), width=width, scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("#memory-plot svg").get_attribute("aria-label").startswith("Peak memory: fp32")
+    assert "bf16" in page.locator("#speed-plot svg").get_attribute("aria-label")
+    assert texts(page, "thead th")[0] == "mode"
+    place = os.environ.get("AMPAUDIT_SCREENSHOTS")
+    if place:
+        page.screenshot(path=Path(place) / f"bench-{scheme}-{width}.png", full_page=True)
+
+
+def test_names_in_a_bench_are_not_obeyed(page_of: Open) -> None:
+    report = saved("bench")
+    assert isinstance(report, BenchReport)
+    bad = replace(report, model=replace(report.model, source=HOSTILE[0]), device_name=HOSTILE[1])
+    bad = replace(bad, rows=tuple(replace(row, note=HOSTILE[2], how=HOSTILE[0]) for row in bad.rows))
+    page = page_of(bad, csp=False)
+    assert page.evaluate("window.pwned") is None
+    assert page.locator("h1").inner_text() == HOSTILE[0]

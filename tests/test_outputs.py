@@ -39,7 +39,7 @@ from ampaudit.words import plain
 
 from .saved import HOSTILE, NAMES, named, saved, saved_report, text_of
 
-WITH_FINDINGS = tuple(name for name in NAMES if name != "plan")
+WITH_FINDINGS = tuple(name for name in NAMES if name not in ("plan", "bench"))
 MACHINES = ("json", "html", "markdown", "sarif", "junit", "github", "csv")
 
 
@@ -307,7 +307,7 @@ def test_csv_has_a_row_per_site_and_numbers_that_come_back() -> None:
     assert {row["dtype"] for row in rows} == {"float16"}
 
 
-@pytest.mark.parametrize("name", ["policies", "gradients", "training", "plan", "ranges"])
+@pytest.mark.parametrize("name", ["policies", "gradients", "training", "plan", "ranges", "bench"])
 def test_csv_of_other_reports_is_rectangular(name: str) -> None:
     rows = list(csv.reader(io.StringIO(to_csv(saved(name)))))
     assert len(rows) > 5
@@ -429,7 +429,7 @@ def test_the_documented_table_of_formats_is_right() -> None:
         if line[:3] == "| `"
     ]
     assert {row[0].strip("`") for row in rows} == FORMATS.keys()
-    kinds = ("overflow", "policies", "training", "check", "plan")
+    kinds = ("overflow", "policies", "training", "check", "plan", "bench")
     for row in rows:
         form = row[0].strip("`")
         suffixes = FORMATS[form]

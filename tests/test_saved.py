@@ -261,7 +261,10 @@ def test_the_suffix_of_the_output_chooses(cli: Cli, tmp_path: Path) -> None:
         (("report", "gone.json"), "gone.json: No such file"),
         (("report", "cut.json"), "cut.json:"),
         (("diff", "cut.json", "cut.json"), "cut off"),
-        (("report", "training.json", "--format", "html"), "only reports of scans have an HTML page"),
+        (
+            ("report", "training.json", "--format", "html"),
+            "only reports of scans and of bench have an HTML page",
+        ),
     ],
 )
 def test_mistakes_end_in_one_line(cli: Cli, tmp_path: Path, arguments: tuple[str, ...], part: str) -> None:

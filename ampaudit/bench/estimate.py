@@ -59,12 +59,28 @@ def _op(func: Any, args: Any, kwargs: Any, out: Any) -> Op:
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     made = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
     count = flop_registry.get(func._overloadpacket)
-    flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+    if func is torch.ops.aten.convolution_backward.default:
+        flops = _convolution_backward(args)
+    else:
+        flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
     floats = [t.dtype for t in given if t.is_floating_point()]
     dtype = floats[0] if floats else torch.float32
     cast = func in _CASTS and bool(made) and bool(given) and made[0].dtype != given[0].dtype
     moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*given, *made)}.values())
     return Op(flops, str(dtype).removeprefix("torch."), count is not None, moved, cast)
+
+
+def _convolution_backward(args: Any) -> int:
+    """Each gradient that is asked for costs as much as the forward pass.
+
+    Torch's counter takes a grouped convolution's weight gradient for a full one: too much, by the number of
+    groups.
+    """
+    gradient, value, weight = args[:3]
+    transposed, wanted = args[7], args[10]
+    per_element = weight[0].numel()  # a channel of the output, or of the input where it is transposed
+    outputs = value.numel() if transposed else gradient.numel()
+    return int(2 * outputs * per_element * (bool(wanted[0]) + bool(wanted[1])))
 
 
 def work_of(ops: list[Op], *, tf32: bool) -> Work:

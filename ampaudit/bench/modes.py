@@ -21,6 +21,7 @@ from ampaudit.formats import NumberFormat
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.loss import WithLoss, item_apart
+from ampaudit.trace.storage import stored_dtypes
 from ampaudit.training.prepare import is_pure, prepare
 from ampaudit.training.runs import optimizer_of
 from ampaudit.workflows.plan import trace_under
@@ -196,9 +197,12 @@ def _converted(subject: Subject, *, compiled: bool, folded: bool = True) -> Buil
     if subject.train:
         model = _copy(subject)
         optimizer = optimizer_of(subject.source, model)
+        weights = subject.rules.file.weights
+        lowered = {} if is_pure(subject.rules) else stored_dtypes(model, weights, subject.lower)
         made = prepare(model, optimizer, policy=subject.rules, dtype=subject.form.name, emulate=False)
         built = Built(f"{how}, ampaudit.prepare", made.model, contextlib.nullcontext)
         scaled = made.scaler.is_enabled() and not is_pure(subject.rules)  # torch unscales no 16-bit gradients
+        built.masters = frozenset(lowered)
         built.optimizer, built.scaler = optimizer, made.scaler if scaled else None
         if compiled:
             raise NotSupported("a prepared model traces itself: it cannot be compiled again")

@@ -11,10 +11,10 @@ from ampaudit.cli.common_options import (
     debug_option,
     device_option,
     dtype_option,
-    format_option,
     output_option,
+    report_format_option,
 )
-from ampaudit.cli.output import deliver
+from ampaudit.cli.output import deliver_document
 
 if TYPE_CHECKING:
     from ampaudit.report.bench import BenchReport
@@ -42,7 +42,7 @@ DEFAULT_MODES = "fp32,tf32,autocast,half,bf16,converted"
 @click.option("--weights", type=_FILE, metavar="FILE", help="Checkpoint to load.")
 @click.option("--inputs", type=_FILE, metavar="FILE", help="Python file with example_inputs() or batches().")
 @click.option("--seed", type=int, default=0, show_default=True)
-@format_option
+@report_format_option
 @output_option
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @debug_option
@@ -108,14 +108,9 @@ def _sizes(text: str | None) -> tuple[int, ...]:
 
 
 def _deliver(report: BenchReport, options: dict[str, Any]) -> None:
-    from ampaudit.report.bench_text import render_bench
-    from ampaudit.report.jsonfile import to_json
-
     if options["plot"] is not None:
         from ampaudit.report.bench_plot import plot_bench
 
         plot_bench(report, options["plot"], force=options["force"])
         click.echo(f"picture written to {options['plot']}", err=True)
-    json = to_json(report) if options["form"] == "json" else None
-    shown = render_bench(report)
-    deliver(lambda console: console.print(shown), json, options["output"], force=options["force"])
+    deliver_document(report, options)

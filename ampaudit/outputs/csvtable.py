@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from ampaudit.errors import UsageError
 from ampaudit.outputs.documents import Document
+from ampaudit.report.bench import PARTS, BenchReport
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.report.plan import PlanReport
@@ -49,6 +50,8 @@ def _rows(document: Document) -> Iterable[Mapping[str, Cell]]:
         return _parameters(document)
     if isinstance(document, PlanReport):
         return _planned(document)
+    if isinstance(document, BenchReport):
+        return _modes(document)
     raise UsageError("this report has no table of sites", hint="use --format text or json")
 
 
@@ -118,3 +121,30 @@ def _planned(plan: PlanReport) -> Iterable[Mapping[str, Cell]]:
     names = ("site", "layer", "op", "role", "precision", "rule", "reason", "casts", "cast_bytes")
     for site in plan.sites:
         yield {"policy": plan.policy, "dtype": plan.dtype, **{name: getattr(site, name) for name in names}}
+
+
+def _modes(report: BenchReport) -> Iterable[Mapping[str, Cell]]:
+    names = (
+        "mode",
+        "batch_size",
+        "status",
+        "seconds",
+        "least",
+        "most",
+        "per_second",
+        "peak_bytes",
+        "sqnr_db",
+        "at_best",
+    )
+    for row in report.rows:
+        yield {
+            "device": report.device_name,
+            "train": int(report.train),
+            **{name: getattr(row, name) for name in names},
+            "finite": None if row.finite is None else int(row.finite),
+            **{f"predicted_{name}": getattr(row.memory, name, None) for name in (*PARTS, "peak")},
+            **{
+                name: getattr(row.work, name, None)
+                for name in ("flops", "fast_share", "bytes_moved", "cast_bytes")
+            },
+        }

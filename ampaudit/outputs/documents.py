@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ampaudit.gate.result import CheckResults
+from ampaudit.report.bench import BenchReport
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import Report
 from ampaudit.report.plan import PlanReport
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Document", "parse_document", "read_document"]
 
 Document: TypeAlias = (
-    "Report | Comparison | TrainingReport | PlanReport | CheckResults | Conversion | Verification"
+    "Report | Comparison | TrainingReport | BenchReport | PlanReport | CheckResults"
+    " | Conversion | Verification"
 )
 
 
@@ -41,6 +43,7 @@ _KINDS: dict[frozenset[str], Callable[[], Any]] = {
     frozenset({"reports"}): lambda: Comparison,
     frozenset({"variants", "steps"}): lambda: TrainingReport,
     REPORT_FIELDS: lambda: Report,
+    frozenset({"rows", "repeats", "device_name"}): lambda: BenchReport,
     frozenset({"targets"}): lambda: CheckResults,
     frozenset({"policy", "rules", "cast_bytes"}): lambda: PlanReport,
     frozenset({"bytes_before", "stored"}): _conversion,

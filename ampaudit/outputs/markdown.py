@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from ampaudit.outputs.documents import Document
 from ampaudit.outputs.subjects import Alert, Subject, subjects_of
+from ampaudit.report.bench import BenchReport
+from ampaudit.report.bench_tables import bench_tables
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.evidence import relative_path
 from ampaudit.report.finding import Severity
@@ -24,6 +26,8 @@ _ROWS, _DETAILS, _NEAREST = 25, 10, 5
 
 def to_markdown(document: Document) -> str:
     """Verdict, what was found, the nearest to the limit, and the numbers of the run."""
+    if isinstance(document, BenchReport):
+        return "\n".join(_bench(document)) + "\n"
     subjects = subjects_of(document)
     reports = _reports(document)
     parts: list[str] = []
@@ -39,6 +43,17 @@ def to_markdown(document: Document) -> str:
     version = subjects[0].tool_version if subjects else ""
     parts += [f"<sub>ampaudit {escaped(version)}</sub>"]
     return "\n".join(parts) + "\n"
+
+
+def _bench(report: BenchReport) -> Iterable[str]:
+    what = "training steps" if report.train else "forward passes"
+    yield f"{code(report.model.source)}: {what} on {escaped(report.device_name)}, median of {report.repeats}"
+    yield ""
+    for found in bench_tables(report):
+        if ":" not in found.title:  # predictions are in the other formats
+            yield from (f"{escaped(found.title)}:", "")
+            rows = (tuple(map(escaped, row)) for row in found.rows)
+            yield from (*table(found.heads, rows, right=range(1, len(found.heads))), "")
 
 
 def escaped(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ampaudit.gate.result import CheckResults
 from ampaudit.outputs.documents import Document
+from ampaudit.report.bench import BenchReport
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import Report
 from ampaudit.report.plan import PlanReport
@@ -31,6 +32,10 @@ def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
         from ampaudit.report.training_text import render_training
 
         return render_training(document, verbosity=verbosity)
+    if isinstance(document, BenchReport):
+        from ampaudit.report.bench_text import render_bench
+
+        return render_bench(document)
     if isinstance(document, PlanReport):
         from ampaudit.report.plan_text import render_plan
 

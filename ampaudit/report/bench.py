@@ -7,8 +7,9 @@ from typing import Literal
 
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
-__all__ = ["BenchReport", "BenchRow", "Largest", "Memory", "Status", "Work"]
+__all__ = ["PARTS", "BenchReport", "BenchRow", "Largest", "Memory", "Status", "Work"]
 
+PARTS = ("weights", "masters", "gradients", "optimizer", "activations")  # of Memory
 Status = Literal["ok", "out of memory", "not supported", "failed"]
 
 

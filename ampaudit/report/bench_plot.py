@@ -7,13 +7,12 @@ from typing import Any
 
 from ampaudit.errors import UsageError
 from ampaudit.files import check_writable
-from ampaudit.report.bench import BenchReport, BenchRow
+from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 from ampaudit.report.training_plot import figure_of
 from ampaudit.words import plain
 
 __all__ = ["plot_bench"]
 
-_PARTS = ("weights", "masters", "gradients", "optimizer", "activations")
 # Okabe and Ito (2008): told apart with colour blindness, too
 _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73")
 
@@ -47,14 +46,14 @@ def _memory(axes: Any, rows: list[BenchRow]) -> None:
     for place, row in enumerate(rows):
         peak = (row.peak_bytes or 0) / 1e6
         left, whole = 0.0, row.memory.peak if row.memory is not None else 0
-        for part, colour in zip(_PARTS, _COLOURS, strict=True):
+        for part, colour in zip(PARTS, _COLOURS, strict=True):
             share = getattr(row.memory, part) / whole if whole else 0.0
             axes.barh(place, share * peak, left=left, color=colour, height=0.7)
             left += share * peak
         if not whole:
             axes.barh(place, peak, color="#999999", height=0.7)
         axes.text(peak, place, f" {peak:,.4g}", va="center", fontsize=8)
-    handles = [(part, colour) for part, colour in zip(_PARTS, _COLOURS, strict=True) if _has(rows, part)]
+    handles = [(part, colour) for part, colour in zip(PARTS, _COLOURS, strict=True) if _has(rows, part)]
     for part, colour in handles:
         axes.barh(0, 0, color=colour, label=part)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3)

@@ -16,9 +16,12 @@ from markupsafe import Markup, escape
 
 from ampaudit.errors import UsageError
 from ampaudit.outputs.documents import Document
+from ampaudit.outputs.html.bench_figures import bench_data
 from ampaudit.outputs.html.figures import figure_data
 from ampaudit.outputs.html.views import ReportView, view_of
 from ampaudit.pages import all_pages
+from ampaudit.report.bench import BenchReport
+from ampaudit.report.bench_tables import bench_facts, bench_tables
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import Report
 from ampaudit.words import number, plain, power, scale_text, size_of
@@ -28,33 +31,30 @@ __all__ = ["to_html"]
 _HERE = Path(__file__).parent
 # in this order: each may use those before it
 _SCRIPTS = (
-    "values.js",
-    "marks.js",
-    "range.js",
-    "detail.js",
-    "strip.js",
-    "scales.js",
-    "findings.js",
+    *("values.js", "theme.js", "marks.js", "range.js", "detail.js", "strip.js", "scales.js", "findings.js"),
     "main.js",
 )
+_BENCH_SCRIPTS = ("values.js", "theme.js", "bench.js")
 
 
 def to_html(document: Document) -> str:
     """The page.
 
     Raises:
-        UsageError: the report is not that of a scan.
+        UsageError: the report is not that of a scan or of ``bench``.
     """
+    if isinstance(document, BenchReport):
+        return _bench(document)
     if isinstance(document, Report):
         reports: Sequence[Report] = (document,)
     elif isinstance(document, Comparison):
         reports = document.reports
     else:
         raise UsageError(
-            "only reports of scans have an HTML page", hint="use --format text, json or markdown"
+            "only reports of scans and of bench have an HTML page", hint="use --format text, json or markdown"
         )
     views = [view_of(report) for report in reports]
-    scripts = _scripts()
+    scripts = _scripts(_SCRIPTS)
     return (
         _environment()
         .get_template("page.html.j2")
@@ -70,11 +70,28 @@ def to_html(document: Document) -> str:
     )
 
 
+def _bench(report: BenchReport) -> str:
+    scripts = _scripts(_BENCH_SCRIPTS)
+    return (
+        _environment()
+        .get_template("bench.html.j2")
+        .render(
+            report=report,
+            tables=bench_tables(report),
+            facts=bench_facts(report),
+            data=_embedded(bench_data(report)),
+            style=Markup((_HERE / "style.css").read_text(encoding="utf-8")),
+            scripts=[Markup(script) for script in scripts],
+            policy=_policy(scripts),
+        )
+    )
+
+
 @cache
-def _scripts() -> tuple[str, str]:
+def _scripts(names: tuple[str, ...]) -> tuple[str, str]:
     """The chart library, and our own scripts as one."""
     library = (_HERE / "vendor" / "plot.js").read_text(encoding="utf-8")
-    own = "\n".join((_HERE / "script" / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    own = "\n".join((_HERE / "script" / name).read_text(encoding="utf-8") for name in names)
     return library, f'"use strict";\n(() => {{\n{own}\n}})();\n'
 
 

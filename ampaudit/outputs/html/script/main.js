@@ -93,15 +93,6 @@ function save() {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-function prepareTheme() {
-  const root = document.documentElement, button = byId("theme");
-  const dark = () => (root.style.colorScheme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  const label = () => { button.textContent = dark() ? "Light" : "Dark"; };
-  button.addEventListener("click", () => { root.style.colorScheme = dark() ? "light" : "dark"; label(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", label);
-  label();
-}
-
 function prepare() {
   for (const id of ["rows", "order", "kind", "name"]) byId(id).addEventListener("input", showRange);
   for (const button of document.querySelectorAll(".choose")) button.addEventListener("click", () => showReport(Number(button.dataset.report)));

@@ -35,9 +35,3 @@ function showStrip(report, rows, onRow) {
   byId("strip-text").textContent = `Least: ${bits(worst.head)} at ${worst.name}.`;
   byId("strip-key").replaceChildren(...STEPS.map(([, fill, text]) => keyOf(fill, text)));
 }
-
-function keyOf(fill, text) {
-  const swatch = element("i");
-  swatch.style.background = fill;
-  return element("span", {}, swatch, text);
-}

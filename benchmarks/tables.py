@@ -1,0 +1,38 @@
+"""Writes the tables of the README from the dated results: between marks, so that nobody edits them by hand.
+
+python benchmarks/tables.py
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ampaudit.outputs.documents import read_document
+from ampaudit.outputs.markdown import to_markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+NAME = "efficientnet_b0"
+
+
+def table() -> str:
+    """The latest result of each kind of device, GPUs first."""
+    found = {}
+    for path in sorted(RESULTS.glob(f"*-{NAME}.json")):
+        found[path.name.split("-")[3]] = path
+    return "\n".join(to_markdown(read_document(found[kind])) for kind in sorted(found, reverse=True))
+
+
+def rewritten(text: str) -> str:
+    begin, end = f"<!-- {NAME} -->", f"<!-- end of {NAME} -->"
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{table()}{end}", text, flags=re.S)
+
+
+def main() -> None:
+    path = ROOT / "docs" / "bench.md"
+    path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
