@@ -1,4 +1,4 @@
-"""Writes the tables of the README from the dated results: between marks, so that nobody edits them by hand.
+"""Writes the table of the README and of docs/bench.md from the dated results, between marks.
 
 python benchmarks/tables.py
 """
@@ -14,6 +14,7 @@ from ampaudit.outputs.markdown import to_markdown
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NAME = "efficientnet_b0"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "bench.md")
 
 
 def table() -> str:
@@ -30,8 +31,8 @@ def rewritten(text: str) -> str:
 
 
 def main() -> None:
-    path = ROOT / "docs" / "bench.md"
-    path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in PAGES:
+        path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

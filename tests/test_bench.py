@@ -20,6 +20,7 @@ from torch import nn
 import ampaudit.bench.run as running
 from ampaudit.bench.batches import moved, resized, size_of_batch
 from ampaudit.bench.estimate import Counter, seconds_at_best, work_of
+from ampaudit.bench.lanes import Lane
 from ampaudit.bench.largest import search
 from ampaudit.bench.memory import live_bytes, measured_peak
 from ampaudit.bench.modes import parse_modes
@@ -113,7 +114,7 @@ def test_memory_is_predicted_within_a_tenth(
 ) -> None:
     for mode, row in rows_of(made(train), modes, train=train).items():
         assert row.status == "ok", row.note
-        assert row.memory is not None
+        assert row.memory is not None, row.note
         assert row.peak_bytes is not None
         assert row.peak_bytes == pytest.approx(row.memory.peak, rel=0.1), mode
 
@@ -322,20 +323,25 @@ def test_out_of_memory_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupted_run_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = running.prepared
+    real, asked = running.timed, 0
 
-    def prepared(mode: str, subject: object, size: int) -> object:
-        if size == 4:
+    def timed(lane: Lane, device: torch.device) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 6:
             raise KeyboardInterrupt
-        return real(mode, subject, size)  # type: ignore[arg-type]
+        real(lane, device)
 
-    monkeypatch.setattr(running, "prepared", prepared)
+    monkeypatch.setattr(running, "timed", timed)
     source = source_of(nn.Linear(8, 8).eval(), [torch.ones(2, 8)])
-    report = bench_source(source, BenchSettings(["fp32"], sizes=(2, 4), repeats=1))
+    report = bench_source(source, BenchSettings(["fp32", "bf16"], sizes=(2, 4, 8), repeats=2))
     assert report.interrupted
-    assert [row.batch_size for row in report.rows] == [2]
+    # two steps of both modes with two samples, then one of the first with four
+    assert [(row.mode, row.batch_size) for row in report.rows] == [("fp32", 2), ("bf16", 2), ("fp32", 4)]
+    assert all(row.seconds for row in report.rows)
+    asked = 5
     with pytest.raises(KeyboardInterrupt):
-        bench_source(source, BenchSettings(["fp32"], sizes=(4,), repeats=1))
+        bench_source(source, BenchSettings(["fp32"], repeats=1))
 
 
 @pytest.mark.parametrize("text", ["fp31", "", "half,fp8"])
@@ -468,6 +474,21 @@ def test_the_documented_table_is_the_kept_result() -> None:
     assert spec.loader is not None
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
-    text = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
     assert "| fp32 |" in tables.table()
-    assert tables.rewritten(text) == text, "python benchmarks/tables.py"
+    for page in tables.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert tables.table() in text
+        assert tables.rewritten(text) == text, "python benchmarks/tables.py"
+
+
+def test_a_prediction_that_is_not_possible_says_why() -> None:
+    class Counting(nn.Module):
+        """Branches on data, which a tensor without data does not have."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if float(x.sum()) > 0 else x
+
+    row = rows_of(source_of(Counting().eval(), [torch.ones(2, 8)]), "fp32")["fp32"]
+    assert row.status == "ok"
+    assert row.memory is None
+    assert row.note.startswith("no prediction: DataDependentOutputException")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -12,7 +10,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.errors import InputError
 from ampaudit.source import Batch
 
-__all__ = ["mapped", "moved", "resized", "size_of_batch"]
+__all__ = ["moved", "resized", "size_of_batch"]
 
 
 def size_of_batch(batch: Batch) -> int:
@@ -40,7 +38,7 @@ def resized(batch: Batch, size: int) -> Batch:
             return value
         return value[torch.arange(size) % own].contiguous()
 
-    return mapped(batch, change)
+    return batch.mapped(change)
 
 
 def moved(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
@@ -49,24 +47,9 @@ def moved(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) 
     def move(value: torch.Tensor) -> torch.Tensor:
         return value.to(device, dtype if dtype is not None and value.is_floating_point() else value.dtype)
 
-    return mapped(batch, move)
+    return batch.mapped(move)
 
 
 def _tensors(batch: Batch) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves((batch.args, batch.kwargs, batch.item))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def mapped(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Each tensor once: what the batch and the model's inputs share stays shared."""
-    made: dict[int, torch.Tensor] = {}
-
-    def once(value: torch.Tensor) -> torch.Tensor:
-        if id(value) not in made:
-            made[id(value)] = change(value)
-        return made[id(value)]
-
-    def over(value: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, once, value)
-
-    return Batch(over(batch.args), over(batch.kwargs), over(batch.item))

@@ -85,8 +85,8 @@ def _allocated(device: torch.device) -> int:
 def _with_prediction(row: BenchRow, built: Built, subject: Subject) -> BenchRow:
     try:
         memory, ops = predicted(built, subject)
-    except Exception:
-        return row  # an op that needs data: the table leaves the prediction out
+    except Exception as error:  # an op that needs data, or that torch cannot take without
+        return replace(row, note=f"no prediction: {type(error).__name__}: {first_line(error)}")
     tf32 = row.mode == "tf32"
     best = seconds_at_best(ops, subject.target, tf32=tf32) if subject.target is not None else None
     return replace(row, memory=memory, work=work_of(ops, tf32=tf32), at_best=best)

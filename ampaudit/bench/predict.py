@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampaudit.bench.batches import mapped, size_of_batch
+from ampaudit.bench.batches import size_of_batch
 from ampaudit.bench.estimate import Counter, Op
 from ampaudit.bench.memory import storage_bytes
 from ampaudit.bench.modes import Built, Subject
@@ -52,7 +52,7 @@ def predicted(built: Built, subject: Subject, *, size: int | None = None) -> tup
         with mode:
             return torch.empty(shape, dtype=dtype, device=subject.device)
 
-    fake = mapped(own, shaped)
+    fake = own.mapped(shaped)
     stand_in = copy.copy(built)
     stand_in.model, stand_in.scaler = model, None
     with mode, warnings.catch_warnings():

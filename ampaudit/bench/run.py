@@ -67,15 +67,18 @@ def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
     rows: list[BenchRow] = []
     most: tuple[Largest, ...] = ()
     interrupted = False
-    try:
-        for size in settings.sizes or (size_of_batch(first),):
-            rows += _of_size(sized(subject, size), size, settings)
-        if settings.max_batch:
+    for size in settings.sizes or (size_of_batch(first),):
+        found, interrupted = _of_size(sized(subject, size), size, settings)
+        rows += found
+        if interrupted:
+            break
+    if interrupted and not any(row.status == "ok" for row in rows):
+        raise KeyboardInterrupt
+    if settings.max_batch and not interrupted:
+        try:
             most = tuple(largest(subject, settings.modes, settings.progress or silent))
-    except KeyboardInterrupt:
-        if not rows:
-            raise
-        interrupted = True
+        except KeyboardInterrupt:
+            interrupted = True
     machine = this_machine()
     kind = subject.device.type
     return BenchReport(
@@ -114,17 +117,22 @@ def _notes(settings: BenchSettings, kind: str) -> Iterator[str]:
         )
 
 
-def _of_size(subject: Subject, size: int, settings: BenchSettings) -> list[BenchRow]:
+def _of_size(subject: Subject, size: int, settings: BenchSettings) -> tuple[list[BenchRow], bool]:
+    """The rows of a size, and whether it was interrupted: then of modes that were timed at least once."""
     told = settings.progress or silent
     lanes: list[Lane] = []
-    for index, mode in enumerate(settings.modes):
-        told(f"preparing batch size {size}", index, len(settings.modes))
-        lanes.append(prepared(mode, subject, size))
-    ready = [lane for lane in lanes if lane.built is not None]
-    for repeat in range(settings.repeats):
-        told(f"timing batch size {size}", repeat, settings.repeats)
-        for lane in ready:
-            if lane.built is not None:
-                timed(lane, subject.device)
+    interrupted = False
+    try:
+        for index, mode in enumerate(settings.modes):
+            told(f"preparing batch size {size}", index, len(settings.modes))
+            lanes.append(prepared(mode, subject, size))
+        for repeat in range(settings.repeats):
+            told(f"timing batch size {size}", repeat, settings.repeats)
+            for lane in lanes:
+                if lane.built is not None:
+                    timed(lane, subject.device)
+    except KeyboardInterrupt:
+        interrupted = True
+        lanes = [lane for lane in lanes if lane.seconds or lane.row.status != "ok"]
     exact = next((lane.output for lane in lanes if lane.row.mode == "fp32" and lane.output), ())
-    return [finished(lane, exact) for lane in lanes]
+    return [finished(lane, exact) for lane in lanes], interrupted

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -33,6 +36,20 @@ class Batch:
         if self.kwargs and not self.args:
             return self.kwargs
         return self.args[0] if len(self.args) == 1 else self.args
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """With each tensor changed, once: what ``item`` and the model's inputs share stays shared."""
+        made: dict[int, torch.Tensor] = {}
+
+        def once(value: torch.Tensor) -> torch.Tensor:
+            if id(value) not in made:
+                made[id(value)] = change(value)
+            return made[id(value)]
+
+        def over(value: Any) -> Any:
+            return pytree.tree_map_only(torch.Tensor, once, value)
+
+        return Batch(over(self.args), over(self.kwargs), over(self.item))
 
 
 @dataclass(frozen=True, slots=True)

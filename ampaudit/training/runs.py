@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ampaudit.errors import InputError, ReferenceBroken, UsageError
 from ampaudit.policy import RuleSet
@@ -143,7 +142,7 @@ def train_ways(
         ReferenceBroken: FP32's loss is not finite.
         InputError: there is no loss, or no parameter gets a gradient.
     """
-    batches = [_moved(batch, device) for batch in source.batches]
+    batches = [batch.mapped(lambda tensor: tensor.to(device)) for batch in source.batches]
     runs: list[_Run] = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for way in ways:
@@ -213,13 +212,6 @@ def optimizer_of(source: ModelSource, model: nn.Module) -> torch.optim.Optimizer
     if isinstance(made, torch.optim.LBFGS):
         raise UsageError("LBFGS calls the model itself, and torch's GradScaler cannot scale that")
     return made
-
-
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    def move(value: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), value)
-
-    return Batch(move(batch.args), move(batch.kwargs), move(batch.item))
 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ampaudit.formats import NumberFormat, format_named
 from ampaudit.report.evidence import evidence_text, evident_line, relative_path, title_of
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.gradient_tables import scales_that_suit
@@ -66,7 +65,6 @@ class ReportView:
 
     Attributes:
         report: itself.
-        form: the number format of its run.
         word: ``PASS``, ``FAIL`` or ``LOOK``.
         sentence: what the verdict is about.
         heading: how it was audited.
@@ -79,7 +77,6 @@ class ReportView:
     """
 
     report: Report
-    form: NumberFormat
     word: str
     sentence: str
     heading: str
@@ -101,7 +98,6 @@ def view_of(report: Report) -> ReportView:
     shown = report.findings[:MOST_FINDINGS]
     return ReportView(
         report=report,
-        form=format_named(run.dtype),
         word=word,
         sentence=sentence,
         heading=f"policy {plain(run.policy)}, {run.dtype}, {run.mode} mode, {how}",
