@@ -23,7 +23,7 @@ from ampaudit.bench.estimate import Counter, seconds_at_best, work_of
 from ampaudit.bench.lanes import Lane
 from ampaudit.bench.largest import search
 from ampaudit.bench.memory import live_bytes, measured_peak
-from ampaudit.bench.modes import parse_modes
+from ampaudit.bench.names import parse_modes
 from ampaudit.bench.run import BenchSettings, bench_source
 from ampaudit.devices.catalogue import device_named
 from ampaudit.errors import InputError, UsageError
@@ -163,6 +163,12 @@ def test_the_model_is_left_as_it_was() -> None:
     rows_of(source, "fp32,half,converted", train=True)
     assert all(torch.equal(before[name], value) for name, value in source.model.state_dict().items())
     assert all(p.grad is None for p in source.model.parameters())
+
+
+def test_locked_flags_of_torch_do_no_harm() -> None:
+    """torch.testing's tools lock the global flags of cudnn for the whole process."""
+    torch.backends.disable_global_flags()
+    assert rows_of(source_of(nn.Linear(8, 8).eval(), [torch.ones(2, 8)]), "fp32")["fp32"].status == "ok"
 
 
 def test_accuracy_stands_beside_each_mode() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,9 @@ from ampaudit.convert import convert
 from ampaudit.convert.fold import deploy, weights_of
 from ampaudit.convert.program import GraphModel
 from ampaudit.devices.catalogue import Device
-from ampaudit.errors import UsageError, did_you_mean
 from ampaudit.formats import NumberFormat
 from ampaudit.policy import RuleSet, load_policy
+from ampaudit.run.guards import exact_float32, tf32
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.loss import WithLoss, item_apart
 from ampaudit.trace.storage import stored_dtypes
@@ -26,9 +26,8 @@ from ampaudit.training.prepare import is_pure, prepare
 from ampaudit.training.runs import optimizer_of
 from ampaudit.workflows.plan import trace_under
 
-__all__ = ["MODES", "Built", "NotSupported", "Subject", "build", "parse_modes", "sized"]
+__all__ = ["Built", "NotSupported", "Subject", "build", "sized"]
 
-MODES = ("fp32", "tf32", "autocast", "half", "bf16", "converted", "converted+compile")
 _STORED = {"half": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -122,22 +121,6 @@ def _item(batch: Batch) -> Any:
     return item_apart(batch.args, batch.kwargs, batch.whole)
 
 
-def parse_modes(text: str) -> tuple[str, ...]:
-    """Names from ``fp32,autocast``.
-
-    Raises:
-        UsageError: one is no mode.
-    """
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names:
-        if name not in MODES:
-            hint = f"{did_you_mean(name, MODES)}one of: {', '.join(MODES)}"
-            raise UsageError(f"--modes {name}: no such mode", hint=hint)
-    if not names:
-        raise UsageError("--modes names none", hint=f"some of: {', '.join(MODES)}")
-    return names
-
-
 def build(mode: str, subject: Subject) -> Built:
     """A mode, ready to run.
 
@@ -150,14 +133,14 @@ def build(mode: str, subject: Subject) -> Built:
     model, device = _copy(subject), subject.device
     if mode == "tf32":
         _check_tf32(device)
-        return _finished(Built("float32, products in TF32", model, lambda: _tf32(allowed=True)), subject)
+        return _finished(Built("float32, products in TF32", model, lambda: tf32(allowed=True)), subject)
     if mode == "autocast":
         return _autocast(model, subject)
     if mode in _STORED:
         dtype = _STORED[mode]
         how = f"everything in {str(dtype).removeprefix('torch.')}"
         return _finished(Built(how, model.to(dtype), contextlib.nullcontext, dtype), subject)
-    return _finished(Built("float32, TF32 off", model, lambda: _tf32(allowed=False)), subject)
+    return _finished(Built("float32, TF32 off", model, exact_float32), subject)
 
 
 def _copy(subject: Subject) -> nn.Module:
@@ -228,14 +211,3 @@ def _converted(subject: Subject, *, compiled: bool, folded: bool = True) -> Buil
 def _check_tf32(device: torch.device) -> None:
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         raise NotSupported("TF32 needs an NVIDIA GPU of compute capability 8.0 or later")
-
-
-@contextlib.contextmanager
-def _tf32(*, allowed: bool) -> Iterator[None]:
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before

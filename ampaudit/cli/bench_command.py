@@ -64,20 +64,19 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
 
 
 def _measured(location: str, options: dict[str, Any]) -> BenchReport:
+    from ampaudit.bench.names import parse_modes
     from ampaudit.cli.progress import Progress
     from ampaudit.devices.catalogue import device_named
     from ampaudit.policy import load_policy
 
-    sizes = _sizes(options["sizes"])
+    sizes, modes = _sizes(options["sizes"]), parse_modes(options["modes"])
     target = device_named(options["target"]) if options["target"] is not None else None
     policy = load_policy(options["policy"])  # its mistakes show before torch is loaded
     with Progress(location) as progress:
-        from ampaudit.bench.modes import parse_modes
         from ampaudit.bench.run import BenchSettings, bench_source
         from ampaudit.source.interface import SourceOptions
         from ampaudit.source.open import open_source
 
-        modes = parse_modes(options["modes"])
         chosen = {name: options[name] for name in ("seed", "weights", "inputs", "train")}
         settings = BenchSettings(
             modes=modes,

@@ -9,7 +9,7 @@ import torch
 
 from ampaudit.errors import RunFailed, first_line
 
-__all__ = ["exact_float32", "guarded", "memory_errors"]
+__all__ = ["exact_float32", "guarded", "memory_errors", "tf32"]
 
 
 @contextlib.contextmanager
@@ -20,15 +20,20 @@ def guarded(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def exact_float32() -> Iterator[None]:
+def exact_float32() -> contextlib.AbstractContextManager[None]:
     """Switch TF32 off: the reference is float32."""
+    return tf32(allowed=False)
+
+
+@contextlib.contextmanager
+def tf32(*, allowed: bool) -> Iterator[None]:
+    """Products and convolutions of float32 tensors in TF32, or not."""
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = allowed
     # cudnn.flags also works where somebody has locked the global flags
     kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
     try:
-        with cudnn.flags(allow_tf32=False, benchmark_limit=cudnn.benchmark_limit, **kept):
+        with cudnn.flags(allow_tf32=allowed, benchmark_limit=cudnn.benchmark_limit, **kept):
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = matmul
