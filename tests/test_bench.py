@@ -201,6 +201,9 @@ def test_operations_are_counted_as_the_formula_says() -> None:
         torch.nn.functional.linear(x, weight)
     assert work_of(counter.ops, tf32=False).fast_share == 0.0
     assert work_of(counter.ops, tf32=True).fast_share == 1.0
+    with Counter() as counter:
+        _ = x > 0  # another dtype, and no conversion
+    assert work_of(counter.ops, tf32=False).cast_bytes == 0
 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
