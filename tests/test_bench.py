@@ -314,13 +314,14 @@ def test_a_mode_that_fails_is_a_row() -> None:
         assert found["tf32"].status == "not supported"
 
 
-def test_out_of_memory_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, torch.OutOfMemoryError])
+def test_out_of_memory_is_a_row(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
     source = source_of(nn.Linear(8, 8).eval(), [torch.ones(2, 8)])
     real = nn.Linear.forward
 
     def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         if self.weight.dtype is torch.float16:
-            raise RuntimeError(
+            raise kind(
                 "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"
             )
         return real(self, x)
@@ -423,6 +424,7 @@ def test_from_the_command_line(cli: Cli, tmp_path: Path) -> None:
         (("--for", "abacus"), "unknown device 'abacus'"),
         (("--device", "cuda"), "no usable CUDA device"),
         (("--plot", "nowhere/x.png"), "no such directory"),
+        (("--plot", "x.txt"), "unknown kind of picture"),
     ],
 )
 def test_mistakes_are_one_clear_line(cli: Cli, arguments: tuple[str, ...], part: str) -> None:

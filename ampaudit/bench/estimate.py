@@ -7,7 +7,6 @@ left out.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,6 @@ from ampaudit.report.bench import Work
 
 __all__ = ["Counter", "seconds_at_best", "work_of"]
 
-_LOWER = (torch.float16, torch.bfloat16)
 _CASTS = (torch.ops.aten._to_copy.default,)
 _FREE = (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 
@@ -106,4 +104,4 @@ def seconds_at_best(ops: list[Op], device: Device, *, tf32: bool) -> float | Non
         rate = device.rate(precision, product=op.product)
         assert rate is not None
         total += max(op.flops / (rate * 1e12), op.moved / (device.bandwidth_gbs * 1e9))
-    return total if math.isfinite(total) else None
+    return total

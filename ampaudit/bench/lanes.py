@@ -55,13 +55,11 @@ def prepared(mode: str, subject: Subject, size: int) -> Lane:
         lane.row = _with_prediction(row, built, subject)
     except NotSupported as error:
         lane.row = replace(row, status="not supported", note=str(error))
-    except torch.cuda.OutOfMemoryError as error:
-        lane.row = replace(row, status="out of memory", note=first_line(error))
     except AuditError as error:
         if mode == "fp32":
             raise  # no mode can run then
         lane.row = replace(row, status="failed", note=str(error.args[0]))
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (MemoryError, RuntimeError, TypeError, ValueError) as error:
         lane.row = _broken(row, error)
     if lane.built is None:
         release(subject.device)
@@ -109,7 +107,7 @@ def timed(lane: Lane, device: torch.device) -> None:
     assert lane.batch is not None
     try:
         lane.seconds = (*lane.seconds, _seconds(lane.built, lane.batch, device))
-    except RuntimeError as error:  # the other modes may have left too little memory
+    except (MemoryError, RuntimeError) as error:  # the other modes may have left too little memory
         lane.row = _broken(lane.row, error)
         lane.built = None
         release(device)

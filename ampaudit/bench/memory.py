@@ -8,22 +8,21 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-__all__ = ["live_bytes", "measured_peak"]
+from ampaudit.training.runs import state_of
+
+__all__ = ["live_bytes", "measured_peak", "storage_bytes"]
 
 
 def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of parameters, buffers, gradients and optimizer state; memory that is shared counts once."""
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    if optimizer is not None:
-        states = (value for state in optimizer.state.values() for value in state.values())
-        tensors += [value for value in states if isinstance(value, torch.Tensor)]
-    return sum(storage_bytes(tensors).values())
+    return storage_bytes([*tensors, *(state_of(optimizer) if optimizer is not None else [])])
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each storage that some tensors lie in."""
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages that some tensors lie in, each once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def measured_peak(step: Callable[[], object], held: int, device: torch.device) -> int:

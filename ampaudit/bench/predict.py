@@ -22,7 +22,7 @@ from ampaudit.bench.memory import storage_bytes
 from ampaudit.bench.modes import Built, Subject
 from ampaudit.report.bench import Memory
 from ampaudit.trace.shadow import named_tensors, shadow_of
-from ampaudit.training.runs import optimizer_of
+from ampaudit.training.runs import optimizer_of, state_of
 
 __all__ = ["holds_graph", "predicted"]
 
@@ -88,13 +88,9 @@ def _sum(snapshot: Any, kind: str) -> int:
 
 def _split(built: Built, masters: frozenset[str], total: int, gradients: int) -> Memory:
     held = named_tensors(built.model)
-    kept = sum(storage_bytes(t for name, t in held.items() if name in masters).values())
-    weights = sum(storage_bytes(held.values()).values()) - kept
-    state: list[torch.Tensor] = []
-    if built.optimizer is not None:
-        values = (value for one in built.optimizer.state.values() for value in one.values())
-        state = [value for value in values if isinstance(value, torch.Tensor)]
-    optimizer = sum(storage_bytes(state).values())
+    kept = storage_bytes(tensor for name, tensor in held.items() if name in masters)
+    weights = storage_bytes(held.values()) - kept
+    optimizer = storage_bytes(state_of(built.optimizer)) if built.optimizer is not None else 0
     rest = total - weights - kept - gradients - optimizer
     return Memory(weights, kept, gradients, optimizer, max(rest, 0))
 

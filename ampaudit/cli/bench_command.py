@@ -58,6 +58,10 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
     for path in (options["output"], options["plot"]):
         if path is not None:
             check_writable(path, force=options["force"])
+    if options["plot"] is not None:
+        from ampaudit.report.training_plot import check_picture
+
+        check_picture(options["plot"])
     report = _measured(model, options)
     _deliver(report, options)
     context.exit(130 if report.interrupted else report.exit_code)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ampaudit.report.plaintext import as_text
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -60,12 +62,3 @@ def show(printed: Callable[[Console], None], *, stderr: bool = False) -> None:
         return
     stream = sys.stderr if stderr else sys.stdout
     stream.write(as_text(printed, console.width))
-
-
-def as_text(printed: Callable[[Console], None], width: int) -> str:
-    """What is printed, as plain text: no colours, no trailing blanks."""
-    from rich.console import Console
-
-    stream = io.StringIO()
-    printed(Console(file=stream, width=width, highlight=False, color_system=None, force_terminal=False))
-    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().split("\n")[:-1])

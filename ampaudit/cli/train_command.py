@@ -66,6 +66,10 @@ def train_command(context: click.Context, /, model: str, **options: Any) -> None
     for path in (options["output"], options["plot"]):
         if path is not None:
             check_writable(path, force=options["force"])
+    if options["plot"] is not None:
+        from ampaudit.report.training_plot import check_picture
+
+        check_picture(options["plot"])
     report = _trained(model, options)
     _deliver(report, options)
     context.exit(report.exit_code)

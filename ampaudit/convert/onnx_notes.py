@@ -27,27 +27,21 @@ def marked(program: ExportedProgram, notes: Notes) -> None:
             node.meta["custom"] = {**node.meta.get("custom", {}), _KEY: node.name}
 
 
-def annotate(exported: Any, notes: Notes, about: Mapping[str, str]) -> int:
+def annotate(exported: Any, notes: Notes, about: Mapping[str, str]) -> None:
     """Write notes into the metadata of an exported ONNX program's nodes, and some about the whole.
 
     Args:
         exported: what ``torch.onnx.export`` returned for a ``marked`` program.
         notes: by the name of the program's node.
         about: the whole model.
-
-    Returns:
-        How many of its nodes have notes now.
     """
     sources = _sources(exported.exported_program.graph) if exported.exported_program is not None else {}
-    count = 0
     for node in exported.model.graph.all_nodes():
         found = _NODE.match(node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
         source = sources.get(found["name"]) if found is not None else None
         if source is not None and source in notes:
             node.metadata_props.update({f"{PREFIX}{key}": text for key, text in notes[source].items()})
-            count += 1
     exported.model.metadata_props.update({f"{PREFIX}{key}": text for key, text in about.items()})
-    return count
 
 
 def _sources(graph: fx.Graph) -> dict[str, str]:

@@ -11,6 +11,7 @@ from ampaudit.devices.catalogue import Device, nearest_device
 
 __all__ = ["Devices", "Found", "Machine", "this_machine"]
 
+_CPUINFO = Path("/proc/cpuinfo")
 # flags of /proc/cpuinfo that mean arithmetic in 16 bits, and what they are called
 _FLAGS = {
     "amx_tile": "AMX",
@@ -94,28 +95,24 @@ def _cpu() -> Found:
     flags = cpu_flags()
     facts = tuple(text for flag, text in _FLAGS.items() if flag in flags)
     entry = "spr" if "amx_tile" in flags else "zen4" if "avx512_bf16" in flags else "cpu"
-    name = _cpu_name() or platform.machine()
+    name = _described(_CPUINFO, "model name") or platform.processor() or platform.machine()
     capability = torch.backends.cpu.get_cpu_capability()
     return Found("cpu", name, int(psutil.virtual_memory().total), (f"torch uses {capability}", *facts), entry)
 
 
-def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+def cpu_flags(path: Path = _CPUINFO) -> frozenset[str]:
     """Instruction sets as Linux lists them; empty elsewhere."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return frozenset()
-    lines = (line for line in text.splitlines() if line.lower().startswith(("flags", "features")))
-    return frozenset(next(lines, ":").partition(":")[2].split())
+    return frozenset(_described(path, "flags", "features").split())
 
 
-def _cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
+def _described(path: Path, *labels: str) -> str:
+    """What stands behind the first of some labels in a file of the system; empty without one."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return platform.processor()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor())
+        return ""
+    found = (line.partition(":")[2].strip() for line in lines if line.lower().startswith(labels))
+    return next(found, "")
 
 
 def _switches() -> dict[str, str]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from ampaudit.errors import UsageError
 from ampaudit.outputs.documents import Document
 from ampaudit.report.bench import PARTS, BenchReport
 from ampaudit.report.comparison import Comparison
+from ampaudit.report.evidence import codes_by_site
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.report.plan import PlanReport
 from ampaudit.report.training import TrainingReport
@@ -63,10 +63,7 @@ def _cell(value: Cell) -> Cell:
 
 
 def _sites(report: Report) -> Iterable[Mapping[str, Cell]]:
-    codes: defaultdict[str, list[str]] = defaultdict(list)
-    for finding in report.findings:
-        if finding.suppressed is None:
-            codes[finding.site].append(finding.code)
+    codes = codes_by_site(report)
     for index, site in enumerate(report.sites):
         line = site.source
         yield {

@@ -10,7 +10,7 @@ from ampaudit.outputs.subjects import Alert, Subject, subjects_of
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.bench_tables import bench_tables
 from ampaudit.report.comparison import Comparison
-from ampaudit.report.evidence import relative_path
+from ampaudit.report.evidence import ran_on, relative_path
 from ampaudit.report.finding import Severity
 from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.model import Report
@@ -137,8 +137,7 @@ def _about(report: Report) -> list[str]:
         facts.append(f"weights {kept} in FP32, {made} in 16 bits")
     if report.backward is not None:
         facts.append(scales_that_suit(report.backward))
-    run = report.run
-    facts.append(f"{run.batches} batch{'es' if run.batches != 1 else ''} on {run.device} ({run.backend})")
+    facts.append(ran_on(report.run))
     return [*parts, *(f"- {escaped(fact)}" for fact in facts), ""]
 
 

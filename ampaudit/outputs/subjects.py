@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from ampaudit.errors import UsageError
 from ampaudit.gate.result import CheckResults, TargetResult
 from ampaudit.outputs.documents import Document
-from ampaudit.pages import all_pages
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.evidence import evidence_text, evident_line, poisons_text, title_of
 from ampaudit.report.finding import Finding, Severity, threshold
@@ -141,13 +140,11 @@ def _of_check(check: CheckResults) -> Subject:
 
 
 def _of_target(target: TargetResult) -> Iterable[Alert]:
-    pages = all_pages()
     for breach in target.breaches:
-        page = pages.get(breach.budget)
         line = evident_line(breach.source)
         yield Alert(
             code=breach.budget,
-            title=page.title if page is not None else breach.budget,
+            title=title_of(breach.budget, breach.budget),
             level=breach.severity,
             fails=True,
             case=plain(target.target),
@@ -169,7 +166,7 @@ def _alert(finding: Finding, case: str, rank: float) -> Alert:
     lines = [plain(finding.cause), evidence, poisons, *cures]
     return Alert(
         code=finding.code,
-        title=title_of(finding),
+        title=title_of(finding.code, finding.kind),
         level=finding.severity,
         fails=finding.severity.rank >= rank and finding.suppressed is None,
         case=case,

@@ -8,6 +8,7 @@ from typing import Any
 from ampaudit.errors import UsageError
 from ampaudit.files import check_writable
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
+from ampaudit.report.bench_tables import BROKEN
 from ampaudit.report.training_plot import figure_of
 from ampaudit.words import plain
 
@@ -75,7 +76,7 @@ def _speed(axes: Any, rows: list[BenchRow]) -> None:
         spread = [[value - row.batch_size / row.most], [row.batch_size / row.least - value]]
         colour = "#D55E00" if row.finite is False else "#0072B2"
         axes.barh(place, value, xerr=spread, color=colour, height=0.7, ecolor="#444444", capsize=2)
-        note = "inf or NaN" if row.finite is False else ""
+        note = BROKEN if row.finite is False else ""
         note = f"{row.sqnr_db:.0f} dB" if row.sqnr_db is not None else note
         axes.text(row.batch_size / row.least, place, f" {value:,.4g}  {note}", va="center", fontsize=8)
     axes.set_xlabel("samples a second; accuracy against fp32 in dB")

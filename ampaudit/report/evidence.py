@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from ampaudit.pages import all_pages
 from ampaudit.report.finding import Finding, Source
+from ampaudit.report.model import Report, RunInfo
 from ampaudit.sites import SourceLine
 from ampaudit.words import number, plain
 
-__all__ = ["evidence_text", "evident_line", "poisons_text", "relative_path", "title_of"]
+__all__ = [
+    "codes_by_site",
+    "evidence_text",
+    "evident_line",
+    "poisons_text",
+    "ran_on",
+    "relative_path",
+    "title_of",
+]
 
 _POISONS_SHOWN = 3
 _INSTALLED = "site-packages/"
@@ -30,10 +41,26 @@ def evidence_text(finding: Finding) -> str:
     return "; ".join(parts)
 
 
-def title_of(finding: Finding) -> str:
-    """The title of its page; its kind where a later version knows a code that this one does not."""
-    page = all_pages().get(finding.code)
-    return page.title if page is not None else finding.kind
+def codes_by_site(report: Report) -> Mapping[str, list[str]]:
+    """The codes of the findings that count, by site; an empty list where there are none."""
+    codes: defaultdict[str, list[str]] = defaultdict(list)
+    for finding in report.findings:
+        if finding.suppressed is None:
+            codes[finding.site].append(finding.code)
+    return codes
+
+
+def ran_on(run: RunInfo) -> str:
+    """How many batches ran, and where; or that nothing did."""
+    if run.level == "static":
+        return "nothing was run"
+    return f"{run.batches} batch{'es' if run.batches != 1 else ''} on {run.device} ({run.backend})"
+
+
+def title_of(code: str, otherwise: str) -> str:
+    """The title of a page; something else where this version has none, as for a later one's code."""
+    page = all_pages().get(code)
+    return page.title if page is not None else otherwise
 
 
 def poisons_text(finding: Finding) -> str:

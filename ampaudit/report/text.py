@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.report.evidence import evidence_text, poisons_text, relative_path, title_of
+from ampaudit.report.evidence import evidence_text, poisons_text, ran_on, relative_path, title_of
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.gradient_tables import gradient_tables
 from ampaudit.report.grid import hanging
@@ -72,10 +72,8 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
 
 def _heading(report: Report) -> Text:
     run = report.run
-    batches = f"{run.batches} batch{'es' if run.batches != 1 else ''}"
     what = "FP32 ranges" if run.level == "ranges" else f"policy {run.policy}, {run.dtype}"
-    how = "nothing was run" if run.level == "static" else f"{batches} on {run.device} ({run.backend})"
-    line = f"{plain(report.model.source)}: {what}, {run.mode} mode, {how}"
+    line = f"{plain(report.model.source)}: {what}, {run.mode} mode, {ran_on(run)}"
     return Text.assemble(("ampaudit ", "bold"), (report.tool.version, "bold"), "  ", line)
 
 
@@ -113,7 +111,7 @@ def verdict_words(report: Report) -> tuple[str, str]:
 
 def finding_text(finding: Finding, position: int, named: str = "(top module)") -> RenderableType:
     """One finding: where, what, evidence, why, and what to do; ``named`` stands where it has no layer."""
-    title = title_of(finding)
+    title = title_of(finding.code, finding.kind)
     lines: list[RenderableType] = [
         Text.assemble(
             f"{position:>2}  ",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from ampaudit.errors import UsageError
 from ampaudit.files import check_writable
 from ampaudit.report.training import TrainingReport
 
-__all__ = ["figure_of", "plot_training"]
+__all__ = ["check_picture", "figure_of", "plot_training"]
 
 # colours that readers with colour blindness can tell apart (Okabe and Ito, 2008)
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -30,18 +31,27 @@ def plot_training(report: TrainingReport, path: Path, *, force: bool = False) ->
     figure.savefig(path, dpi=150)
 
 
+def check_picture(path: Path) -> None:
+    """Refuse early what would fail after a long run.
+
+    Raises:
+        UsageError: matplotlib is missing, or the suffix is none of its formats.
+    """
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib", hint="pip install 'ampaudit[plots]'")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot {path}: unknown kind of picture", hint="end the name in .png, .svg or .pdf")
+
+
 def figure_of(path: Path, size: tuple[float, float]) -> Any:
     """An empty figure of so many inches, for a file of that name.
 
     Raises:
         UsageError: matplotlib is missing, or the suffix is none of its formats.
     """
-    try:
-        import matplotlib.figure
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib", hint="pip install 'ampaudit[plots]'") from error
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot {path}: unknown kind of picture", hint="end the name in .png, .svg or .pdf")
+    check_picture(path)
+    import matplotlib.figure
+
     return matplotlib.figure.Figure(figsize=size, layout="constrained")
 
 

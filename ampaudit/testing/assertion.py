@@ -95,17 +95,12 @@ def _quiet_trace() -> Iterator[None]:
 
 def _message(report: Report, found: list[Breach]) -> str:
     """The budgets that are exceeded, and the report as the terminal shows it."""
-    import io
-
-    from rich.console import Console
-
+    from ampaudit.report.plaintext import as_text
     from ampaudit.report.text import render
     from ampaudit.words import plain
 
     codes = {finding.code for finding in report.findings}
     lines = [f"{b.budget} at {plain(b.where)}: {plain(b.what)}" for b in found if b.budget not in codes]
-    stream = io.StringIO()
-    Console(file=stream, width=_WIDTH, highlight=False).print(render(report))
-    text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    text = as_text(lambda console: console.print(render(report)), _WIDTH).rstrip("\n")
     head = f"the model is not safe in {report.run.dtype} under policy {plain(report.run.policy)}"
     return "\n".join([head, *lines, "", text])

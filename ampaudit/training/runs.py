@@ -26,7 +26,7 @@ from ampaudit.training.prepare import How, is_pure, prepare
 from ampaudit.training.scaler import LossScaler
 from ampaudit.training.watch import Watch, watch
 
-__all__ = ["Way", "optimizer_of", "train_ways"]
+__all__ = ["Way", "optimizer_of", "state_of", "train_ways"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,7 @@ class _Run:
         """Of parameters, gradients and the optimizer's state, in the dtypes that this way stands for."""
         pure = self.watch.storage != "float32"
         tensors = [t for p in self.inner.parameters() for t in (p, p.grad) if t is not None]
-        tensors += [
-            v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)
-        ]
+        tensors += state_of(self.optimizer)
         return sum(t.numel() * (2 if pure and t.is_floating_point() else t.element_size()) for t in tensors)
 
 
@@ -193,6 +191,12 @@ def _metric(run: _Run, source: ModelSource, batches: Sequence[Batch]) -> float |
         found = [float(source.metric(output, whole)) for output, whole in outputs]
     mean = sum(found) / len(found)
     return mean if math.isfinite(mean) else None
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors that an optimizer keeps."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def optimizer_of(source: ModelSource, model: nn.Module) -> torch.optim.Optimizer:

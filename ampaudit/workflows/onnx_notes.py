@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from torch.export import ExportedProgram
 
 from ampaudit.convert.fold import Deployed
 from ampaudit.convert.program import same_nodes
+from ampaudit.report.evidence import codes_by_site
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.report.tables import least_headroom
 from ampaudit.trace.graph import TracedModel
@@ -21,10 +20,7 @@ def onnx_notes(
 ) -> dict[str, dict[str, str]]:
     """Notes by the name of the program's node."""
     sites = {site.site: site for site in report.sites}
-    codes: defaultdict[str, list[str]] = defaultdict(list)
-    for finding in report.findings:
-        if finding.suppressed is None:
-            codes[finding.site].append(finding.code)
+    codes = codes_by_site(report)
     found: dict[str, dict[str, str]] = {}
     for ours, theirs in same_nodes(deployed.graph, program.graph):
         site = traced.site_of_node.get(ours.name)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ampaudit.formats import format_named
-from ampaudit.report.evidence import evident_line, relative_path
+from ampaudit.report.evidence import codes_by_site, evident_line, relative_path
 from ampaudit.report.finding import Severity
 from ampaudit.report.gradients import Backward
 from ampaudit.report.model import Report, SiteReport
@@ -39,12 +38,11 @@ def figure_data(report: Report) -> dict[str, Any]:
 
 
 def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any]]:
-    codes: defaultdict[str, list[str]] = defaultdict(list)
+    codes = codes_by_site(report)
     worst: dict[str, str] = {}
     wrong: dict[str, set[str]] = {"forward": set(), "backward": set()}
     for finding in report.findings:
         if finding.suppressed is None:
-            codes[finding.site].append(finding.code)
             if finding.severity is not Severity.NOTE:  # the gravest come first
                 worst.setdefault(finding.site, finding.severity.value)
             if finding.severity is Severity.ERROR:

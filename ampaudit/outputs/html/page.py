@@ -24,7 +24,7 @@ from ampaudit.report.bench import BenchReport
 from ampaudit.report.bench_tables import bench_facts, bench_tables
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import Report
-from ampaudit.words import number, plain, power, scale_text, size_of
+from ampaudit.words import number, plain, power, scale_text
 
 __all__ = ["to_html"]
 
@@ -142,7 +142,6 @@ def _environment() -> Environment:
     made.filters |= {
         "plain": plain,
         "number": number,
-        "size": size_of,
         "power": power,
         "scale": scale_text,
         "breakable": _breakable,

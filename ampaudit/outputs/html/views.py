@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ampaudit.report.evidence import evidence_text, evident_line, relative_path, title_of
-from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.evidence import evidence_text, evident_line, ran_on, relative_path, title_of
+from ampaudit.report.finding import Finding
 from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.model import Report
 from ampaudit.report.tables import least_headroom, nearest_of_all, output_word, summary_rows
@@ -71,7 +71,6 @@ class ReportView:
         tiles: the numbers at the top.
         findings: the gravest first.
         left_out: findings beyond those.
-        counts: active findings by severity.
         facts: label and text of everything else a reader may ask.
         scales: the loss scales in a sentence; empty without gradients.
     """
@@ -83,7 +82,6 @@ class ReportView:
     tiles: tuple[Tile, ...]
     findings: tuple[FindingView, ...]
     left_out: int
-    counts: dict[str, int]
     facts: tuple[tuple[str, str], ...]
     scales: str
 
@@ -93,18 +91,15 @@ def view_of(report: Report) -> ReportView:
     word, sentence = verdict_words(report)
     active = Counter(f.severity.value for f in report.findings if f.suppressed is None)
     run = report.run
-    batches = f"{run.batches} batch{'es' if run.batches != 1 else ''}"
-    how = "nothing was run" if run.level == "static" else f"{batches} on {run.device} ({run.backend})"
     shown = report.findings[:MOST_FINDINGS]
     return ReportView(
         report=report,
         word=word,
         sentence=sentence,
-        heading=f"policy {plain(run.policy)}, {run.dtype}, {run.mode} mode, {how}",
+        heading=f"policy {plain(run.policy)}, {run.dtype}, {run.mode} mode, {ran_on(run)}",
         tiles=tuple(_tiles(report, active)),
         findings=tuple(map(_finding, shown)),
         left_out=len(report.findings) - len(shown),
-        counts={level.value: active[level.value] for level in Severity},
         facts=tuple(summary_rows(report, 0)),
         scales=scales_that_suit(report.backward) if report.backward is not None else "",
     )
@@ -166,7 +161,7 @@ def _finding(finding: Finding) -> FindingView:
     path = finding.poisons[:_PATH_SHOWN]
     return FindingView(
         code=finding.code,
-        title=title_of(finding),
+        title=title_of(finding.code, finding.kind),
         severity=finding.severity.value if finding.suppressed is None else "suppressed",
         layer=plain(finding.layer or "(top module)"),
         op=plain(short_op(finding.op)),

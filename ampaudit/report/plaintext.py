@@ -1,0 +1,21 @@
+"""What rich prints, as the text of a pipe, a file or a message."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["as_text"]
+
+
+def as_text(printed: Callable[[Console], None], width: int) -> str:
+    """What is printed, as plain text: no colours, no trailing blanks."""
+    from rich.console import Console
+
+    stream = io.StringIO()
+    printed(Console(file=stream, width=width, highlight=False, color_system=None, force_terminal=False))
+    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().split("\n")[:-1])
