@@ -9,12 +9,12 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ampaudit.errors import AuditError, OutputError
 
-__all__ = ["check_directory", "check_writable", "staged_directory", "write_text"]
+__all__ = ["check_directory", "check_writable", "replace_bytes", "staged_directory", "write_text"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
@@ -39,15 +39,29 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
         OutputError: it cannot be written; what was there before is untouched.
     """
     check_writable(path, force=force)
+    _replace(path, text.encode("utf-8"), lambda target: 0o666 & ~_umask())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Replace a file's content and keep its permissions, by a temporary file beside it that is renamed.
+
+    Raises:
+        OutputError: it cannot be written; what was there before is untouched.
+    """
+    _replace(path, data, lambda target: target.stat().st_mode & 0o7777)
+
+
+def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
     target = path.resolve()
     temporary = ""
     try:
+        mode = mode_of(target)
         handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
+        os.chmod(temporary, mode)
         os.replace(temporary, target)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

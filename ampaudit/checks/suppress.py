@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tokenize
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +9,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ampaudit.checks.interface import finding_about
+from ampaudit.comments import comments_of
 from ampaudit.errors import UsageError
 from ampaudit.pages import page_of
+from ampaudit.pages.page import LINTED
 from ampaudit.report.finding import Finding, Source
 from ampaudit.sites import SiteId, SourceLine
 from ampaudit.trace import Site
 
 __all__ = ["Suppression", "comments_in", "option", "suppressed"]
 
-_COMMENT = re.compile(r"#\s*ampaudit:\s*ignore\[(?P<codes>[^\]]*)\]\s*(?P<reason>.*)")
 UNUSED = "AMP991"
 _NEVER = ("AMP990", UNUSED)
 
@@ -82,22 +82,21 @@ def comments_in(sites: Iterable[Site]) -> tuple[Suppression, ...]:
 
 
 def _comments_of(path: Path) -> list[Suppression]:
-    found: list[Suppression] = []
     try:
         with tokenize.open(path) as stream:
-            if "ampaudit:" not in stream.read():  # libraries' files are long, and have none
-                return []
-            stream.seek(0)
-            for token in tokenize.generate_tokens(stream.readline):
-                match = _COMMENT.search(token.string) if token.type == tokenize.COMMENT else None
-                if match:
-                    line = SourceLine(str(path), token.start[0], token.line.strip())
-                    codes = tuple(code.strip() for code in match["codes"].split(",") if code.strip())
-                    reason = match["reason"].strip() or "no reason given"
-                    found.append(Suppression(codes, None, line, f"comment: {reason}"))
-    except (OSError, SyntaxError, UnicodeDecodeError, tokenize.TokenError):
-        return found  # not a file that can be read: code from a string, an archive, a notebook
-    return found
+            comments = comments_of(stream.read())
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return []  # not a file that can be read: code from a string, an archive, a notebook
+    return [
+        Suppression(
+            comment.codes,
+            None,
+            SourceLine(str(path), comment.line, comment.code),
+            f"comment: {comment.reason}",
+        )
+        for comment in comments
+        if not comment.codes or not all(code.startswith(LINTED) for code in comment.codes)
+    ]
 
 
 def suppressed(findings: Sequence[Finding], hiding: Sequence[Suppression]) -> tuple[Finding, ...]:

@@ -74,8 +74,9 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     """
     from ampaudit.files import check_writable
     from ampaudit.gate.budgets import Budgets
-    from ampaudit.gate.config import find_config, parse_size, read_config
+    from ampaudit.gate.config import parse_size, read_config
     from ampaudit.gate.judge import check_codes
+    from ampaudit.settings import find_config
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])

@@ -25,9 +25,13 @@ def _print_page(console: Console, code: str) -> None:
     from rich.markdown import Markdown
 
     from ampaudit.pages import page_of
+    from ampaudit.pages.page import LINTED
 
     page = page_of(code)
     console.print(Markdown(page.text))
+    if page.code.startswith(LINTED):
+        console.print("\nTo see it, save the bad example and run: ampaudit lint bad.py")
+        return
     names = {"ranges": "--ranges"}
     options = [names.get(name, f"--{name} {value}") for name, value in page.bad.options.items()]
     console.print(f"\nTo see it, save the bad example and run: ampaudit scan bad.py {' '.join(options)}")

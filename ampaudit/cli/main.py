@@ -15,6 +15,7 @@ from ampaudit.cli.check_command import check_command
 from ampaudit.cli.convert_command import convert_command, verify_command
 from ampaudit.cli.devices_command import devices_command
 from ampaudit.cli.explain_command import explain_command
+from ampaudit.cli.lint_command import lint_command
 from ampaudit.cli.plan_command import plan_command
 from ampaudit.cli.report_command import diff_command, report_command
 from ampaudit.cli.rules_command import rules_group
@@ -39,7 +40,15 @@ def main() -> None:
 
 COMMANDS: tuple[click.Command, ...] = (
     *(scan_command, plan_command, train_command, convert_command, verify_command, check_command),
-    *(bench_command, report_command, diff_command, rules_group, devices_command, explain_command),
+    *(
+        lint_command,
+        bench_command,
+        report_command,
+        diff_command,
+        rules_group,
+        devices_command,
+        explain_command,
+    ),
 )
 for _command in COMMANDS:
     main.add_command(_command)

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ampaudit.errors import UsageError, did_you_mean
+from ampaudit.errors import UsageError
+from ampaudit.settings import TEXTS, Key, checked, read_table
 
-__all__ = ["find_config", "parse_size", "read_config"]
+__all__ = ["parse_size", "read_config"]
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-
-
-def find_config(start: Path) -> Path | None:
-    """The pyproject.toml of a directory or the nearest one above it."""
-    for directory in (start, *start.parents):
-        if (directory / "pyproject.toml").is_file():
-            return directory / "pyproject.toml"
-    return None
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -32,25 +23,9 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: not TOML, or a key or value that ``ampaudit check`` does not know.
     """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="check the path after --config") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: not valid TOML: {error}", hint="correct it") from error
-    tool = table.get("tool", {})
-    values = tool.get("ampaudit", {}) if isinstance(tool, dict) else {}
-    if not isinstance(values, dict):
-        raise UsageError(f"{path}: tool.ampaudit is not a table", hint="write [tool.ampaudit]")
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in _KEYS:
-            hint = f"{did_you_mean(name, _KEYS)}known keys: {', '.join(_KEYS)}"
-            raise UsageError(f"{path}: tool.ampaudit.{name}: no such key", hint=hint)
-        fits, wanted = _KEYS[name]
-        if not fits(value):
-            raise UsageError(f"{path}: tool.ampaudit.{name} = {value!r}", hint=f"it must be {wanted}")
-        found[name.replace("-", "_")] = value
+    values = read_table(path, "tool", "ampaudit")
+    values.pop("lint", None)  # a table of its own, for ampaudit lint
+    found = checked(path, "tool.ampaudit", values, _KEYS)
     for name in ("baseline", "inputs", "weights"):
         if name in found:
             found[name] = str(path.parent / found[name])
@@ -109,24 +84,18 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-_Test = tuple[Callable[[Any], bool], str]
-_NUMBER: _Test = (_is_number, "a number")
-_COUNT: _Test = (_is_count, "a whole number")
-_MANY: _Test = (lambda v: _is_count(v) and v > 0, "a whole number above 0")
-_TEXT: _Test = (_is_text, "a text")
-_TEXTS: _Test = (_are_texts, "a list of texts")
-_KEYS: dict[str, _Test] = {
-    "targets": _TEXTS,
+_NUMBER: Key = (_is_number, "a number")
+_COUNT: Key = (_is_count, "a whole number")
+_MANY: Key = (lambda v: _is_count(v) and v > 0, "a whole number above 0")
+_TEXT: Key = (_is_text, "a text")
+_KEYS: dict[str, Key] = {
+    "targets": TEXTS,
     "policy": _TEXT,
     "dtype": _TEXT,
     "device": _TEXT,
     "fail-on": (lambda v: v in ("error", "warning", "note", "never"), "error, warning, note or never"),
-    "allow": _TEXTS,
-    "ignore": _TEXTS,
+    "allow": TEXTS,
+    "ignore": TEXTS,
     "min-headroom": _NUMBER,
     "min-sqnr": _NUMBER,
     "max-metric-drop": _NUMBER,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ampaudit.gate.result import CheckResults
+from ampaudit.lint.report import LintReport
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import Report
@@ -22,7 +23,7 @@ __all__ = ["Document", "parse_document", "read_document"]
 
 Document: TypeAlias = (
     "Report | Comparison | TrainingReport | BenchReport | PlanReport | CheckResults"
-    " | Conversion | Verification"
+    " | Conversion | Verification | LintReport"
 )
 
 
@@ -45,6 +46,7 @@ _KINDS: dict[frozenset[str], Callable[[], Any]] = {
     REPORT_FIELDS: lambda: Report,
     frozenset({"rows", "repeats", "device_name"}): lambda: BenchReport,
     frozenset({"targets"}): lambda: CheckResults,
+    frozenset({"linted", "unread"}): lambda: LintReport,
     frozenset({"policy", "rules", "cast_bytes"}): lambda: PlanReport,
     frozenset({"bytes_before", "stored"}): _conversion,
     frozenset({"problems", "directory"}): _verification,

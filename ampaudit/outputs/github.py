@@ -37,6 +37,8 @@ def _annotation(subject: Subject, alert: Alert, command: str) -> str:
     fields = {"title": f"{alert.code} {alert.title}"}
     if alert.line is not None:
         fields = {"file": relative_path(alert.line.file), "line": str(max(alert.line.line, 1)), **fields}
+    if alert.region is not None:
+        fields["col"] = str(alert.region[0])
     properties = ",".join(f"{name}={_property(value)}" for name, value in fields.items())
     text = f"{alert.site} ({subject.label})\n{alert.text}\n{alert.advice}".rstrip()
     return f"::{command} {properties}::{_message(text)}"

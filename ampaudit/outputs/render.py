@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ampaudit.gate.result import CheckResults
+from ampaudit.lint.report import LintReport
 from ampaudit.outputs.documents import Document
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.comparison import Comparison
@@ -44,6 +45,10 @@ def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
         from ampaudit.gate.summary import render_results
 
         return render_results(document)
+    if isinstance(document, LintReport):
+        from ampaudit.lint.text import render_lint
+
+        return render_lint(document, verbosity=verbosity)
     if isinstance(document, Report):
         from ampaudit.report.text import render
 

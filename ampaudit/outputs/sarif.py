@@ -118,7 +118,10 @@ def _shown_at(subject: Subject, alert: Alert) -> SourceLine:
 
 def _location(line: SourceLine, alert: Alert | None, message: str = "") -> dict[str, Any]:
     region: dict[str, Any] = {"startLine": max(line.line, 1)}
-    if line.code:
+    if alert is not None and alert.region is not None and alert.line is line:
+        column, last, behind = alert.region
+        region |= {"startColumn": column, "endLine": last, "endColumn": behind}
+    elif line.code:
         region["snippet"] = {"text": line.code}
     found: dict[str, Any] = {"physicalLocation": {"artifactLocation": _artifact(line.file), "region": region}}
     if alert is not None:
@@ -148,5 +151,8 @@ def _text(text: str) -> str:
 
 def _fingerprint(subject: Subject, alert: Alert) -> str:
     """The same for the same finding in the next run, also when lines have moved."""
-    said = "\n".join((subject.label, alert.case, alert.code, alert.site))
+    of_lint = alert.region is not None and alert.line is not None
+    # lint's label counts files, and a function may have the same mistake twice
+    which = (alert.line.code,) if of_lint and alert.line is not None else (subject.label,)
+    said = "\n".join((*which, alert.case, alert.code, alert.site))
     return hashlib.sha256(said.encode()).hexdigest()[:32]

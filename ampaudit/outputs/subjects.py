@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ampaudit.errors import UsageError
 from ampaudit.gate.result import CheckResults, TargetResult
+from ampaudit.lint.report import LintFinding, LintReport
 from ampaudit.outputs.documents import Document
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.evidence import evidence_text, evident_line, poisons_text, title_of
@@ -36,6 +37,7 @@ class Alert:
         related: the line inside a library that computes the value.
         path: later sites that it poisons.
         suppressed: why it does not count.
+        region: first column, last line and the column behind its end, from 1, where they are known.
     """
 
     code: str
@@ -50,6 +52,7 @@ class Alert:
     related: SourceLine | None = None
     path: tuple[str, ...] = ()
     suppressed: str | None = None
+    region: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ def subjects_of(document: Document) -> tuple[Subject, ...]:
         return (_of_training(document),)
     if isinstance(document, CheckResults):
         return (_of_check(document),)
+    if isinstance(document, LintReport):
+        return (_of_lint(document),)
     raise UsageError("this report has no findings", hint="use --format text or json, or scan the model")
 
 
@@ -153,6 +158,38 @@ def _of_target(target: TargetResult) -> Iterable[Alert]:
             advice=f"ampaudit scan {plain(target.target)} says more",
             line=_safe(line or SourceLine(target.target.partition(":")[0], 1)),
         )
+
+
+def _of_lint(report: LintReport) -> Subject:
+    rank = threshold(report.fail_on)
+    files = dict.fromkeys(plain(finding.file) for finding in report.findings)
+    return Subject(
+        name="ampaudit lint",
+        label=f"{report.linted} file{'s' if report.linted != 1 else ''}",
+        passed=report.exit_code == 0,
+        cases=tuple(files),
+        alerts=tuple(_of_line(finding, rank) for finding in report.findings),
+        errors={f"{plain(item.file)}:{item.line}": plain(item.reason) for item in report.unread},
+        seconds={},
+        tool_version=report.tool_version,
+    )
+
+
+def _of_line(finding: LintFinding, rank: float) -> Alert:
+    cell = f"cell {finding.cell}, " if finding.cell is not None else ""
+    return Alert(
+        code=finding.code,
+        title=title_of(finding.code, finding.code),
+        level=finding.severity,
+        fails=finding.suppressed is None and finding.severity.rank >= rank,
+        case=plain(finding.file),
+        site=cell + (plain(finding.function) or "(module)"),
+        text=plain(finding.cause),
+        advice=plain(finding.advice),
+        line=_safe(SourceLine(finding.file, finding.line, finding.source.strip())),
+        suppressed=finding.suppressed,
+        region=(finding.column, finding.end_line, finding.end_column),
+    )
 
 
 def _alert(finding: Finding, case: str, rank: float) -> Alert:

@@ -14,6 +14,7 @@ FAMILIES = {
     "5": "performance",
     "6": "policy",
     "7": "gradients",
+    "8": "training loops, found by reading",
     "9": "not covered, and about the audit itself",
 }
 

@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 from ampaudit.errors import UsageError, did_you_mean
 
-__all__ = ["Example", "Kind", "Level", "Page", "all_pages", "page_of", "parse_page"]
+__all__ = ["LINTED", "Example", "Kind", "Level", "Page", "all_pages", "page_of", "parse_page"]
 
 Kind = Literal[
     "overflow",
@@ -23,9 +23,11 @@ Kind = Literal[
     "gradient",
     "performance",
     "uncovered",
+    "loop",
 ]
 Level = Literal["error", "warning", "note"]
 SECTIONS = ("What it says", "Why it is bad", "Bad example", "Good example", "When to ignore it")
+LINTED = "AMP8"  # codes that begin so are found by reading scripts, not by running models
 _PLACE = Path(__file__).parent
 
 

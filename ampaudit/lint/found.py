@@ -1,0 +1,85 @@
+"""What the reading of a script yields: findings, repairs, and events in the order they happen."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Event", "Found", "Guard", "Repair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """A change of the text that cures a finding, as data: ``lint.repairs`` knows how to make it.
+
+    Attributes:
+        how: which repair.
+        line: of the node that it changes, from 1.
+        column: in UTF-8 bytes, from 0, as ``ast`` counts.
+        details: what the repair has to know.
+    """
+
+    how: str
+    line: int
+    column: int
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One mistake.
+
+    Attributes:
+        code: of its page.
+        node: where.
+        cause: what is wrong here, in one sentence.
+        advice: what to write instead.
+        repair: the change that cures it, if one is safe.
+    """
+
+    code: str
+    node: ast.AST
+    cause: str
+    advice: str
+    repair: Repair | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Something that decides whether, or how often, a statement runs: ``loop``, ``if``, ``call``."""
+
+    kind: str
+    node: ast.AST
+    branch: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happens to scalers, optimizers, gradients.
+
+    Attributes:
+        kind: such as ``backward`` or ``scaler.step``.
+        node: the expression.
+        guards: what encloses it, the outermost first.
+        statement: the statement it is in.
+        data: what else is known, by name.
+    """
+
+    kind: str
+    node: ast.AST
+    guards: tuple[Guard, ...]
+    statement: ast.stmt | None
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def loop(self) -> ast.AST | None:
+        """The innermost loop."""
+        return next((guard.node for guard in reversed(self.guards) if guard.kind == "loop"), None)
+
+    def inside(self, loop: ast.AST) -> tuple[Guard, ...]:
+        """The guards between a loop and the event; all of them if it is not in that loop."""
+        for index, guard in enumerate(self.guards):
+            if guard.node is loop and guard.kind == "loop":
+                return self.guards[index + 1 :]
+        return self.guards

@@ -1,0 +1,231 @@
+"""Makes repairs in the concrete syntax tree, so that comments and layout stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import libcst as cst
+from libcst import metadata
+
+from ampaudit.lint.found import Repair
+from ampaudit.lint.modernise import Modern
+from ampaudit.lint.script import lines_of
+
+__all__ = ["repaired"]
+
+Node: TypeAlias = (
+    Any  # what libcst's leave functions take and return differs from one kind of node to the next
+)
+
+
+def repaired(text: str, repairs: Sequence[Repair]) -> str:
+    """A script's text with repairs made; those whose place is not found again are left out.
+
+    Raises:
+        libcst.ParserSyntaxError: libcst does not know some syntax in it.
+    """
+    wrapper = metadata.MetadataWrapper(cst.parse_module(text))
+    lines = lines_of(text)
+    places: dict[tuple[int, int], list[Repair]] = {}
+    for repair in repairs:
+        line = lines[repair.line - 1] if repair.line <= len(lines) else ""
+        column = len(line.encode()[: repair.column].decode(errors="ignore"))
+        places.setdefault((repair.line, column), []).append(repair)
+    return wrapper.visit(_Repairer(places)).code
+
+
+class _Repairer(cst.CSTTransformer):
+    """Makes each repair at its node; ``places`` are line and column in characters."""
+
+    METADATA_DEPENDENCIES = (metadata.PositionProvider,)
+
+    def __init__(self, places: dict[tuple[int, int], list[Repair]]) -> None:
+        super().__init__()
+        self.places = places
+        whole = [r for repairs in places.values() for r in repairs if r.how.startswith("modern")]
+        self.modern = Modern(whole)
+        self.decorated = {
+            int(detail.split()[1]): detail.split()[0]
+            for repairs in places.values()
+            for repair in repairs
+            if repair.how == "decorate"
+            for detail in repair.details
+        }
+
+    def on_leave(self, original: Node, updated: Node) -> Node:
+        """Every node passes here."""
+        result = super().on_leave(original, updated)
+        if isinstance(original, cst.FunctionDef):
+            return self._function(original, result)
+        result = self.modern.changed(original, result)
+        if not isinstance(original, _KINDS):
+            return result
+        start = self.get_metadata(metadata.PositionProvider, original).start
+        for repair in self.places.get((start.line, start.column), ()):
+            change = _CHANGES.get(repair.how)
+            if change is not None and result is not None and not isinstance(result, cst.FlattenSentinel):
+                result = change(original, result, repair)
+        return result
+
+    def _function(self, original: cst.FunctionDef, updated: Node) -> Node:
+        line = self.get_metadata(metadata.PositionProvider, original.name).start.line
+        if line not in self.decorated or not isinstance(updated, cst.FunctionDef):
+            return updated
+        call = cst.parse_expression(f'torch.amp.{self.decorated[line]}(device_type="cuda")')
+        return updated.with_changes(decorators=[*updated.decorators, cst.Decorator(call)])
+
+
+_KINDS = (
+    cst.Call,
+    cst.SimpleStatementLine,
+    cst.With,
+    cst.Dict,
+    cst.UnaryOperation,
+    cst.Float,
+    cst.Integer,
+)
+
+
+def _is_call(node: Node, name: str) -> bool:
+    """Whether a node is ``x.name(...)``: several calls of a chain begin at the same place."""
+    return (
+        isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == name
+    )
+
+
+def _scale_loss(original: Node, node: Node, repair: Repair) -> Node:
+    if not _is_call(original, "backward"):
+        return node
+    scaled = cst.Call(cst.parse_expression(f"{repair.details[0]}.scale"), [cst.Arg(node.func.value)])
+    return node.with_changes(func=node.func.with_changes(value=scaled))
+
+
+def _step_by_scaler(original: Node, node: Node, repair: Repair) -> Node:
+    if not _is_call(original, "step"):
+        return node
+    return cst.Call(cst.parse_expression(f"{repair.details[0]}.step"), [cst.Arg(node.func.value)])
+
+
+def _statement(text: str) -> cst.SimpleStatementLine:
+    parsed = cst.parse_statement(text)
+    assert isinstance(parsed, cst.SimpleStatementLine)
+    return parsed
+
+
+def _insert_before(original: Node, node: Node, repair: Repair) -> Node:
+    if not isinstance(original, cst.SimpleStatementLine):
+        return node
+    new = _statement(repair.details[0]).with_changes(leading_lines=node.leading_lines)
+    return cst.FlattenSentinel([new, node.with_changes(leading_lines=[])])
+
+
+def _insert_after(original: Node, node: Node, repair: Repair) -> Node:
+    if not isinstance(original, cst.SimpleStatementLine):
+        return node
+    return cst.FlattenSentinel([node, _statement(repair.details[0])])
+
+
+def _remove_statement(original: Node, node: Node, repair: Repair) -> Node:
+    del repair
+    if not isinstance(original, cst.SimpleStatementLine) or len(original.body) != 1:
+        return node
+    return cst.RemoveFromParent()
+
+
+def _remove_keyword(original: Node, node: Node, repair: Repair) -> Node:
+    if not isinstance(original, cst.Call):
+        return node
+    kept = [a for a in node.args if a.keyword is None or a.keyword.value != repair.details[0]]
+    if len(kept) == len(node.args):
+        return node
+    if kept and node.args[-1] is not kept[-1]:
+        kept[-1] = kept[-1].with_changes(comma=node.args[-1].comma)
+    return node.with_changes(args=kept)
+
+
+def _set_keyword(original: Node, node: Node, repair: Repair) -> Node:
+    name, value = repair.details
+    if not isinstance(original, cst.Call) or any(a.keyword and a.keyword.value == name for a in node.args):
+        return node
+    if not _ends(original.func, "GradScaler"):
+        return node
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    new = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
+    return node.with_changes(args=[*node.args, new])
+
+
+def _ends(node: Node, name: str) -> bool:
+    last = node.attr if isinstance(node, cst.Attribute) else node
+    return isinstance(last, cst.Name) and last.value == name
+
+
+def _with_logits(original: Node, node: Node, repair: Repair) -> Node:
+    del repair
+    if not _is_call(original, "binary_cross_entropy"):
+        return node
+    inner = node.args[0].value
+    if not isinstance(inner, cst.Call):
+        return node
+    logits = inner.args[0].value if inner.args else getattr(inner.func, "value", None)
+    if logits is None:
+        return node
+    func = node.func.with_changes(attr=cst.Name("binary_cross_entropy_with_logits"))
+    return node.with_changes(func=func, args=[node.args[0].with_changes(value=logits), *node.args[1:]])
+
+
+def _replace(original: Node, node: Node, repair: Repair) -> Node:
+    if not isinstance(original, cst.UnaryOperation | cst.Float | cst.Integer):
+        return node
+    return cst.parse_expression(repair.details[0])
+
+
+def _end_block(original: Node, node: Node, repair: Repair) -> Node:
+    """The statements from an index on leave the ``with`` block and follow it; all, and it is gone."""
+    if not isinstance(original, cst.With) or not isinstance(node.body, cst.IndentedBlock):
+        return node
+    index = int(repair.details[0])
+    body: list[Node] = list(node.body.body)
+    single = all(not isinstance(s, cst.SimpleStatementLine) or len(s.body) == 1 for s in body)
+    if not single or index >= len(body):
+        return node
+    if index == 0:
+        comments = [*node.leading_lines, *body[0].leading_lines]
+        return cst.FlattenSentinel([body[0].with_changes(leading_lines=comments), *body[1:]])
+    block = node.body.with_changes(body=body[:index], footer=[])
+    return cst.FlattenSentinel([node.with_changes(body=block), *body[index:]])
+
+
+def _add_entry(original: Node, node: Node, repair: Repair) -> Node:
+    """One more entry at the end, laid out as the one before."""
+    if not isinstance(original, cst.Dict) or not node.elements:
+        return node
+    name, value = repair.details
+    elements = list(node.elements)
+    first = elements[0].key
+    quote = first.value[0] if isinstance(first, cst.SimpleString) else '"'
+    last = elements[-1]
+    trailing = last.comma
+    between = (
+        elements[-2].comma if len(elements) > 1 else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    )
+    if len(elements) == 1 and isinstance(trailing, cst.Comma):
+        between = cst.Comma(whitespace_after=node.lbrace.whitespace_after)
+    key = cst.SimpleString(f"{quote}{name}{quote}")
+    new = cst.DictElement(key, cst.parse_expression(value), comma=trailing)
+    return node.with_changes(elements=[*elements[:-1], last.with_changes(comma=between), new])
+
+
+_CHANGES: dict[str, Callable[[Node, Node, Repair], Node]] = {
+    "scale loss": _scale_loss,
+    "step by scaler": _step_by_scaler,
+    "insert before": _insert_before,
+    "insert after": _insert_after,
+    "remove statement": _remove_statement,
+    "remove keyword": _remove_keyword,
+    "set keyword": _set_keyword,
+    "with logits": _with_logits,
+    "replace": _replace,
+    "end block": _end_block,
+    "add entry": _add_entry,
+}

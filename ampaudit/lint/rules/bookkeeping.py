@@ -1,0 +1,173 @@
+"""What must be done once, somewhere: update, save, restore; and what is done too often."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from ampaudit.lint.found import Event, Repair
+from ampaudit.lint.values import MAYBE, NO, Entries, StateOf, Tensor
+
+if TYPE_CHECKING:
+    from ampaudit.lint.machine import Machine
+
+__all__ = ["check_file", "check_root"]
+
+
+def check_root(machine: Machine, events: list[Event]) -> None:
+    """Rules about the loops of one function."""
+    _made_in_loop(machine, events)
+    _scheduler(machine, events)
+    for event in events:
+        if event.kind == "item":
+            _number(machine, events, event)
+
+
+def _made_in_loop(machine: Machine, events: list[Event]) -> None:
+    for made in (event for event in events if event.kind == "scaler.made"):
+        for guard in made.guards:
+            if guard.kind != "loop":
+                continue
+            inside = {event.kind for event in events if any(g.node is guard.node for g in event.guards)}
+            if inside & {"backward", "scaler.scale"} and "optimizer.made" not in inside:
+                machine.say(
+                    "AMP814",
+                    made.node,
+                    "a new scaler in every round forgets the scale it found, and starts at 65,536 again",
+                    "make the scaler once, before the loop",
+                )
+
+
+def _scheduler(machine: Machine, events: list[Event]) -> None:
+    steps = [event for event in events if event.kind == "scaler.step"]
+    for event in (event for event in events if event.kind == "scheduler.step"):
+        loop = event.loop
+        beside = [step for step in steps if loop is not None and step.loop is loop]
+        checked = any(e.kind == "scaler.get_scale" and e.loop is loop for e in events)
+        if not beside or checked or loop is None:
+            continue
+        allowed = {guard.node for guard in beside[0].inside(loop)}
+        if all(guard.node in allowed or guard.kind in ("with", "call") for guard in event.inside(loop)):
+            machine.say(
+                "AMP822",
+                event.node,
+                "the schedule goes on although the scaler may have skipped the optimizer's step",
+                "step it only if the scale did not fall: scale = scaler.get_scale(); scaler.update(); if"
+                " scaler.get_scale() >= scale: scheduler.step()",
+            )
+
+
+def _number(machine: Machine, events: list[Event], event: Event) -> None:
+    value: Tensor = event.data["value"]
+    if value.scaled not in (NO, MAYBE):
+        machine.say(
+            "AMP823",
+            event.node,
+            "this number has the loss scale as a factor, which changes while the model trains",
+            "take the number of the loss before it is scaled",
+        )
+        return
+    loop = event.loop
+    mixed = bool(machine.scalers) or any(e.kind == "autocast.entered" for e in events)
+    beside = [e for e in events if e.kind == "backward" and loop is not None and e.loop is loop]
+    if not mixed or not beside or loop is None or not (value.loss or value.roots):
+        return
+    allowed = {guard.node for guard in beside[0].inside(loop)}
+    if all(guard.node in allowed or guard.kind in ("with", "call") for guard in event.inside(loop)):
+        machine.say(
+            "AMP863",
+            event.node,
+            "every step waits here until the GPU has finished",
+            "add up loss.detach() on the device, and take the number when it is logged",
+        )
+
+
+def check_file(machine: Machine, roots: list[list[Event]]) -> None:
+    """Rules about a whole file."""
+    events = [event for root in roots for event in root]
+    _never_updated(machine, events)
+    stepped = {e.data["scaler"] for e in events if e.kind == "scaler.step"}
+    enabled = [s for s in machine.scalers.values() if s.enabled is not False]
+    if stepped and enabled and not stepped & machine.escaped:
+        _not_saved(machine, roots)
+        _not_restored(machine, events)
+
+
+def _never_updated(machine: Machine, events: list[Event]) -> None:
+    updated = {e.data["scaler"] for e in events if e.kind == "scaler.update"}
+    texts = {machine.scalers[key].text for key in updated if key in machine.scalers}
+    for step in (e for e in events if e.kind == "scaler.step"):
+        key = step.data["scaler"]
+        scaler = machine.scalers.get(key)
+        scaled = any(e.kind == "scaler.scale" and e.data["scaler"] == key for e in events)
+        if scaler is None or key in updated | machine.escaped or not scaled or scaler.text in texts - {""}:
+            continue
+        if "name " not in key or not updated:
+            machine.say(
+                "AMP804",
+                step.node,
+                "update() is never called: after an overflow the scale stays as it is, and unscale_() or the"
+                " next step raises",
+                f"call {scaler.text or 'scaler'}.update() once, after the step",
+                _update_after(step, scaler.text),
+            )
+        return
+
+
+def _update_after(step: Event, text: str) -> Repair | None:
+    statement = step.statement
+    alone = isinstance(statement, ast.Expr) and statement.value is step.node
+    if not alone or not text or step.data["many"] or statement is None:
+        return None
+    return Repair("insert after", statement.lineno, statement.col_offset, (f"{text}.update()",))
+
+
+def _in_call(event: Event) -> bool:
+    """Whether it happens in a function that another one calls."""
+    return any(guard.kind == "call" and isinstance(guard.node, ast.Call) for guard in event.guards)
+
+
+def _states(entries: Entries) -> set[str]:
+    return {value.kind for value in entries.items if isinstance(value, StateOf)}
+
+
+def _not_saved(machine: Machine, roots: list[list[Event]]) -> None:
+    if any(e.kind == "scaler.state_dict" for events in roots for e in events):
+        return
+    for event, events in ((e, root) for root in roots for e in root if e.kind == "save"):
+        entries: Entries = event.data["entries"]
+        if "optimizer" in _states(entries):
+            machine.say(
+                "AMP820",
+                entries.node,
+                "the checkpoint holds the optimizer's state and not the scaler's: a run that goes on from it"
+                " starts at a scale that overflows",
+                "save scaler.state_dict(), too",
+                _save_it(machine, events, event, entries.node),
+            )
+
+
+def _save_it(machine: Machine, events: list[Event], event: Event, node: ast.AST) -> Repair | None:
+    """With the scaler's name, if it is visible where the checkpoint is written."""
+    texts = {scaler.text for scaler in machine.scalers.values() if scaler.text}
+    if len(texts) != 1 or not isinstance(node, ast.Dict):
+        return None
+    text = next(iter(texts))
+    used_here = any(e.kind.startswith("scaler.") and not _in_call(e) for e in events)
+    visible = not _in_call(event) and (used_here or text.startswith("self."))
+    if not visible or not all(isinstance(key, ast.Constant) for key in node.keys):
+        return None
+    return Repair("add entry", node.lineno, node.col_offset, ("scaler", f"{text}.state_dict()"))
+
+
+def _not_restored(machine: Machine, events: list[Event]) -> None:
+    kinds = {e.kind for e in events}
+    if "scaler.load_state_dict" in kinds:
+        return
+    for event in (e for e in events if e.kind == "optimizer.load_state_dict"):
+        machine.say(
+            "AMP821",
+            event.node,
+            "the optimizer goes on from a checkpoint, and the scaler starts anew, at a scale that overflows",
+            "restore it, too: scaler.load_state_dict(checkpoint[...])",
+        )

@@ -1,0 +1,162 @@
+"""Literals that 16 bits cannot hold: masks beyond float16's largest number, eps below its smallest."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from ampaudit.lint.found import Found, Repair
+from ampaudit.lint.names import SMALLEST_HALF
+from ampaudit.lint.script import Script, dotted
+
+__all__ = ["check"]
+
+_LARGEST_HALF: Final = 65504.0
+# autocast computes these in float32, so that what is added to them is float32
+_WIDE: Final = frozenset(
+    "norm sum exp softmax log_softmax pow prod cumsum dist logsumexp float double item".split()
+)
+_FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
+
+
+def check(script: Script) -> Iterator[Found]:
+    """Masks everywhere; eps in the modules of the file, whose tensors may be in 16 bits."""
+    if "torch" not in script.text or not _may_matter(script.text):
+        return
+    for statement in script.tree.body:
+        if script.is_busy(statement):
+            inside = isinstance(statement, ast.ClassDef) and statement.name in script.classes
+            module = inside and script.classes[statement.name].derives("Module", "LightningModule")  # type: ignore[attr-defined]
+            yield from _of(script, statement, module)
+
+
+def _may_matter(text: str) -> bool:
+    return "e-" in text or "E-" in text or "-1e" in text or "mask" in text
+
+
+def _of(script: Script, statement: ast.stmt, module: bool) -> Iterator[Found]:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call):
+            yield from _fill(node)
+            if module:
+                yield from _clamp(node)
+        elif isinstance(node, ast.BinOp):
+            if isinstance(node.op, ast.Mult):
+                yield from _product(node)
+            elif isinstance(node.op, ast.Add) and module:
+                yield from _added(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            yield from _stored(node, node.targets[0])
+    del script
+
+
+def _literal(node: ast.AST) -> float | None:
+    sign = 1.0
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node, sign = node.operand, -1.0
+    if isinstance(node, ast.Call) and dotted(node.func) == "float" and len(node.args) == 1:
+        return None
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return sign * float(node.value)  # type: ignore[arg-type]
+    return None
+
+
+def _too_large(node: ast.AST) -> bool:
+    value = _literal(node)
+    return value is not None and _LARGEST_HALF < abs(value) < float("inf")
+
+
+def _mask(node: ast.AST, place: ast.expr, repair: Repair | None) -> Found:
+    return Found(
+        "AMP860",
+        node,
+        f"{ast.unparse(place)} is beyond float16, whose least is -65504: filling raises, a product is -inf",
+        "use torch.finfo(x.dtype).min of the tensor that is filled",
+        repair,
+    )
+
+
+def _fill(node: ast.Call) -> Iterator[Found]:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    if name in _FILLS and isinstance(node.func, ast.Attribute):
+        index = 2 if dotted(node.func.value) == "torch" else 1
+        values = [*node.args[index : index + 1], *(k.value for k in node.keywords if k.arg == "value")]
+        for value in values:
+            receiver = node.args[0] if index == 2 and node.args else node.func.value
+            if _too_large(value) and not _is_wide(receiver):
+                text = dotted(receiver)
+                yield _mask(value, value, _by_dtype(value, text) if text else None)
+    elif name == "where" and dotted(node.func).startswith("torch"):
+        for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
+            if _too_large(value) and not _is_wide(other):
+                yield _mask(value, value, _by_dtype(value, dotted(other)) if dotted(other) else None)
+
+
+def _by_dtype(value: ast.expr, text: str) -> Repair:
+    limit = "min" if (_literal(value) or 0) < 0 else "max"
+    return Repair("replace", value.lineno, value.col_offset, (f"torch.finfo({text}.dtype).{limit}",))
+
+
+def _product(node: ast.BinOp) -> Iterator[Found]:
+    for value, other in ((node.left, node.right), (node.right, node.left)):
+        if _too_large(value) and "mask" in ast.unparse(other).lower() and not _is_wide(other):
+            yield _mask(node, value, None)
+
+
+def _stored(node: ast.Assign, target: ast.Subscript) -> Iterator[Found]:
+    if _too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
+        name = dotted(target.value)
+        if name and not name.startswith("np"):
+            yield _mask(node.value, node.value, _by_dtype(node.value, name))
+
+
+def _is_wide(node: ast.AST) -> bool:
+    """Whether an expression is float32 whatever goes in, under autocast at least."""
+    while isinstance(node, ast.BinOp | ast.UnaryOp):
+        if isinstance(node, ast.BinOp):
+            return _is_wide(node.left) or _is_wide(node.right)
+        node = node.operand
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name in _WIDE or "float32" in ast.unparse(node):
+        return True
+    return (
+        isinstance(node.func, ast.Attribute)
+        and name in ("clamp", "mean", "sqrt", "masked_fill")
+        and _is_wide(node.func.value)
+    )
+
+
+def _vanishes(node: ast.AST) -> bool:
+    value = _literal(node)
+    return value is not None and 0 < abs(value) <= SMALLEST_HALF
+
+
+def _eps(node: ast.AST, value: ast.expr) -> Found:
+    return Found(
+        "AMP861",
+        node,
+        f"{ast.unparse(value)} is zero in float16, whose smallest number is 6e-8",
+        "use 1e-6 or more, or compute this in float32",
+    )
+
+
+def _added(node: ast.BinOp) -> Iterator[Found]:
+    for value, other in ((node.left, node.right), (node.right, node.left)):
+        if _vanishes(value) and _literal(other) is None and not _is_wide(other):
+            yield _eps(value, value)
+
+
+def _clamp(node: ast.Call) -> Iterator[Found]:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    if name not in ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip"):
+        return
+    receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
+    if dotted(receiver) == "torch":
+        receiver = node.args[0] if node.args else node
+    values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "min")]
+    for value in values:
+        if _vanishes(value) and not _is_wide(receiver):
+            yield _eps(value, value)

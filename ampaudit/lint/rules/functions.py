@@ -1,0 +1,73 @@
+"""Custom autograd functions, which autocast does not look into."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from ampaudit.lint.found import Found, Repair
+from ampaudit.lint.script import Script, dotted
+from ampaudit.lint.values import FunctionInfo
+
+__all__ = ["check"]
+
+_PRODUCTS: Final = frozenset(
+    "matmul mm bmm einsum addmm baddbmm linear conv1d conv2d conv3d conv_transpose2d mv".split()
+)
+
+
+def check(script: Script) -> Iterator[Found]:
+    """Functions with matrix products whose two halves do not agree on a dtype."""
+    if "autocast" not in script.text or "Function" not in script.text:
+        return
+    for info in script.classes.values():
+        if not any(base.rpartition(".")[2] == "Function" for base in info.bases):
+            continue
+        forward, backward = info.methods.get("forward"), info.methods.get("backward")
+        if forward is None or backward is None or not (_multiplies(forward) or _multiplies(backward)):
+            continue
+        if "autocast" in ast.unparse(info.node):
+            continue  # it sets its own dtype
+        has = [_decorated(forward, "custom_fwd"), _decorated(backward, "custom_bwd")]
+        if not all(has):
+            yield _found(info.node, forward, backward, has)
+
+
+def _multiplies(info: FunctionInfo) -> bool:
+    for node in ast.walk(info.node):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            return True
+        if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in _PRODUCTS:
+            return True
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in _PRODUCTS
+        ):
+            return True
+    return False
+
+
+def _decorated(info: FunctionInfo, name: str) -> bool:
+    return any(name in ast.unparse(decorator) for decorator in info.node.decorator_list)
+
+
+def _found(node: ast.ClassDef, forward: FunctionInfo, backward: FunctionInfo, has: list[bool]) -> Found:
+    missing = " and ".join(n for n, there in zip(("custom_fwd", "custom_bwd"), has, strict=True) if not there)
+    wanted = tuple(
+        f"{name} {info.node.lineno}"
+        for name, info, there in (("custom_fwd", forward, has[0]), ("custom_bwd", backward, has[1]))
+        if not there
+    )
+    static = all(any(dotted(d) == "staticmethod" for d in i.node.decorator_list) for i in (forward, backward))
+    repair = Repair("decorate", node.lineno, node.col_offset, wanted) if static and not any(has) else None
+    return Found(
+        "AMP850",
+        node,
+        f"{node.name} has no {missing}: its backward runs without autocast, on tensors of whatever dtypes the"
+        " forward saved",
+        'decorate forward with torch.amp.custom_fwd(device_type="cuda") and backward with'
+        ' torch.amp.custom_bwd(device_type="cuda")',
+        repair,
+    )

@@ -1,0 +1,41 @@
+"""Graphs that are kept longer than they are needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ampaudit.lint.found import Event, Repair
+
+if TYPE_CHECKING:
+    import ast
+
+    from ampaudit.lint.machine import Machine
+
+__all__ = ["check"]
+
+_WALKS = ("backward", "backward.unknown", "autograd.grad")
+
+
+def check(machine: Machine, events: list[Event]) -> None:
+    """``retain_graph=True`` where nothing goes through the graph again."""
+    walks = [event for event in events if event.kind in _WALKS]
+    if any(event.kind == "carried" for event in events):
+        return
+    for index, event in enumerate(walks):
+        if event.kind != "backward" or not event.data["retain"] or not event.data["loss"].roots:
+            continue
+        later = [other for other in walks[index + 1 :] if other.loop is event.loop]
+        if later:
+            continue
+        node = event.node
+        machine.say(
+            "AMP836",
+            node,
+            "retain_graph=True keeps every activation, and no backward goes through this graph again",
+            "leave retain_graph out",
+            Repair("remove keyword", *_place(node), ("retain_graph",)),
+        )
+
+
+def _place(node: ast.AST) -> tuple[int, int]:
+    return getattr(node, "lineno", 1), getattr(node, "col_offset", 0)

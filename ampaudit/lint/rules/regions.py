@@ -1,0 +1,139 @@
+"""What stands inside an autocast region that should not, and outside that should."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Final
+
+from ampaudit.lint.found import Event, Repair
+from ampaudit.lint.values import Autocast, Function
+
+if TYPE_CHECKING:
+    from ampaudit.lint.machine import Machine
+
+__all__ = ["check", "check_file"]
+
+# calls that may stand after the backward without a need for autocast
+_AFTERWARDS: Final = frozenset(
+    "backward scale step update unscale_ zero_grad clip_grad_norm_ clip_grad_value_ parameters item detach"
+    " append get_scale print log info add_scalar set_postfix len str float".split()
+)
+
+
+def check(machine: Machine, events: list[Event]) -> None:
+    """Rules about the regions of one function."""
+    late: set[ast.AST | None] = set()
+    for event in (e for e in events if e.kind == "backward.inside"):
+        context: Autocast = event.data["context"]
+        late.add(context.node)
+        machine.say(
+            "AMP840",
+            event.node,
+            "backward runs inside autocast: its ops follow the dtypes of the forward pass by themselves",
+            "end the autocast block after the loss",
+            _dedent(events, event, context),
+        )
+    for event in (e for e in events if e.kind == "step.inside"):
+        context = event.data["context"]
+        if context.node not in late:
+            machine.say(
+                "AMP841",
+                event.node,
+                "the optimizer steps inside autocast, which is for the forward pass and the loss",
+                "end the autocast block after the loss",
+                _dedent(events, event, context),
+            )
+            late.add(context.node)
+    _dropped(machine, events)
+    _halved(machine, events)
+    _threads(machine, events)
+
+
+def _dedent(events: list[Event], event: Event, context: Autocast) -> Repair | None:
+    """End the block before the statement, if what follows in it needs no autocast."""
+    entered = next((e for e in events if e.kind == "autocast.entered" and e.data["value"] is context), None)
+    block = entered.data["block"] if entered is not None else None
+    if not isinstance(block, ast.With) or len(block.items) != 1 or event.statement not in block.body:
+        return None
+    index = block.body.index(event.statement)
+    tail = block.body[index:]
+    calls = [node.func for statement in tail for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in calls}
+    if not names <= _AFTERWARDS:
+        return None
+    return Repair("end block", block.lineno, block.col_offset, (str(index),))
+
+
+def _dropped(machine: Machine, events: list[Event]) -> None:
+    for event in (e for e in events if e.kind == "autocast.dropped"):
+        machine.say(
+            "AMP848",
+            event.node,
+            "this makes an autocast context and does not enter it",
+            "write 'with' before it, and the forward pass and the loss in its block",
+        )
+
+
+def _halved(machine: Machine, events: list[Event]) -> None:
+    refused = {place[1:] for place in machine.found if place[0] == "AMP801"}
+    for event in (e for e in events if e.kind == "half.autocast"):
+        node = event.node
+        if (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)) not in refused:
+            machine.say(
+                "AMP849",
+                node,
+                "these parameters are float16, and the model is called under autocast, which wants float32"
+                " ones: what autocast would keep in float32 was rounded before",
+                "leave out half(): autocast casts what may be cast",
+            )
+
+
+def _threads(machine: Machine, events: list[Event]) -> None:
+    for event in events:
+        if event.kind == "thread" and event.data["autocast"].enabled is True:
+            target = event.data["target"]
+            if isinstance(target, Function) and "autocast" not in ast.unparse(target.info.node):
+                _not_in_thread(
+                    machine, event, "autocast is a state of this thread; the new one starts without it"
+                )
+        elif event.kind == "forward" and event.data["model"].wrap == "DataParallel":
+            here: Autocast = event.data["autocast"]
+            info = machine.script.classes.get(event.data["model"].origin)
+            own = info is not None and "autocast" in ast.unparse(info.node)
+            if here.enabled is True and here.dtype == "bfloat16" and not own:
+                cause = (
+                    "DataParallel's threads take over that autocast is on, but not its dtype: the replicas"
+                    " run in float16"
+                )
+                _not_in_thread(machine, event, cause)
+
+
+def _not_in_thread(machine: Machine, event: Event, cause: str) -> None:
+    machine.say(
+        "AMP851", event.node, cause, "enter autocast in what the thread runs: the model's own forward"
+    )
+
+
+def check_file(machine: Machine, roots: list[list[Event]]) -> None:
+    """Validation that runs in another precision than training."""
+    trained = {
+        event.data["model"].key
+        for events in roots
+        if any(e.kind in ("backward", "backward.unknown") for e in events)
+        for event in events
+        if event.kind == "forward" and event.data["autocast"].enabled is True and not event.data["grad"]
+    }
+    for event in (e for events in roots for e in events if e.kind == "forward"):
+        off = event.data["autocast"].enabled is False and event.data["autocast"].node is None
+        if (
+            off
+            and event.data["grad"] == ("no_grad",)
+            and event.loop is not None
+            and event.data["model"].key in trained
+        ):
+            machine.say(
+                "AMP843",
+                event.node,
+                "the model is trained under autocast and evaluated in float32: slower, and another model",
+                "enter the same autocast here",
+            )

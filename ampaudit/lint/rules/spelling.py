@@ -1,0 +1,107 @@
+"""Old spellings: ``torch.cuda.amp`` and ``apex.amp``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampaudit.lint.found import Found, Repair
+from ampaudit.lint.names import DEPRECATED, canonical
+from ampaudit.lint.script import Script, dotted
+
+__all__ = ["check"]
+
+
+def check(script: Script) -> Iterator[Found]:
+    """Imports and uses of what has a newer name."""
+    if ".amp" not in script.text and "apex" not in script.text and "import amp" not in script.text:
+        return
+    imports = [n for n in ast.walk(script.tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    names: dict[str, str] = {}
+    for node in imports:
+        yield from _imported(script, node, names)
+    # an expression is reported once, at its outermost attribute
+    inner: set[int] = set()
+    for use in ast.walk(script.tree):
+        if not isinstance(use, ast.Attribute) or id(use) in inner:
+            continue
+        base: ast.AST = use
+        while isinstance(base, ast.Attribute):
+            base = base.value
+            inner.add(id(base))
+        text = dotted(use)
+        head = text.partition(".")[0]
+        path = canonical(names.get(head, head) + text[len(head) :]) if text else ""
+        if path in DEPRECATED:
+            yield _old(use, path, _repair_of(script, use, path))
+
+
+def _imported(script: Script, node: ast.Import | ast.ImportFrom, names: dict[str, str]) -> Iterator[Found]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.asname:
+                names[alias.asname] = alias.name
+            if alias.name.split(".")[0] == "apex" and "apex.amp" in script.text:
+                yield _apex(node)
+        return
+    module = node.module or ""
+    for alias in node.names:
+        names[alias.asname or alias.name] = f"{module}.{alias.name}"
+    if node.level:
+        return
+    if module == "apex" and any(alias.name == "amp" for alias in node.names):
+        yield _apex(node)
+    old = [alias for alias in node.names if canonical(f"{module}.{alias.name}") in DEPRECATED]
+    if old:
+        path = canonical(f"{module}.{old[0].name}")
+        local = [alias.asname or alias.name for alias in old]
+        plain = len(old) == len(node.names) and _only_called(script.tree, local)
+        details = (DEPRECATED[path], *(f"{a.name}={a.asname or a.name}" for a in old))
+        repair = Repair("modern import", node.lineno, node.col_offset, details) if plain else None
+        yield _old(node, path, repair, ", ".join(alias.name for alias in old))
+
+
+def _only_called(tree: ast.Module, names: list[str]) -> bool:
+    """Whether names are used as ``name(...)`` or as decorators and nowhere else, and never bound again."""
+    calls = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            calls |= {id(d) for d in node.decorator_list if "custom_" in ast.unparse(d)}
+    bound = [alias for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for alias in n.names]
+    if sum((alias.asname or alias.name) in names for alias in bound) > len(names):
+        return False
+    uses = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in names]
+    exported = any(isinstance(n, ast.Constant) and n.value in names for n in ast.walk(tree))
+    return not exported and all(isinstance(use.ctx, ast.Load) and id(use) in calls for use in uses)
+
+
+def _repair_of(script: Script, use: ast.Attribute, path: str) -> Repair | None:
+    text = dotted(use)
+    called = any(isinstance(n, ast.Call) and n.func is use for n in ast.walk(script.tree))
+    decorates = "custom_" in path and any(
+        use in n.decorator_list for n in ast.walk(script.tree) if isinstance(n, ast.FunctionDef)
+    )
+    if not called and not decorates:
+        return None
+    return Repair("modern use", use.lineno, use.col_offset, (DEPRECATED[path], path.rpartition(".")[2], text))
+
+
+def _old(node: ast.AST, path: str, repair: Repair | None, names: str = "") -> Found:
+    device, name = DEPRECATED[path], path.rpartition(".")[2]
+    spelt = {
+        "autocast": f'torch.autocast("{device}", ...)',
+        "GradScaler": f'torch.amp.GradScaler("{device}", ...)',
+        "custom_fwd": f'torch.amp.custom_fwd(device_type="{device}")',
+        "custom_bwd": f'torch.amp.custom_bwd(device_type="{device}")',
+    }[name]
+    what = f"{path.rpartition('.')[0]}: {names}" if names else path
+    return Found("AMP864", node, f"{what} is deprecated since torch 2.4", f"write {spelt}", repair)
+
+
+def _apex(node: ast.AST) -> Found:
+    return Found(
+        "AMP865",
+        node,
+        "apex.amp is deprecated, and no longer in newer versions of apex",
+        "use torch.autocast and torch.amp.GradScaler; 'ampaudit explain AMP865' shows a loop with both",
+    )

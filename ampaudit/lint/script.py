@@ -1,0 +1,260 @@
+"""A parsed script: its functions and classes, and what the use of a name says about it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ampaudit.lint.values import ClassInfo, FunctionInfo
+
+__all__ = ["Ducks", "Script", "dotted", "flag_of", "lines_of", "may_matter", "parse", "read_script"]
+
+# a line without any of these has no part in a training loop's precision
+_MATTERS = re.compile(
+    r"autocast|[Ss]caler|\bscale|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
+    r"|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
+    r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b"
+)
+# a file without any of these has nothing to be found
+_MENTIONS = re.compile(
+    r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
+    r"|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
+)
+_OPTIMIZER = re.compile(r"optim|^opt(_|\d|$|[A-Z])|^opt_")
+_SCHEDULER = re.compile(r"sched")
+_MODEL = re.compile(
+    r"model|^net|net$|^net_|generator|discriminator|^critic|^actor|^policy_net|encoder$|decoder$|backbone"
+)
+
+
+@dataclass(slots=True)
+class Ducks:
+    """What is done with names, by their dotted text: methods called on them, and where they are handed in.
+
+    Attributes:
+        methods: names of methods, per text.
+        stepped: texts that are arguments of ``x.step(...)`` or ``x.unscale_(...)``, per x.
+    """
+
+    methods: dict[str, set[str]] = field(default_factory=dict)
+    stepped: dict[str, set[str]] = field(default_factory=dict)
+    _names: frozenset[str] | None = None
+
+    def is_scaler(self, text: str) -> bool:
+        """Only a gradient scaler has ``unscale_``, or both ``scale`` and ``update`` beside ``step``."""
+        used = self.methods.get(text, ())
+        if "unscale_" in used:
+            return True
+        if "scale" not in used:
+            return False
+        return "step" in used or ("update" in used and "fit" not in used and "transform" not in used)
+
+    def is_optimizer(self, text: str) -> bool:
+        """It is handed to a scaler, or is called so and used so."""
+        if any(text in given and self.is_scaler(scaler) for scaler, given in self.stepped.items()):
+            return True
+        used = self.methods.get(text, set())
+        return bool(_OPTIMIZER.search(_last(text))) and bool(used & {"zero_grad", "step"})
+
+    def optimizer_names(self) -> frozenset[str]:
+        """The last parts of the names of all optimizers in the script."""
+        if self._names is None:
+            handed = {text for given in self.stepped.values() for text in given}
+            texts = {text for text in (*self.methods, *handed) if self.is_optimizer(text)}
+            self._names = frozenset(map(_last, texts))
+        return self._names
+
+    def is_scheduler(self, text: str) -> bool:
+        """It is called so and is stepped."""
+        return bool(_SCHEDULER.search(_last(text))) and "step" in self.methods.get(text, ())
+
+    def is_model(self, text: str) -> bool:
+        """It is called so, and is trained, evaluated or asked for its parameters."""
+        used = self.methods.get(text, set())
+        name = _last(text)
+        known = {"parameters", "train", "eval", "half", "named_parameters", "no_sync", "zero_grad", "(call)"}
+        return bool(_MODEL.search(name.lower())) and bool(used & known)
+
+
+def _last(text: str) -> str:
+    return text.rpartition(".")[2]
+
+
+@dataclass(slots=True)
+class Script:
+    """One module.
+
+    Attributes:
+        tree: its syntax tree.
+        text: its text.
+        functions: those of the module itself, by name.
+        classes: all, by name.
+        ducks: what is done with names.
+        flags: texts of conditions that guard what matters, the most frequent first.
+        imports: dotted names of all that is imported.
+    """
+
+    tree: ast.Module
+    text: str
+    functions: dict[str, FunctionInfo] = field(default_factory=dict)
+    classes: dict[str, ClassInfo] = field(default_factory=dict)
+    ducks: Ducks = field(default_factory=Ducks)
+    flags: list[str] = field(default_factory=list)
+    imports: set[str] = field(default_factory=set)
+    busy_lines: list[int] = field(default_factory=list)
+
+    def is_busy(self, node: ast.stmt) -> bool:
+        """Whether any line of a statement matters."""
+        at = bisect_left(self.busy_lines, node.lineno)
+        return at < len(self.busy_lines) and self.busy_lines[at] <= (node.end_lineno or node.lineno)
+
+
+def parse(text: str) -> ast.Module:
+    """The syntax tree.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
+    """
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in somebody's strings
+        return ast.parse(text)
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines as Python counts them."""
+    return text.split("\n") if "\r" not in text else re.split(r"\r\n|\r|\n", text)
+
+
+def may_matter(text: str) -> bool:
+    """Whether a script has any word that a finding could be about; most files of a project have none."""
+    return _MENTIONS.search(text) is not None
+
+
+def read_script(text: str) -> Script:
+    """Parse and survey a module.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
+    """
+    script = Script(parse(text), text)
+    script.busy_lines = [
+        number for number, line in enumerate(lines_of(text), 1) if _MATTERS.search(line) is not None
+    ]
+    counts: Counter[str] = Counter()
+    _survey(script, script.tree.body, None, counts)
+    script.flags = [flag for flag, _ in counts.most_common()]
+    return script
+
+
+def _survey(script: Script, body: list[ast.stmt], owner: ClassInfo | None, flags: Counter[str]) -> None:
+    """Note functions, classes, imports; look into statements whose lines matter."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            script.imports.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            script.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ClassDef):
+            _survey_class(script, node, flags)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            info = FunctionInfo(node, owner, script.is_busy(node))
+            if owner is not None:
+                owner.methods[node.name] = info
+            else:
+                script.functions.setdefault(node.name, info)
+            if info.busy:
+                _survey_uses(script, node.body, flags)
+        elif script.is_busy(node):
+            _survey_uses(script, [node], flags)
+
+
+def _survey_class(script: Script, node: ast.ClassDef, flags: Counter[str]) -> None:
+    bases = tuple(text for base in node.bases if (text := dotted(base)))
+    mother = next((script.classes[base] for base in bases if base in script.classes), None)
+    info = ClassInfo(node, bases, {}, mother)
+    script.classes[node.name] = info
+    _survey(script, node.body, info, flags)
+
+
+def _survey_uses(script: Script, body: list[ast.stmt], flags: Counter[str]) -> None:
+    for node in _walk(body):
+        if isinstance(node, ast.Call):
+            _note_call(script.ducks, node)
+            for keyword in node.keywords:
+                if keyword.arg == "enabled" and (flag := flag_of(keyword.value)):
+                    flags[flag[0]] += 1
+        elif isinstance(node, ast.If):
+            if (flag := flag_of(node.test)) and script.is_busy(node):
+                flags[flag[0]] += 1
+        elif isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
+            _survey(script, [node], None, flags)
+
+
+def _walk(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """All nodes, without contexts, operators and constants."""
+    pending: list[ast.AST] = list(body)
+    while pending:
+        node = pending.pop()
+        yield node
+        for name in node._fields:
+            child = getattr(node, name, None)
+            if isinstance(child, list):
+                pending += [item for item in child if isinstance(item, ast.AST)]
+            elif isinstance(child, ast.expr) and not isinstance(child, ast.Name | ast.Constant):
+                pending.append(child)
+
+
+def _note_call(ducks: Ducks, node: ast.Call) -> None:
+    if not isinstance(node.func, ast.Attribute):
+        text = dotted(node.func)
+        if text:
+            ducks.methods.setdefault(text, set()).add("(call)")
+        return
+    text = dotted(node.func.value)
+    whole = f"{text}.{node.func.attr}" if text else ""
+    if whole:
+        ducks.methods.setdefault(whole, set()).add("(call)")
+        ducks.methods.setdefault(text, set()).add(node.func.attr)
+        if node.func.attr in ("step", "unscale_") and node.args and (given := dotted(node.args[0])):
+            ducks.stepped.setdefault(text, set()).add(given)
+
+
+def dotted(node: ast.AST) -> str:
+    """``self.optimizer`` of such an expression; empty for others."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        base = dotted(node.value)
+        head = f"{base}[{node.slice.value!r}]" if base else ""
+    else:
+        head = node.id if isinstance(node, ast.Name) else ""
+    return ".".join([head, *reversed(parts)]) if head else ""
+
+
+def flag_of(test: ast.expr) -> tuple[str, bool] | None:
+    """A condition as a name and what it must be: ``scaler is None`` is ``scaler``, False; else ``None``."""
+    positive = True
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, positive = test.operand, not positive
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        other = test.comparators[0]
+        if isinstance(other, ast.Constant):
+            if other.value is None and isinstance(test.ops[0], ast.Is | ast.IsNot):
+                positive ^= isinstance(test.ops[0], ast.Is)
+                test = test.left
+            elif isinstance(other.value, str | bool) and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+                text = dotted(test.left)
+                return (
+                    (f"{text} == {other.value!r}", positive ^ isinstance(test.ops[0], ast.NotEq))
+                    if text
+                    else None
+                )
+    text = dotted(test)
+    return (text, positive) if text else None

@@ -1,0 +1,343 @@
+"""What a name in a script can stand for, as far as reading tells; what is not certain is ``UNKNOWN``."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+__all__ = [
+    "MAYBE",
+    "NO",
+    "OPAQUE",
+    "UNKNOWN",
+    "Autocast",
+    "Bound",
+    "ClassInfo",
+    "ClassValue",
+    "Const",
+    "Context",
+    "Entries",
+    "Function",
+    "FunctionInfo",
+    "Gradients",
+    "Instance",
+    "Listed",
+    "Loss",
+    "Managed",
+    "Model",
+    "Optimizer",
+    "ParamGrad",
+    "Params",
+    "Scaler",
+    "Scheduler",
+    "StateOf",
+    "Symbol",
+    "Tensor",
+    "Unknown",
+    "Value",
+    "join_values",
+    "part_of",
+]
+
+NO: Final = ""  # a tensor that no loss scale is in
+MAYBE: Final = "?"  # this or that, by the path that was taken
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Anything."""
+
+
+UNKNOWN: Final = Unknown()
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """Something imported, by its dotted name: ``torch.nn.functional.mse_loss``."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A literal."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A tuple or list whose items are known; ``one`` if it stands for all of a comprehension's items."""
+
+    items: tuple[Value, ...]
+    one: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateOf:
+    """``x.state_dict()`` of a scaler or an optimizer."""
+
+    kind: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A dict literal: its values, and where it stands."""
+
+    items: tuple[Value, ...]
+    node: ast.AST
+
+
+@dataclass(frozen=True, slots=True)
+class Scaler:
+    """A gradient scaler; ``enabled`` is ``None`` where it depends on something."""
+
+    key: str
+    node: ast.AST | None = None
+    enabled: bool | None = True
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer; ``models`` are the keys of those whose parameters it holds, ``None`` if unknown.
+
+    ``many`` says that it is one of several, so that nothing is known about which.
+    """
+
+    key: str
+    node: ast.AST | None = None
+    cls: str = ""
+    models: frozenset[str] | None = None
+    many: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A module; ``wrap`` is the parallel class around it, ``origin`` its class's dotted name."""
+
+    key: str
+    node: ast.AST | None = None
+    wrap: str = ""
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """Parameters of models, or one of them; ``None`` where it is not known which."""
+
+    models: frozenset[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGrad:
+    """``p.grad`` of a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """A learning-rate scheduler of torch's."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss function or module of torch's, by its name: ``BCELoss``, ``mse_loss``."""
+
+    name: str
+    node: ast.AST | None = None
+    reduction: str = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor, or a structure of tensors that a model returned.
+
+    Attributes:
+        scaled: key of the scaler whose scale is a factor of it, ``NO`` or ``MAYBE``.
+        cast: the 16-bit dtype that autocast gave it for certain, else empty.
+        under: the 16-bit dtype of the autocast that it was computed under, else empty.
+        upcast: the call that made it float32, and nothing else since.
+        roots: the model calls that it was computed from; ``None`` where that is not known.
+        loss: the loss function that returned it, else empty.
+        divided: whether it was divided or multiplied by anything; ``None`` if unknown.
+        sigmoid: the call of a sigmoid that returned it.
+        node: the expression that made it.
+    """
+
+    scaled: str = NO
+    cast: str = ""
+    under: str = ""
+    upcast: ast.AST | None = None
+    roots: frozenset[str] | None = None
+    loss: str = ""
+    divided: bool | None = None
+    sigmoid: ast.AST | None = None
+    node: ast.AST | None = None
+
+
+OPAQUE: Final = Tensor()  # what unknown code returned that was given no scaler
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What ``torch.autograd.grad(..., create_graph=True)`` returned; ``scaled`` as for a tensor."""
+
+    scaled: str
+    under: str
+    node: ast.AST
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """An autocast context; ``None`` is what is not known."""
+
+    enabled: bool | None
+    device: str | None
+    dtype: str | None
+    node: ast.AST | None = None
+    plain: bool = True  # a fresh torch.autocast(...), not one that somebody else enters or made
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Another context manager that matters: ``no_grad``, ``no_sync``, ``null``."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Managed:
+    """An object of Accelerate, Lightning, Fabric or DeepSpeed, or one that these look after."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FunctionInfo:
+    """A function or method of the file."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef
+    owner: ClassInfo | None
+    busy: bool  # whether anything in it matters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassInfo:
+    """A class of the file; ``bases`` are dotted names as far as they resolve."""
+
+    node: ast.ClassDef
+    bases: tuple[str, ...]
+    methods: dict[str, FunctionInfo]
+    mother: ClassInfo | None = None
+
+    def method(self, name: str) -> FunctionInfo | None:
+        """By name, also from base classes in the same file."""
+        if name in self.methods:
+            return self.methods[name]
+        return self.mother.method(name) if self.mother is not None else None
+
+    def derives(self, *endings: str) -> bool:
+        """Whether a base class has a name that ends so."""
+        own = any(base.rpartition(".")[2] in endings for base in self.bases)
+        return own or (self.mother is not None and self.mother.derives(*endings))
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of the file, with the frame it was defined in."""
+
+    info: FunctionInfo
+    frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClassValue:
+    """A class of the file."""
+
+    info: ClassInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An object of a class of the file."""
+
+    key: str
+    info: ClassInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A method of an instance."""
+
+    owner: Instance
+    info: FunctionInfo
+
+
+Value: TypeAlias = (
+    "Unknown | Symbol | Const | Listed | StateOf | Entries | Scaler | Optimizer | Model | Params | ParamGrad"
+    " | Scheduler | Loss | Tensor | Gradients | Autocast | Context | Managed | Function | ClassValue | Instance"
+    " | Bound"
+)
+
+
+def join_values(one: Value, other: Value) -> Value:
+    """What is true of both: the value after two branches that each assigned one."""
+    if one == other:
+        return one
+    if isinstance(one, Const) and one.value is None:
+        return other  # it is used only where it is not None
+    if isinstance(other, Const) and other.value is None:
+        return one
+    if isinstance(one, Optimizer) and isinstance(other, Optimizer):
+        models = None if one.models is None or other.models is None else one.models | other.models
+        return replace(one, cls=one.cls if one.cls == other.cls else "", models=models)
+    if isinstance(one, Scaler) and isinstance(other, Scaler):
+        same = one.enabled if one.enabled == other.enabled else None
+        return replace(one, enabled=same)
+    if isinstance(one, Model) and isinstance(other, Model) and one.key == other.key:
+        return replace(one, wrap=one.wrap if one.wrap == other.wrap else "")
+    if isinstance(one, Autocast) or isinstance(other, Autocast):
+        return _join_contexts(one, other)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _join_tensors(one, other)
+    return UNKNOWN
+
+
+def part_of(value: Value) -> Value:
+    """An item of something that is unpacked, indexed or gone through."""
+    if isinstance(value, Listed):
+        result: Value = value.items[0] if value.items else UNKNOWN
+        for item in value.items[1:]:
+            result = join_values(result, item)
+        several = len(value.items) > 1 or value.one
+        return replace(result, many=True) if isinstance(result, Optimizer) and several else result
+    return value if isinstance(value, Tensor | Gradients | Params | Managed) else UNKNOWN
+
+
+def _join_contexts(one: Value, other: Value) -> Value:
+    if isinstance(one, Autocast) and isinstance(other, Autocast):
+        return Autocast(
+            enabled=one.enabled if one.enabled == other.enabled else None,
+            device=one.device if one.device == other.device else None,
+            dtype=one.dtype if one.dtype == other.dtype else None,
+            node=one.node,
+        )
+    known = one if isinstance(one, Autocast) else other
+    assert isinstance(known, Autocast)
+    return replace(known, enabled=None)
+
+
+def _join_tensors(one: Tensor, other: Tensor) -> Tensor:
+    return Tensor(
+        scaled=one.scaled if one.scaled == other.scaled else MAYBE,
+        cast=one.cast if one.cast == other.cast else "",
+        under=one.under if one.under == other.under else "",
+        upcast=one.upcast if one.upcast is other.upcast else None,
+        roots=one.roots if one.roots == other.roots else None,
+        loss=one.loss if one.loss == other.loss else "",
+        divided=one.divided if one.divided == other.divided else None,
+        sigmoid=one.sigmoid if one.sigmoid is other.sigmoid else None,
+        node=one.node if one.node is other.node else None,
+    )
