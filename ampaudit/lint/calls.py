@@ -177,6 +177,9 @@ def unknown_call(machine: Machine, node: ast.Call, name: str, arguments: Argumen
         gradients.unknown_backward(machine)
         return UNKNOWN
     given = arguments.all()
+    for value in given:
+        if isinstance(value, Function) and value.info.busy and value.info not in machine.called:
+            machine.callback(value, node)
     if (
         last == "step" and any(isinstance(value, Optimizer) for value in given)
     ) or last not in WITHOUT_EFFECT:

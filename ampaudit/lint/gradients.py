@@ -6,6 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
+from ampaudit.lint.blocks import next_step, same_function
 from ampaudit.lint.found import Repair
 from ampaudit.lint.names import ADAM_LIKE, MANAGERS, SMALLEST_HALF
 from ampaudit.lint.scaling import (
@@ -17,6 +18,7 @@ from ampaudit.lint.scaling import (
     one_optimizer,
     zeroed,
 )
+from ampaudit.lint.script import dotted
 from ampaudit.lint.state import EMPTY, Contribution
 from ampaudit.lint.values import (
     MAYBE,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["autograd_grad", "backward", "clip", "made_optimizer", "optimizer_method", "unknown_backward"]
 
 
+_TESTS = re.compile(r"isfinite|isinf|isnan|found_inf|check_inf|overflow")
 _MENTIONS = re.compile(r"GradScaler|loss_?scal|grad_?scal|NativeScaler|\bscaler\b", re.IGNORECASE)
 
 
@@ -139,7 +142,7 @@ def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arg
     inside_autocast(machine, node)
     zeroed(machine, optimizer)
     found = contributions(machine)
-    scaler = _scaler_text(machine)
+    scaler = _scaler_text(machine, node)
     if state.get("last") == optimizer.key and not optimizer.many:
         machine.say(
             "AMP817",
@@ -162,13 +165,41 @@ def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arg
         )
     elif found and not any(item.scaler for item in found):
         _check_scaling(machine, found)
+    elif found and one_optimizer(machine) and _nothing_looks(machine):
+        machine.say(
+            "AMP803",
+            node,
+            "the optimizer steps past the scaler: nothing skips the step if the gradients overflowed",
+            f"write {scaler or 'scaler'}.step({ast.unparse(node.func.value)})"
+            if isinstance(node.func, ast.Attribute)
+            else "step by the scaler",
+            Repair("step by scaler", node.lineno, node.col_offset, (scaler,)) if scaler else None,
+        )
     for key in machine.scalers:
         if any(isinstance(fact, ast.AST) for _, fact in state.where("unscaled", key)):
             state.put(YES, "stepped", key, optimizer.key)  # an own test for overflow stands before it
 
 
-def _scaler_text(machine: Machine) -> str:
-    texts = {scaler.text for scaler in machine.scalers.values() if scaler.text}
+def _nothing_looks(machine: Machine) -> bool:
+    """Whether gradients were unscaled, and the script has no test of its own for what is not finite."""
+    for _, fact in machine.live.where("unscaled"):
+        if not isinstance(fact, ast.AST):
+            return False
+    unscaled = [e for e in machine.events.values() if e.kind == "scaler.unscale"]
+    inner = len(machine.guards) > min((len(e.guards) for e in unscaled), default=0)
+    return bool(unscaled) and not inner and _TESTS.search(machine.script.text) is None
+
+
+def _scaler_text(machine: Machine, node: ast.AST) -> str:
+    """What the scaler is called in the function that a node is in."""
+    texts = {
+        dotted(event.node.func.value)
+        for event in machine.events.values()
+        if event.kind in ("scaler.scale", "scaler.step", "scaler.update", "scaler.unscale")
+        and isinstance(event.node, ast.Call)
+        and isinstance(event.node.func, ast.Attribute)
+        and same_function(machine.script, event.node, node)
+    }
     return next(iter(texts)) if len(texts) == 1 else ""
 
 
@@ -222,8 +253,8 @@ def clip(machine: Machine, node: ast.Call, name: str, arguments: Arguments) -> V
 def _unscale_first(machine: Machine) -> Repair | None:
     """Before the statement with the clip: what the step that follows in the same block will name."""
     statement = machine.statement
-    step = machine.next_step(statement)
-    if statement is None or step is None:
+    step = next_step(machine.script, statement)
+    if not isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign) or step is None:
         return None
     return Repair(
         "insert before", statement.lineno, statement.col_offset, (f"{step[0]}.unscale_({step[1]})",)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ampaudit.lint.found import Event, Found, Guard, Repair
 from ampaudit.lint.names import CONVENTIONS
-from ampaudit.lint.script import Script, dotted, flag_of
+from ampaudit.lint.script import Script, dotted, flag_of, has_own_context
 from ampaudit.lint.state import State, join
 from ampaudit.lint.values import (
     OPAQUE,
@@ -132,14 +132,6 @@ class Machine:
     def first_round(self) -> bool:
         """Whether no loop around is gone through again."""
         return self.rounds == 0
-
-    def next_step(self, statement: ast.stmt | None) -> tuple[str, str] | None:
-        """Scaler and optimizer, as text, of the ``x.step(y)`` that follows a statement."""
-        for follower in statements_after(self.script.tree.body, statement) or ():
-            found = _step_in(follower)
-            if found is not None and self.script.ducks.is_scaler(found[0]):
-                return found
-        return None
 
     @property
     def autocast(self) -> Autocast:
@@ -296,6 +288,16 @@ class Machine:
             self.stack.pop()
             self.frame, self.loops, self.returns, self.statement, self.contexts, self.grad = saved
 
+    def callback(self, function: Function, node: ast.AST) -> None:
+        """Follow a function that somebody else will call, some time; what it does changes nothing here."""
+        state, contexts, grad = self.state, self.contexts, self.grad
+        self.state = self.live.copy()
+        for fact in ("grads", "unscaled", "stepped", "updated", "early", "zeroed", "last"):
+            self.live.clear(fact)
+        self.contexts, self.grad = [OFF if has_own_context(function.info.node) else UNSURE], []
+        self.enter(function.info, node, {}, None, function.frame)
+        self.state, self.contexts, self.grad = state, contexts, grad
+
     def _decorated(self, info: FunctionInfo) -> None:
         for decorator in info.node.decorator_list:
             value = self.evaluate(decorator)
@@ -352,35 +354,3 @@ class Machine:
         """A method of an object, by name."""
         info = owner.info.method(name)
         return Bound(owner, info) if info is not None else None
-
-
-def statements_after(body: list[ast.stmt], statement: ast.stmt | None) -> list[ast.stmt] | None:
-    """What follows a statement in its block, then what follows the statements around it; in its function."""
-    for index, item in enumerate(body):
-        if item is statement:
-            return body[index + 1 :]
-        for block in blocks_of(item):
-            found = statements_after(block, statement)
-            if found is not None:
-                return found if isinstance(item, _DEFINITIONS) else [*found, *body[index + 1 :]]
-    return None
-
-
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-def blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """The blocks directly inside a statement."""
-    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-    blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
-    return [block for block in blocks if isinstance(block, list) and block]
-
-
-def _step_in(statement: ast.stmt) -> tuple[str, str] | None:
-    for node in ast.walk(statement):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
-            continue
-        scaler, optimizer = dotted(node.func.value), dotted(node.args[0])
-        if node.func.attr == "step" and scaler and optimizer:
-            return scaler, optimizer
-    return None

@@ -76,6 +76,10 @@ def model_method(machine: Machine, node: ast.Call, model: Model, name: str, argu
         state.put(frozenset(), "grads")
         machine.note("zero_grad", node, optimizer="", many=True)
         return UNKNOWN
+    if name in ("clip_grad_norm_", "clip_grad_value_"):
+        from ampaudit.lint.gradients import clip
+
+        return clip(machine, node, name, arguments)
     if name == "no_sync":
         return Context("no_sync")
     if name in ("train", "eval"):

@@ -16,7 +16,7 @@ from ampaudit.lint.expressions import EXPRESSIONS
 from ampaudit.lint.found import Event, Found
 from ampaudit.lint.machine import OFF, UNSURE, Machine, TooLong
 from ampaudit.lint.rules import accumulation, bookkeeping, constants, functions, graphs, regions, spelling
-from ampaudit.lint.script import Script
+from ampaudit.lint.script import Script, has_own_context
 from ampaudit.lint.state import State
 from ampaudit.lint.statements import STATEMENTS
 from ampaudit.lint.values import (
@@ -118,7 +118,7 @@ def _root(machine: Machine, seen: Seen, end: State, info: FunctionInfo, owner: I
     kept = {k: v for k, v in end.facts.items() if k[0] in ("var", *_KEPT)}
     machine.state, machine.guards = State(kept), ()
     machine.frame, machine.loops, machine.returns = 0, [], []
-    machine.contexts = [OFF if _is_a_loop(info.node) else UNSURE]
+    machine.contexts = [OFF if has_own_context(info.node) else UNSURE]
     machine.grad = []
     machine.rounds = 0
     static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in info.node.decorator_list)
@@ -127,18 +127,6 @@ def _root(machine: Machine, seen: Seen, end: State, info: FunctionInfo, owner: I
     except TooLong:
         machine.stack.clear()
     _finish(machine, seen)
-
-
-def _is_a_loop(node: ast.AST) -> bool:
-    """Whether a function goes through data or enters autocast itself: then it is called outside of it."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
-            return True
-        if isinstance(inner, ast.With) and any(
-            "autocast" in ast.unparse(i.context_expr) for i in inner.items
-        ):
-            return True
-    return False
 
 
 def _finish(machine: Machine, seen: Seen) -> None:

@@ -11,7 +11,9 @@ import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ampaudit.lint.blocks import same_function
 from ampaudit.lint.found import Repair
+from ampaudit.lint.script import dotted
 from ampaudit.lint.state import EMPTY, Contribution
 from ampaudit.lint.values import (
     MAYBE,
@@ -144,7 +146,7 @@ def _step(
         state.put(MAYBE, "updated", scaler.key)
         return
     check_parameters(machine, optimizer, node)
-    _check_gradients(machine, scaler, optimizer)
+    _check_gradients(machine, scaler, optimizer, node)
     _check_order(machine, scaler, node)
     inside_autocast(machine, node)
     zeroed(machine, optimizer)
@@ -168,7 +170,7 @@ def check_parameters(machine: Machine, optimizer: Optimizer, node: ast.Call) -> 
             )
 
 
-def _check_gradients(machine: Machine, scaler: Scaler, optimizer: Optimizer) -> None:
+def _check_gradients(machine: Machine, scaler: Scaler, optimizer: Optimizer, step: ast.Call) -> None:
     found = contributions(machine)
     if not found:
         return
@@ -182,14 +184,15 @@ def _check_gradients(machine: Machine, scaler: Scaler, optimizer: Optimizer) -> 
             "use one scaler for every loss of an optimizer",
         )
     for item in found:
-        if not item.scaler and (one_optimizer(machine) or len(found) == 1):
-            _unscaled_loss(machine, scaler, item)
+        if not item.scaler and (one_optimizer(machine) or not any(other.scaler for other in found)):
+            _unscaled_loss(machine, step, item)
 
 
-def _unscaled_loss(machine: Machine, scaler: Scaler, item: Contribution) -> None:
+def _unscaled_loss(machine: Machine, step: ast.Call, item: Contribution) -> None:
     node = item.node
     repair = None
-    text = scaler.text
+    near = same_function(machine.script, step, node) and isinstance(step.func, ast.Attribute)
+    text = dotted(step.func.value) if near and isinstance(step.func, ast.Attribute) else ""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and text:
         receiver = node.func.value
         if isinstance(receiver, ast.Name | ast.Attribute):

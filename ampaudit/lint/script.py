@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 
 from ampaudit.lint.values import ClassInfo, FunctionInfo
 
-__all__ = ["Ducks", "Script", "dotted", "flag_of", "lines_of", "may_matter", "parse", "read_script"]
+__all__ = [
+    "Ducks",
+    "Script",
+    "dotted",
+    "flag_of",
+    "has_own_context",
+    "lines_of",
+    "may_matter",
+    "parse",
+    "read_script",
+]
 
 # a line without any of these has no part in a training loop's precision
 _MATTERS = re.compile(
@@ -50,7 +60,7 @@ class Ducks:
         if "unscale_" in used:
             return True
         if "scale" not in used:
-            return False
+            return "scaler" in _last(text).lower() and {"step", "update"} <= set(used)
         return "step" in used or ("update" in used and "fit" not in used and "transform" not in used)
 
     def is_optimizer(self, text: str) -> bool:
@@ -222,6 +232,18 @@ def _note_call(ducks: Ducks, node: ast.Call) -> None:
         ducks.methods.setdefault(text, set()).add(node.func.attr)
         if node.func.attr in ("step", "unscale_") and node.args and (given := dotted(node.args[0])):
             ducks.stepped.setdefault(text, set()).add(given)
+
+
+def has_own_context(node: ast.AST) -> bool:
+    """Whether a function goes through data or enters autocast itself: then it is called outside of it."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
+            return True
+        if isinstance(inner, ast.With) and any(
+            "autocast" in ast.unparse(i.context_expr) for i in inner.items
+        ):
+            return True
+    return False
 
 
 def dotted(node: ast.AST) -> str:

@@ -95,7 +95,7 @@ def _of_torch(machine: Machine, node: ast.Call, path: str, name: str, arguments:
         return gradients.made_optimizer(machine, node, name, arguments)
     if path.startswith("torch.nn.") and name.endswith("Loss"):
         return Loss(name, node, _reduction(arguments))
-    if path.startswith("torch.nn.parallel.") and name[:1].isupper():
+    if path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")) and name[:1].isupper():
         inner = arguments.get(0, "module")
         known = inner if isinstance(inner, Model) else Model(f"L{node.lineno}:{node.col_offset}", node)
         return objects.wrapped(known, name)
@@ -237,7 +237,7 @@ def _builtin(machine: Machine, node: ast.Call, name: str, arguments: Arguments) 
     if name == "float" and isinstance(first, Tensor) and first.node is not None:
         machine.note("item", node, value=first)
         return OPAQUE
-    if name == "sum" and isinstance(first, Listed):
+    if name == "sum" and isinstance(first, Listed | Tensor):
         return part_of(first)
     if name in ("enumerate", "zip"):
         return Listed(

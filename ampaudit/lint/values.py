@@ -277,8 +277,8 @@ class Bound:
 
 Value: TypeAlias = (
     "Unknown | Symbol | Const | Listed | StateOf | Entries | Scaler | Optimizer | Model | Params | ParamGrad"
-    " | Scheduler | Loss | Tensor | Gradients | Autocast | Context | Managed | Function | ClassValue | Instance"
-    " | Bound"
+    " | Scheduler | Loss | Tensor | Gradients | Autocast | Context | Managed | Function | ClassValue"
+    " | Instance | Bound"
 )
 
 

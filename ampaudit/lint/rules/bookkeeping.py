@@ -6,6 +6,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.lint.found import Event, Repair
+from ampaudit.lint.script import dotted
 from ampaudit.lint.values import MAYBE, NO, Entries, StateOf, Tensor
 
 if TYPE_CHECKING:
@@ -109,13 +110,15 @@ def _never_updated(machine: Machine, events: list[Event]) -> None:
                 "update() is never called: after an overflow the scale stays as it is, and unscale_() or the"
                 " next step raises",
                 f"call {scaler.text or 'scaler'}.update() once, after the step",
-                _update_after(step, scaler.text),
+                _update_after(step),
             )
         return
 
 
-def _update_after(step: Event, text: str) -> Repair | None:
-    statement = step.statement
+def _update_after(step: Event) -> Repair | None:
+    statement, node = step.statement, step.node
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    text = dotted(node.func.value) if called and isinstance(node.func, ast.Attribute) else ""  # type: ignore[attr-defined]
     alone = isinstance(statement, ast.Expr) and statement.value is step.node
     if not alone or not text or step.data["many"] or statement is None:
         return None

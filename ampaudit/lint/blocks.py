@@ -1,0 +1,74 @@
+"""Where a statement stands: what follows it, which function it is in. Repairs ask before they write a name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampaudit.lint.script import Script, dotted
+
+__all__ = ["next_step", "same_function"]
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+def same_function(script: Script, one: ast.AST, other: ast.AST) -> bool:
+    """Whether two nodes are in the same function, so that a name means the same in both."""
+    return _around(script.tree, one) is _around(script.tree, other)
+
+
+def _around(tree: ast.Module, node: ast.AST) -> ast.AST:
+    """The innermost function around a node, or the module."""
+    line, found, pending = getattr(node, "lineno", 0), tree, list(tree.body)
+    while pending:
+        item = pending.pop()
+        if item.lineno <= line <= (item.end_lineno or item.lineno):
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+                found = item  # type: ignore[assignment]
+            pending = [statement for block in _blocks(item) for statement in block]
+    return found
+
+
+def next_step(script: Script, statement: ast.stmt | None) -> tuple[str, str] | None:
+    """Scaler and optimizer, as text, of the ``x.step(y)`` that follows a statement in its loop's round."""
+    for follower in _after(script.tree.body, statement) or ():
+        for call in _calls_in(follower):
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "step" and call.args:
+                scaler, optimizer = dotted(call.func.value), dotted(call.args[0])
+                if optimizer and script.ducks.is_scaler(scaler):
+                    return scaler, optimizer
+    return None
+
+
+def _after(body: list[ast.stmt], statement: ast.stmt | None) -> list[ast.stmt] | None:
+    """What follows a statement in its block, then what follows the statements around it, up to a loop."""
+    for index, item in enumerate(body):
+        if item is statement:
+            return body[index + 1 :]
+        for block in _blocks(item):
+            found = _after(block, statement)
+            if found is not None:
+                return found if isinstance(item, _DEFINITIONS + _LOOPS) else [*found, *body[index + 1 :]]
+    return None
+
+
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """The blocks directly inside a statement."""
+    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+    blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
+    return [block for block in blocks if isinstance(block, list) and block]
+
+
+def _calls_in(statement: ast.stmt) -> Iterator[ast.Call]:
+    """Calls that run once if the statement does: not in loops, definitions, or conditions on a count."""
+    if isinstance(statement, _DEFINITIONS + _LOOPS):
+        return
+    if isinstance(statement, ast.If) and any(isinstance(n, ast.Mod) for n in ast.walk(statement.test)):
+        return
+    blocks = _blocks(statement)
+    if not blocks:
+        yield from (node for node in ast.walk(statement) if isinstance(node, ast.Call))
+    for block in blocks:
+        for inner in block:
+            yield from _calls_in(inner)
