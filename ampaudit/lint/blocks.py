@@ -1,4 +1,4 @@
-"""Where a statement stands: what follows it, which function it is in. Repairs ask before they write a name."""
+"""Where a statement stands: what follows it, which function it is in; asked before a name is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampaudit.lint.script import Script, dotted
 
-__all__ = ["next_step", "same_function"]
+__all__ = ["blocks_of", "next_step", "same_function", "scaler_near"]
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -18,6 +18,20 @@ def same_function(script: Script, one: ast.AST, other: ast.AST) -> bool:
     return _around(script.tree, one) is _around(script.tree, other)
 
 
+def scaler_near(script: Script, node: ast.AST) -> str:
+    """What the scaler is called in the function that a node is in; empty if there is none, or several."""
+    texts = {
+        dotted(call.func.value)
+        for call in ast.walk(_around(script.tree, node))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _PROTOCOL
+    }
+    scalers = [text for text in texts if script.ducks.is_scaler(text)]
+    return scalers[0] if len(scalers) == 1 else ""
+
+
+_PROTOCOL = ("scale", "step", "update", "unscale_")
+
+
 def _around(tree: ast.Module, node: ast.AST) -> ast.AST:
     """The innermost function around a node, or the module."""
     line, found, pending = getattr(node, "lineno", 0), tree, list(tree.body)
@@ -26,7 +40,7 @@ def _around(tree: ast.Module, node: ast.AST) -> ast.AST:
         if item.lineno <= line <= (item.end_lineno or item.lineno):
             if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
                 found = item  # type: ignore[assignment]
-            pending = [statement for block in _blocks(item) for statement in block]
+            pending = [statement for block in blocks_of(item) for statement in block]
     return found
 
 
@@ -46,14 +60,14 @@ def _after(body: list[ast.stmt], statement: ast.stmt | None) -> list[ast.stmt] |
     for index, item in enumerate(body):
         if item is statement:
             return body[index + 1 :]
-        for block in _blocks(item):
+        for block in blocks_of(item):
             found = _after(block, statement)
             if found is not None:
                 return found if isinstance(item, _DEFINITIONS + _LOOPS) else [*found, *body[index + 1 :]]
     return None
 
 
-def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+def blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:
     """The blocks directly inside a statement."""
     blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
     blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
@@ -66,7 +80,7 @@ def _calls_in(statement: ast.stmt) -> Iterator[ast.Call]:
         return
     if isinstance(statement, ast.If) and any(isinstance(n, ast.Mod) for n in ast.walk(statement.test)):
         return
-    blocks = _blocks(statement)
+    blocks = blocks_of(statement)
     if not blocks:
         yield from (node for node in ast.walk(statement) if isinstance(node, ast.Call))
     for block in blocks:

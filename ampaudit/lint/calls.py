@@ -111,7 +111,8 @@ def _method(machine: Machine, node: ast.Call, base: Value, name: str) -> Value:
         return tensors.gradient_method(machine, node, name)
     if isinstance(base, Tensor):
         return tensors.method(machine, node, base, name, arguments)
-    if base is UNKNOWN and name in tensors.ON_ANY_TENSOR:
+    casts = name in ("to", "type") and any(tensors.dtype_of(value) for value in arguments.all())
+    if base is UNKNOWN and (casts or name in tensors.ON_ANY_TENSOR):
         return tensors.method(machine, node, Tensor(scaled=MAYBE), name, arguments)
     if isinstance(base, Loss | Params | Listed | Managed):
         return base if name in ("to", "cuda", "cpu", "values", "items") else _managed(base)
@@ -126,11 +127,10 @@ def _of_instance(machine: Machine, node: ast.Call, base: Instance, name: str) ->
     method = machine.bound(base, name)
     if method is not None:
         return _function(machine, node, method)
-    value = machine.live.facts.get(("attr", base.key, name))
-    if value is None and machine.script.ducks.is_model(dotted(node.func)):
-        value = machine.by_use(UNKNOWN, dotted(node.func))
-    if value is not None:
-        return _function(machine, node, value)  # type: ignore[arg-type]
+    stored = machine.live.value(base.key, name)
+    value = machine.by_use(stored or UNKNOWN, dotted(node.func))
+    if stored is not None or value is not UNKNOWN:
+        return _function(machine, node, value)
     arguments = _arguments(machine, node)
     if name not in WITHOUT_EFFECT and not (base.info.derives("Module") and name in objects.MODULE_METHODS):
         _may_do_anything(machine, f"self.{name}", [*arguments.all(), base])
@@ -204,7 +204,7 @@ def _may_do_anything(machine: Machine, name: str, given: list[Value]) -> None:
     flat = [item for value in given for item in (value.items if isinstance(value, Listed) else (value,))]
     held = [value for value in flat if isinstance(value, Instance)]
     for owner in held:
-        flat += [fact for key, fact in state.where("attr", owner.key)]  # type: ignore[misc]
+        flat += state.scopes.get(owner.key, {}).values()
     machine.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
     state.forget("updated")
     touches = any(isinstance(value, Scaler | Optimizer) for value in flat)

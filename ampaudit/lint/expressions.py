@@ -71,9 +71,9 @@ def _attribute(machine: Machine, node: ast.Attribute) -> Value:
 
 def _member(machine: Machine, owner: Instance, node: ast.Attribute) -> Value:
     text = dotted(node)
-    value = machine.live.facts.get(("attr", owner.key, node.attr))
+    value = machine.live.value(owner.key, node.attr)
     if value is not None:
-        return machine.by_use(value, text)  # type: ignore[arg-type]
+        return machine.by_use(value, text)
     method = machine.bound(owner, node.attr)
     return method if method is not None else machine.by_use(UNKNOWN, text)
 
@@ -125,7 +125,9 @@ def _entries(machine: Machine, node: ast.Dict) -> Value:
 def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Value:
     with machine.guarded("comprehension", node):
         _generators(machine, node.generators)
-        return Listed((machine.evaluate(node.elt),), one=True)
+        item = machine.evaluate(node.elt)
+        # each item has a graph of its own
+        return Listed((replace(item, roots=None) if isinstance(item, Tensor) else item,), one=True)
 
 
 def _dict_comprehension(machine: Machine, node: ast.DictComp) -> Value:

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.blocks import next_step, same_function
+from ampaudit.lint.blocks import next_step, scaler_near
 from ampaudit.lint.found import Repair
 from ampaudit.lint.names import ADAM_LIKE, MANAGERS, SMALLEST_HALF
 from ampaudit.lint.scaling import (
@@ -18,7 +18,6 @@ from ampaudit.lint.scaling import (
     one_optimizer,
     zeroed,
 )
-from ampaudit.lint.script import dotted
 from ampaudit.lint.state import EMPTY, Contribution
 from ampaudit.lint.values import (
     MAYBE,
@@ -142,7 +141,7 @@ def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arg
     inside_autocast(machine, node)
     zeroed(machine, optimizer)
     found = contributions(machine)
-    scaler = _scaler_text(machine, node)
+    scaler = scaler_near(machine.script, node)
     if state.get("last") == optimizer.key and not optimizer.many:
         machine.say(
             "AMP817",
@@ -188,19 +187,6 @@ def _nothing_looks(machine: Machine) -> bool:
     unscaled = [e for e in machine.events.values() if e.kind == "scaler.unscale"]
     inner = len(machine.guards) > min((len(e.guards) for e in unscaled), default=0)
     return bool(unscaled) and not inner and _TESTS.search(machine.script.text) is None
-
-
-def _scaler_text(machine: Machine, node: ast.AST) -> str:
-    """What the scaler is called in the function that a node is in."""
-    texts = {
-        dotted(event.node.func.value)
-        for event in machine.events.values()
-        if event.kind in ("scaler.scale", "scaler.step", "scaler.update", "scaler.unscale")
-        and isinstance(event.node, ast.Call)
-        and isinstance(event.node.func, ast.Attribute)
-        and same_function(machine.script, event.node, node)
-    }
-    return next(iter(texts)) if len(texts) == 1 else ""
 
 
 def _removal(machine: Machine, node: ast.Call) -> Repair | None:

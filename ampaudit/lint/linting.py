@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampaudit.comments import Comment, comments_of
-from ampaudit.errors import UsageError, did_you_mean
+from ampaudit.errors import UsageError, did_you_mean, first_line
 from ampaudit.lint.discovery import find
 from ampaudit.lint.found import Found
 from ampaudit.lint.pieces import Unit, Unreadable, decode, pieces_of, rebuilt, without_cell
@@ -178,13 +178,9 @@ def _read(
 ) -> tuple[list[Found], dict[str, Value], Unit]:
     from ampaudit.lint.reading import read
 
-    while True:
-        if not may_matter(unit.text):
-            _check_syntax(linted, unit)
-            return [], {}, unit
+    while may_matter(unit.text):
         try:
             found, names = read(read_script(unit.text), known)
-            return found, names, unit
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line, cell = unit.place(getattr(error, "lineno", None) or 1)
             if not unit.lenient:
@@ -193,6 +189,14 @@ def _read(
             if cell is None or unit.text == (less := without_cell(unit, cell)).text:
                 return [], {}, unit
             unit = less
+        except Exception as error:  # a mistake of ours must not hide what is found in other files
+            reason = f"internal error: {type(error).__name__}: {first_line(error)}; please report it"
+            linted.unread.append(UnreadFile(linted.path, 1, reason))
+            return [], {}, unit
+        else:
+            return found, names, unit
+    _check_syntax(linted, unit)
+    return [], {}, unit
 
 
 def _check_syntax(linted: LintedFile, unit: Unit) -> None:

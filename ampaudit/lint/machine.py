@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,8 @@ class Machine:
     ) -> None:
         self.script = script
         self.statements, self.expressions = statements, expressions
-        self.assume, self.known = assume, known
+        self.assume, self.known = dict(assume), known
+        self.flags: Counter[str] = Counter()  # conditions that were met
         self.state: State | None = State()
         self.frame, self._frames = 0, 1
         self.parents: dict[int, int] = {}
@@ -138,6 +140,14 @@ class Machine:
         """The innermost autocast."""
         return self.contexts[-1]
 
+    @property
+    def callers(self) -> str:
+        """The calls that lead here: a function that is called twice does two things."""
+        calls = (
+            guard.node for guard in self.guards if guard.kind == "call" and isinstance(guard.node, ast.Call)
+        )
+        return "".join(f" from L{call.lineno}:{call.col_offset}" for call in calls)
+
     def truth(self, test: ast.expr) -> bool | None:
         """Whether a condition is assumed."""
         if isinstance(test, ast.BoolOp):
@@ -147,9 +157,11 @@ class Machine:
                 return decisive
             return None if None in parts else not decisive
         flag = flag_of(test)
-        if flag is None or flag[0] not in self.assume:
+        if flag is None:
             return None
-        return self.assume[flag[0]] == flag[1]
+        self.flags[flag[0]] += 1
+        assumed = self.assume.get(flag[0])
+        return None if assumed is None else assumed == flag[1]
 
     # going through
 
@@ -217,15 +229,15 @@ class Machine:
             unsure = True
         if not unsure or not text:
             return value
-        ducks, key = self.script.ducks, f"name {text}"
-        if ducks.is_scaler(text):
+        kind, key = self.script.ducks.kind(text), f"name {text}"
+        if kind == "scaler":
             return self.seen_scaler(Scaler(key, text=text))
-        if ducks.is_optimizer(text):
+        if kind == "optimizer":
             self.optimizers.add(key)
             return Optimizer(key)
-        if ducks.is_scheduler(text):
+        if kind == "scheduler":
             return Scheduler(key)
-        return Model(key) if ducks.is_model(text) else value
+        return Model(key) if kind == "model" else value
 
     def seen_scaler(self, scaler: Scaler) -> Scaler:
         """Note that there is such a scaler."""
@@ -239,7 +251,7 @@ class Machine:
         elif isinstance(target, ast.Attribute):
             owner = self.evaluate(target.value)
             if isinstance(owner, Instance):
-                self.live.facts[("attr", owner.key, target.attr)] = value
+                self.live.bind(owner.key, target.attr, value)
             elif text := dotted(target):
                 self.live.bind(self.frame, text, value)
         elif isinstance(target, ast.Tuple | ast.List):
@@ -278,15 +290,23 @@ class Machine:
         self.contexts, self.grad = list(self.contexts), list(self.grad)
         self.parents[self.frame] = frame
         self.stack.append(info)
+        entry = self.live
         self._bind(info, given, owner)
         try:
             with self.guarded("call", node):
                 self._decorated(info)
                 self.block(info.node.body)
-            return self._returned()
+            return self._returned(entry)
         finally:
             self.stack.pop()
+            self._leave()
             self.frame, self.loops, self.returns, self.statement, self.contexts, self.grad = saved
+
+    def _leave(self) -> None:
+        """Drop the names of the function that returns, unless one that is defined in it may need them."""
+        names = self.live.scopes.get(self.frame, {}) if self.state is not None else {}
+        if self.state is not None and not any(isinstance(v, Function) and v.frame for v in names.values()):
+            self.state.leave(self.frame)
 
     def callback(self, function: Function, node: ast.AST) -> None:
         """Follow a function that somebody else will call, some time; what it does changes nothing here."""
@@ -337,12 +357,13 @@ class Machine:
             return Optimizer(f"name {argument.arg}")
         return Managed() if last in ("Accelerator", "Fabric", "DeepSpeedEngine") else UNKNOWN
 
-    def _returned(self) -> Value:
+    def _returned(self, entry: State) -> Value:
         ends = self.returns
         if self.state is not None:
             ends = [*ends, (Const(None), self.state)]
         if not ends:
-            return UNKNOWN  # every path raises: go on as if it were not so
+            self.state = entry  # every path raises: go on as if it were not called
+            return UNKNOWN
         value, state = ends[0]
         joined: State | None = state
         for other, end in ends[1:]:

@@ -129,7 +129,7 @@ def device_of(value: Value | None) -> str:
 def forward(machine: Machine, node: ast.Call, model: Model, arguments: Arguments) -> Tensor:
     """A model is called: what it returns was computed as autocast says here."""
     cast = lowered(machine)
-    root = f"{model.key} at L{node.lineno}:{node.col_offset}"
+    root = f"{model.key} at L{node.lineno}:{node.col_offset}{machine.callers}"
     given: frozenset[str] | None = frozenset({root})
     for value in arguments.all():
         if isinstance(value, Tensor) and given is not None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 from ampaudit.lint.expressions import EXPRESSIONS
 from ampaudit.lint.found import Event, Found
@@ -20,6 +21,7 @@ from ampaudit.lint.script import Script, has_own_context
 from ampaudit.lint.state import State
 from ampaudit.lint.statements import STATEMENTS
 from ampaudit.lint.values import (
+    Autocast,
     ClassInfo,
     FunctionInfo,
     Instance,
@@ -27,23 +29,10 @@ from ampaudit.lint.values import (
     Value,
 )
 
-__all__ = ["Seen", "read"]
+__all__ = ["read"]
 
 _FLAGS = 3
 _PER_ROOT = (accumulation.check, regions.check, graphs.check, bookkeeping.check_root)
-
-
-@dataclass(slots=True)
-class Seen:
-    """All that one reading of a script saw.
-
-    Attributes:
-        events: of each root.
-        machine: that read it.
-    """
-
-    machine: Machine
-    events: list[list[Event]] = field(default_factory=list)
 
 
 def read(script: Script, known: Mapping[str, Value]) -> tuple[list[Found], dict[str, Value]]:
@@ -53,83 +42,85 @@ def read(script: Script, known: Mapping[str, Value]) -> tuple[list[Found], dict[
         script: the module.
         known: names given from outside.
     """
-    found: dict[tuple[str, int, int], Found] = {}
-    names: dict[str, Value] = {}
-    for assume in _worlds(script):
-        machine = Machine(script, STATEMENTS, EXPRESSIONS, assume, known)
-        seen = Seen(machine)
-        names = _read(machine, seen) or names
-        bookkeeping.check_file(machine, seen.events)
-        regions.check_file(machine, seen.events)
-        for key, item in machine.found.items():
-            found.setdefault(key, item)
+    machine = Machine(script, STATEMENTS, EXPRESSIONS, {}, known)
+    roots: list[list[Event]] = []
+    end = _follow(machine, roots, _Root(None, None, State()))
+    for info in script.functions.values():
+        if info.busy and info not in machine.called:
+            _follow(machine, roots, _Root(info, None, end))
+    for described in script.classes.values():
+        _read_class(machine, roots, end, described)
+    bookkeeping.check_file(machine, roots)
+    regions.check_file(machine, roots)
+    found = dict(machine.found)
     for item in (*constants.check(script), *spelling.check(script), *functions.check(script)):
-        found.setdefault((item.code, item.node.lineno, item.node.col_offset), item)  # type: ignore[attr-defined]
+        place = (item.code, getattr(item.node, "lineno", 1), getattr(item.node, "col_offset", 0))
+        found.setdefault(place, item)
     ordered = sorted(found.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
+    names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, Symbol)}
     return [item for _, item in ordered], names
 
 
-def _worlds(script: Script) -> Iterator[dict[str, bool]]:
-    yield {}
-    for flag in script.flags[:_FLAGS]:
-        yield {flag: True}
-        yield {flag: False}
+@dataclass(frozen=True)
+class _Root:
+    """Where reading begins: the module if there is no function; a method has an owner."""
+
+    info: FunctionInfo | None
+    owner: Instance | None
+    start: State
+
+    @cached_property
+    def context(self) -> Autocast:
+        """What surrounds it: nothing, or who knows what."""
+        return OFF if self.info is None or has_own_context(self.info.node) else UNSURE
 
 
-def _read(machine: Machine, seen: Seen) -> dict[str, Value]:
-    """Follow every root of a script; the names of the module at its end."""
-    script = machine.script
+def _follow(machine: Machine, roots: list[list[Event]], root: _Root) -> State:
+    """Read a root; then again under each of its most frequent conditions, both ways."""
+    machine.flags.clear()
+    end = _once(machine, root, roots)
+    for flag, _ in machine.flags.most_common(_FLAGS):
+        for answer in (True, False):
+            machine.assume = {flag: answer}
+            _once(machine, root, [])
+    machine.assume = {}
+    return end
+
+
+def _once(machine: Machine, root: _Root, roots: list[list[Event]]) -> State:
+    info = root.info
+    facts = {k: v for k, v in root.start.facts.items() if k[0] in _KEPT}
+    root.start.share()
+    machine.state, machine.guards, machine.rounds = State(facts, root.start.scopes.copy()), (), 0
+    machine.frame, machine.loops, machine.returns, machine.grad = 0, [], [], []
+    machine.contexts = [root.context]
     with contextlib.suppress(TooLong):
-        machine.block(script.tree.body)
-    _finish(machine, seen)
-    end = machine.state or State()
-    names: dict[str, Value] = {
-        key[2]: value
-        for key, value in end.facts.items()
-        if key[0] == "var" and key[1] == 0 and isinstance(value, Symbol)
-    }
-    for info in script.functions.values():
-        if info.busy and info not in machine.called:
-            _root(machine, seen, end, info, None)
-    for described in script.classes.values():
-        _read_class(machine, seen, end, described)
-    return names
+        if info is None:
+            machine.block(machine.script.tree.body)
+        else:
+            static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in info.node.decorator_list)
+            machine.enter(info, info.node, {}, None if static else root.owner, 0)
+    machine.stack.clear()
+    _finish(machine, roots)
+    return machine.state or State()
 
 
-def _read_class(machine: Machine, seen: Seen, end: State, info: ClassInfo) -> None:
+def _read_class(machine: Machine, roots: list[list[Event]], end: State, info: ClassInfo) -> None:
     owner = Instance(f"class {info.node.name}", info)
-    managed = info.derives("LightningModule", "LightningLite", "Callback")
-    machine.managed = managed
+    machine.managed = info.derives("LightningModule", "LightningLite", "Callback")
     start = info.methods.get("__init__")
     if start is not None and start.busy:
-        _root(machine, seen, end, start, owner)
-        end = State({**end.facts, **{k: v for k, v in (machine.state or end).facts.items() if k[0] in _KEPT}})
+        end = _follow(machine, roots, _Root(start, owner, end))
     for method in info.methods.values():
         if method.busy and method is not start and method not in machine.called:
-            _root(machine, seen, end, method, owner)
+            _follow(machine, roots, _Root(method, owner, end))
     machine.managed = False
 
 
-_KEPT = ("attr", "half", "device")
+_KEPT = ("half", "device")
 
 
-def _root(machine: Machine, seen: Seen, end: State, info: FunctionInfo, owner: Instance | None) -> None:
-    """Follow a function that nobody in the file calls, with arguments that are not known."""
-    kept = {k: v for k, v in end.facts.items() if k[0] in ("var", *_KEPT)}
-    machine.state, machine.guards = State(kept), ()
-    machine.frame, machine.loops, machine.returns = 0, [], []
-    machine.contexts = [OFF if has_own_context(info.node) else UNSURE]
-    machine.grad = []
-    machine.rounds = 0
-    static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in info.node.decorator_list)
-    try:
-        machine.enter(info, info.node, {}, None if static else owner, 0)
-    except TooLong:
-        machine.stack.clear()
-    _finish(machine, seen)
-
-
-def _finish(machine: Machine, seen: Seen) -> None:
+def _finish(machine: Machine, roots: list[list[Event]]) -> None:
     """The rules about the root that was just followed."""
     events = list(machine.events.values())
     machine.events = {}
@@ -139,7 +130,7 @@ def _finish(machine: Machine, seen: Seen) -> None:
             check(machine, events)
     else:
         machine.found = {key: item for key, item in machine.found.items() if key[0] in _ALSO_MANAGED}
-    seen.events.append(events)
+    roots.append(events)
 
 
 _ALSO_MANAGED = frozenset({"AMP844", "AMP845", "AMP846", "AMP848", "AMP850"})

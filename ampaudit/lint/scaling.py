@@ -20,6 +20,8 @@ from ampaudit.lint.values import (
     NO,
     OPAQUE,
     UNKNOWN,
+    Bound,
+    Function,
     Listed,
     Optimizer,
     Scaler,
@@ -134,7 +136,9 @@ def _step(
     if scaler.enabled is False:
         state.put(EMPTY, "grads")
         return
-    if len(arguments.positional) > 1 or "closure" in arguments.keywords or optimizer.cls == "LBFGS":
+    closure = arguments.get(1, "closure")
+    lambdas = isinstance(arguments.expression(1, "closure"), ast.Lambda)
+    if isinstance(closure, Function | Bound) or lambdas or optimizer.cls == "LBFGS":
         machine.say(
             "AMP816",
             node,
@@ -145,7 +149,8 @@ def _step(
         state.put(YES, "stepped", scaler.key, optimizer.key)
         state.put(MAYBE, "updated", scaler.key)
         return
-    check_parameters(machine, optimizer, node)
+    if scaler.enabled is True:
+        check_parameters(machine, optimizer, node)
     _check_gradients(machine, scaler, optimizer, node)
     _check_order(machine, scaler, node)
     inside_autocast(machine, node)
@@ -236,7 +241,8 @@ def _unscale(machine: Machine, node: ast.Call, scaler: Scaler, optimizer: Optimi
         e.kind == "scaler.update" and e.data["scaler"] == scaler.key for e in machine.events.values()
     )
     first = machine.first_round or updates
-    check_parameters(machine, optimizer, node)
+    if scaler.enabled is True:
+        check_parameters(machine, optimizer, node)
     if first and not optimizer.many and state.get("stepped", scaler.key, optimizer.key) == YES:
         machine.say(
             "AMP811",

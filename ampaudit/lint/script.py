@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -53,6 +52,7 @@ class Ducks:
     methods: dict[str, set[str]] = field(default_factory=dict)
     stepped: dict[str, set[str]] = field(default_factory=dict)
     _names: frozenset[str] | None = None
+    _kinds: dict[str, str] = field(default_factory=dict)
 
     def is_scaler(self, text: str) -> bool:
         """Only a gradient scaler has ``unscale_``, or both ``scale`` and ``update`` beside ``step``."""
@@ -69,6 +69,20 @@ class Ducks:
             return True
         used = self.methods.get(text, set())
         return bool(_OPTIMIZER.search(_last(text))) and bool(used & {"zero_grad", "step"})
+
+    def kind(self, text: str) -> str:
+        """What the uses of a name say that it is; empty if nothing for certain."""
+        known = self._kinds.get(text)
+        if known is None:
+            tests = {
+                "scaler": self.is_scaler,
+                "optimizer": self.is_optimizer,
+                "scheduler": self.is_scheduler,
+                "model": self.is_model,
+            }
+            known = next((kind for kind, test in tests.items() if test(text)), "")
+            self._kinds[text] = known
+        return known
 
     def optimizer_names(self) -> frozenset[str]:
         """The last parts of the names of all optimizers in the script."""
@@ -104,7 +118,6 @@ class Script:
         functions: those of the module itself, by name.
         classes: all, by name.
         ducks: what is done with names.
-        flags: texts of conditions that guard what matters, the most frequent first.
         imports: dotted names of all that is imported.
     """
 
@@ -113,13 +126,13 @@ class Script:
     functions: dict[str, FunctionInfo] = field(default_factory=dict)
     classes: dict[str, ClassInfo] = field(default_factory=dict)
     ducks: Ducks = field(default_factory=Ducks)
-    flags: list[str] = field(default_factory=list)
     imports: set[str] = field(default_factory=set)
     busy_lines: list[int] = field(default_factory=list)
 
     def is_busy(self, node: ast.stmt) -> bool:
         """Whether any line of a statement matters."""
-        at = bisect_left(self.busy_lines, node.lineno)
+        decorators = getattr(node, "decorator_list", ())
+        at = bisect_left(self.busy_lines, min((d.lineno for d in decorators), default=node.lineno))
         return at < len(self.busy_lines) and self.busy_lines[at] <= (node.end_lineno or node.lineno)
 
 
@@ -156,13 +169,11 @@ def read_script(text: str) -> Script:
     script.busy_lines = [
         number for number, line in enumerate(lines_of(text), 1) if _MATTERS.search(line) is not None
     ]
-    counts: Counter[str] = Counter()
-    _survey(script, script.tree.body, None, counts)
-    script.flags = [flag for flag, _ in counts.most_common()]
+    _survey(script, script.tree.body, None)
     return script
 
 
-def _survey(script: Script, body: list[ast.stmt], owner: ClassInfo | None, flags: Counter[str]) -> None:
+def _survey(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> None:
     """Note functions, classes, imports; look into statements whose lines matter."""
     for node in body:
         if isinstance(node, ast.Import):
@@ -170,7 +181,7 @@ def _survey(script: Script, body: list[ast.stmt], owner: ClassInfo | None, flags
         elif isinstance(node, ast.ImportFrom):
             script.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ClassDef):
-            _survey_class(script, node, flags)
+            _survey_class(script, node)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             info = FunctionInfo(node, owner, script.is_busy(node))
             if owner is not None:
@@ -178,31 +189,25 @@ def _survey(script: Script, body: list[ast.stmt], owner: ClassInfo | None, flags
             else:
                 script.functions.setdefault(node.name, info)
             if info.busy:
-                _survey_uses(script, node.body, flags)
+                _survey_uses(script, node.body)
         elif script.is_busy(node):
-            _survey_uses(script, [node], flags)
+            _survey_uses(script, [node])
 
 
-def _survey_class(script: Script, node: ast.ClassDef, flags: Counter[str]) -> None:
+def _survey_class(script: Script, node: ast.ClassDef) -> None:
     bases = tuple(text for base in node.bases if (text := dotted(base)))
     mother = next((script.classes[base] for base in bases if base in script.classes), None)
     info = ClassInfo(node, bases, {}, mother)
     script.classes[node.name] = info
-    _survey(script, node.body, info, flags)
+    _survey(script, node.body, info)
 
 
-def _survey_uses(script: Script, body: list[ast.stmt], flags: Counter[str]) -> None:
+def _survey_uses(script: Script, body: list[ast.stmt]) -> None:
     for node in _walk(body):
         if isinstance(node, ast.Call):
             _note_call(script.ducks, node)
-            for keyword in node.keywords:
-                if keyword.arg == "enabled" and (flag := flag_of(keyword.value)):
-                    flags[flag[0]] += 1
-        elif isinstance(node, ast.If):
-            if (flag := flag_of(node.test)) and script.is_busy(node):
-                flags[flag[0]] += 1
         elif isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
-            _survey(script, [node], None, flags)
+            _survey(script, [node], None)
 
 
 def _walk(body: list[ast.stmt]) -> Iterator[ast.AST]:

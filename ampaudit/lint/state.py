@@ -26,23 +26,39 @@ class Contribution:
     under: str = ""
 
 
-Key: TypeAlias = tuple[str, ...] | tuple[str, int, str]
+Key: TypeAlias = tuple[str, ...]
 Fact: TypeAlias = object
+Scope: TypeAlias = int | str  # a call of a function, or an object by its key
 EMPTY: Final[frozenset[Contribution]] = frozenset()
-_NAMES: Final = ("var", "attr")
 
 
 class State:
-    """Facts by key. A fact that differs between two joined paths becomes ``MAYBE``; a name, ``UNKNOWN``."""
+    """Facts by key, and names by scope. A fact that differs between two joined paths becomes ``MAYBE``.
 
-    __slots__ = ("facts",)
+    A copy shares its scopes until one side writes to them, so that branches cost what they change.
+    """
 
-    def __init__(self, facts: dict[Key, Fact] | None = None) -> None:
+    __slots__ = ("_owned", "facts", "scopes")
+
+    def __init__(
+        self, facts: dict[Key, Fact] | None = None, scopes: dict[Scope, dict[str, Value]] | None = None
+    ) -> None:
         self.facts: dict[Key, Fact] = {} if facts is None else facts
+        self.scopes: dict[Scope, dict[str, Value]] = {} if scopes is None else scopes
+        self._owned: set[Scope] = set()
 
     def copy(self) -> State:
         """For the other branch."""
-        return State(self.facts.copy())
+        self.share()
+        return State(self.facts.copy(), self.scopes.copy())
+
+    def share(self) -> None:
+        """Write to copies of the scopes from now on."""
+        self._owned.clear()
+
+    def same(self, other: State) -> bool:
+        """Whether all is as it was."""
+        return self.facts == other.facts and self.scopes == other.scopes
 
     def get(self, *key: str) -> Fact:
         """A fact; ``None`` if nothing was ever said."""
@@ -52,13 +68,22 @@ class State:
         """Say a fact."""
         self.facts[key] = value
 
-    def value(self, frame: int, name: str) -> Value | None:
-        """What a name stands for in a frame."""
-        return self.facts.get(("var", frame, name))  # type: ignore[return-value]
+    def value(self, scope: Scope, name: str) -> Value | None:
+        """What a name stands for in a scope, or an attribute in an object."""
+        names = self.scopes.get(scope)
+        return None if names is None else names.get(name)
 
-    def bind(self, frame: int, name: str, value: Value) -> None:
-        """Assign a name."""
-        self.facts[("var", frame, name)] = value
+    def bind(self, scope: Scope, name: str, value: Value) -> None:
+        """Assign a name or an attribute."""
+        if scope not in self._owned:
+            self.scopes[scope] = self.scopes.get(scope, {}).copy()
+            self._owned.add(scope)
+        self.scopes[scope][name] = value
+
+    def leave(self, scope: Scope) -> None:
+        """A function has returned: its names are gone."""
+        self.scopes.pop(scope, None)
+        self._owned.discard(scope)
 
     def forget(self, *start: str) -> None:
         """All facts that begin so may be otherwise now."""
@@ -69,8 +94,7 @@ class State:
 
     def clear(self, *start: str) -> None:
         """All facts that begin so are no longer true."""
-        count = len(start)
-        for key in [key for key in self.facts if key[:count] == start]:
+        for key in [key for key, _ in self.where(*start)]:
             del self.facts[key]
 
     def where(self, *start: str) -> list[tuple[Key, Fact]]:
@@ -84,17 +108,29 @@ def join(one: State | None, other: State | None) -> State | None:
     if one is None or other is None:
         return one if other is None else other
     left, right = one.facts, other.facts
-    joined: dict[Key, Fact] = {}
+    facts: dict[Key, Fact] = {}
     for key, fact in left.items():
         second = right.get(key)
-        if second is fact or second == fact:
-            joined[key] = fact
-        elif key[0] in _NAMES:
-            # a name that only one branch assigns is not used where it is missing
-            joined[key] = fact if key not in right else join_values(fact, second)  # type: ignore[arg-type]
-        else:
-            joined[key] = MAYBE
+        facts[key] = fact if second is fact or second == fact else MAYBE
     for key, fact in right.items():
         if key not in left:
-            joined[key] = fact if key[0] in _NAMES or fact is None else MAYBE
-    return State(joined)
+            facts[key] = fact if fact is None else MAYBE
+    scopes: dict[Scope, dict[str, Value]] = {}
+    for scope, names in one.scopes.items():
+        others = other.scopes.get(scope, names)
+        scopes[scope] = names if others is names else _joined(names, others)
+    for scope, names in other.scopes.items():
+        scopes.setdefault(scope, names)
+    one.share()  # neither may write to what the joined state has of them
+    other.share()
+    return State(facts, scopes)
+
+
+def _joined(names: dict[str, Value], others: dict[str, Value]) -> dict[str, Value]:
+    """A name that only one path assigns is not used where it is missing."""
+    joined = {**others, **names}
+    for name, value in names.items():
+        second = others.get(name, value)
+        if second is not value:
+            joined[name] = join_values(value, second)
+    return joined

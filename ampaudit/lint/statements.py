@@ -60,7 +60,7 @@ def _augmented(machine: Machine, node: ast.AugAssign) -> None:
 
 
 def _if(machine: Machine, node: ast.If) -> None:
-    truth = machine.truth(node.test)
+    truth = machine.truth(node.test) if machine.script.is_busy(node) else None
     machine.evaluate(node.test)
     if truth is not None:
         machine.block(node.body if truth else node.orelse)
@@ -84,7 +84,7 @@ def _repeat(machine: Machine, node: ast.For | ast.AsyncFor | ast.While, item: Va
     breaks: list[State] = []
     for again in range(2):
         machine.rounds += again
-        before = machine.live.facts.copy()
+        before = machine.live.copy()
         if isinstance(node, ast.For | ast.AsyncFor):
             machine.assign_item(node.target, item if item is not None else UNKNOWN)
         else:
@@ -100,7 +100,7 @@ def _repeat(machine: Machine, node: ast.For | ast.AsyncFor | ast.While, item: Va
         for state in loop.continues:
             after = join(after, state)
         machine.state = after
-        if after is None or after.facts == before:
+        if after is None or after.same(before):
             break
     for state in breaks:
         machine.state = join(machine.state, state)

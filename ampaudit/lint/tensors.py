@@ -15,6 +15,7 @@ from ampaudit.lint.values import (
     Autocast,
     Const,
     Gradients,
+    ParamGrad,
     Symbol,
     Tensor,
     Value,
@@ -35,9 +36,10 @@ ON_ANY_TENSOR: Final = frozenset(
     {"float", "half", "bfloat16", "sigmoid", "matmul", "mm", "bmm", "masked_fill"}
 )
 _NORMS: Final = frozenset({"norm", "pow", "square", "sum", "abs", "pow_"})
+_SAME_GRADIENT: Final = frozenset("detach contiguous view reshape flatten cpu clone float double to".split())
 _HARMLESS_ON_GRADIENTS: Final = frozenset(
-    "isnan isinf isfinite zero_ detach detach_ requires_grad_ size numel dim all_reduce is_contiguous"
-    " untyped_storage data_ptr contiguous view reshape cpu".split()
+    "isnan isinf isfinite zero_ detach_ requires_grad_ size numel dim is_contiguous untyped_storage data_ptr"
+    " any all is_sparse type record_stream".split()
 )
 
 
@@ -176,10 +178,10 @@ def touches_gradient(machine: Machine, node: ast.AST) -> None:
 
 def gradient_method(machine: Machine, node: ast.Call, name: str) -> Value:
     """A method of ``p.grad``."""
-    if name in _HARMLESS_ON_GRADIENTS:
-        from ampaudit.lint.values import ParamGrad
-
+    if name in _SAME_GRADIENT:
         return ParamGrad()
+    if name in _HARMLESS_ON_GRADIENTS:
+        return OPAQUE
     touches_gradient(machine, node)
     return OPAQUE
 

@@ -88,8 +88,9 @@ def check_file(machine: Machine, roots: list[list[Event]]) -> None:
     events = [event for root in roots for event in root]
     _never_updated(machine, events)
     stepped = {e.data["scaler"] for e in events if e.kind == "scaler.step"}
-    enabled = [s for s in machine.scalers.values() if s.enabled is not False]
-    if stepped and enabled and not stepped & machine.escaped:
+    # who only uses a scaler leaves it to its maker to save it
+    made = any(e.kind == "scaler.made" for e in events)
+    if stepped and made and not stepped & machine.escaped:
         _not_saved(machine, roots)
         _not_restored(machine, events)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final
 
+from ampaudit.lint.blocks import blocks_of
 from ampaudit.lint.found import Found, Repair
 from ampaudit.lint.names import SMALLEST_HALF
-from ampaudit.lint.script import Script, dotted
+from ampaudit.lint.script import Script, dotted, lines_of
 
 __all__ = ["check"]
 
@@ -22,20 +25,43 @@ _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 def check(script: Script) -> Iterator[Found]:
     """Masks everywhere; eps in the modules of the file, whose tensors may be in 16 bits."""
-    if "torch" not in script.text or not _may_matter(script.text):
+    if "torch" not in script.text:
         return
-    for statement in script.tree.body:
-        if script.is_busy(statement):
-            inside = isinstance(statement, ast.ClassDef) and statement.name in script.classes
-            module = inside and script.classes[statement.name].derives("Module", "LightningModule")  # type: ignore[attr-defined]
-            yield from _of(script, statement, module)
+    lines = [n for n, line in enumerate(lines_of(script.text), 1) if _EXTREME.search(line) is not None]
+    if lines:
+        for statement in _smallest(script.tree.body, lines):
+            yield from _of(statement, any(_covers(node, statement.lineno) for node in _modules(script)))
 
 
-def _may_matter(text: str) -> bool:
-    return "e-" in text or "E-" in text or "-1e" in text or "mask" in text
+_BY_DTYPE = re.compile(r"float16|half|dtype|fp16|autocast")
+# a number that may be too large or too small, written as such numbers are
+_EXTREME = re.compile(r"\d[eE][-+]?\d|\d{6}|\d_\d{3}")
 
 
-def _of(script: Script, statement: ast.stmt, module: bool) -> Iterator[Found]:
+def _modules(script: Script) -> Iterator[ast.ClassDef]:
+    return (c.node for c in script.classes.values() if c.derives("Module", "LightningModule"))
+
+
+def _covers(statement: ast.stmt, line: int) -> bool:
+    return statement.lineno <= line <= (statement.end_lineno or statement.lineno)
+
+
+def _smallest(body: list[ast.stmt], lines: list[int]) -> Iterator[ast.stmt]:
+    """The innermost statements that any of these lines is in."""
+    for statement in body:
+        at = bisect_left(lines, statement.lineno)
+        if at == len(lines) or not _covers(statement, lines[at]):
+            continue
+        blocks = blocks_of(statement)
+        if not blocks:
+            yield statement
+        if isinstance(statement, ast.If) and _BY_DTYPE.search(ast.unparse(statement.test)):
+            continue  # it says what to do in 16 bits
+        for block in blocks:
+            yield from _smallest(block, lines)
+
+
+def _of(statement: ast.stmt, module: bool) -> Iterator[Found]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Call):
             yield from _fill(node)
@@ -48,7 +74,6 @@ def _of(script: Script, statement: ast.stmt, module: bool) -> Iterator[Found]:
                 yield from _added(node)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             yield from _stored(node, node.targets[0])
-    del script
 
 
 def _literal(node: ast.AST) -> float | None:
@@ -87,9 +112,10 @@ def _fill(node: ast.Call) -> Iterator[Found]:
             if _too_large(value) and not _is_wide(receiver):
                 text = dotted(receiver)
                 yield _mask(value, value, _by_dtype(value, text) if text else None)
-    elif name == "where" and dotted(node.func).startswith("torch"):
+    elif name == "where" and node.args and "mask" in ast.unparse(node.args[0]).lower():
         for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
-            if _too_large(value) and not _is_wide(other):
+            # two numbers make a float32 tensor, which promotes what it is added to
+            if _too_large(value) and _literal(other) is None and not _is_wide(other):
                 yield _mask(value, value, _by_dtype(value, dotted(other)) if dotted(other) else None)
 
 

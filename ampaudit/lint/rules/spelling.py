@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampaudit.lint.found import Found, Repair
@@ -12,16 +13,22 @@ from ampaudit.lint.script import Script, dotted
 __all__ = ["check"]
 
 
+_NAMES = re.compile(r"\.amp\b|\bapex\b|import amp\b")
+
+
 def check(script: Script) -> Iterator[Found]:
     """Imports and uses of what has a newer name."""
-    if ".amp" not in script.text and "apex" not in script.text and "import amp" not in script.text:
+    if _NAMES.search(script.text) is None:
         return
     imports = [n for n in ast.walk(script.tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     names: dict[str, str] = {}
+    by_version = _by_version(script.tree)
     for node in imports:
+        if id(node) in by_version:
+            continue
         yield from _imported(script, node, names)
-    # an expression is reported once, at its outermost attribute
-    inner: set[int] = set()
+    # an expression is reported once, at its outermost attribute, and where it is called or handed on
+    inner = _only_named(script.tree) | by_version
     for use in ast.walk(script.tree):
         if not isinstance(use, ast.Attribute) or id(use) in inner:
             continue
@@ -34,6 +41,37 @@ def check(script: Script) -> Iterator[Found]:
         path = canonical(names.get(head, head) + text[len(head) :]) if text else ""
         if path in DEPRECATED:
             yield _old(use, path, _repair_of(script, use, path))
+
+
+_VERSION = re.compile(r"version|hasattr|GREATER|TORCH_|_[12]_\d|>= ?\(?[12]", re.IGNORECASE)
+
+
+def _only_named(tree: ast.Module) -> set[int]:
+    """What is compared with, or listed in tables: names that are not used there."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.List | ast.Tuple | ast.Set):
+            found.update(map(id, node.elts))
+        elif isinstance(node, ast.Dict):
+            found.update(map(id, (*node.keys, *node.values)))
+        elif isinstance(node, ast.Compare):
+            found.update(map(id, (node.left, *node.comparators)))
+    return found
+
+
+def _by_version(tree: ast.Module) -> set[int]:
+    """What runs only with some version of torch, or where something newer is missing."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        decides = isinstance(node, ast.If | ast.IfExp) and _VERSION.search(ast.unparse(node.test))
+        falls_back = isinstance(node, ast.Try) and any(
+            "ImportError" in ast.unparse(h.type) or "AttributeError" in ast.unparse(h.type)
+            for h in node.handlers
+            if h.type is not None
+        )
+        if decides or falls_back:
+            found.update(map(id, ast.walk(node)))
+    return found
 
 
 def _imported(script: Script, node: ast.Import | ast.ImportFrom, names: dict[str, str]) -> Iterator[Found]:

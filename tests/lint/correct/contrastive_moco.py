@@ -8,7 +8,12 @@ def main_worker(args, model, train_loader):
     for epoch in range(args.start_epoch, args.epochs):
         train(train_loader, model, optimizer, scaler, epoch, args)
         torch.save(
-            {"epoch": epoch + 1, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()},
+            {
+                "epoch": epoch + 1,
+                "state_dict": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "scaler": scaler.state_dict(),
+            },
             "checkpoint.pth.tar",
         )
 

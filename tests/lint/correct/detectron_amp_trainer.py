@@ -70,7 +70,9 @@ class SimpleTrainer(TrainerBase):
 
 
 class AMPTrainer(SimpleTrainer):
-    def __init__(self, model, data_loader, optimizer, grad_scaler=None, precision=torch.float16, log_grad_scaler=False):
+    def __init__(
+        self, model, data_loader, optimizer, grad_scaler=None, precision=torch.float16, log_grad_scaler=False
+    ):
         unsupported = "AMPTrainer does not support single-process multi-device training!"
         if isinstance(model, DistributedDataParallel):
             assert not (model.device_ids and len(model.device_ids) > 1), unsupported

@@ -2,7 +2,19 @@ import torch
 import torch.nn.functional as F
 
 
-def train_one_epoch(student, teacher, teacher_without_ddp, loss_fn, data_loader, optimizer, lr_schedule, momentum_schedule, epoch, fp16_scaler, args):
+def train_one_epoch(
+    student,
+    teacher,
+    teacher_without_ddp,
+    loss_fn,
+    data_loader,
+    optimizer,
+    lr_schedule,
+    momentum_schedule,
+    epoch,
+    fp16_scaler,
+    args,
+):
     for it, (images, _) in enumerate(data_loader):
         it = len(data_loader) * epoch + it
         for param_group in optimizer.param_groups:
@@ -53,4 +65,6 @@ def cancel_gradients_last_layer(epoch, model, freeze_last_layer):
 
 
 def soft(student, teacher, temperature):
-    return F.kl_div(F.log_softmax(student / temperature, -1), F.softmax(teacher / temperature, -1), reduction="batchmean")
+    return F.kl_div(
+        F.log_softmax(student / temperature, -1), F.softmax(teacher / temperature, -1), reduction="batchmean"
+    )

@@ -1,4 +1,3 @@
-import torch
 from ignite.engine import Engine, Events
 from torch.amp import GradScaler, autocast
 

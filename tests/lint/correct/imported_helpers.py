@@ -1,4 +1,3 @@
-import torch
 from mytools import autocast_for, clip_and_step, save_checkpoint, scale_and_backward
 
 

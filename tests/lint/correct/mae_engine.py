@@ -1,12 +1,20 @@
 import math
-from typing import Iterable
+from collections.abc import Iterable
 
 import torch
 import util.lr_sched as lr_sched
 import util.misc as misc
 
 
-def train_one_epoch(model: torch.nn.Module, data_loader: Iterable, optimizer: torch.optim.Optimizer, device, epoch, loss_scaler, args=None):
+def train_one_epoch(
+    model: torch.nn.Module,
+    data_loader: Iterable,
+    optimizer: torch.optim.Optimizer,
+    device,
+    epoch,
+    loss_scaler,
+    args=None,
+):
     model.train(True)
     accum_iter = args.accum_iter
     optimizer.zero_grad()
@@ -19,7 +27,9 @@ def train_one_epoch(model: torch.nn.Module, data_loader: Iterable, optimizer: to
         if not math.isfinite(misc.value_of(loss)):
             raise RuntimeError("loss is not finite")
         loss = loss / accum_iter
-        loss_scaler(loss, optimizer, parameters=model.parameters(), update_grad=(data_iter_step + 1) % accum_iter == 0)
+        loss_scaler(
+            loss, optimizer, parameters=model.parameters(), update_grad=(data_iter_step + 1) % accum_iter == 0
+        )
         if (data_iter_step + 1) % accum_iter == 0:
             optimizer.zero_grad()
         torch.cuda.synchronize()

@@ -8,7 +8,9 @@ class NativeScalerWithGradNormCount:
     def __init__(self):
         self._scaler = torch.amp.GradScaler("cuda")
 
-    def __call__(self, loss, optimizer, clip_grad=None, parameters=None, create_graph=False, update_grad=True):
+    def __call__(
+        self, loss, optimizer, clip_grad=None, parameters=None, create_graph=False, update_grad=True
+    ):
         self._scaler.scale(loss).backward(create_graph=create_graph)
         if update_grad:
             if clip_grad is not None:
@@ -38,4 +40,6 @@ def get_grad_norm_(parameters, norm_type: float = 2.0) -> torch.Tensor:
     device = parameters[0].grad.device
     if norm_type == inf:
         return max(p.grad.detach().abs().max().to(device) for p in parameters)
-    return torch.norm(torch.stack([torch.norm(p.grad.detach(), norm_type).to(device) for p in parameters]), norm_type)
+    return torch.norm(
+        torch.stack([torch.norm(p.grad.detach(), norm_type).to(device) for p in parameters]), norm_type
+    )

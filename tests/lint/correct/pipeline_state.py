@@ -7,7 +7,9 @@ class State:
         self.scaler, self.scheduler = scaler, scheduler
 
     def state_dict(self):
-        return {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scaler", "scheduler")}
+        return {
+            name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scaler", "scheduler")
+        }
 
 
 def step(state, loss):

@@ -6,7 +6,9 @@ import torch.utils.data
 import utils
 
 
-def train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema=None, scaler=None):
+def train_one_epoch(
+    model, criterion, optimizer, data_loader, device, epoch, args, model_ema=None, scaler=None
+):
     model.train()
     metric_logger = utils.MetricLogger(delimiter="  ")
     for i, (image, target) in enumerate(metric_logger.log_every(data_loader, args.print_freq)):

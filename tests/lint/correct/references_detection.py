@@ -11,7 +11,9 @@ def train_one_epoch(model, optimizer, data_loader, device, epoch, print_freq, sc
     lr_scheduler = None
     if epoch == 0:
         warmup_iters = min(1000, len(data_loader) - 1)
-        lr_scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.001, total_iters=warmup_iters)
+        lr_scheduler = torch.optim.lr_scheduler.LinearLR(
+            optimizer, start_factor=0.001, total_iters=warmup_iters
+        )
     for images, targets in metric_logger.log_every(data_loader, print_freq, "Epoch"):
         images = list(image.to(device) for image in images)
         targets = [{k: v.to(device) for k, v in t.items()} for t in targets]

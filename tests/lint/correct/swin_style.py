@@ -2,7 +2,9 @@ import torch
 from utils import NativeScalerWithGradNormCount, reduce_tensor
 
 
-def train_one_epoch(config, model, criterion, data_loader, optimizer, epoch, mixup_fn, lr_scheduler, loss_scaler):
+def train_one_epoch(
+    config, model, criterion, data_loader, optimizer, epoch, mixup_fn, lr_scheduler, loss_scaler
+):
     model.train()
     optimizer.zero_grad()
     num_steps = len(data_loader)
@@ -16,7 +18,12 @@ def train_one_epoch(config, model, criterion, data_loader, optimizer, epoch, mix
         is_second_order = hasattr(optimizer, "is_second_order") and optimizer.is_second_order
         update = (idx + 1) % config.TRAIN.ACCUMULATION_STEPS == 0
         grad_norm = loss_scaler(
-            loss, optimizer, clip_grad=config.TRAIN.CLIP_GRAD, parameters=model.parameters(), create_graph=is_second_order, update_grad=update
+            loss,
+            optimizer,
+            clip_grad=config.TRAIN.CLIP_GRAD,
+            parameters=model.parameters(),
+            create_graph=is_second_order,
+            update_grad=update,
         )
         if update:
             optimizer.zero_grad()

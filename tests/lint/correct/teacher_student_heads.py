@@ -17,7 +17,9 @@ class Distiller:
             with torch.no_grad():
                 guide = self.teacher(x)
             out = self.student(x)
-            soft = F.kl_div(F.log_softmax(out / self.t, 1), F.softmax(guide / self.t, 1), reduction="batchmean")
+            soft = F.kl_div(
+                F.log_softmax(out / self.t, 1), F.softmax(guide / self.t, 1), reduction="batchmean"
+            )
             loss = self.alpha * self.ce(out, y) + (1 - self.alpha) * soft
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()

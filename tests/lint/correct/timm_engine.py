@@ -1,8 +1,9 @@
-import torch
 from timm.utils import AverageMeter, NativeScaler, dispatch_clip_grad
 
 
-def train_one_epoch(epoch, model, loader, optimizer, loss_fn, args, lr_scheduler=None, amp_autocast=None, loss_scaler=None):
+def train_one_epoch(
+    epoch, model, loader, optimizer, loss_fn, args, lr_scheduler=None, amp_autocast=None, loss_scaler=None
+):
     update_time_m = AverageMeter()
     losses_m = AverageMeter()
     model.train()

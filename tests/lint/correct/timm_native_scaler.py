@@ -7,7 +7,9 @@ class NativeScaler:
     def __init__(self, device="cuda"):
         self._scaler = torch.amp.GradScaler(device)
 
-    def __call__(self, loss, optimizer, clip_grad=None, parameters=None, create_graph=False, need_update=True):
+    def __call__(
+        self, loss, optimizer, clip_grad=None, parameters=None, create_graph=False, need_update=True
+    ):
         self._scaler.scale(loss).backward(create_graph=create_graph)
         if need_update:
             if clip_grad is not None:
@@ -34,4 +36,7 @@ def train(model, loader, optimizer, criterion, accum):
         loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters(), need_update=update)
         if update:
             optimizer.zero_grad()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": loss_scaler.state_dict()}, "x.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": loss_scaler.state_dict()},
+        "x.pt",
+    )

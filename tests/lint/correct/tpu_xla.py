@@ -1,4 +1,3 @@
-import torch
 import torch_xla.core.xla_model as xm
 from torch_xla.amp import GradScaler, autocast, syncfree
 

@@ -29,7 +29,11 @@ class BaseTrainer:
                     batch = self.preprocess_batch(batch)
                     loss, self.loss_items = self.model(batch)
                     self.loss = loss.sum()
-                    self.tloss = (self.tloss * i + self.loss_items) / (i + 1) if self.tloss is not None else self.loss_items
+                    self.tloss = (
+                        (self.tloss * i + self.loss_items) / (i + 1)
+                        if self.tloss is not None
+                        else self.loss_items
+                    )
                 self.scaler.scale(self.loss).backward()
                 if ni - last_opt_step >= self.accumulate:
                     self.optimizer_step()
