@@ -206,11 +206,12 @@ def _may_do_anything(machine: Machine, name: str, given: list[Value]) -> None:
     for owner in held:
         flat += state.scopes.get(owner.key, {}).values()
     machine.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
-    state.forget("updated")
+    for fact in ("updated", "idle", "fresh"):
+        state.forget(fact)
     touches = any(isinstance(value, Scaler | Optimizer) for value in flat)
     trains = "backward" in last or last.endswith("step") or ("train" in last and bool(given))
     if touches or trains:
         state.put(MAYBE, "grads")
-        for fact in ("unscaled", "stepped", "early", "zeroed", "last"):
+        for fact in ("unscaled", "stepped", "early", "zeroed", "last", "unused"):
             state.forget(fact)
         state.put(MAYBE, "touched")

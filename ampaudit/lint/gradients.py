@@ -12,6 +12,7 @@ from ampaudit.lint.names import ADAM_LIKE, MANAGERS, SMALLEST_HALF
 from ampaudit.lint.scaling import (
     BY_STEP,
     YES,
+    check_early,
     contributions,
     inside_autocast,
     is_still_scaled,
@@ -52,6 +53,8 @@ def unknown_backward(machine: Machine) -> None:
     state.clear("updated")
     state.clear("zeroed")
     state.put(None, "last")
+    state.put(MAYBE, "idle")
+    state.put(MAYBE, "fresh")
     machine.note("backward.unknown", machine.statement or machine.script.tree)
 
 
@@ -69,15 +72,27 @@ def backward(machine: Machine, node: ast.Call, loss: Tensor, arguments: Argument
     found = contributions(machine)
     if loss.scaled == MAYBE or found is None:
         state.put(MAYBE, "grads")
-    else:
+    elif loss.scaled != NO or not _is_unscaled(machine):
+        # what a plain loss adds to gradients that were unscaled is right
         state.put(found | {Contribution(loss.scaled, node, loss.under)}, "grads")
-    for name in ("updated", "zeroed", "early", "stepped"):
+    if loss.scaled != NO:
+        check_early(
+            machine, f"the backward at line {node.lineno}, whose loss has another scale", stepped=False
+        )
+    for name in ("updated", "zeroed", "early"):
         state.clear(name)
+    state.put(None, "idle")
+    state.put(YES, "fresh")
     for key, fact in state.where("unscaled"):
         if fact == BY_STEP:
             state.facts[key] = None  # these gradients are new
     state.put(None, "last")
     return UNKNOWN
+
+
+def _is_unscaled(machine: Machine) -> bool:
+    facts = [fact for _, fact in machine.live.where("unscaled")]
+    return bool(facts) and all(isinstance(fact, ast.AST) for fact in facts)
 
 
 def _check_accumulated(machine: Machine, node: ast.Call, loss: Tensor) -> None:
@@ -122,6 +137,7 @@ def optimizer_method(
         if contributions(machine) and one_optimizer(machine) and not _has_stepped(machine):
             state.put((optimizer.key, node), "zeroed")
         state.put(EMPTY, "grads")
+        state.put(YES, "idle")
     elif name in ("state_dict", "load_state_dict"):
         machine.note(f"optimizer.{name}", node, optimizer=optimizer.key)
         return StateOf("optimizer", optimizer.key) if name == "state_dict" else UNKNOWN
@@ -150,7 +166,7 @@ def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arg
             "remove this line: scaler.step(optimizer) calls optimizer.step()",
             _removal(machine, node),
         )
-    elif found and is_still_scaled(machine) and (one_optimizer(machine) or len(found) == 1):
+    elif found and _has_scale(machine, found) and (one_optimizer(machine) or len(found) == 1):
         base = node.func.value if isinstance(node.func, ast.Attribute) else None
         text = ast.unparse(base) if base is not None else "optimizer"
         repair = Repair("step by scaler", node.lineno, node.col_offset, (scaler,)) if scaler else None
@@ -175,8 +191,20 @@ def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arg
             Repair("step by scaler", node.lineno, node.col_offset, (scaler,)) if scaler else None,
         )
     for key in machine.scalers:
-        if any(isinstance(fact, ast.AST) for _, fact in state.where("unscaled", key)):
-            state.put(YES, "stepped", key, optimizer.key)  # an own test for overflow stands before it
+        # an own test for overflow stands before it; or the mistake was just reported
+        if any(isinstance(fact, ast.AST) for _, fact in state.where("unscaled", key)) or _is_of(found, key):
+            state.put(YES, "stepped", key, optimizer.key)
+    state.put(None, "fresh")
+
+
+def _is_of(found: frozenset[Contribution] | None, key: str) -> bool:
+    return any(item.scaler == key for item in found or ())
+
+
+def _has_scale(machine: Machine, found: frozenset[Contribution]) -> bool:
+    """Whether the scale is a factor of a part of the gradients at least, and nothing took it out."""
+    untouched = not any(fact is not None for _, fact in machine.live.where("unscaled"))
+    return untouched and any(item.scaler for item in found)
 
 
 def _nothing_looks(machine: Machine) -> bool:

@@ -74,6 +74,7 @@ def model_method(machine: Machine, node: ast.Call, model: Model, name: str, argu
         return Params(frozenset({model.key}))
     if name == "zero_grad":
         state.put(frozenset(), "grads")
+        state.put("yes", "idle")
         machine.note("zero_grad", node, optimizer="", many=True)
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):

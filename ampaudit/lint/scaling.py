@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BY_STEP",
     "YES",
+    "check_early",
     "contributions",
     "inside_autocast",
     "is_still_scaled",
@@ -100,6 +101,7 @@ def scaler_method(machine: Machine, node: ast.Call, scaler: Scaler, name: str, a
 def _scale(machine: Machine, node: ast.Call, scaler: Scaler, arguments: Arguments) -> Value:
     value = arguments.get(0, "outputs")
     machine.note("scaler.scale", node, scaler=scaler.key)
+    machine.live.put(None, "unused", scaler.key)
     if scaler.enabled is False:
         return value if value is not None else UNKNOWN
     if isinstance(value, Tensor) and value.under == "bfloat16" and scaler.enabled is True:
@@ -146,6 +148,7 @@ def _step(
             "use an optimizer without a closure, or train in bfloat16 or float32 without a scaler",
         )
         state.put(MAYBE, "grads")
+        state.put(None, "unused", scaler.key)
         state.put(YES, "stepped", scaler.key, optimizer.key)
         state.put(MAYBE, "updated", scaler.key)
         return
@@ -153,12 +156,16 @@ def _step(
         check_parameters(machine, optimizer, node)
     _check_gradients(machine, scaler, optimizer, node)
     _check_order(machine, scaler, node)
+    _check_repeated(machine, scaler, optimizer, node)
     inside_autocast(machine, node)
     zeroed(machine, optimizer)
     state.put(YES, "stepped", scaler.key, optimizer.key)
     state.put(BY_STEP, "unscaled", scaler.key, optimizer.key)
     state.put(optimizer.key, "last")
+    if one_optimizer(machine) and not optimizer.many and contributions(machine) is not None:
+        state.put(EMPTY, "grads")  # what is in there now was unscaled
     state.put(None, "early", scaler.key)
+    state.put(None, "fresh")
 
 
 def check_parameters(machine: Machine, optimizer: Optimizer, node: ast.Call) -> None:
@@ -213,14 +220,7 @@ def _unscaled_loss(machine: Machine, step: ast.Call, item: Contribution) -> None
 
 def _check_order(machine: Machine, scaler: Scaler, node: ast.Call) -> None:
     state = machine.live
-    early = state.get("early", scaler.key)
-    if isinstance(early, ast.AST):
-        machine.say(
-            "AMP805",
-            early,
-            f"update() runs before the step at line {node.lineno}, which then divides by another scale",
-            "call update() once per iteration, after every step",
-        )
+    check_early(machine, f"the step at line {node.lineno}, which then divides by another scale", stepped=True)
     updated = state.get("updated", scaler.key)
     if isinstance(updated, ast.AST):
         machine.say(
@@ -232,15 +232,43 @@ def _check_order(machine: Machine, scaler: Scaler, node: ast.Call) -> None:
         )
 
 
+def check_early(machine: Machine, what: str, *, stepped: bool) -> None:
+    """An update came between the first scaled backward and the step.
+
+    Without a step it is right after unscale_(), which looks for overflow: the script may skip the step.
+    """
+    for _, early in machine.live.where("early"):
+        if isinstance(early, tuple) and (stepped or not early[1]):
+            machine.say(
+                "AMP805",
+                early[0],
+                f"update() runs before {what}",
+                "call update() once per iteration, after every step",
+            )
+
+
+def _check_repeated(machine: Machine, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:
+    stepped = machine.live.get("stepped", scaler.key, optimizer.key) == YES
+    if stepped and not optimizer.many and (machine.first_round or _updates(machine, scaler)):
+        machine.say(
+            "AMP824",
+            node,
+            "the scaler has stepped this optimizer already since the last update()",
+            "step each optimizer once, then call update()",
+        )
+
+
+def _updates(machine: Machine, scaler: Scaler) -> bool:
+    """Whether there is an update at all; where there is none, that is the mistake."""
+    return any(e.kind == "scaler.update" and e.data["scaler"] == scaler.key for e in machine.events.values())
+
+
 def _unscale(machine: Machine, node: ast.Call, scaler: Scaler, optimizer: Optimizer) -> None:
     state = machine.live
     machine.note("scaler.unscale", node, scaler=scaler.key, optimizer=optimizer.key, many=optimizer.many)
     if scaler.enabled is False:
         return
-    updates = any(
-        e.kind == "scaler.update" and e.data["scaler"] == scaler.key for e in machine.events.values()
-    )
-    first = machine.first_round or updates
+    first = machine.first_round or _updates(machine, scaler)
     if scaler.enabled is True:
         check_parameters(machine, optimizer, node)
     if first and not optimizer.many and state.get("stepped", scaler.key, optimizer.key) == YES:
@@ -263,6 +291,13 @@ def _unscale(machine: Machine, node: ast.Call, scaler: Scaler, optimizer: Optimi
             "call it once per step",
             repair,
         )
+    elif not optimizer.many and YES in (state.get("idle"), state.get("unused", scaler.key)):
+        machine.say(
+            "AMP826",
+            node,
+            "unscale_() runs before there are gradients of a scaled loss",
+            "call it after backward, and before the step",
+        )
     state.put(node, "unscaled", scaler.key, optimizer.key)
 
 
@@ -271,19 +306,47 @@ def _update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
     machine.note("scaler.update", node, scaler=scaler.key)
     if scaler.enabled is False:
         return
+    _check_update(machine, node, scaler)
     stepped = [fact for _, fact in state.where("stepped", scaler.key) if fact is not None]
     found = contributions(machine)
-    if not stepped and state.get("touched") is None and found and all(c.scaler == scaler.key for c in found):
-        state.put(node, "early", scaler.key)
+    own = bool(found) and all(item.scaler == scaler.key for item in found or ())
+    fresh = state.get("fresh") == YES and state.get("touched") is None
+    if own and fresh and not _tested(machine, scaler):
+        looked = any(fact is not None for _, fact in state.where("unscaled", scaler.key))
+        state.put((node, looked), "early", scaler.key)
     elif YES in stepped:
         known = state.get("updated", scaler.key) != MAYBE
         state.put(node if known else MAYBE, "updated", scaler.key)
-        state.put(EMPTY, "grads")
+        if state.get("fresh") is None:
+            state.put(EMPTY, "grads")
+        state.put(YES if known else MAYBE, "idle")
     elif stepped:
         state.put(MAYBE, "updated", scaler.key)
         state.put(MAYBE, "grads")
+        state.put(MAYBE, "idle")
     state.clear("stepped", scaler.key)
     state.clear("unscaled", scaler.key)
+
+
+def _tested(machine: Machine, scaler: Scaler) -> bool:
+    """Whether an optimizer was stepped after unscale_(), past the scaler."""
+    past = any(fact is not None for _, fact in machine.live.where("stepped", scaler.key))
+    return past and any(fact is not None for _, fact in machine.live.where("unscaled", scaler.key))
+
+
+def _check_update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
+    state = machine.live
+    stepped = any(fact is not None for _, fact in state.where("stepped", scaler.key))
+    again = isinstance(state.get("updated", scaler.key), ast.AST) and not stepped
+    if again or (state.get("unused", scaler.key) == YES and not stepped):
+        machine.say(
+            "AMP825",
+            node,
+            "update() runs although nothing was stepped since the last one"
+            if again
+            else "update() runs before anything was scaled",
+            "call it once per iteration, after the steps",
+        )
 
 
 def inside_autocast(machine: Machine, node: ast.Call) -> None:

@@ -170,6 +170,7 @@ def _scaler(machine: Machine, node: ast.Call, arguments: Arguments) -> Value:
         enabled = True if machine.truth(expression) else None  # by a switch
     scaler = Scaler(key, node, enabled, text)
     machine.note("scaler.made", node, scaler=key)
+    machine.live.put("yes", "unused", key)
     return machine.seen_scaler(scaler) if enabled is not False else scaler
 
 
@@ -222,7 +223,9 @@ def _bce(machine: Machine, node: ast.Call, loss: Loss, first: Value) -> None:
 
 def _no_half(machine: Machine, node: ast.Call, path: str, arguments: Arguments) -> Value:
     first = arguments.positional[0] if arguments.positional else UNKNOWN
-    if isinstance(first, Tensor) and first.cast:
+    # the CPU's autocast computes these in float32
+    cast_here = machine.autocast.enabled is not False and machine.autocast.device == "cpu"
+    if isinstance(first, Tensor) and first.cast and not cast_here:
         machine.say(
             "AMP846",
             node,

@@ -341,6 +341,27 @@ TWINS: dict[str, tuple[str, str, str]] = {
         + "\nif i % 10 == 0:\n    print(float(loss))",
         f"{_LOOP}\n{_STEP}\nif i % 10 == 0:\n    print(float(loss))",
     ),
+    "AMP824": (
+        HELPERS,
+        "scaler.step(optimizer)\nclip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\nscaler.update()\n"
+        "optimizer.zero_grad()",
+        _FINISH,
+    ),
+    "AMP825": (
+        PLAIN,
+        _train(
+            "scaler.update()",
+            _FORWARD,
+            _BACK,
+            "scaler.step(optimizer)\noptimizer.zero_grad()",
+        ),
+        _train(_FORWARD, _BACK, _DONE),
+    ),
+    "AMP826": (
+        TRAINER,
+        f"self.opt.zero_grad()\nself.grad_scaler.unscale_(self.opt)\n{_LOOP}\n{_STEP}",
+        f"self.opt.zero_grad()\n{_LOOP}\nself.grad_scaler.unscale_(self.opt)\n{_STEP}",
+    ),
     "AMP830": (
         TRAINER,
         f"{_LOOP}\n" + _gated(_STEP),
