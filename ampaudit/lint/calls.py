@@ -212,6 +212,6 @@ def _may_do_anything(machine: Machine, name: str, given: list[Value]) -> None:
     trains = "backward" in last or last.endswith("step") or ("train" in last and bool(given))
     if touches or trains:
         state.put(MAYBE, "grads")
-        for fact in ("unscaled", "stepped", "early", "zeroed", "last", "unused"):
+        for fact in ("unscaled", "stepped", "early", "zeroed", "last", "unused", "leftover"):
             state.forget(fact)
         state.put(MAYBE, "touched")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -44,7 +43,12 @@ def _expanded(text: str) -> list[Path]:
     path = Path(text)
     if os.path.lexists(path) or not set("*?[") & set(text):
         return [path]
-    return [Path(found) for found in sorted(glob.glob(text, recursive=True))] or [path]
+    parts = path.parts
+    first = next(i for i, part in enumerate(parts) if set("*?[") & set(part))
+    base = Path(*parts[:first])
+    # unlike glob.glob, this does not follow links to directories, but finds what is hidden
+    found = sorted(base.glob(str(Path(*parts[first:]))))
+    return [p for p in found if not any(q.startswith(".") for q in p.relative_to(base).parts)] or [path]
 
 
 def _inside(directory: Path, exclude: Sequence[str]) -> Iterator[Path]:

@@ -101,6 +101,8 @@ def _check_accumulated(machine: Machine, node: ast.Call, loss: Tensor) -> None:
     state = machine.live
     unscaled = [fact for _, fact in state.where("unscaled", loss.scaled)]
     stepped = any(fact is not None for _, fact in state.where("stepped", loss.scaled))
+    if state.get("leftover") == YES:
+        unscaled, stepped = [node], False
     if unscaled and all(isinstance(fact, ast.AST) for fact in unscaled) and not stepped:
         machine.say(
             "AMP812",
@@ -138,6 +140,7 @@ def optimizer_method(
             state.put((optimizer.key, node), "zeroed")
         state.put(EMPTY, "grads")
         state.put(YES, "idle")
+        state.put(None, "leftover")
     elif name in ("state_dict", "load_state_dict"):
         machine.note(f"optimizer.{name}", node, optimizer=optimizer.key)
         return StateOf("optimizer", optimizer.key) if name == "state_dict" else UNKNOWN

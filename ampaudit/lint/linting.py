@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -157,7 +158,7 @@ def _lint_unit(
     if fix and found:
         text, found, count = _repair(unit, found, known, choice)
         linted.fixed += count
-        if text != unit.text and unit.text == original.text:
+        if text != unit.text:
             changed.append((original, text))
             unit = Unit(text, unit.start, unit.indent, _marks(text, unit), unit.lenient)
     linted.findings += _findings(linted.path, unit, found, choice)
@@ -230,6 +231,8 @@ def _repair(
     from ampaudit.lint.repairs import repaired
 
     text, start = unit.text, len(found)
+    if re.search(r"\r(?!\n)", text):
+        return text, found, 0  # line ends of another age, which libcst does not keep
     for _ in range(_ROUNDS):
         hidden = _Hidden(comments_of(text))
         wanted = [

@@ -248,6 +248,13 @@ def check_early(machine: Machine, what: str, *, stepped: bool) -> None:
 
 
 def _check_repeated(machine: Machine, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:
+    if machine.live.get("unused", scaler.key) == YES and contributions(machine) == EMPTY:
+        machine.say(
+            "AMP826",
+            node,
+            "step() runs before anything was scaled",
+            "call it after the backward of a scaled loss",
+        )
     stepped = machine.live.get("stepped", scaler.key, optimizer.key) == YES
     if stepped and not optimizer.many and (machine.first_round or _updates(machine, scaler)):
         machine.say(
@@ -298,6 +305,9 @@ def _unscale(machine: Machine, node: ast.Call, scaler: Scaler, optimizer: Optimi
             "unscale_() runs before there are gradients of a scaled loss",
             "call it after backward, and before the step",
         )
+    check_early(
+        machine, f"unscale_() at line {node.lineno}, which then divides by another scale", stepped=False
+    )
     state.put(node, "unscaled", scaler.key, optimizer.key)
 
 
@@ -314,6 +324,7 @@ def _update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
     if own and fresh and not _tested(machine, scaler):
         looked = any(fact is not None for _, fact in state.where("unscaled", scaler.key))
         state.put((node, looked), "early", scaler.key)
+        state.put(YES if looked else None, "leftover")
     elif YES in stepped:
         known = state.get("updated", scaler.key) != MAYBE
         state.put(node if known else MAYBE, "updated", scaler.key)
@@ -337,7 +348,8 @@ def _tested(machine: Machine, scaler: Scaler) -> bool:
 def _check_update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
     state = machine.live
     stepped = any(fact is not None for _, fact in state.where("stepped", scaler.key))
-    again = isinstance(state.get("updated", scaler.key), ast.AST) and not stepped
+    looked = any(fact is not None for _, fact in state.where("unscaled", scaler.key))
+    again = isinstance(state.get("updated", scaler.key), ast.AST) and not stepped and not looked
     if again or (state.get("unused", scaler.key) == YES and not stepped):
         machine.say(
             "AMP825",

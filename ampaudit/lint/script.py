@@ -31,7 +31,7 @@ _MATTERS = re.compile(
 # a file without any of these has nothing to be found
 _MENTIONS = re.compile(
     r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
-    r"|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
+    r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
 )
 _OPTIMIZER = re.compile(r"optim|^opt(_|\d|$|[A-Z])|^opt_")
 _SCHEDULER = re.compile(r"sched")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ampaudit.report.conversion import Conversion
     from ampaudit.report.verification import Verification
 
-__all__ = ["as_file", "for_terminal"]
+__all__ = ["as_file", "for_terminal", "is_lines"]
 
 
 def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
@@ -54,6 +54,11 @@ def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
 
         return render(document, verbosity=verbosity)
     return _of_directory(document, verbosity)
+
+
+def is_lines(document: Document) -> bool:
+    """Whether the text is made of lines that are not to be wrapped."""
+    return isinstance(document, LintReport)
 
 
 def _of_directory(document: Conversion | Verification, verbosity: int) -> RenderableType:
