@@ -400,7 +400,8 @@ def test_the_github_workflow_runs(tmp_path: Path, scale: str, code: int) -> None
 @pytest.mark.parametrize(("scale", "code"), [("1.0", 0), ("1e6", 1)])
 def test_the_pre_commit_hook_runs(tmp_path: Path, scale: str, code: int) -> None:
     """As pre-commit runs it, but for the environment: this one, instead of one that it would make."""
-    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    hook = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())[0]
+    assert hook["id"] == "ampaudit-check"
     entry = hook["entry"].replace("ampaudit", f"{sys.executable} -m ampaudit", 1)
     hooks = [{**hook, "entry": entry, "language": "system"}]
     folder = ci_copy(tmp_path)

@@ -15,10 +15,13 @@ from click.testing import CliRunner
 
 from ampaudit.cli.main import COMMANDS, main
 from ampaudit.cli.terminal import as_text
+from ampaudit.lint.linting import Choice, lint_text
+from ampaudit.lint.report import LintReport
 from ampaudit.outputs.difference import differences
 from ampaudit.outputs.difference_text import difference_markdown, render_differences
 from ampaudit.outputs.html.page import to_html
 from ampaudit.outputs.render import as_file, for_terminal
+from ampaudit.pages import all_pages
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.jsonfile import to_json
 
@@ -41,6 +44,36 @@ def test_text(golden: Golden, name: str, width: int) -> None:
 def test_quiet_and_verbose_text(golden: Golden, name: str, verbosity: int) -> None:
     text = as_text(lambda console: console.print(for_terminal(saved(name), verbosity)), 100)
     golden(f"{name}-{'quiet' if verbosity < 0 else 'verbose'}.txt", text)
+
+
+def linted() -> LintReport:
+    """Findings of every severity, one with a repair, one suppressed, one in Markdown; what was not read."""
+    pages = all_pages()
+    hidden = pages["AMP807"].bad.code.replace("1.0)", "1.0)  # ampaudit: ignore[AMP807] sign only")
+    names = {
+        "train.py": pages["AMP803"].bad.code,
+        "model.py": pages["AMP861"].bad.code,
+        "old.py": "print 'x'\n",
+    }
+    names |= {
+        "hidden.py": hidden,
+        "weights.py": pages["AMP820"].bad.code,
+        "notes.md": "```python\nimport apex.amp\n```\n",
+    }
+    files = [lint_text(text, name, Choice()) for name, text in names.items()]
+    findings = tuple(finding for file in files for finding in file.findings)
+    return LintReport(1, "0.1.0", "warning", len(files), findings, tuple(u for f in files for u in f.unread))
+
+
+@pytest.mark.parametrize("verbosity", [-1, 0, 1])
+def test_lint(golden: Golden, verbosity: int) -> None:
+    text = as_text(lambda console: console.print(for_terminal(linted(), verbosity), soft_wrap=True), 80)
+    golden(f"lint-{('quiet', 'normal', 'verbose')[verbosity + 1]}.txt", text)
+
+
+@pytest.mark.parametrize("form", ["json", *TOLD])
+def test_lint_for_machines(golden: Golden, form: str) -> None:
+    golden(f"lint.{form}", as_file(linted(), form))
 
 
 @pytest.mark.parametrize("form", TOLD)

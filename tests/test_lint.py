@@ -155,7 +155,8 @@ def test_a_repair_makes_the_good_example_of_the_page(code: str) -> None:
 def test_a_repair_keeps_comments_and_layout() -> None:
     text = BAD["AMP807"].replace(
         "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-        "        # keep the steps small\n        torch.nn.utils.clip_grad_norm_( model.parameters(),1.0 )  # one",
+        "        # keep the steps small\n"
+        "        torch.nn.utils.clip_grad_norm_( model.parameters(),1.0 )  # one",
     )
     wanted = text.replace(
         "        # keep the steps small\n",
@@ -186,7 +187,8 @@ def test_a_name_is_not_written_where_it_is_not_visible() -> None:
 def test_unscaling_is_not_put_into_a_loop_of_its_own() -> None:
     text = BAD["AMP807"].replace(
         "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-        "        for part in model.children():\n            torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)",
+        "        for part in model.children():\n"
+        "            torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)",
     )
     assert codes(text) == ["AMP807"]
     assert lint(text, fix=True).after == text
@@ -194,7 +196,8 @@ def test_unscaling_is_not_put_into_a_loop_of_its_own() -> None:
 
 def test_old_names_are_renamed_everywhere_or_nowhere() -> None:
     text = (
-        "import torch\nfrom torch.cuda.amp import autocast as cast, custom_fwd\n\n\nclass F(torch.autograd.Function):\n"
+        "import torch\nfrom torch.cuda.amp import autocast as cast, custom_fwd\n\n\n"
+        "class F(torch.autograd.Function):\n"
         "    @staticmethod\n    @custom_fwd\n    def forward(ctx, x):\n        return x\n\n\n"
         "with cast(True, torch.bfloat16, False), torch.cuda.amp.autocast():\n    pass\n"
         "scaler = torch.cuda.amp.GradScaler(1024.0, enabled=True)\n"
@@ -242,7 +245,8 @@ def loop(body: str, arguments: str = "") -> str:
         ("total = loss + 1\ntotal.backward()\nscaler.step(optimizer)\nscaler.update()", ["AMP802"]),
         # both branches do it; one does; the other may not
         (
-            "if x.ndim:\n    loss.backward()\nelse:\n    loss.backward()\nscaler.step(optimizer)\nscaler.update()",
+            "if x.ndim:\n    loss.backward()\nelse:\n    loss.backward()\n"
+            "scaler.step(optimizer)\nscaler.update()",
             ["AMP802", "AMP802"],
         ),
         (
@@ -272,14 +276,16 @@ def loop(body: str, arguments: str = "") -> str:
             [],
         ),
         (
-            "try:\n    loss.backward()\nexcept RuntimeError:\n    raise\nscaler.step(optimizer)\nscaler.update()",
+            "try:\n    loss.backward()\nexcept RuntimeError:\n    raise\n"
+            "scaler.step(optimizer)\nscaler.update()",
             ["AMP802"],
         ),
         # walrus, tuple, conditional expression
         ("(scaled := scaler.scale(loss)).backward()\noptimizer.step()\nscaler.update()", ["AMP803"]),
         ("a, b = loss, 1\na.backward()\nscaler.step(optimizer)\nscaler.update()", ["AMP802"]),
         (
-            "out = scaler.scale(loss) if flag else loss\nout.backward()\nscaler.step(optimizer)\nscaler.update()",
+            "out = scaler.scale(loss) if flag else loss\nout.backward()\n"
+            "scaler.step(optimizer)\nscaler.update()",
             ["AMP802"],
         ),
     ],
@@ -357,7 +363,10 @@ def notebook(*cells: str, language: str = "python", indent: int = 1) -> str:
 
 
 SETUP = "%matplotlib inline\n!pip install torch\nimport torch\nscaler = torch.amp.GradScaler('cuda')\n"
-CELL = "%%time\nfor x, y in loader:\n    loss = criterion(model(x), y)\n    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()"
+CELL = (
+    "%%time\nfor x, y in loader:\n    loss = criterion(model(x), y)\n"
+    "    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()"
+)
 
 
 @pytest.mark.parametrize("indent", [1, 2, 4])
@@ -499,12 +508,14 @@ def test_nothing_is_ever_run(tmp_path: Path) -> None:
 
 
 PARTS = st.sampled_from(
-    """for x in y:|while True:|if a:|else:|try:|except E:|finally:|with c:|def f(self):|class C(B):|return loss
-continue|break|pass|match x:|case 1:|loss.backward()|scaler.scale(loss).backward()|scaler.step(optimizer)|lambda: 0
-optimizer.step()|scaler.update()|x = yield|async with c:|await x|scaler.unscale_(optimizer)|del scaler|global scaler
-self.scaler = GradScaler()|x: int = 1|x += loss|raise E|a, *b = c|[scaler for scaler in x]|@autocast()|assert scaler
-with autocast():|scaler = None|f(scaler)|f(*a, **b)|x[0] = -1e9|type X = int|import torch.cuda.amp as amp|print(f'{loss}')
-model.half()|torch.save({'o': optimizer.state_dict()})|p.grad.norm()|from torch.cuda.amp import *""".replace(
+    """for x in y:|while True:|if a:|else:|try:|except E:|finally:|with c:|def f(self):|class C(B):
+return loss|continue|break|pass|match x:|case 1:|loss.backward()|scaler.scale(loss).backward()
+scaler.step(optimizer)|lambda: 0|optimizer.step()|scaler.update()|x = yield|async with c:
+await x|scaler.unscale_(optimizer)|del scaler|global scaler|self.scaler = GradScaler()
+x: int = 1|x += loss|raise E|a, *b = c|[scaler for scaler in x]|@autocast()|assert scaler
+with autocast():|scaler = None|f(scaler)|f(*a, **b)|x[0] = -1e9|type X = int
+import torch.cuda.amp as amp|print(f'{loss}')|model.half()
+torch.save({'o': optimizer.state_dict()})|p.grad.norm()|from torch.cuda.amp import *""".replace(
         "\n", "|"
     ).split("|")
 )

@@ -11,6 +11,7 @@ from ampaudit.lint.found import Repair
 from ampaudit.lint.names import ADAM_LIKE, MANAGERS, SMALLEST_HALF
 from ampaudit.lint.scaling import (
     BY_STEP,
+    PAST,
     YES,
     check_early,
     contributions,
@@ -160,7 +161,6 @@ def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arg
     inside_autocast(machine, node)
     zeroed(machine, optimizer)
     found = contributions(machine)
-    scaler = scaler_near(machine.script, node)
     if state.get("last") == optimizer.key and not optimizer.many:
         machine.say(
             "AMP817",
@@ -170,34 +170,32 @@ def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arg
             _removal(machine, node),
         )
     elif found and _has_scale(machine, found) and (one_optimizer(machine) or len(found) == 1):
-        base = node.func.value if isinstance(node.func, ast.Attribute) else None
-        text = ast.unparse(base) if base is not None else "optimizer"
-        repair = Repair("step by scaler", node.lineno, node.col_offset, (scaler,)) if scaler else None
-        machine.say(
-            "AMP803",
+        _stepped_past(
+            machine,
             node,
             "the optimizer steps with gradients that have the loss scale as a factor, and nothing skips the"
             " step if they overflow",
-            f"write {scaler or 'scaler'}.step({text})",
-            repair,
         )
     elif found and not any(item.scaler for item in found):
         _check_scaling(machine, found)
     elif found and one_optimizer(machine) and _nothing_looks(machine):
-        machine.say(
-            "AMP803",
+        _stepped_past(
+            machine,
             node,
             "the optimizer steps past the scaler: nothing skips the step if the gradients overflowed",
-            f"write {scaler or 'scaler'}.step({ast.unparse(node.func.value)})"
-            if isinstance(node.func, ast.Attribute)
-            else "step by the scaler",
-            Repair("step by scaler", node.lineno, node.col_offset, (scaler,)) if scaler else None,
         )
     for key in machine.scalers:
         # an own test for overflow stands before it; or the mistake was just reported
         if any(isinstance(fact, ast.AST) for _, fact in state.where("unscaled", key)) or _is_of(found, key):
-            state.put(YES, "stepped", key, optimizer.key)
+            state.put(PAST, "stepped", key, optimizer.key)
     state.put(None, "fresh")
+
+
+def _stepped_past(machine: Machine, node: ast.Call, cause: str) -> None:
+    scaler = scaler_near(machine.script, node)
+    optimizer = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else "optimizer"
+    repair = Repair("step by scaler", node.lineno, node.col_offset, (scaler,)) if scaler else None
+    machine.say("AMP803", node, cause, f"write {scaler or 'scaler'}.step({optimizer})", repair)
 
 
 def _is_of(found: frozenset[Contribution] | None, key: str) -> bool:

@@ -79,6 +79,8 @@ def _follow(machine: Machine, roots: list[list[Event]], root: _Root) -> State:
     """Read a root; then again under each of its most frequent conditions, both ways."""
     machine.flags.clear()
     end = _once(machine, root, roots)
+    if not any(event.kind in _TRAINING for event in roots[-1]):
+        return end
     for flag, _ in machine.flags.most_common(_FLAGS):
         for answer in (True, False):
             machine.assume = {flag: answer}
@@ -118,6 +120,7 @@ def _read_class(machine: Machine, roots: list[list[Event]], end: State, info: Cl
 
 
 _KEPT = ("half", "device")
+_TRAINING = frozenset({"backward", "forward", "scaler.scale", "scaler.step", "scaler.unscale", "clip"})
 
 
 def _finish(machine: Machine, roots: list[list[Event]]) -> None:

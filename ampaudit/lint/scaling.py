@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BY_STEP",
+    "PAST",
     "YES",
     "check_early",
     "contributions",
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 YES = "yes"
+PAST = "past the scaler"
 BY_STEP = "by step"
 
 
@@ -325,7 +327,7 @@ def _update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
         looked = any(fact is not None for _, fact in state.where("unscaled", scaler.key))
         state.put((node, looked), "early", scaler.key)
         state.put(YES if looked else None, "leftover")
-    elif YES in stepped:
+    elif YES in stepped or PAST in stepped:
         known = state.get("updated", scaler.key) != MAYBE
         state.put(node if known else MAYBE, "updated", scaler.key)
         if state.get("fresh") is None:

@@ -7,6 +7,9 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+import re2
 
 from ampaudit.lint.values import ClassInfo, FunctionInfo
 
@@ -23,13 +26,13 @@ __all__ = [
 ]
 
 # a line without any of these has no part in a training loop's precision
-_MATTERS = re.compile(
+_MATTERS = re2.compile(
     r"autocast|[Ss]caler|\bscale|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
     r"|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
     r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b"
 )
 # a file without any of these has nothing to be found
-_MENTIONS = re.compile(
+_MENTIONS = re2.compile(
     r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
     r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
 )
@@ -154,6 +157,20 @@ def lines_of(text: str) -> list[str]:
     return text.split("\n") if "\r" not in text else re.split(r"\r\n|\r|\n", text)
 
 
+def lines_with(pattern: Any, text: str) -> list[int]:
+    """Numbers of the lines in which a pattern of re2 matches, in order."""
+    if "\r" in text:
+        return [number for number, line in enumerate(lines_of(text), 1) if pattern.search(line)]
+    found: list[int] = []
+    line, last = 1, 0
+    for match in pattern.finditer(text):
+        line += text.count("\n", last, match.start())
+        last = match.start()
+        if not found or found[-1] != line:
+            found.append(line)
+    return found
+
+
 def may_matter(text: str) -> bool:
     """Whether a script has any word that a finding could be about; most files of a project have none."""
     return _MENTIONS.search(text) is not None
@@ -166,9 +183,7 @@ def read_script(text: str) -> Script:
         SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
     """
     script = Script(parse(text), text)
-    script.busy_lines = [
-        number for number, line in enumerate(lines_of(text), 1) if _MATTERS.search(line) is not None
-    ]
+    script.busy_lines = lines_with(_MATTERS, text)
     _survey(script, script.tree.body, None)
     return script
 

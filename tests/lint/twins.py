@@ -343,7 +343,8 @@ TWINS: dict[str, tuple[str, str, str]] = {
     ),
     "AMP824": (
         HELPERS,
-        "scaler.step(optimizer)\nclip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\nscaler.update()\n"
+        "scaler.step(optimizer)\nclip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\n"
+        "scaler.update()\n"
         "optimizer.zero_grad()",
         _FINISH,
     ),

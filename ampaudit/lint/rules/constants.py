@@ -8,10 +8,12 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final
 
+import re2
+
 from ampaudit.lint.blocks import blocks_of
 from ampaudit.lint.found import Found, Repair
 from ampaudit.lint.names import SMALLEST_HALF
-from ampaudit.lint.script import Script, dotted, lines_of
+from ampaudit.lint.script import Script, dotted, lines_with
 
 __all__ = ["check"]
 
@@ -27,7 +29,7 @@ def check(script: Script) -> Iterator[Found]:
     """Masks everywhere; eps in the modules of the file, whose tensors may be in 16 bits."""
     if "torch" not in script.text:
         return
-    lines = [n for n, line in enumerate(lines_of(script.text), 1) if _EXTREME.search(line) is not None]
+    lines = lines_with(_EXTREME, script.text)
     if lines:
         for statement in _smallest(script.tree.body, lines):
             yield from _of(statement, any(_covers(node, statement.lineno) for node in _modules(script)))
@@ -35,7 +37,7 @@ def check(script: Script) -> Iterator[Found]:
 
 _BY_DTYPE = re.compile(r"float16|half|dtype|fp16|autocast")
 # a number that may be too large or too small, written as such numbers are
-_EXTREME = re.compile(r"\d[eE][-+]?\d|\d{6}|\d_\d{3}")
+_EXTREME = re2.compile(r"\d[eE][-+]?\d|\d{6}|\d_\d{3}")
 
 
 def _modules(script: Script) -> Iterator[ast.ClassDef]:

@@ -13,23 +13,24 @@ from ampaudit.lint.script import Script, dotted
 __all__ = ["check"]
 
 
-_NAMES = re.compile(r"\.amp\b|\bapex\b|import amp\b")
+_NAMES = re.compile(r"\b(?:cuda|cpu)\.amp\b|\bapex\b|\bcuda +import\b|\bcpu +import\b")
 
 
 def check(script: Script) -> Iterator[Found]:
     """Imports and uses of what has a newer name."""
     if _NAMES.search(script.text) is None:
         return
-    imports = [n for n in ast.walk(script.tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    nodes = list(ast.walk(script.tree))
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     names: dict[str, str] = {}
-    by_version = _by_version(script.tree)
+    by_version = _by_version(nodes)
     for node in imports:
         if id(node) in by_version:
             continue
         yield from _imported(script, node, names)
     # an expression is reported once, at its outermost attribute, and where it is called or handed on
-    inner = _only_named(script.tree) | by_version
-    for use in ast.walk(script.tree):
+    inner = _only_named(nodes) | by_version
+    for use in nodes:
         if not isinstance(use, ast.Attribute) or id(use) in inner:
             continue
         base: ast.AST = use
@@ -46,10 +47,10 @@ def check(script: Script) -> Iterator[Found]:
 _VERSION = re.compile(r"version|hasattr|GREATER|TORCH_|_[12]_\d|>= ?\(?[12]", re.IGNORECASE)
 
 
-def _only_named(tree: ast.Module) -> set[int]:
+def _only_named(nodes: list[ast.AST]) -> set[int]:
     """What is compared with, or listed in tables: names that are not used there."""
     found: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
             found.update(map(id, node.elts))
         elif isinstance(node, ast.Dict):
@@ -59,10 +60,10 @@ def _only_named(tree: ast.Module) -> set[int]:
     return found
 
 
-def _by_version(tree: ast.Module) -> set[int]:
+def _by_version(nodes: list[ast.AST]) -> set[int]:
     """What runs only with some version of torch, or where something newer is missing."""
     found: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         decides = isinstance(node, ast.If | ast.IfExp) and _VERSION.search(ast.unparse(node.test))
         falls_back = isinstance(node, ast.Try) and any(
             "ImportError" in ast.unparse(h.type) or "AttributeError" in ast.unparse(h.type)
