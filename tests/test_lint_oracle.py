@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ampaudit.lint.flow.names import ADAM_LIKE, NO_HALF, SMALLEST_HALF
 from ampaudit.lint.linting import Choice, lint_text
-from ampaudit.lint.names import ADAM_LIKE, NO_HALF, SMALLEST_HALF
 from ampaudit.pages import all_pages
 
 SCALE = 1024.0

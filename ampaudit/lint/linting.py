@@ -2,76 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampaudit.comments import Comment, comments_of
-from ampaudit.errors import UsageError, did_you_mean, first_line
+from ampaudit.comments import comments_of
+from ampaudit.errors import first_line
+from ampaudit.lint.choice import Choice
 from ampaudit.lint.discovery import find
+from ampaudit.lint.flow.script import may_matter, parse, read_script
+from ampaudit.lint.flow.values import Value
 from ampaudit.lint.found import Found
 from ampaudit.lint.pieces import Unit, Unreadable, decode, pieces_of, rebuilt, without_cell
 from ampaudit.lint.report import LintFinding, UnreadFile
-from ampaudit.lint.script import lines_of, may_matter, parse, read_script
-from ampaudit.lint.values import Value
-from ampaudit.pages import all_pages
-from ampaudit.pages.page import LINTED
-from ampaudit.report.finding import Severity
+from ampaudit.lint.telling import Hidden, findings_of
 
 __all__ = ["Choice", "LintedFile", "lint_bytes", "lint_file", "lint_files", "lint_text"]
 
-UNUSED = "AMP991"
 _ROUNDS = 10  # of repairs; each may uncover the next
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which codes are wanted.
-
-    Attributes:
-        select: codes, or how they begin.
-        ignore: the same, for those that are not.
-    """
-
-    select: tuple[str, ...] = (LINTED,)
-    ignore: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, select: Iterable[str], ignore: Iterable[str]) -> Choice:
-        """Of texts such as ``AMP807,AMP82``.
-
-        Raises:
-            UsageError: no code of a lint begins so.
-        """
-        return cls(tuple(_codes(select)) or (LINTED,), tuple(_codes(ignore)))
-
-    def wants(self, code: str) -> bool:
-        """Whether a finding is to be reported; of two that fit, the longer decides."""
-        if code == UNUSED:
-            return UNUSED not in self.ignore
-        chosen = max((len(start) for start in self.select if code.startswith(start)), default=-1)
-        refused = max((len(start) for start in self.ignore if code.startswith(start)), default=-1)
-        return chosen > refused
-
-
-def _codes(texts: Iterable[str]) -> Iterator[str]:
-    known = [code for code in all_pages() if code.startswith(LINTED)] + [UNUSED]
-    for text in texts:
-        for part in text.split(","):
-            code = part.strip().upper()
-            if not code:
-                continue
-            if code == "ALL":
-                code = LINTED
-            if not any(name.startswith(code) for name in known):
-                hint = (
-                    did_you_mean(code, known)
-                    + "ampaudit explain lists all codes; those of lint begin with AMP8"
-                )
-                raise UsageError(f"no code of lint begins with {part.strip()!r}", hint=hint)
-            yield code
 
 
 @dataclass(slots=True)
@@ -161,7 +110,7 @@ def _lint_unit(
         if text != unit.text:
             changed.append((original, text))
             unit = Unit(text, unit.start, unit.indent, _marks(text, unit), unit.lenient)
-    linted.findings += _findings(linted.path, unit, found, choice)
+    linted.findings += findings_of(linted.path, unit, found, choice)
     return names
 
 
@@ -234,7 +183,7 @@ def _repair(
     if re.search(r"\r(?!\n)", text):
         return text, found, 0  # line ends of another age, which libcst does not keep
     for _ in range(_ROUNDS):
-        hidden = _Hidden(comments_of(text))
+        hidden = Hidden(comments_of(text))
         wanted = [
             item
             for item in found
@@ -251,92 +200,3 @@ def _repair(
             break
         text, (found, _) = new, read(script, known)
     return text, found, max(start - len(found), 0) if text != unit.text else 0
-
-
-class _Hidden:
-    """The comments of a text, and which of them hid something."""
-
-    def __init__(self, comments: Sequence[Comment]) -> None:
-        self.comments = comments
-        self.used: set[int] = set()
-
-    def by(self, item: Found) -> Comment | None:
-        """The comment that hides a finding: on its first line, or its last."""
-        lines = (getattr(item.node, "lineno", 1), getattr(item.node, "end_lineno", 1))
-        for comment in self.comments:
-            if comment.line in lines and (not comment.codes or item.code in comment.codes):
-                self.used.add(comment.line)
-                return comment
-        return None
-
-
-def _findings(path: str, unit: Unit, found: list[Found], choice: Choice) -> list[LintFinding]:
-    lines = lines_of(unit.text)
-    hidden = _Hidden(comments_of(unit.text))
-    functions = _Functions(unit.text) if found else None
-    results = []
-    for item in found:
-        comment = hidden.by(item)
-        if choice.wants(item.code) and functions is not None:
-            made = _finding(path, unit, lines, item, functions.around(getattr(item.node, "lineno", 1)))
-            because = f"comment: {comment.reason}" if comment is not None else None
-            results.append(made if because is None else replace(made, suppressed=because))
-    for comment in hidden.comments:
-        ours = comment.codes and all(code.startswith(LINTED) for code in comment.codes)
-        if ours and comment.line not in hidden.used and choice.wants(UNUSED):
-            results.append(_unused(path, unit, comment))
-    return results
-
-
-def _unused(path: str, unit: Unit, comment: Comment) -> LintFinding:
-    line, cell = unit.place(comment.line)
-    cause = f"this suppression of {', '.join(comment.codes)} hides nothing"
-    severity = Severity(all_pages()[UNUSED].severity)
-    return LintFinding(
-        UNUSED, severity, path, line, 1, line, 1, cell, "", cause, "remove it", False, comment.code
-    )
-
-
-def _finding(path: str, unit: Unit, lines: list[str], item: Found, function: str) -> LintFinding:
-    node = item.node
-    first = int(getattr(node, "lineno", 1))
-    last = int(getattr(node, "end_lineno", first) or first)
-    text, end_text = lines[first - 1], lines[last - 1]
-    column = len(text.encode()[: getattr(node, "col_offset", 0)].decode(errors="ignore"))
-    end = len(end_text.encode()[: getattr(node, "end_col_offset", 0) or 0].decode(errors="ignore"))
-    line, cell = unit.place(first)
-    return LintFinding(
-        code=item.code,
-        severity=Severity(all_pages()[item.code].severity),
-        file=path,
-        line=line,
-        column=column + unit.indent + 1,
-        end_line=unit.place(last)[0],
-        end_column=end + unit.indent + 1,
-        cell=cell,
-        function=function,
-        cause=item.cause,
-        advice=item.advice,
-        fixable=item.repair is not None,
-        source=text.strip("\r"),
-    )
-
-
-class _Functions:
-    """Names of functions and classes by the lines they cover."""
-
-    def __init__(self, text: str) -> None:
-        self.spans: list[tuple[int, int, str]] = []
-        self._add(parse(text).body, "")
-
-    def _add(self, body: Sequence[ast.stmt], outer: str) -> None:
-        for node in body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                name = f"{outer}.{node.name}" if outer else node.name
-                self.spans.append((node.lineno, node.end_lineno or node.lineno, name))
-                self._add(node.body, name)
-
-    def around(self, line: int) -> str:
-        """The innermost one that a line is in."""
-        inside = [span for span in self.spans if span[0] <= line <= span[1]]
-        return min(inside, key=lambda span: span[1] - span[0])[2] if inside else ""

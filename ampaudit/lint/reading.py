@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ampaudit.lint.expressions import EXPRESSIONS
-from ampaudit.lint.found import Event, Found
-from ampaudit.lint.machine import OFF, UNSURE, Machine, TooLong
-from ampaudit.lint.rules import accumulation, bookkeeping, constants, functions, graphs, regions, spelling
-from ampaudit.lint.script import Script, has_own_context
-from ampaudit.lint.state import State
-from ampaudit.lint.statements import STATEMENTS
-from ampaudit.lint.values import (
+from ampaudit.lint.flow.expressions import EXPRESSIONS
+from ampaudit.lint.flow.inlining import enter
+from ampaudit.lint.flow.machine import OFF, UNSURE, Machine, TooLong
+from ampaudit.lint.flow.script import Script, has_own_context
+from ampaudit.lint.flow.state import State
+from ampaudit.lint.flow.statements import STATEMENTS
+from ampaudit.lint.flow.values import (
     Autocast,
     ClassInfo,
     FunctionInfo,
@@ -28,6 +27,8 @@ from ampaudit.lint.values import (
     Symbol,
     Value,
 )
+from ampaudit.lint.found import Event, Found
+from ampaudit.lint.rules import accumulation, bookkeeping, constants, functions, graphs, regions, spelling
 
 __all__ = ["read"]
 
@@ -101,7 +102,7 @@ def _once(machine: Machine, root: _Root, roots: list[list[Event]]) -> State:
             machine.block(machine.script.tree.body)
         else:
             static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in info.node.decorator_list)
-            machine.enter(info, info.node, {}, None if static else root.owner, 0)
+            enter(machine, info, info.node, {}, None if static else root.owner, 0)
     machine.stack.clear()
     _finish(machine, roots)
     return machine.state or State()

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import libcst as cst
 from libcst import metadata
 
+from ampaudit.lint.flow.script import lines_of
 from ampaudit.lint.found import Repair
 from ampaudit.lint.modernise import Modern
-from ampaudit.lint.script import lines_of
 
 __all__ = ["repaired"]
 

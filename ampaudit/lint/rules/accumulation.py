@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ampaudit.lint.found import Event, Guard
 
 if TYPE_CHECKING:
-    from ampaudit.lint.machine import Machine
+    from ampaudit.lint.flow.machine import Machine
 
 __all__ = ["check"]
 

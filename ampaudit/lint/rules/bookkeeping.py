@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from ampaudit.lint.flow.script import dotted
+from ampaudit.lint.flow.values import MAYBE, NO, Entries, StateOf, Tensor
 from ampaudit.lint.found import Event, Repair
-from ampaudit.lint.script import dotted
-from ampaudit.lint.values import MAYBE, NO, Entries, StateOf, Tensor
 
 if TYPE_CHECKING:
-    from ampaudit.lint.machine import Machine
+    from ampaudit.lint.flow.machine import Machine
 
 __all__ = ["check_file", "check_root"]
 

@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
+from ampaudit.lint.flow.script import Script, dotted
+from ampaudit.lint.flow.values import FunctionInfo
 from ampaudit.lint.found import Found, Repair
-from ampaudit.lint.script import Script, dotted
-from ampaudit.lint.values import FunctionInfo
 
 __all__ = ["check"]
 

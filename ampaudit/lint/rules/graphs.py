@@ -9,7 +9,7 @@ from ampaudit.lint.found import Event, Repair
 if TYPE_CHECKING:
     import ast
 
-    from ampaudit.lint.machine import Machine
+    from ampaudit.lint.flow.machine import Machine
 
 __all__ = ["check"]
 

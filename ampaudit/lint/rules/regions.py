@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.lint.flow.values import Autocast, Function
 from ampaudit.lint.found import Event, Repair
-from ampaudit.lint.values import Autocast, Function
 
 if TYPE_CHECKING:
-    from ampaudit.lint.machine import Machine
+    from ampaudit.lint.flow.machine import Machine
 
 __all__ = ["check", "check_file"]
 

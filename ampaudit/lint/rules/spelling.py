@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ampaudit.lint.flow.names import DEPRECATED, canonical
+from ampaudit.lint.flow.script import Script, dotted
 from ampaudit.lint.found import Found, Repair
-from ampaudit.lint.names import DEPRECATED, canonical
-from ampaudit.lint.script import Script, dotted
 
 __all__ = ["check"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import re2
 
-from ampaudit.lint.values import ClassInfo, FunctionInfo
+from ampaudit.lint.flow.values import ClassInfo, FunctionInfo
 
 __all__ = [
     "Ducks",

@@ -6,8 +6,9 @@ import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.lint.names import DTYPES
-from ampaudit.lint.values import (
+from ampaudit.lint.flow.facts import is_still_scaled
+from ampaudit.lint.flow.names import DTYPES
+from ampaudit.lint.flow.values import (
     MAYBE,
     NO,
     OPAQUE,
@@ -22,8 +23,8 @@ from ampaudit.lint.values import (
 )
 
 if TYPE_CHECKING:
-    from ampaudit.lint.calls import Arguments
-    from ampaudit.lint.machine import Machine
+    from ampaudit.lint.flow.calls import Arguments
+    from ampaudit.lint.flow.machine import Machine
 
 __all__ = ["ON_ANY_TENSOR", "combined", "dtype_of", "lowered", "method", "product", "touches_gradient"]
 
@@ -164,8 +165,6 @@ def norm_of(machine: Machine, node: ast.AST, gradients: Gradients) -> Value:
 
 def touches_gradient(machine: Machine, node: ast.AST) -> None:
     """A value of ``p.grad`` is used; it must not have the loss scale in it."""
-    from ampaudit.lint.scaling import is_still_scaled
-
     machine.note("gradient.read", node)
     if is_still_scaled(machine):
         machine.say(
@@ -189,7 +188,7 @@ def gradient_method(machine: Machine, node: ast.Call, name: str) -> Value:
 def method(machine: Machine, node: ast.Call, base: Tensor, name: str, arguments: Arguments) -> Value:
     """A method of a tensor."""
     if name == "backward":
-        from ampaudit.lint.gradients import backward
+        from ampaudit.lint.flow.gradients import backward
 
         return backward(machine, node, base, arguments)
     if name in ("item", "tolist"):

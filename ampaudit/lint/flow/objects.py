@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.lint.tensors import dtype_of, lowered
-from ampaudit.lint.values import (
+from ampaudit.lint.flow.inlining import enter
+from ampaudit.lint.flow.tensors import dtype_of, lowered
+from ampaudit.lint.flow.values import (
     MAYBE,
     UNKNOWN,
     ClassInfo,
@@ -21,8 +22,8 @@ from ampaudit.lint.values import (
 )
 
 if TYPE_CHECKING:
-    from ampaudit.lint.calls import Arguments
-    from ampaudit.lint.machine import Machine
+    from ampaudit.lint.flow.calls import Arguments
+    from ampaudit.lint.flow.machine import Machine
 
 __all__ = [
     "MODULE_METHODS",
@@ -78,7 +79,7 @@ def model_method(machine: Machine, node: ast.Call, model: Model, name: str, argu
         machine.note("zero_grad", node, optimizer="", many=True)
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):
-        from ampaudit.lint.gradients import clip
+        from ampaudit.lint.flow.gradients import clip
 
         return clip(machine, node, name, arguments)
     if name == "no_sync":
@@ -197,5 +198,5 @@ def instance(machine: Machine, node: ast.Call, info: ClassInfo, arguments: Argum
     made = Instance(f"{info.node.name} L{node.lineno}:{node.col_offset}", info)
     start = info.method("__init__")
     if start is not None and start.busy:
-        machine.enter(start, node, arguments.named(), made, 0)
+        enter(machine, start, node, arguments.named(), made, 0)
     return made

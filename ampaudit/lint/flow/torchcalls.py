@@ -6,13 +6,13 @@ import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.lint import gradients, objects, tensors
-from ampaudit.lint.found import Repair
-from ampaudit.lint.names import AUTOCASTS, LOSS_FUNCTIONS, MATRIX, NO_HALF, SCALERS
-from ampaudit.lint.values import (
+from ampaudit.lint.flow import gradients, objects, optimizers, tensors
+from ampaudit.lint.flow.constructors import autocast, made_scaler
+from ampaudit.lint.flow.joining import part_of
+from ampaudit.lint.flow.names import AUTOCASTS, LOSS_FUNCTIONS, MATRIX, NO_HALF, SCALERS
+from ampaudit.lint.flow.values import (
     OPAQUE,
     UNKNOWN,
-    Autocast,
     Const,
     Context,
     Entries,
@@ -27,12 +27,12 @@ from ampaudit.lint.values import (
     Scheduler,
     Tensor,
     Value,
-    part_of,
 )
+from ampaudit.lint.found import Repair
 
 if TYPE_CHECKING:
-    from ampaudit.lint.calls import Arguments
-    from ampaudit.lint.machine import Machine
+    from ampaudit.lint.flow.calls import Arguments
+    from ampaudit.lint.flow.machine import Machine
 
 __all__ = ["loss_call", "symbol_call"]
 
@@ -64,7 +64,7 @@ def symbol_call(machine: Machine, node: ast.Call, path: str, arguments: Argument
     if path in AUTOCASTS:
         return autocast(machine, node, AUTOCASTS[path], arguments)
     if path in SCALERS:
-        return _scaler(machine, node, arguments)
+        return made_scaler(machine, node, arguments)
     if name in _CLIPS:
         return gradients.clip(machine, node, name, arguments)
     if path.startswith("torch."):
@@ -77,7 +77,7 @@ def symbol_call(machine: Machine, node: ast.Call, path: str, arguments: Argument
         return part_of(Listed((arguments.positional[0],))) if arguments.positional else UNKNOWN
     if path.startswith("builtins."):
         return _builtin(machine, node, name, arguments)
-    from ampaudit.lint.calls import unknown_call
+    from ampaudit.lint.flow.calls import unknown_call
 
     return unknown_call(machine, node, path, arguments)
 
@@ -92,7 +92,7 @@ def _of_torch(machine: Machine, node: ast.Call, path: str, name: str, arguments:
     if path.startswith("torch.optim.lr_scheduler."):
         return Scheduler(f"L{node.lineno}") if "Plateau" not in name else UNKNOWN
     if path.startswith("torch.optim.") and name[:1].isupper() and "swa" not in path:
-        return gradients.made_optimizer(machine, node, name, arguments)
+        return optimizers.made_optimizer(machine, node, name, arguments)
     if path.startswith("torch.nn.") and name.endswith("Loss"):
         return Loss(name, node, _reduction(arguments))
     if path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")) and name[:1].isupper():
@@ -129,49 +129,6 @@ def _function(machine: Machine, node: ast.Call, path: str, name: str, arguments:
         roots = None if roots is None or value.roots is None else roots | value.roots
     kinds = {value.scaled for value in tensor}
     return Tensor(scaled=next(iter(kinds)) if len(kinds) == 1 else "?", roots=roots, node=node)
-
-
-def autocast(machine: Machine, node: ast.Call, device: str | None, arguments: Arguments) -> Autocast:
-    """``torch.autocast(device_type, dtype, enabled)``, or an older spelling for one device."""
-    names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
-    given: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
-    spoken = objects.device_of(given.get("device_type")) if device is None else device
-    dtype: str | None = ""
-    if given["dtype"] is not None:
-        dtype = tensors.dtype_of(given["dtype"]) or None
-        if isinstance(given["dtype"], Const) and given["dtype"].value is None:
-            dtype = ""
-    enabled = _enabled(machine, given["enabled"], arguments.expression(names.index("enabled"), "enabled"))
-    return Autocast(enabled, spoken or None, dtype, node)
-
-
-def _enabled(machine: Machine, value: Value | None, expression: ast.expr | None) -> bool | None:
-    """Whether it is on: what depends on a switch is looked at with the switch on."""
-    if value is None or expression is None:
-        return True
-    if isinstance(expression, ast.Constant):
-        return bool(expression.value)
-    assumed = machine.truth(expression)
-    return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed
-
-
-def _scaler(machine: Machine, node: ast.Call, arguments: Arguments) -> Value:
-    expression = arguments.expression(99, "enabled")
-    enabled = _enabled(machine, arguments.keywords.get("enabled"), expression)
-    statement = machine.statement
-    target = (
-        statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-    )
-    from ampaudit.lint.script import dotted
-
-    text = dotted(target) if target is not None else ""
-    key = f"L{node.lineno}:{node.col_offset}"
-    if expression is not None and not isinstance(expression, ast.Constant) and enabled is True:
-        enabled = True if machine.truth(expression) else None  # by a switch
-    scaler = Scaler(key, node, enabled, text)
-    machine.note("scaler.made", node, scaler=key)
-    machine.live.put("yes", "unused", key)
-    return machine.seen_scaler(scaler) if enabled is not False else scaler
 
 
 def _reduction(arguments: Arguments) -> str:

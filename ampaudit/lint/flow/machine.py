@@ -9,23 +9,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ampaudit.lint.found import Event, Found, Guard, Repair
-from ampaudit.lint.names import CONVENTIONS
-from ampaudit.lint.script import Script, dotted, flag_of, has_own_context
-from ampaudit.lint.state import State, join
-from ampaudit.lint.values import (
+from ampaudit.lint.flow.joining import part_of
+from ampaudit.lint.flow.names import CONVENTIONS
+from ampaudit.lint.flow.script import Script, dotted, flag_of
+from ampaudit.lint.flow.state import State
+from ampaudit.lint.flow.values import (
     OPAQUE,
     UNKNOWN,
     Autocast,
     Bound,
     ClassValue,
     Const,
-    Context,
     Function,
     FunctionInfo,
     Instance,
     Listed,
-    Managed,
     Model,
     Optimizer,
     Scaler,
@@ -33,16 +31,14 @@ from ampaudit.lint.values import (
     Symbol,
     Tensor,
     Value,
-    join_values,
-    part_of,
 )
+from ampaudit.lint.found import Event, Found, Guard, Repair
 
 __all__ = ["OFF", "UNSURE", "Loop", "Machine", "TooLong"]
 
 OFF = Autocast(False, None, "")
 UNSURE = Autocast(None, None, None, plain=False)  # what encloses this is not known
 _MOST_STEPS = 60_000  # of a root; what is longer is left unread from there on
-_DEEPEST = 8
 _BUILTINS = frozenset(
     "abs all any bool dict enumerate float getattr hasattr int isinstance iter len list map max min next open"
     " print range repr reversed round set sorted str sum super tuple type zip".split()
@@ -270,106 +266,10 @@ class Machine:
                 if isinstance(one, Optimizer):
                     self.live.bind(self.frame, node.id, replace(one, many=True))
 
-    # functions of the file
-
-    def enter(
-        self,
-        info: FunctionInfo,
-        node: ast.AST,
-        given: Mapping[str, Value],
-        owner: Instance | None,
-        frame: int,
-    ) -> Value:
-        """Follow a call into a function of the file; what it returns."""
-        if info in self.stack or len(self.stack) >= _DEEPEST:
-            return UNKNOWN
-        self.called.add(info)
-        saved = (self.frame, self.loops, self.returns, self.statement, self.contexts, self.grad)
+    def new_frame(self) -> int:
+        """For the names of a call."""
         self._frames += 1
-        self.frame, self.loops, self.returns = self._frames, [], []
-        self.contexts, self.grad = list(self.contexts), list(self.grad)
-        self.parents[self.frame] = frame
-        self.stack.append(info)
-        entry = self.live
-        self._bind(info, given, owner)
-        try:
-            with self.guarded("call", node):
-                self._decorated(info)
-                self.block(info.node.body)
-            return self._returned(entry)
-        finally:
-            self.stack.pop()
-            self._leave()
-            self.frame, self.loops, self.returns, self.statement, self.contexts, self.grad = saved
-
-    def _leave(self) -> None:
-        """Drop the names of the function that returns, unless one that is defined in it may need them."""
-        names = self.live.scopes.get(self.frame, {}) if self.state is not None else {}
-        if self.state is not None and not any(isinstance(v, Function) and v.frame for v in names.values()):
-            self.state.leave(self.frame)
-
-    def callback(self, function: Function, node: ast.AST) -> None:
-        """Follow a function that somebody else will call, some time; what it does changes nothing here."""
-        state, contexts, grad = self.state, self.contexts, self.grad
-        self.state = self.live.copy()
-        for fact in ("grads", "unscaled", "stepped", "updated", "early", "zeroed", "last"):
-            self.live.clear(fact)
-        self.contexts, self.grad = [OFF if has_own_context(function.info.node) else UNSURE], []
-        self.enter(function.info, node, {}, None, function.frame)
-        self.state, self.contexts, self.grad = state, contexts, grad
-
-    def _decorated(self, info: FunctionInfo) -> None:
-        for decorator in info.node.decorator_list:
-            value = self.evaluate(decorator)
-            if isinstance(value, Autocast):
-                self.contexts.append(value)
-            elif isinstance(value, Context):
-                self.grad.append(value.kind)
-
-    def _bind(self, info: FunctionInfo, given: Mapping[str, Value], owner: Instance | None) -> None:
-        arguments = info.node.args
-        names = [*arguments.posonlyargs, *arguments.args]
-        if owner is not None and names:
-            self.live.bind(self.frame, names[0].arg, owner)
-            names = names[1:]
-        defaults = dict(zip([a.arg for a in names][::-1], arguments.defaults[::-1], strict=False))
-        defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
-        for index, argument in enumerate([*names, *arguments.kwonlyargs]):
-            value = given.get(argument.arg, given.get(str(index)))
-            if value is None:
-                default = defaults.get(argument.arg)
-                value = Const(default.value) if isinstance(default, ast.Constant) else UNKNOWN
-            if argument.annotation is not None and value is UNKNOWN:
-                value = self._annotated(argument)
-            self.live.bind(self.frame, argument.arg, value)
-        for star in (arguments.vararg, arguments.kwarg):
-            if star is not None:
-                self.live.bind(self.frame, star.arg, UNKNOWN)
-
-    def _annotated(self, argument: ast.arg) -> Value:
-        text = argument.annotation
-        name = text.value if isinstance(text, ast.Constant) else dotted(text) if text is not None else ""
-        last = str(name).rpartition(".")[2]
-        if last == "GradScaler":
-            return self.seen_scaler(Scaler(f"name {argument.arg}", text=argument.arg))
-        if last == "Optimizer":
-            self.optimizers.add(f"name {argument.arg}")
-            return Optimizer(f"name {argument.arg}")
-        return Managed() if last in ("Accelerator", "Fabric", "DeepSpeedEngine") else UNKNOWN
-
-    def _returned(self, entry: State) -> Value:
-        ends = self.returns
-        if self.state is not None:
-            ends = [*ends, (Const(None), self.state)]
-        if not ends:
-            self.state = entry  # every path raises: go on as if it were not called
-            return UNKNOWN
-        value, state = ends[0]
-        joined: State | None = state
-        for other, end in ends[1:]:
-            value, joined = join_values(value, other), join(joined, end)
-        self.state = joined
-        return value
+        return self._frames
 
     def bound(self, owner: Instance, name: str) -> Bound | None:
         """A method of an object, by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampaudit.lint.script import Script, dotted
+from ampaudit.lint.flow.script import Script, dotted
 
 __all__ = ["blocks_of", "next_step", "same_function", "scaler_near"]
 

@@ -6,7 +6,8 @@ import ast
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ampaudit.lint.values import MAYBE, Value, join_values
+from ampaudit.lint.flow.joining import join_values
+from ampaudit.lint.flow.values import MAYBE, Value
 
 __all__ = ["EMPTY", "Contribution", "Fact", "Key", "State", "join"]
 

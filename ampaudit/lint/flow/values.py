@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 __all__ = [
@@ -36,8 +36,6 @@ __all__ = [
     "Tensor",
     "Unknown",
     "Value",
-    "join_values",
-    "part_of",
 ]
 
 NO: Final = ""  # a tensor that no loss scale is in
@@ -280,64 +278,3 @@ Value: TypeAlias = (
     " | Scheduler | Loss | Tensor | Gradients | Autocast | Context | Managed | Function | ClassValue"
     " | Instance | Bound"
 )
-
-
-def join_values(one: Value, other: Value) -> Value:
-    """What is true of both: the value after two branches that each assigned one."""
-    if one == other:
-        return one
-    if isinstance(one, Const) and one.value is None:
-        return other  # it is used only where it is not None
-    if isinstance(other, Const) and other.value is None:
-        return one
-    if isinstance(one, Optimizer) and isinstance(other, Optimizer):
-        models = None if one.models is None or other.models is None else one.models | other.models
-        return replace(one, cls=one.cls if one.cls == other.cls else "", models=models)
-    if isinstance(one, Scaler) and isinstance(other, Scaler):
-        same = one.enabled if one.enabled == other.enabled else None
-        return replace(one, enabled=same)
-    if isinstance(one, Model) and isinstance(other, Model) and one.key == other.key:
-        return replace(one, wrap=one.wrap if one.wrap == other.wrap else "")
-    if isinstance(one, Autocast) or isinstance(other, Autocast):
-        return _join_contexts(one, other)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _join_tensors(one, other)
-    return UNKNOWN
-
-
-def part_of(value: Value) -> Value:
-    """An item of something that is unpacked, indexed or gone through."""
-    if isinstance(value, Listed):
-        result: Value = value.items[0] if value.items else UNKNOWN
-        for item in value.items[1:]:
-            result = join_values(result, item)
-        several = len(value.items) > 1 or value.one
-        return replace(result, many=True) if isinstance(result, Optimizer) and several else result
-    return value if isinstance(value, Tensor | Gradients | Params | Managed) else UNKNOWN
-
-
-def _join_contexts(one: Value, other: Value) -> Value:
-    if isinstance(one, Autocast) and isinstance(other, Autocast):
-        return Autocast(
-            enabled=one.enabled if one.enabled == other.enabled else None,
-            device=one.device if one.device == other.device else None,
-            dtype=one.dtype if one.dtype == other.dtype else None,
-            node=one.node,
-        )
-    known = one if isinstance(one, Autocast) else other
-    assert isinstance(known, Autocast)
-    return replace(known, enabled=None)
-
-
-def _join_tensors(one: Tensor, other: Tensor) -> Tensor:
-    return Tensor(
-        scaled=one.scaled if one.scaled == other.scaled else MAYBE,
-        cast=one.cast if one.cast == other.cast else "",
-        under=one.under if one.under == other.under else "",
-        upcast=one.upcast if one.upcast is other.upcast else None,
-        roots=one.roots if one.roots == other.roots else None,
-        loss=one.loss if one.loss == other.loss else "",
-        divided=one.divided if one.divided == other.divided else None,
-        sigmoid=one.sigmoid if one.sigmoid is other.sigmoid else None,
-        node=one.node if one.node is other.node else None,
-    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.lint.found import Guard
-from ampaudit.lint.machine import UNSURE, Loop
-from ampaudit.lint.names import canonical
-from ampaudit.lint.state import State, join
-from ampaudit.lint.values import (
+from ampaudit.lint.flow.joining import part_of
+from ampaudit.lint.flow.machine import UNSURE, Loop
+from ampaudit.lint.flow.names import canonical
+from ampaudit.lint.flow.state import State, join
+from ampaudit.lint.flow.values import (
     UNKNOWN,
     Autocast,
     ClassValue,
@@ -20,11 +20,11 @@ from ampaudit.lint.values import (
     Managed,
     Symbol,
     Value,
-    part_of,
 )
+from ampaudit.lint.found import Guard
 
 if TYPE_CHECKING:
-    from ampaudit.lint.machine import Handlers, Machine
+    from ampaudit.lint.flow.machine import Handlers, Machine
 
 __all__ = ["STATEMENTS"]
 

@@ -6,10 +6,11 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ampaudit.lint import gradients, objects, scaling, tensors, torchcalls
-from ampaudit.lint.names import WITHOUT_EFFECT, canonical
-from ampaudit.lint.script import dotted
-from ampaudit.lint.values import (
+from ampaudit.lint.flow import gradients, objects, optimizers, scaling, tensors, torchcalls
+from ampaudit.lint.flow.inlining import callback, enter
+from ampaudit.lint.flow.names import WITHOUT_EFFECT, canonical
+from ampaudit.lint.flow.script import dotted
+from ampaudit.lint.flow.values import (
     MAYBE,
     OPAQUE,
     UNKNOWN,
@@ -33,7 +34,7 @@ from ampaudit.lint.values import (
 )
 
 if TYPE_CHECKING:
-    from ampaudit.lint.machine import Machine
+    from ampaudit.lint.flow.machine import Machine
 
 __all__ = ["Arguments", "call", "unknown_call"]
 
@@ -100,7 +101,7 @@ def _method(machine: Machine, node: ast.Call, base: Value, name: str) -> Value:
     if isinstance(base, Scaler):
         return scaling.scaler_method(machine, node, base, name, arguments)
     if isinstance(base, Optimizer):
-        return gradients.optimizer_method(machine, node, base, name, arguments)
+        return optimizers.optimizer_method(machine, node, base, name, arguments)
     if isinstance(base, Model):
         return objects.model_method(machine, node, base, name, arguments)
     if isinstance(base, Scheduler):
@@ -142,12 +143,12 @@ def _function(machine: Machine, node: ast.Call, function: Value) -> Value:
     if isinstance(function, Function):
         if not function.info.busy:
             return OPAQUE
-        return machine.enter(function.info, node, arguments.named(), None, function.frame)
+        return enter(machine, function.info, node, arguments.named(), None, function.frame)
     if isinstance(function, Bound):
         static = any(dotted(d) == "staticmethod" for d in function.info.node.decorator_list)
         owner = None if static else function.owner
         return (
-            machine.enter(function.info, node, arguments.named(), owner, 0) if function.info.busy else OPAQUE
+            enter(machine, function.info, node, arguments.named(), owner, 0) if function.info.busy else OPAQUE
         )
     if isinstance(function, ClassValue):
         return objects.instance(machine, node, function.info, arguments)
@@ -179,7 +180,7 @@ def unknown_call(machine: Machine, node: ast.Call, name: str, arguments: Argumen
     given = arguments.all()
     for value in given:
         if isinstance(value, Function) and value.info.busy and value.info not in machine.called:
-            machine.callback(value, node)
+            callback(machine, value, node)
     if (
         last == "step" and any(isinstance(value, Optimizer) for value in given)
     ) or last not in WITHOUT_EFFECT:

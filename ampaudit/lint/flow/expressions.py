@@ -6,11 +6,12 @@ import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.calls import call
-from ampaudit.lint.names import canonical
-from ampaudit.lint.script import dotted
-from ampaudit.lint.tensors import combined, product, touches_gradient
-from ampaudit.lint.values import (
+from ampaudit.lint.flow.calls import call
+from ampaudit.lint.flow.joining import join_values, part_of
+from ampaudit.lint.flow.names import canonical
+from ampaudit.lint.flow.script import dotted
+from ampaudit.lint.flow.tensors import combined, product, touches_gradient
+from ampaudit.lint.flow.values import (
     UNKNOWN,
     Const,
     Entries,
@@ -24,12 +25,10 @@ from ampaudit.lint.values import (
     Symbol,
     Tensor,
     Value,
-    join_values,
-    part_of,
 )
 
 if TYPE_CHECKING:
-    from ampaudit.lint.machine import Handlers, Machine
+    from ampaudit.lint.flow.machine import Handlers, Machine
 
 __all__ = ["EXPRESSIONS"]
 

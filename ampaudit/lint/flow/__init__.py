@@ -1,0 +1,3 @@
+"""Follows the values of a script: scalers, optimizers, models, losses, gradients, contexts."""
+
+from __future__ import annotations

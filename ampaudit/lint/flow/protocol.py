@@ -1,0 +1,192 @@
+"""What may be wrong with the order in which a gradient scaler is used."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from ampaudit.lint.flow.blocks import same_function
+from ampaudit.lint.flow.facts import YES, contributions, one_optimizer
+from ampaudit.lint.flow.script import dotted
+from ampaudit.lint.flow.state import EMPTY, Contribution
+from ampaudit.lint.flow.values import Optimizer, Scaler
+from ampaudit.lint.found import Repair
+
+if TYPE_CHECKING:
+    from ampaudit.lint.flow.machine import Machine
+
+__all__ = [
+    "check_bfloat16",
+    "check_early",
+    "check_gradients",
+    "check_order",
+    "check_parameters",
+    "check_repeated",
+    "check_update",
+    "inside_autocast",
+    "tested",
+    "updates",
+    "zeroed",
+]
+
+
+def check_bfloat16(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
+    """bfloat16 gradients need no scale."""
+    place = scaler.node if scaler.node is not None else node
+    repair = None
+    if isinstance(place, ast.Call) and not any(k.arg in ("enabled", None) for k in place.keywords):
+        repair = Repair("set keyword", place.lineno, place.col_offset, ("enabled", "False"))
+    machine.say(
+        "AMP818",
+        place,
+        "the loss is computed in bfloat16, whose range is float32's: its gradients need no loss scale",
+        "leave the scaler out, or make it with enabled=False",
+        repair,
+    )
+
+
+def check_parameters(machine: Machine, optimizer: Optimizer, node: ast.Call) -> None:
+    """A scaler refuses gradients in float16, which parameters in float16 have."""
+    for model in optimizer.models or ():
+        halved = machine.live.get("half", model)
+        if isinstance(halved, ast.AST):
+            machine.say(
+                "AMP801",
+                halved,
+                f"these parameters are float16, and the scaler at line {node.lineno} cannot unscale float16"
+                " gradients",
+                "leave the parameters in float32 and let autocast choose the dtype of each op",
+            )
+
+
+def check_gradients(machine: Machine, scaler: Scaler, optimizer: Optimizer, step: ast.Call) -> None:
+    """What is in the gradients that the scaler is about to divide."""
+    found = contributions(machine)
+    if not found:
+        return
+    others = {item.scaler for item in found} - {scaler.key, ""}
+    if others and one_optimizer(machine) and not optimizer.many:
+        odd = next(item for item in found if item.scaler in others)
+        machine.say(
+            "AMP815",
+            odd.node,
+            "this loss has another scaler's scale than the others that go into the same gradients",
+            "use one scaler for every loss of an optimizer",
+        )
+    for item in found:
+        if not item.scaler and (one_optimizer(machine) or not any(other.scaler for other in found)):
+            _unscaled_loss(machine, step, item)
+
+
+def _unscaled_loss(machine: Machine, step: ast.Call, item: Contribution) -> None:
+    node = item.node
+    repair = None
+    near = same_function(machine.script, step, node) and isinstance(step.func, ast.Attribute)
+    text = dotted(step.func.value) if near and isinstance(step.func, ast.Attribute) else ""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and text:
+        receiver = node.func.value
+        if isinstance(receiver, ast.Name | ast.Attribute):
+            repair = Repair("scale loss", node.lineno, node.col_offset, (text,))
+    machine.say(
+        "AMP802",
+        node,
+        "backward runs on the loss without its scale, but the scaler divides the gradients by the scale",
+        f"write {text or 'scaler'}.scale(loss).backward()",
+        repair,
+    )
+
+
+def check_order(machine: Machine, scaler: Scaler, node: ast.Call) -> None:
+    """No update came too early for this step."""
+    state = machine.live
+    check_early(machine, f"the step at line {node.lineno}, which then divides by another scale", stepped=True)
+    updated = state.get("updated", scaler.key)
+    if isinstance(updated, ast.AST):
+        machine.say(
+            "AMP806",
+            updated,
+            "update() runs between the steps of several optimizers, whose gradients were scaled by the same"
+            " scale",
+            "call update() once, after the steps of all optimizers",
+        )
+
+
+def check_early(machine: Machine, what: str, *, stepped: bool) -> None:
+    """An update came between the first scaled backward and the step.
+
+    Without a step it is right after unscale_(), which looks for overflow: the script may skip the step.
+    """
+    for _, early in machine.live.where("early"):
+        if isinstance(early, tuple) and (stepped or not early[1]):
+            machine.say(
+                "AMP805",
+                early[0],
+                f"update() runs before {what}",
+                "call update() once per iteration, after every step",
+            )
+
+
+def check_repeated(machine: Machine, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:
+    """The scaler has not stepped this optimizer already, and something was scaled."""
+    if machine.live.get("unused", scaler.key) == YES and contributions(machine) == EMPTY:
+        machine.say(
+            "AMP826",
+            node,
+            "step() runs before anything was scaled",
+            "call it after the backward of a scaled loss",
+        )
+    stepped = machine.live.get("stepped", scaler.key, optimizer.key) == YES
+    if stepped and not optimizer.many and (machine.first_round or updates(machine, scaler)):
+        machine.say(
+            "AMP824",
+            node,
+            "the scaler has stepped this optimizer already since the last update()",
+            "step each optimizer once, then call update()",
+        )
+
+
+def updates(machine: Machine, scaler: Scaler) -> bool:
+    """Whether there is an update at all; where there is none, that is the mistake."""
+    return any(e.kind == "scaler.update" and e.data["scaler"] == scaler.key for e in machine.events.values())
+
+
+def tested(machine: Machine, scaler: Scaler) -> bool:
+    """Whether an optimizer was stepped after unscale_(), past the scaler."""
+    past = any(fact is not None for _, fact in machine.live.where("stepped", scaler.key))
+    return past and any(fact is not None for _, fact in machine.live.where("unscaled", scaler.key))
+
+
+def check_update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
+    """There is something to update after."""
+    state = machine.live
+    stepped = any(fact is not None for _, fact in state.where("stepped", scaler.key))
+    looked = any(fact is not None for _, fact in state.where("unscaled", scaler.key))
+    again = isinstance(state.get("updated", scaler.key), ast.AST) and not stepped and not looked
+    if again or (state.get("unused", scaler.key) == YES and not stepped):
+        machine.say(
+            "AMP825",
+            node,
+            "update() runs although nothing was stepped since the last one"
+            if again
+            else "update() runs before anything was scaled",
+            "call it once per iteration, after the steps",
+        )
+
+
+def inside_autocast(machine: Machine, node: ast.Call) -> None:
+    """A step belongs outside of autocast."""
+    here = machine.autocast
+    if here.enabled is True and here.plain:
+        machine.note("step.inside", node, context=here)
+
+
+def zeroed(machine: Machine, optimizer: Optimizer) -> None:
+    """A step whose gradients were just set to zero does nothing."""
+    fact = machine.live.get("zeroed")
+    if isinstance(fact, tuple) and fact[0] == optimizer.key and not optimizer.many:
+        machine.say(
+            "AMP832",
+            fact[1],
+            "the gradients are set to zero after backward and before the step that should use them",
+            "call zero_grad() before backward or after the step",
+        )
