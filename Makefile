@@ -42,6 +42,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/reports.py
+	$(BIN)/python benchmarks/linting.py
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -145,6 +145,9 @@ def test_no_golden_file_is_left_over(request: pytest.FixtureRequest) -> None:
     known |= {"overflow.csv", "training.csv", "overflow.html", "policies.html", "gradients.html"}
     known |= {f"diff-{n}-{w}.txt" for n in ("better", "worse") for w in (80, 200)}
     known |= {"diff-worse.md", "diff-worse.json", "explain.txt", "explain-AMP204.txt", "rules-list.txt"}
+    known |= {f"lint-{k}.txt" for k in ("quiet", "normal", "verbose")} | {
+        f"lint.{f}" for f in ("json", *TOLD)
+    }
     known |= {f"help-{name.replace(' ', '-')}.txt" for name, _ in helps(main, "ampaudit")}
     assert {path.name for path in (Path(__file__).parent / "golden").iterdir()} == known
 

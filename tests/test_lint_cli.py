@@ -259,3 +259,22 @@ def test_the_pre_commit_hook_runs(tmp_path: Path) -> None:
 
 def test_explain_says_how_to_see_it(cli: CLI) -> None:
     assert "run: ampaudit lint bad.py" in cli("explain", "AMP807").stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("docs/linting.md", ()), ("README.md", ("--select", "AMP807"))]
+)
+def test_the_documentation_shows_what_is_printed(name: str, options: tuple[str, ...], cli: CLI) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    command = " ".join(["$ ampaudit lint examples/lint/finetune.py", *options])
+    shown = text.split(f"{command}\n")[1].split("```")[0]
+    assert cli("lint", "examples/lint/finetune.py", *options, cwd=ROOT).stdout == shown
+
+
+def test_the_documentation_lists_the_repairs_and_counts_the_codes() -> None:
+    from .test_lint import PAGES, REPAIRED
+
+    text = (ROOT / "docs" / "linting.md").read_text(encoding="utf-8")
+    listed = text.split("Repairs exist for AMP")[1].split(".")[0].replace(" and", ",")
+    assert {f"AMP{number.strip()}" for number in listed.split(",") if number.strip()} == REPAIRED
+    assert f"{len(PAGES)} codes;" in text

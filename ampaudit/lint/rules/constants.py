@@ -98,7 +98,7 @@ def _mask(node: ast.AST, place: ast.expr, repair: Repair | None) -> Found:
     return Found(
         "AMP860",
         node,
-        f"{ast.unparse(place)} is beyond float16, whose least is -65504: filling raises, a product is -inf",
+        f"{_literal(place):g} is beyond float16, whose least is -65504: filling raises, a product is -inf",
         "use torch.finfo(x.dtype).min of the tensor that is filled",
         repair,
     )
@@ -166,7 +166,7 @@ def _eps(node: ast.AST, value: ast.expr) -> Found:
     return Found(
         "AMP861",
         node,
-        f"{ast.unparse(value)} is zero in float16, whose smallest number is 6e-8",
+        f"{_literal(value):g} is zero in float16, whose smallest number is 6e-8",
         "use 1e-6 or more, or compute this in float32",
     )
 
