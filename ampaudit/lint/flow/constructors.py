@@ -26,8 +26,11 @@ def autocast(machine: Machine, node: ast.Call, device: str | None, arguments: Ar
         dtype = tensors.dtype_of(given["dtype"]) or None
         if isinstance(given["dtype"], Const) and given["dtype"].value is None:
             dtype = ""
+    if dtype in ("float32", "float64"):
+        return Autocast(False, spoken or None, "", node)  # torch warns, and switches it off
     enabled = _enabled(machine, given["enabled"], arguments.expression(names.index("enabled"), "enabled"))
-    return Autocast(enabled, spoken or None, dtype, node)
+    switch = given["enabled"] is not None and not isinstance(given["enabled"], Const)
+    return Autocast(enabled, spoken or None, dtype, node, switch=switch)
 
 
 def _enabled(machine: Machine, value: Value | None, expression: ast.expr | None) -> bool | None:
@@ -37,6 +40,8 @@ def _enabled(machine: Machine, value: Value | None, expression: ast.expr | None)
     if isinstance(expression, ast.Constant):
         return bool(expression.value)
     assumed = machine.truth(expression)
+    if assumed is None and isinstance(value, Const) and value.value is False:
+        return None
     return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed
 
 

@@ -80,8 +80,10 @@ def _member(machine: Machine, owner: Instance, node: ast.Attribute) -> Value:
 def _binary(machine: Machine, node: ast.BinOp) -> Value:
     left, right = machine.evaluate(node.left), machine.evaluate(node.right)
     for side, value in ((node.left, left), (node.right, right)):
-        if isinstance(value, ParamGrad):
+        if isinstance(value, ParamGrad) and not isinstance(node.op, ast.Mult | ast.Div):
             touches_gradient(machine, side)
+    if isinstance(left, ParamGrad) and isinstance(node.op, ast.Mult | ast.Div):
+        return left
     if isinstance(node.op, ast.MatMult):
         return product(machine, node, [left, right])
     if isinstance(left, Const) and isinstance(right, Const):

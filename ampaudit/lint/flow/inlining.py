@@ -100,7 +100,9 @@ def _bind(machine: Machine, info: FunctionInfo, given: Mapping[str, Value], owne
         value = given.get(argument.arg, given.get(str(index)))
         if value is None:
             default = defaults.get(argument.arg)
-            value = Const(default.value) if isinstance(default, ast.Constant) else UNKNOWN
+            # a switch may be given either way
+            switch = isinstance(default, ast.Constant) and isinstance(default.value, bool)
+            value = Const(default.value) if isinstance(default, ast.Constant) and not switch else UNKNOWN
         if argument.annotation is not None and value is UNKNOWN:
             value = _annotated(machine, argument)
         machine.live.bind(machine.frame, argument.arg, value)

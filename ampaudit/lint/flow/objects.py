@@ -6,6 +6,7 @@ import ast
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.lint.flow.inlining import enter
+from ampaudit.lint.flow.script import dotted
 from ampaudit.lint.flow.tensors import dtype_of, lowered
 from ampaudit.lint.flow.values import (
     MAYBE,
@@ -130,7 +131,7 @@ def device_of(value: Value | None) -> str:
 
 def forward(machine: Machine, node: ast.Call, model: Model, arguments: Arguments) -> Tensor:
     """A model is called: what it returns was computed as autocast says here."""
-    cast = lowered(machine)
+    cast = lowered(machine) if _check_device(machine, node, model) else ""
     root = f"{model.key} at L{node.lineno}:{node.col_offset}{machine.callers}"
     given: frozenset[str] | None = frozenset({root})
     for value in arguments.all():
@@ -141,8 +142,10 @@ def forward(machine: Machine, node: ast.Call, model: Model, arguments: Arguments
                 else given | (value.roots or frozenset())
             )
     machine.live.put(None, "freed", root)
-    machine.note("forward", node, model=model, autocast=machine.autocast, grad=tuple(machine.grad))
-    _check_device(machine, node, model)
+    called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
+    called = called or machine.script.ducks.is_model(dotted(node.func))
+    about = {"autocast": machine.autocast, "grad": tuple(machine.grad), "called": called}
+    machine.note("forward", node, model=model, **about)
     halved = machine.live.get("half", model.key)
     if cast and isinstance(halved, ast.AST):
         machine.note("half.autocast", halved, call=node)
@@ -161,7 +164,8 @@ def _keeps_cast(machine: Machine, model: Model) -> bool:
     return plain and not any(word in text for word in ("float(", "softmax", "float32", "norm", "loss"))
 
 
-def _check_device(machine: Machine, node: ast.Call, model: Model) -> None:
+def _check_device(machine: Machine, node: ast.Call, model: Model) -> bool:
+    """Whether autocast acts on the model, as far as is known."""
     here, device = machine.autocast, machine.live.get("device", model.key)
     if (
         here.enabled is not True
@@ -169,7 +173,7 @@ def _check_device(machine: Machine, node: ast.Call, model: Model) -> None:
         or not isinstance(device, str)
         or device in (MAYBE, here.device)
     ):
-        return
+        return True
     place = here.node if here.node is not None else node
     machine.say(
         "AMP847",
@@ -178,6 +182,7 @@ def _check_device(machine: Machine, node: ast.Call, model: Model) -> None:
         " casts nothing",
         f'use torch.autocast("{device}")',
     )
+    return False
 
 
 def scheduler_method(

@@ -37,7 +37,10 @@ ON_ANY_TENSOR: Final = frozenset(
     {"float", "half", "bfloat16", "sigmoid", "matmul", "mm", "bmm", "masked_fill"}
 )
 _NORMS: Final = frozenset({"norm", "pow", "square", "sum", "abs", "pow_"})
-_SAME_GRADIENT: Final = frozenset("detach contiguous view reshape flatten cpu clone float double to".split())
+# the gradient itself, or a multiple of it: the scale can be taken out afterwards as well
+_SAME_GRADIENT: Final = frozenset(
+    "detach contiguous view reshape flatten cpu clone float double to mul mul_ div div_".split()
+)
 _HARMLESS_ON_GRADIENTS: Final = frozenset(
     "isnan isinf isfinite zero_ detach_ requires_grad_ size numel dim is_contiguous untyped_storage data_ptr"
     " any all is_sparse type record_stream".split()
@@ -166,7 +169,8 @@ def norm_of(machine: Machine, node: ast.AST, gradients: Gradients) -> Value:
 def touches_gradient(machine: Machine, node: ast.AST) -> None:
     """A value of ``p.grad`` is used; it must not have the loss scale in it."""
     machine.note("gradient.read", node)
-    if is_still_scaled(machine):
+    line = getattr(node, "lineno", 0)
+    if is_still_scaled(machine) and not any(key[:2] == ("AMP808", line) for key in machine.found):
         machine.say(
             "AMP808",
             node,
@@ -178,6 +182,7 @@ def touches_gradient(machine: Machine, node: ast.AST) -> None:
 def gradient_method(machine: Machine, node: ast.Call, name: str) -> Value:
     """A method of ``p.grad``."""
     if name in _SAME_GRADIENT:
+        machine.note("gradient.read", node)
         return ParamGrad()
     if name in _HARMLESS_ON_GRADIENTS:
         return OPAQUE

@@ -143,7 +143,12 @@ def loss_call(machine: Machine, node: ast.Call, loss: Loss, arguments: Arguments
     given = [value for value in arguments.all() if isinstance(value, Tensor)]
     first = arguments.positional[0] if arguments.positional else UNKNOWN
     here = machine.autocast
-    if loss.name in ("BCELoss", "binary_cross_entropy") and here.enabled is True and here.device != "cpu":
+    if (
+        loss.name in ("BCELoss", "binary_cross_entropy")
+        and here.enabled is True
+        and here.device != "cpu"
+        and not here.switch
+    ):
         _bce(machine, node, loss, first)
     elif here.enabled is False and isinstance(first, Tensor) and first.cast:
         machine.say(
@@ -197,6 +202,8 @@ def _builtin(machine: Machine, node: ast.Call, name: str, arguments: Arguments) 
     if name == "float" and isinstance(first, Tensor) and first.node is not None:
         machine.note("item", node, value=first)
         return OPAQUE
+    if name == "dict" and not arguments.positional:
+        return Entries(tuple(arguments.keywords.values()), node)
     if name == "sum" and isinstance(first, Listed | Tensor):
         return part_of(first)
     if name in ("enumerate", "zip"):

@@ -198,6 +198,7 @@ class Autocast:
     dtype: str | None
     node: ast.AST | None = None
     plain: bool = True  # a fresh torch.autocast(...), not one that somebody else enters or made
+    switch: bool = False  # on, as far as a switch is set
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ def check_root(machine: Machine, events: list[Event]) -> None:
 
 def _made_in_loop(machine: Machine, events: list[Event]) -> None:
     for made in (event for event in events if event.kind == "scaler.made"):
-        for guard in made.guards:
+        # of a loop around a call of the function that makes it, nothing is said: each call may be another run
+        own = [i for i, guard in enumerate(made.guards) if isinstance(guard.node, ast.Call)]
+        for guard in made.guards[own[-1] if own else 0 :]:
             if guard.kind != "loop":
                 continue
             inside = {event.kind for event in events if any(g.node is guard.node for g in event.guards)}
@@ -97,14 +99,23 @@ def check_file(machine: Machine, roots: list[list[Event]]) -> None:
 
 def _never_updated(machine: Machine, events: list[Event]) -> None:
     updated = {e.data["scaler"] for e in events if e.kind == "scaler.update"}
-    texts = {machine.scalers[key].text for key in updated if key in machine.scalers}
+    texts = {_last(machine.scalers[key].text) for key in updated if key in machine.scalers}
     for step in (e for e in events if e.kind == "scaler.step"):
         key = step.data["scaler"]
         scaler = machine.scalers.get(key)
         scaled = any(e.kind == "scaler.scale" and e.data["scaler"] == key for e in events)
-        if scaler is None or key in updated | machine.escaped or not scaled or scaler.text in texts - {""}:
+        if (
+            scaler is None
+            or key in updated | machine.escaped
+            or not scaled
+            or _last(scaler.text) in texts - {""}
+        ):
             continue
-        if "name " not in key or not updated:
+        elsewhere = any(
+            "update" in used and _last(text) == _last(scaler.text)
+            for text, used in machine.script.ducks.methods.items()
+        )
+        if not elsewhere and ("name " not in key or not updated):
             machine.say(
                 "AMP804",
                 step.node,
@@ -114,6 +125,11 @@ def _never_updated(machine: Machine, events: list[Event]) -> None:
                 _update_after(step),
             )
         return
+
+
+def _last(text: str) -> str:
+    """What a scaler is called, whatever object holds it: somebody else may hold the same."""
+    return text.rpartition(".")[2]
 
 
 def _update_after(step: Event) -> Repair | None:

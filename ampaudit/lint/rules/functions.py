@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Final
 
@@ -17,6 +18,10 @@ _PRODUCTS: Final = frozenset(
 )
 
 
+# it casts by itself
+_OWN_DTYPES = re.compile(r"autocast|\.to\(|\.float\(|\.type_as\(|dtype")
+
+
 def check(script: Script) -> Iterator[Found]:
     """Functions with matrix products whose two halves do not agree on a dtype."""
     if "autocast" not in script.text or "Function" not in script.text:
@@ -27,8 +32,8 @@ def check(script: Script) -> Iterator[Found]:
         forward, backward = info.methods.get("forward"), info.methods.get("backward")
         if forward is None or backward is None or not (_multiplies(forward) or _multiplies(backward)):
             continue
-        if "autocast" in ast.unparse(info.node):
-            continue  # it sets its own dtype
+        if _OWN_DTYPES.search(ast.unparse(info.node)):
+            continue
         has = [_decorated(forward, "custom_fwd"), _decorated(backward, "custom_bwd")]
         if not all(has):
             yield _found(info.node, forward, backward, has)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.lint.flow.values import Autocast, Function
@@ -92,7 +93,8 @@ def _threads(machine: Machine, events: list[Event]) -> None:
     for event in events:
         if event.kind == "thread" and event.data["autocast"].enabled is True:
             target = event.data["target"]
-            if isinstance(target, Function) and "autocast" not in ast.unparse(target.info.node):
+            text = ast.unparse(target.info.node) if isinstance(target, Function) else "autocast"
+            if "autocast" not in text and _CALLS_A_MODEL.search(text):
                 _not_in_thread(
                     machine, event, "autocast is a state of this thread; the new one starts without it"
                 )
@@ -108,10 +110,20 @@ def _threads(machine: Machine, events: list[Event]) -> None:
                 _not_in_thread(machine, event, cause)
 
 
+_CALLS_A_MODEL = re.compile(r"(?:model|net)\w*\(", re.IGNORECASE)
+
+
 def _not_in_thread(machine: Machine, event: Event, cause: str) -> None:
     machine.say(
         "AMP851", event.node, cause, "enter autocast in what the thread runs: the model's own forward"
     )
+
+
+def _evaluates_lowered(other: Event, event: Event) -> bool:
+    """Whether there is another evaluation of the model that may be under autocast: by a switch, say."""
+    if other.kind != "forward" or other.data["model"].key != event.data["model"].key:
+        return False
+    return "no_grad" in other.data["grad"] and other.data["autocast"].enabled is not False
 
 
 def check_file(machine: Machine, roots: list[list[Event]]) -> None:
@@ -123,10 +135,12 @@ def check_file(machine: Machine, roots: list[list[Event]]) -> None:
         for event in events
         if event.kind == "forward" and event.data["autocast"].enabled is True and not event.data["grad"]
     }
-    for event in (e for events in roots for e in events if e.kind == "forward"):
+    for event, events in ((e, root) for root in roots for e in root if e.kind == "forward"):
         off = event.data["autocast"].enabled is False and event.data["autocast"].node is None
         if (
             off
+            and event.data["called"]
+            and not any(_evaluates_lowered(other, event) for other in events)
             and event.data["grad"] == ("no_grad",)
             and event.loop is not None
             and event.data["model"].key in trained
