@@ -216,6 +216,21 @@ def test_old_names_are_renamed_everywhere_or_nowhere() -> None:
     assert lint(handed_on, fix=True).after == handed_on
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\n\n\ndef f(s: torch.cuda.amp.GradScaler) -> torch.cuda.amp.GradScaler: ...\n",
+        "import torch\n\nif torch.__version__ < '2.4':\n    scaler = torch.cuda.amp.GradScaler()\n",
+        "try:\n    from torch.amp import autocast\nexcept ImportError:\n"
+        "    from torch.cuda.amp import autocast\n",
+        "import torch\n\nKNOWN = [torch.cuda.amp.autocast, torch.autocast]\n",
+        "import torch\n\nprint(type(None) is torch.cuda.amp.autocast)\n",
+    ],
+)
+def test_old_names_that_are_meant_are_left_alone(text: str) -> None:
+    assert codes(text) == []
+
+
 # data flow: what is certain through other names, objects, helpers and conditions
 
 LOOP = """
@@ -296,6 +311,49 @@ def test_data_flow(body: str, wanted: list[str]) -> None:
 
 def test_a_lambda_or_an_own_context_is_not_known() -> None:
     text = GOOD["AMP842"].replace('torch.autocast("cuda", dtype=torch.float16)', "mixed_precision()")
+    assert codes(text) == []
+
+
+STEP = "scaler.scale(loss).backward()\n{}\nscaler.step(optimizer)\nscaler.update()"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # a factor commutes with the scale
+        loop(STEP.format("for p in model.parameters():\n    p.grad.data.mul_(0.5)\n    p.grad = p.grad / 2")),
+        # a switch that may be off, and here is
+        BAD["AMP844"]
+        .replace("dtype=torch.float16", "enabled=fp16")
+        .replace("optimizer)", "optimizer, fp16=False)"),
+        # torch switches float32 autocast off
+        BAD["AMP845"].replace("torch.float16", "torch.float32"),
+        # a thread that only loads
+        BAD["AMP851 again"].replace("model(x).half()", "x.half()"),
+        # each call of the function is another run
+        GOOD["AMP802"]
+        .replace("optimizer, criterion", "criterion")
+        .replace("    scaler =", "    optimizer = make_optimizer(model)\n    scaler =")
+        + "\nfor seed in range(3):\n    train(make_model(seed), [], None)\n",
+        # evaluated both ways
+        GOOD["AMP843"].replace(
+            "    with torch.no_grad(), torch.autocast",
+            "    with torch.no_grad():\n        for x, y in loader:\n            metric.update(model(x), y)\n"
+            "    with torch.no_grad(), torch.autocast",
+        ),
+        # no forward pass
+        BAD["AMP843"].replace("metric.update(model(x), y)", "metric.update(model.penalty(), y)"),
+        # it casts by itself
+        BAD["AMP850"].replace("return x @ w", "return x.float() @ w.float()"),
+        # somebody else holds the same scaler
+        BAD["AMP804 again"].replace(
+            "self.grad_scaler.step(self.opt)",
+            "self.grad_scaler.step(self.opt)\n" + " " * 16 + "self.owner.grad_scaler.update()",
+        ),
+    ],
+)
+def test_what_published_code_does_rightly_is_left_alone(text: str) -> None:
+    """Each of these was an alarm in somebody's package, and wrong."""
     assert codes(text) == []
 
 

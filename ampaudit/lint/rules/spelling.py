@@ -48,7 +48,7 @@ _VERSION = re.compile(r"version|hasattr|GREATER|TORCH_|_[12]_\d|>= ?\(?[12]", re
 
 
 def _only_named(nodes: list[ast.AST]) -> set[int]:
-    """What is compared with, or listed in tables: names that are not used there."""
+    """What is compared with, listed in tables or in annotations: names that are not used there."""
     found: set[int] = set()
     for node in nodes:
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
@@ -57,6 +57,10 @@ def _only_named(nodes: list[ast.AST]) -> set[int]:
             found.update(map(id, (*node.keys, *node.values)))
         elif isinstance(node, ast.Compare):
             found.update(map(id, (node.left, *node.comparators)))
+        for name in ("annotation", "returns"):
+            written = getattr(node, name, None)
+            if isinstance(written, ast.AST):
+                found.update(map(id, ast.walk(written)))
     return found
 
 
