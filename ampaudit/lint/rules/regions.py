@@ -101,7 +101,9 @@ def _threads(machine: Machine, events: list[Event]) -> None:
         elif event.kind == "forward" and event.data["model"].wrap == "DataParallel":
             here: Autocast = event.data["autocast"]
             info = machine.script.classes.get(event.data["model"].origin)
-            own = info is not None and "autocast" in ast.unparse(info.node)
+            # what is not in this file may enter autocast itself
+            unknown = info is None and not event.data["model"].origin.startswith(("torch.", "torchvision."))
+            own = unknown or (info is not None and "autocast" in ast.unparse(info.node))
             if here.enabled is True and here.dtype == "bfloat16" and not own:
                 cause = (
                     "DataParallel's threads take over that autocast is on, but not its dtype: the replicas"
@@ -140,10 +142,10 @@ def check_file(machine: Machine, roots: list[list[Event]]) -> None:
         if (
             off
             and event.data["called"]
-            and not any(_evaluates_lowered(other, event) for other in events)
             and event.data["grad"] == ("no_grad",)
             and event.loop is not None
             and event.data["model"].key in trained
+            and not any(_evaluates_lowered(other, event) for other in events)
         ):
             machine.say(
                 "AMP843",
