@@ -190,8 +190,16 @@ def test_unscaling_is_not_put_into_a_loop_of_its_own() -> None:
         "        for part in model.children():\n"
         "            torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)",
     )
-    assert codes(text) == ["AMP807"]
+    assert [(f.code, f.fixable) for f in lint(text).findings] == [("AMP807", False)]
     assert lint(text, fix=True).after == text
+
+
+def test_a_block_is_not_ended_before_what_needs_it() -> None:
+    text = BAD["AMP840"].replace(
+        "            scaler.update()",
+        "            scaler.update()\n            score = criterion(model(x), y)",
+    )
+    assert [(f.code, f.fixable) for f in lint(text).findings] == [("AMP840", False)]
 
 
 def test_old_names_are_renamed_everywhere_or_nowhere() -> None:
@@ -284,6 +292,14 @@ def loop(body: str, arguments: str = "") -> str:
         ("scaler.scale(loss).backward()\nhelp_me(scaler, optimizer)\noptimizer.step()", []),
         ("scaler.scale(loss).backward()\nlog(loss.detach())\noptimizer.step()\nscaler.update()", ["AMP803"]),
         ("my_backward(loss)\nscaler.step(optimizer)\nscaler.update()", []),
+        ("scaler.scale(loss).backward()\nscaler.step(optimizer)\nfinish(scaler)", []),
+        ("scaler.scale(loss).backward()\nscaler.step(optimizer)\nfinish(x)", ["AMP804"]),
+        # scaled on one path only, which nobody can tell
+        (
+            "out = loss\nif x.sum() > 0:\n    out = scaler.scale(loss)\nout.backward()\noptimizer.step()\n"
+            "scaler.update()",
+            [],
+        ),
         # paths that end
         (
             "if bad(x):\n    loss.backward()\n    continue\nscaler.scale(loss).backward()\n"
@@ -343,6 +359,11 @@ STEP = "scaler.scale(loss).backward()\n{}\nscaler.step(optimizer)\nscaler.update
         ),
         # no forward pass
         BAD["AMP843"].replace("metric.update(model(x), y)", "metric.update(model.penalty(), y)"),
+        # two numbers make a float32 tensor
+        "import torch\n\n\ndef bias(mask):\n    return torch.where(mask, 0.0, -1e9)\n",
+        # what it does in float16 is said beside it
+        "import torch\n\n\ndef f(x, mask):\n    if x.dtype != torch.float16:\n        x = x - mask * 1e30\n"
+        "    return x\n",
         # it casts by itself
         BAD["AMP850"].replace("return x @ w", "return x.float() @ w.float()"),
         # somebody else holds the same scaler

@@ -182,6 +182,7 @@ def _repair(
     text, start = unit.text, len(found)
     if re.search(r"\r(?!\n)", text):
         return text, found, 0  # line ends of another age, which libcst does not keep
+    seen = {text}
     for _ in range(_ROUNDS):
         hidden = Hidden(comments_of(text))
         wanted = [
@@ -196,7 +197,8 @@ def _repair(
             script = read_script(new)
         except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError):
             break
-        if new == text:
+        if new in seen:  # nothing was found again; or one repair undoes another
             break
+        seen.add(new)
         text, (found, _) = new, read(script, known)
     return text, found, max(start - len(found), 0) if text != unit.text else 0

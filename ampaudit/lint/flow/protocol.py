@@ -24,7 +24,6 @@ __all__ = [
     "check_repeated",
     "check_update",
     "inside_autocast",
-    "tested",
     "updates",
     "zeroed",
 ]
@@ -148,12 +147,6 @@ def check_repeated(machine: Machine, scaler: Scaler, optimizer: Optimizer, node:
 def updates(machine: Machine, scaler: Scaler) -> bool:
     """Whether there is an update at all; where there is none, that is the mistake."""
     return any(e.kind == "scaler.update" and e.data["scaler"] == scaler.key for e in machine.events.values())
-
-
-def tested(machine: Machine, scaler: Scaler) -> bool:
-    """Whether an optimizer was stepped after unscale_(), past the scaler."""
-    past = any(fact is not None for _, fact in machine.live.where("stepped", scaler.key))
-    return past and any(fact is not None for _, fact in machine.live.where("unscaled", scaler.key))
 
 
 def check_update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:

@@ -16,7 +16,6 @@ from ampaudit.lint.flow.protocol import (
     check_repeated,
     check_update,
     inside_autocast,
-    tested,
     updates,
     zeroed,
 )
@@ -178,7 +177,7 @@ def _update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
     found = contributions(machine)
     own = bool(found) and all(item.scaler == scaler.key for item in found or ())
     fresh = state.get("fresh") == YES and state.get("touched") is None
-    if own and fresh and not tested(machine, scaler):
+    if own and fresh:
         looked = any(fact is not None for _, fact in state.where("unscaled", scaler.key))
         state.put((node, looked), "early", scaler.key)
         state.put(YES if looked else None, "leftover")
