@@ -366,6 +366,15 @@ STEP = "scaler.scale(loss).backward()\n{}\nscaler.step(optimizer)\nscaler.update
         "    return x\n",
         # it casts by itself
         BAD["AMP850"].replace("return x @ w", "return x.float() @ w.float()"),
+        # applied outside of autocast
+        BAD["AMP850"].replace("return Product.apply(x, w)", "return x @ w") + "\n\nProduct.apply(1, 2)\n",
+        # a condition on a parameter is the caller's condition
+        loop(
+            "def both(s=None):\n    if s is not None:\n        s.scale(loss).backward()\n    else:\n"
+            "        loss.backward()\n\n\nboth(s=maybe)\nif maybe is not None:\n    maybe.step(optimizer)\n"
+            "    maybe.update()\nelse:\n    optimizer.step()",
+            ", maybe=None",
+        ),
         # somebody else holds the same scaler
         BAD["AMP804 again"].replace(
             "self.grad_scaler.step(self.opt)",

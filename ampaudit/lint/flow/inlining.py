@@ -45,6 +45,8 @@ def enter(
     machine.frame, machine.loops, machine.returns = machine.new_frame(), [], []
     machine.contexts, machine.grad = list(machine.contexts), list(machine.grad)
     machine.parents[machine.frame] = frame
+    machine.callers_of[machine.frame] = saved[0]
+    machine.aliases[machine.frame] = _aliases(info, node, owner)
     machine.stack.append(info)
     entry = machine.live
     _bind(machine, info, given, owner)
@@ -59,6 +61,18 @@ def enter(
         machine.frame, machine.loops, machine.returns, machine.statement, machine.contexts, machine.grad = (
             saved
         )
+
+
+def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[str, str]:
+    """Names that are handed over as they are, by the names of the parameters."""
+    if not isinstance(node, ast.Call):
+        return {}
+    arguments = info.node.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    names = names[1:] if owner is not None else names
+    given = {k.arg: k.value for k in node.keywords if k.arg is not None}
+    given |= dict(zip(names, node.args, strict=False))
+    return {name: text for name, value in given.items() if (text := dotted(value))}
 
 
 def _leave(machine: Machine) -> None:

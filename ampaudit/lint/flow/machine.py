@@ -86,6 +86,8 @@ class Machine:
         self.state: State | None = State()
         self.frame, self._frames = 0, 1
         self.parents: dict[int, int] = {}
+        self.callers_of: dict[int, int] = {}
+        self.aliases: dict[int, dict[str, str]] = {}  # parameters, by what was handed over for them
         self.guards: tuple[Guard, ...] = ()
         self.contexts: list[Autocast] = [OFF]
         self.grad: list[str] = []  # no_grad, no_sync
@@ -155,9 +157,17 @@ class Machine:
         flag = flag_of(test)
         if flag is None:
             return None
-        self.flags[flag[0]] += 1
-        assumed = self.assume.get(flag[0])
+        text = self._as_called(flag[0])
+        self.flags[text] += 1
+        assumed = self.assume.get(text)
         return None if assumed is None else assumed == flag[1]
+
+    def _as_called(self, text: str) -> str:
+        """What a parameter is called by whoever calls: a condition on it is the same condition."""
+        frame: int | None = self.frame
+        while frame is not None and text in self.aliases.get(frame, ()):
+            text, frame = self.aliases[frame][text], self.callers_of.get(frame)
+        return text
 
     # going through
 

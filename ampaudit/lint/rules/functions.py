@@ -34,9 +34,34 @@ def check(script: Script) -> Iterator[Found]:
             continue
         if _OWN_DTYPES.search(ast.unparse(info.node)):
             continue
+        if not _runs_under_autocast(script, info.node.name):
+            continue
         has = [_decorated(forward, "custom_fwd"), _decorated(backward, "custom_bwd")]
         if not all(has):
             yield _found(info.node, forward, backward, has)
+
+
+def _runs_under_autocast(script: Script, name: str) -> bool:
+    """Whether it is applied in an autocast block, in a module, or by a function called in such a block."""
+    inside: set[str] = set()
+    applied: list[ast.FunctionDef | ast.ClassDef | ast.Assign] = []
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.With) and any("autocast" in ast.unparse(i.context_expr) for i in node.items):
+            inside |= {
+                dotted(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute)
+            }
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
+            applied += [node] if f"{name}.apply" in ast.unparse(node) else []
+    return f"{name}.apply" in inside or any(_is_entered(script, node, inside) for node in applied)
+
+
+def _is_entered(script: Script, node: ast.FunctionDef | ast.ClassDef | ast.Assign, inside: set[str]) -> bool:
+    if isinstance(node, ast.Assign):
+        return any(dotted(target) in inside for target in node.targets)
+    if isinstance(node, ast.ClassDef):
+        info = script.classes.get(node.name)
+        return info is not None and info.derives("Module")
+    return node.name in inside or any("autocast" in ast.unparse(d) for d in node.decorator_list)
 
 
 def _multiplies(info: FunctionInfo) -> bool:
