@@ -371,9 +371,9 @@ STEP = "scaler.scale(loss).backward()\n{}\nscaler.step(optimizer)\nscaler.update
         # a condition on a parameter is the caller's condition
         loop(
             "def both(s=None):\n    if s is not None:\n        s.scale(loss).backward()\n    else:\n"
-            "        loss.backward()\n\n\nboth(s=maybe)\nif maybe is not None:\n    maybe.step(optimizer)\n"
-            "    maybe.update()\nelse:\n    optimizer.step()",
-            ", maybe=None",
+            "        loss.backward()\n\n\nboth(s=amp_scaler)\nif amp_scaler is not None:\n    amp_scaler.step(optimizer)\n"
+            "    amp_scaler.update()\nelse:\n    optimizer.step()",
+            ", amp_scaler=None",
         ),
         # somebody else holds the same scaler
         BAD["AMP804 again"].replace(
