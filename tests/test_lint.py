@@ -371,7 +371,8 @@ STEP = "scaler.scale(loss).backward()\n{}\nscaler.step(optimizer)\nscaler.update
         # a condition on a parameter is the caller's condition
         loop(
             "def both(s=None):\n    if s is not None:\n        s.scale(loss).backward()\n    else:\n"
-            "        loss.backward()\n\n\nboth(s=amp_scaler)\nif amp_scaler is not None:\n    amp_scaler.step(optimizer)\n"
+            "        loss.backward()\n\n\nboth(s=amp_scaler)\nif amp_scaler is not None:\n"
+            "    amp_scaler.step(optimizer)\n"
             "    amp_scaler.update()\nelse:\n    optimizer.step()",
             ", amp_scaler=None",
         ),
@@ -450,7 +451,10 @@ def notebook(*cells: str, language: str = "python", indent: int = 1) -> str:
     return json.dumps(whole, indent=indent, ensure_ascii=False) + "\n"
 
 
-SETUP = "%matplotlib inline\n!pip install torch\nimport torch\nscaler = torch.amp.GradScaler('cuda')\n"
+SETUP = (
+    "%matplotlib inline\n!pip install torch\nfiles = !ls\nimport torch\n"
+    "scaler = torch.amp.GradScaler('cuda')\n"
+)
 CELL = (
     "%%time\nfor x, y in loader:\n    loss = criterion(model(x), y)\n"
     "    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()"

@@ -253,6 +253,12 @@ def test_a_mask_beyond_float16_raises_or_is_infinite(value: float) -> None:
     assert (mask.half() * value).isinf().any()
 
 
+def test_where_a_sigmoid_in_float16_is_0_or_1() -> None:
+    """The numbers on the page of AMP844."""
+    at = torch.tensor([7.0, 9.0, -16.0, -18.0]).sigmoid().half()
+    assert (at[0] < 1, at[1] == 1, at[2] > 0, at[3] == 0) == (True, True, True, True)
+
+
 def test_eps_that_vanishes() -> None:
     assert torch.tensor(SMALLEST_HALF, dtype=torch.float16) == 0  # a tie, which goes to even: zero
     assert torch.tensor(SMALLEST_HALF * 1.001, dtype=torch.float16) > 0

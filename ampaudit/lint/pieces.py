@@ -15,6 +15,7 @@ __all__ = ["Unit", "Unreadable", "decode", "pieces_of", "rebuilt", "without_cell
 _LARGEST = 10_000_000  # bytes; what is larger was not written by hand
 _MARK = "# ampaudit cell "
 _MAGIC = "pass  # ampaudit magic "
+_SHELL = re.compile(r"[\w.]+\?+$|[\w, ]+= *[!%]")  # help, and what a command is assigned to
 _CELLS_OF_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
@@ -165,7 +166,7 @@ def _of_notebook(text: str) -> list[Unit]:
 
 def _without_magic(line: str, number: int) -> str:
     stripped = line.lstrip()
-    if stripped[:1] in ("%", "!", "?") or re.match(r"[\w.]+\?+$", stripped):
+    if stripped[:1] in ("%", "!", "?") or _SHELL.match(stripped):
         return f"{line[: len(line) - len(stripped)]}{_MAGIC}{number}"
     return line
 

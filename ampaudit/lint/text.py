@@ -66,6 +66,8 @@ def _summary(report: LintReport) -> Text:
     parts = [_many(levels[level], level) for level in _STYLES if levels[level]]
     files = _many(report.linted, "file")
     said = f"{', '.join(parts)} in {files}" if parts else f"nothing found in {files}"
+    if not report.linted:
+        said = "no script, notebook or Markdown file there"
     fixable = sum(finding.fixable for finding in counted)
     if fixable:
         said += f"; {fixable} can be repaired with --fix"
