@@ -82,6 +82,7 @@ _KINDS = (
     cst.With,
     cst.Dict,
     cst.UnaryOperation,
+    cst.Name,
     cst.Float,
     cst.Integer,
 )
@@ -175,7 +176,7 @@ def _with_logits(original: Node, node: Node, repair: Repair) -> Node:
 
 
 def _replace(original: Node, node: Node, repair: Repair) -> Node:
-    if not isinstance(original, cst.UnaryOperation | cst.Float | cst.Integer):
+    if not isinstance(original, cst.UnaryOperation | cst.Float | cst.Integer | cst.Name):
         return node
     return cst.parse_expression(repair.details[0])
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import re2
@@ -30,9 +32,14 @@ def check(script: Script) -> Iterator[Found]:
     if "torch" not in script.text:
         return
     lines = lines_with(_EXTREME, script.text)
-    if lines:
-        for statement in _smallest(script.tree.body, lines):
-            yield from _of(statement, any(_covers(node, statement.lineno) for node in _modules(script)))
+    if not lines:
+        return
+    reader = _Reader(_named(script, lines))
+    if reader.named:
+        names = "|".join(map(re.escape, reader.named))
+        lines = sorted({*lines, *lines_with(re2.compile(rf"\b(?:{names})\b"), script.text)})
+    for statement in _smallest(script.tree.body, lines):
+        yield from reader.of(statement, any(_covers(node, statement.lineno) for node in _modules(script)))
 
 
 _BY_DTYPE = re.compile(r"float16|half|dtype|fp16|autocast")
@@ -63,80 +70,29 @@ def _smallest(body: list[ast.stmt], lines: list[int]) -> Iterator[ast.stmt]:
             yield from _smallest(block, lines)
 
 
-def _of(statement: ast.stmt, module: bool) -> Iterator[Found]:
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Call):
-            yield from _fill(node)
-            if module:
-                yield from _clamp(node)
-        elif isinstance(node, ast.BinOp):
-            if isinstance(node.op, ast.Mult):
-                yield from _product(node)
-            elif isinstance(node.op, ast.Add) and module:
-                yield from _added(node)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            yield from _stored(node, node.targets[0])
+def _named(script: Script, lines: list[int]) -> dict[str, ast.expr]:
+    """Names that stand for one such number and nothing else in the script: ``NEG_INF = -1e9``."""
+    found: dict[str, ast.expr] = {}
+    for statement in _smallest(script.tree.body, lines):
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            found[statement.targets[0].id] = statement.value
+    found = {name: value for name, value in found.items() if _number(value) is not None}
+    if found:
+        nodes = list(ast.walk(script.tree))
+        stored = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
+        found = {name: value for name, value in found.items() if stored[name] == 1}
+    return found
 
 
-def _literal(node: ast.AST) -> float | None:
+def _number(node: ast.AST) -> float | None:
+    """A literal number with its sign."""
     sign = 1.0
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         node, sign = node.operand, -1.0
-    if isinstance(node, ast.Call) and dotted(node.func) == "float" and len(node.args) == 1:
-        return None
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return sign * float(node.value)  # type: ignore[arg-type]
     return None
-
-
-def _too_large(node: ast.AST) -> bool:
-    value = _literal(node)
-    return value is not None and _LARGEST_HALF < abs(value) < float("inf")
-
-
-def _mask(node: ast.AST, place: ast.expr, repair: Repair | None) -> Found:
-    return Found(
-        "AMP860",
-        node,
-        f"{_literal(place):g} is beyond float16, whose least is -65504: filling raises, a product is -inf",
-        "use torch.finfo(x.dtype).min of the tensor that is filled",
-        repair,
-    )
-
-
-def _fill(node: ast.Call) -> Iterator[Found]:
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-    if name in _FILLS and isinstance(node.func, ast.Attribute):
-        index = 2 if dotted(node.func.value) == "torch" else 1
-        values = [*node.args[index : index + 1], *(k.value for k in node.keywords if k.arg == "value")]
-        for value in values:
-            receiver = node.args[0] if index == 2 and node.args else node.func.value
-            if _too_large(value) and not _is_wide(receiver):
-                text = dotted(receiver)
-                yield _mask(value, value, _by_dtype(value, text) if text else None)
-    elif name == "where" and node.args and "mask" in ast.unparse(node.args[0]).lower():
-        for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
-            # two numbers make a float32 tensor, which promotes what it is added to
-            if _too_large(value) and _literal(other) is None and not _is_wide(other):
-                yield _mask(value, value, _by_dtype(value, dotted(other)) if dotted(other) else None)
-
-
-def _by_dtype(value: ast.expr, text: str) -> Repair:
-    limit = "min" if (_literal(value) or 0) < 0 else "max"
-    return Repair("replace", value.lineno, value.col_offset, (f"torch.finfo({text}.dtype).{limit}",))
-
-
-def _product(node: ast.BinOp) -> Iterator[Found]:
-    for value, other in ((node.left, node.right), (node.right, node.left)):
-        if _too_large(value) and "mask" in ast.unparse(other).lower() and not _is_wide(other):
-            yield _mask(node, value, None)
-
-
-def _stored(node: ast.Assign, target: ast.Subscript) -> Iterator[Found]:
-    if _too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
-        name = dotted(target.value)
-        if name and not name.startswith("np"):
-            yield _mask(node.value, node.value, _by_dtype(node.value, name))
 
 
 def _is_wide(node: ast.AST) -> bool:
@@ -157,34 +113,115 @@ def _is_wide(node: ast.AST) -> bool:
     )
 
 
-def _vanishes(node: ast.AST) -> bool:
-    value = _literal(node)
-    return value is not None and 0 < abs(value) <= SMALLEST_HALF
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Looks for numbers that do not fit.
 
+    Attributes:
+        named: names that stand for such numbers.
+    """
 
-def _eps(node: ast.AST, value: ast.expr) -> Found:
-    return Found(
-        "AMP861",
-        node,
-        f"{_literal(value):g} is zero in float16, whose smallest number is 6e-8",
-        "use 1e-6 or more, or compute this in float32",
-    )
+    named: dict[str, ast.expr]
 
+    def of(self, statement: ast.stmt, module: bool) -> Iterator[Found]:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call):
+                yield from self._fill(node)
+                if module:
+                    yield from self._clamp(node)
+            elif isinstance(node, ast.BinOp):
+                if isinstance(node.op, ast.Mult):
+                    yield from self._product(node)
+                elif isinstance(node.op, ast.Add) and module:
+                    yield from self._added(node)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                yield from self._stored(node, node.targets[0])
 
-def _added(node: ast.BinOp) -> Iterator[Found]:
-    for value, other in ((node.left, node.right), (node.right, node.left)):
-        if _vanishes(value) and _literal(other) is None and not _is_wide(other):
-            yield _eps(value, value)
+    def _literal(self, node: ast.AST) -> float | None:
+        sign = 1.0
+        if (
+            isinstance(node, ast.UnaryOp)
+            and isinstance(node.op, ast.USub)
+            and isinstance(node.operand, ast.Name)
+        ):
+            node, sign = node.operand, -1.0
+        if isinstance(node, ast.Name) and node.id in self.named:
+            node = self.named[node.id]
+        value = _number(node)
+        return None if value is None else sign * value
 
+    def _too_large(self, node: ast.AST) -> bool:
+        value = self._literal(node)
+        return value is not None and _LARGEST_HALF < abs(value) < float("inf")
 
-def _clamp(node: ast.Call) -> Iterator[Found]:
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-    if name not in ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip"):
-        return
-    receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
-    if dotted(receiver) == "torch":
-        receiver = node.args[0] if node.args else node
-    values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "min")]
-    for value in values:
-        if _vanishes(value) and not _is_wide(receiver):
-            yield _eps(value, value)
+    def _mask(self, node: ast.AST, place: ast.expr, repair: Repair | None) -> Found:
+        return Found(
+            "AMP860",
+            node,
+            f"{self._literal(place):g} is beyond float16, whose least is -65504: filling raises, a product"
+            " is -inf",
+            "use torch.finfo(x.dtype).min of the tensor that is filled",
+            repair,
+        )
+
+    def _fill(self, node: ast.Call) -> Iterator[Found]:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name in _FILLS and isinstance(node.func, ast.Attribute):
+            index = 2 if dotted(node.func.value) == "torch" else 1
+            values = [*node.args[index : index + 1], *(k.value for k in node.keywords if k.arg == "value")]
+            for value in values:
+                receiver = node.args[0] if index == 2 and node.args else node.func.value
+                if self._too_large(value) and not _is_wide(receiver):
+                    text = dotted(receiver)
+                    yield self._mask(value, value, self._by_dtype(value, text) if text else None)
+        elif name == "where" and node.args and "mask" in ast.unparse(node.args[0]).lower():
+            for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
+                # two numbers make a float32 tensor, which promotes what it is added to
+                if self._too_large(value) and self._literal(other) is None and not _is_wide(other):
+                    yield self._mask(
+                        value, value, self._by_dtype(value, dotted(other)) if dotted(other) else None
+                    )
+
+    def _by_dtype(self, value: ast.expr, text: str) -> Repair:
+        limit = "min" if (self._literal(value) or 0) < 0 else "max"
+        return Repair("replace", value.lineno, value.col_offset, (f"torch.finfo({text}.dtype).{limit}",))
+
+    def _product(self, node: ast.BinOp) -> Iterator[Found]:
+        for value, other in ((node.left, node.right), (node.right, node.left)):
+            if self._too_large(value) and "mask" in ast.unparse(other).lower() and not _is_wide(other):
+                yield self._mask(node, value, None)
+
+    def _stored(self, node: ast.Assign, target: ast.Subscript) -> Iterator[Found]:
+        if self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
+            name = dotted(target.value)
+            if name and not name.startswith("np"):
+                yield self._mask(node.value, node.value, self._by_dtype(node.value, name))
+
+    def _vanishes(self, node: ast.AST) -> bool:
+        value = self._literal(node)
+        return value is not None and 0 < abs(value) <= SMALLEST_HALF
+
+    def _eps(self, node: ast.AST, value: ast.expr) -> Found:
+        return Found(
+            "AMP861",
+            node,
+            f"{self._literal(value):g} is zero in float16, whose smallest number is 6e-8",
+            "use 1e-6 or more, or compute this in float32",
+        )
+
+    def _added(self, node: ast.BinOp) -> Iterator[Found]:
+        for value, other in ((node.left, node.right), (node.right, node.left)):
+            if self._vanishes(value) and self._literal(other) is None and not _is_wide(other):
+                yield self._eps(value, value)
+
+    def _clamp(self, node: ast.Call) -> Iterator[Found]:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name not in ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip"):
+            return
+        receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
+        if dotted(receiver) == "torch":
+            receiver = node.args[0] if node.args else node
+        values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "min")]
+        for value in values:
+            if self._vanishes(value) and not _is_wide(receiver):
+                yield self._eps(value, value)
