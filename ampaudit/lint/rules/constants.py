@@ -192,7 +192,9 @@ class _Reader:
                 yield self._mask(node, value, None)
 
     def _stored(self, node: ast.Assign, target: ast.Subscript) -> Iterator[Found]:
-        if self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
+        # a large positive number marks what a least is looked for in, mostly outside of 16 bits
+        low = (self._literal(node.value) or 0) < 0
+        if low and self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
             name = dotted(target.value)
             if name and not name.startswith("np"):
                 yield self._mask(node.value, node.value, self._by_dtype(node.value, name))
