@@ -239,6 +239,19 @@ def test_old_names_that_are_meant_are_left_alone(text: str) -> None:
     assert codes(text) == []
 
 
+@pytest.mark.parametrize(
+    "written", ["GradScaler", "'GradScaler'", "torch.amp.GradScaler | None", "Optional[GradScaler]"]
+)
+def test_an_annotation_says_what_a_parameter_is(written: str) -> None:
+    """Nothing else would: the step and the update are somebody else's."""
+    text = (
+        f"import torch\n\n\ndef back(loss, optimizer, s: {written}):\n    s.scale(loss).backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    assert codes(text) == ["AMP803"]
+    assert codes(text.replace(f": {written}", "")) == []
+
+
 def test_a_number_by_its_name() -> None:
     text = "import torch\n\nLOW = -1e9\n\n\ndef f(scores, mask):\n    return scores.masked_fill(mask, LOW)\n"
     assert codes(text) == ["AMP860"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -126,15 +127,14 @@ def _bind(machine: Machine, info: FunctionInfo, given: Mapping[str, Value], owne
 
 
 def _annotated(machine: Machine, argument: ast.arg) -> Value:
-    text = argument.annotation
-    name = text.value if isinstance(text, ast.Constant) else dotted(text) if text is not None else ""
-    last = str(name).rpartition(".")[2]
-    if last == "GradScaler":
+    """What a parameter is annotated as: ``GradScaler``, ``"Optimizer"``, ``Accelerator | None``."""
+    written = ast.unparse(argument.annotation) if argument.annotation is not None else ""
+    names = set(re.findall(r"\w+", written))
+    if "GradScaler" in names:
         return machine.seen_scaler(Scaler(f"name {argument.arg}", text=argument.arg))
-    if last == "Optimizer":
-        machine.optimizers.add(f"name {argument.arg}")
+    if "Optimizer" in names and not names & {"list", "List", "dict", "Dict", "Sequence", "Iterable", "tuple"}:
         return Optimizer(f"name {argument.arg}")
-    return Managed() if last in ("Accelerator", "Fabric", "DeepSpeedEngine") else UNKNOWN
+    return Managed() if names & {"Accelerator", "Fabric", "DeepSpeedEngine"} else UNKNOWN
 
 
 def _returned(machine: Machine, entry: State) -> Value:

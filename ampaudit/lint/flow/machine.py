@@ -96,7 +96,6 @@ class Machine:
         self.statement: ast.stmt | None = None
         self.found: dict[tuple[str, int, int], Found] = {}
         self.events: dict[tuple[str, ast.AST, tuple[Guard, ...]], Event] = {}
-        self.optimizers: set[str] = set()
         self.scalers: dict[str, Scaler] = {}
         self.escaped: set[str] = set()
         self.called: set[FunctionInfo] = set()
@@ -239,7 +238,6 @@ class Machine:
         if kind == "scaler":
             return self.seen_scaler(Scaler(key, text=text))
         if kind == "optimizer":
-            self.optimizers.add(key)
             return Optimizer(key)
         if kind == "scheduler":
             return Scheduler(key)

@@ -18,7 +18,6 @@ __all__ = [
     "SMALLEST_HALF",
     "WITHOUT_EFFECT",
     "canonical",
-    "is_float16",
 ]
 
 SMALLEST_HALF: Final = 2.0**-25  # what is not above half of float16's smallest number rounds to zero
@@ -140,8 +139,3 @@ _SAME: Final = (
     ("torch.nn.modules.loss", "torch.nn"),
     ("torch.special.log_softmax", "torch.log_softmax"),
 )
-
-
-def is_float16(dtype: str | None) -> bool:
-    """Whether a dtype has the narrow range that loss scaling is for."""
-    return dtype == "float16"

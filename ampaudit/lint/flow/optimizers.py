@@ -31,7 +31,6 @@ def optimizer_method(
     machine: Machine, node: ast.Call, optimizer: Optimizer, name: str, arguments: Arguments
 ) -> Value:
     """What a method of an optimizer does."""
-    machine.optimizers.add(optimizer.key)
     state = machine.live
     if name == "step":
         _step(machine, node, optimizer, arguments)
@@ -144,7 +143,6 @@ def made_optimizer(machine: Machine, node: ast.Call, name: str, arguments: Argum
     given = arguments.get(0, "params")
     models = given.models if isinstance(given, Params) else None
     key = f"L{node.lineno}:{node.col_offset}"
-    machine.optimizers.add(key)
     machine.note("optimizer.made", node, optimizer=key)
     if name in ADAM_LIKE and models:
         _check_eps(machine, node, name, arguments, models)
