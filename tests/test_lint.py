@@ -333,6 +333,12 @@ def loop(body: str, arguments: str = "") -> str:
             "scaler.step(optimizer)\nscaler.update()",
             ["AMP802"],
         ),
+        # a sum goes through the graphs of both
+        (
+            "a, b = model(x).sum(), model(y)\nscaler.scale(a + b.sum()).backward()\n"
+            "scaler.scale(b.mean()).backward()\nscaler.step(optimizer)\nscaler.update()",
+            ["AMP835"],
+        ),
         # walrus, tuple, conditional expression
         ("(scaled := scaler.scale(loss)).backward()\noptimizer.step()\nscaler.update()", ["AMP803"]),
         ("a, b = loss, 1\na.backward()\nscaler.step(optimizer)\nscaler.update()", ["AMP802"]),

@@ -140,6 +140,20 @@ def test_every_loop_that_is_one_slip_away(right: str) -> None:
         judged(names)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        "scaled step zero plain update",  # the plain loss is not divided later
+        "zero scaled unscale update scaled step update",  # unscaled gradients are left when the next come
+        "scaled update unscale plain clip step update zero",
+        "step zero update scaled",
+    ],
+)
+def test_loops_that_went_unseen_once(names: str) -> None:
+    assert not same_as_meant(names.split())
+    judged(names.split())
+
+
 def test_a_bare_step_after_unscale_is_not_skipped_when_it_overflows() -> None:
     text = source(["zero", "scaled", "unscale", "bare", "update"])
     assert codes(text) == {"AMP803"}
