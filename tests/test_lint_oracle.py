@@ -228,11 +228,14 @@ def fake_cuda_autocast() -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCUDA):
+        before = torch.get_autocast_dtype("cuda")  # somebody may have set another one
         torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.float16)
         try:
             yield
         finally:
             torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_dtype("cuda", before)
 
 
 def test_autocast_undoes_a_float_and_linalg_has_no_half() -> None:
