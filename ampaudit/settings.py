@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ampaudit.errors import UsageError, did_you_mean
 
-__all__ = ["TEXTS", "Key", "are_texts", "checked", "find_config", "read_table"]
+__all__ = ["LEVEL", "LEVELS", "TEXTS", "Key", "are_texts", "checked", "find_config", "read_table"]
 
 Key: TypeAlias = tuple[Callable[[Any], bool], str]  # whether a value fits, and what it must be
 
@@ -20,6 +20,8 @@ def are_texts(value: Any) -> bool:
 
 
 TEXTS: Key = (are_texts, "a list of texts")
+LEVELS = ("error", "warning", "note", "never")  # what --fail-on may be
+LEVEL: Key = (lambda value: value in LEVELS, "error, warning, note or never")
 
 
 def find_config(start: Path) -> Path | None:

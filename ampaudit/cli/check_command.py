@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from ampaudit.cli.common_options import debug_option, ignore_option, report_format_option
 from ampaudit.cli.output import deliver_document
+from ampaudit.settings import LEVELS
 
 __all__ = ["check_command"]
 
@@ -26,7 +27,7 @@ _DEFAULTS: dict[str, Any] = {"fail_on": "error", "jobs": 1}
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="[default: auto]")
 @click.option(
     "--fail-on",
-    type=click.Choice(["error", "warning", "note", "never"]),
+    type=click.Choice(LEVELS),
     help="Severity from which a finding counts.  [default: error]",
 )
 @click.option("--allow", multiple=True, metavar="CODE", help="Findings that do not count; repeat.")

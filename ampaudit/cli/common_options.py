@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from ampaudit.outputs.choice import FORMATS
+from ampaudit.settings import LEVELS
 
 __all__ = [
     "debug_option",
@@ -45,7 +46,7 @@ output_option = click.option(
 )
 fail_on_option = click.option(
     "--fail-on",
-    type=click.Choice(["error", "warning", "note", "never"]),
+    type=click.Choice(LEVELS),
     default="error",
     show_default=True,
     help="Severity from which the exit code is 1.",

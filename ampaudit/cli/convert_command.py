@@ -16,6 +16,7 @@ from ampaudit.cli.common_options import (
 )
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver, deliver_document
+from ampaudit.settings import LEVELS
 
 if TYPE_CHECKING:
     from ampaudit.report.conversion import Conversion
@@ -47,7 +48,7 @@ _FILE = click.Path(path_type=Path)
 @model_options
 @click.option(
     "--fail-on",
-    type=click.Choice(["error", "warning", "note", "never"]),
+    type=click.Choice(LEVELS),
     default="error",
     show_default=True,
     help="Severity of a finding from which nothing is written, and the exit code is 1.",

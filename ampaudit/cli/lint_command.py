@@ -11,6 +11,7 @@ import click
 
 from ampaudit.cli.common_options import debug_option, output_option
 from ampaudit.cli.output import deliver_document
+from ampaudit.settings import LEVELS
 
 if TYPE_CHECKING:
     from ampaudit.lint.linting import Choice, LintedFile
@@ -30,7 +31,7 @@ _STDIN = "-"
 @click.option("--diff", is_flag=True, help="Show what --fix would change, and change nothing.")
 @click.option(
     "--fail-on",
-    type=click.Choice(["error", "warning", "note", "never"]),
+    type=click.Choice(LEVELS),
     help="Severity from which the exit code is 1.  [default: warning]",
 )
 @click.option(
@@ -135,7 +136,7 @@ def _show_differences(linted: list[LintedFile], report: LintReport) -> int:
     files = f"{len(changed)} file{'s' if len(changed) != 1 else ''}"
     click.echo(f"would repair {count} in {files}" if changed else "nothing to repair", err=True)
     for item in report.unread:
-        click.echo(f"{plain(item.file)}:{item.line}: not read: {plain(item.reason)}", err=True)
+        click.echo(str(item), err=True)
     return 1 if changed else 2 if report.unread else 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ampaudit.errors import UsageError
-from ampaudit.settings import TEXTS, Key, checked, read_table
+from ampaudit.settings import LEVEL, TEXTS, Key, checked, read_table
 
 __all__ = ["parse_size", "read_config"]
 
@@ -93,7 +93,7 @@ _KEYS: dict[str, Key] = {
     "policy": _TEXT,
     "dtype": _TEXT,
     "device": _TEXT,
-    "fail-on": (lambda v: v in ("error", "warning", "note", "never"), "error, warning, note or never"),
+    "fail-on": LEVEL,
     "allow": TEXTS,
     "ignore": TEXTS,
     "min-headroom": _NUMBER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ampaudit.settings import TEXTS, Key, checked, read_table
+from ampaudit.settings import LEVEL, TEXTS, Key, checked, read_table
 
 __all__ = ["read_lint_config"]
 
@@ -14,7 +14,7 @@ _KEYS: dict[str, Key] = {
     "select": TEXTS,
     "ignore": TEXTS,
     "exclude": TEXTS,
-    "fail-on": (lambda v: v in ("error", "warning", "note", "never"), "error, warning, note or never"),
+    "fail-on": LEVEL,
 }
 
 

@@ -6,7 +6,12 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Event", "Found", "Guard", "Repair"]
+__all__ = ["Event", "Found", "Guard", "Repair", "place_of", "removal"]
+
+
+def place_of(node: ast.AST) -> tuple[int, int]:
+    """Line from 1 and column in UTF-8 bytes from 0; zeros for what stands nowhere."""
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,12 @@ class Repair:
     line: int
     column: int
     details: tuple[str, ...] = ()
+
+
+def removal(statement: ast.stmt | None, node: ast.AST) -> Repair | None:
+    """Takes a statement out that is a node and nothing else."""
+    alone = isinstance(statement, ast.Expr) and statement.value is node
+    return Repair("remove statement", *place_of(node)) if alone else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,6 @@ class Guard:
 
     kind: str
     node: ast.AST
-    branch: bool = True
 
 
 @dataclass(frozen=True, slots=True)

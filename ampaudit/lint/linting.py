@@ -109,18 +109,9 @@ def _lint_unit(
         linted.fixed += count
         if text != unit.text:
             changed.append((original, text))
-            unit = Unit(text, unit.start, unit.indent, _marks(text, unit), unit.lenient)
+            unit = unit.changed(text)
     linted.findings += findings_of(linted.path, unit, found, choice)
     return names
-
-
-def _marks(text: str, unit: Unit) -> tuple[tuple[int, int], ...]:
-    """Where a notebook's cells begin after lines were added."""
-    if not unit.marks:
-        return ()
-    cells = iter(unit.marks)
-    lines = enumerate(text.split("\n"), 1)
-    return tuple((number, next(cells)[1]) for number, line in lines if line.startswith("# ampaudit cell "))
 
 
 def _read(

@@ -56,6 +56,13 @@ class Unit:
         mark, cell = max((m for m in self.marks if m[0] < line), default=self.marks[0])
         return max(line - mark, 1), cell
 
+    def changed(self, text: str) -> Unit:
+        """The same unit with another text; a notebook's cells may begin at other lines now."""
+        cells = iter(self.marks)
+        lines = enumerate(text.split("\n"), 1) if self.marks else ()
+        marks = tuple((number, next(cells)[1]) for number, line in lines if line.startswith(_MARK))
+        return replace(self, text=text, marks=marks)
+
 
 def decode(data: bytes) -> tuple[str, str]:
     """A file's text and its encoding, by its first lines as Python does.

@@ -27,7 +27,7 @@ from ampaudit.lint.flow.values import (
     Symbol,
     Value,
 )
-from ampaudit.lint.found import Event, Found
+from ampaudit.lint.found import Event, Found, place_of
 from ampaudit.lint.rules import accumulation, bookkeeping, constants, functions, graphs, regions, spelling
 
 __all__ = ["read"]
@@ -55,8 +55,7 @@ def read(script: Script, known: Mapping[str, Value]) -> tuple[list[Found], dict[
     regions.check_file(machine, roots)
     found = dict(machine.found)
     for item in (*constants.check(script), *spelling.check(script), *functions.check(script)):
-        place = (item.code, getattr(item.node, "lineno", 1), getattr(item.node, "col_offset", 0))
-        found.setdefault(place, item)
+        found.setdefault((item.code, *place_of(item.node)), item)
     ordered = sorted(found.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
     names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, Symbol)}
     return [item for _, item in ordered], names
@@ -92,9 +91,7 @@ def _follow(machine: Machine, roots: list[list[Event]], root: _Root) -> State:
 
 def _once(machine: Machine, root: _Root, roots: list[list[Event]]) -> State:
     info = root.info
-    facts = {k: v for k, v in root.start.facts.items() if k[0] in _KEPT}
-    root.start.share()
-    machine.state, machine.guards, machine.rounds = State(facts, root.start.scopes.copy()), (), 0
+    machine.state, machine.guards, machine.rounds = root.start.anew(), (), 0
     machine.frame, machine.loops, machine.returns, machine.grad = 0, [], [], []
     machine.contexts = [root.context]
     with contextlib.suppress(TooLong):
@@ -120,7 +117,6 @@ def _read_class(machine: Machine, roots: list[list[Event]], end: State, info: Cl
     machine.managed = False
 
 
-_KEPT = ("half", "device")
 _TRAINING = frozenset({"backward", "forward", "scaler.scale", "scaler.step", "scaler.unscale", "clip"})
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import libcst as cst
 from libcst import metadata
 
-from ampaudit.lint.flow.script import lines_of
+from ampaudit.lint.flow.script import characters, lines_of
 from ampaudit.lint.found import Repair
 from ampaudit.lint.modernise import Modern
 
@@ -30,8 +30,7 @@ def repaired(text: str, repairs: Sequence[Repair]) -> str:
     places: dict[tuple[int, int], list[Repair]] = {}
     for repair in repairs:
         line = lines[repair.line - 1] if repair.line <= len(lines) else ""
-        column = len(line.encode()[: repair.column].decode(errors="ignore"))
-        places.setdefault((repair.line, column), []).append(repair)
+        places.setdefault((repair.line, characters(line, repair.column)), []).append(repair)
     return wrapper.visit(_Repairer(places)).code
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.report.finding import FailOn, Severity, threshold
+from ampaudit.words import plain
 
 __all__ = ["LintFinding", "LintReport", "UnreadFile"]
 
@@ -54,6 +55,9 @@ class UnreadFile:
     file: str
     line: int
     reason: str
+
+    def __str__(self) -> str:
+        return f"{plain(self.file)}:{self.line}: not read: {plain(self.reason)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ampaudit.comments import Comment, comments_of
 from ampaudit.lint.choice import UNUSED, Choice
-from ampaudit.lint.flow.script import lines_of, parse
+from ampaudit.lint.flow.script import characters, lines_of, parse
 from ampaudit.lint.found import Found
 from ampaudit.lint.pieces import Unit
 from ampaudit.lint.report import LintFinding
@@ -69,8 +69,8 @@ def _finding(path: str, unit: Unit, lines: list[str], item: Found, function: str
     first = int(getattr(node, "lineno", 1))
     last = int(getattr(node, "end_lineno", first) or first)
     text, end_text = lines[first - 1], lines[last - 1]
-    column = len(text.encode()[: getattr(node, "col_offset", 0)].decode(errors="ignore"))
-    end = len(end_text.encode()[: getattr(node, "end_col_offset", 0) or 0].decode(errors="ignore"))
+    column = characters(text, getattr(node, "col_offset", 0))
+    end = characters(end_text, getattr(node, "end_col_offset", 0) or 0)
     line, cell = unit.place(first)
     return LintFinding(
         code=item.code,

@@ -25,7 +25,7 @@ def render_lint(report: LintReport, *, verbosity: int = 0) -> RenderableType:
             if finding.suppressed is None or verbosity > 0:
                 parts += _finding(finding)
     for item in report.unread:
-        parts.append(Text(f"{plain(item.file)}:{item.line}: not read: {plain(item.reason)}", "yellow"))
+        parts.append(Text(str(item), "yellow"))
     return Group(*parts, _summary(report))
 
 

@@ -181,9 +181,7 @@ def unknown_call(machine: Machine, node: ast.Call, name: str, arguments: Argumen
     for value in given:
         if isinstance(value, Function) and value.info.busy and value.info not in machine.called:
             callback(machine, value, node)
-    if (
-        last == "step" and any(isinstance(value, Optimizer) for value in given)
-    ) or last not in WITHOUT_EFFECT:
+    if last not in WITHOUT_EFFECT:
         _may_do_anything(machine, name, given)
     touched = any(isinstance(value, Scaler | Instance) for value in given)
     return UNKNOWN if touched else _opaque(machine, given)

@@ -6,6 +6,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.lint.flow import objects, tensors
+from ampaudit.lint.flow.facts import YES
 from ampaudit.lint.flow.script import dotted
 from ampaudit.lint.flow.values import Autocast, Const, Scaler, Value
 
@@ -59,5 +60,5 @@ def made_scaler(machine: Machine, node: ast.Call, arguments: Arguments) -> Value
         enabled = True if machine.truth(expression) else None  # by a switch
     scaler = Scaler(key, node, enabled, text)
     machine.note("scaler.made", node, scaler=key)
-    machine.live.put("yes", "unused", key)
+    machine.live.put(YES, "unused", key)
     return machine.seen_scaler(scaler) if enabled is not False else scaler

@@ -88,7 +88,6 @@ def _binary(machine: Machine, node: ast.BinOp) -> Value:
         return product(machine, node, [left, right])
     if isinstance(left, Const) and isinstance(right, Const):
         return UNKNOWN
-    machine.note("binary", node, left=left, right=right)
     return combined(node, left, right, machine)
 
 

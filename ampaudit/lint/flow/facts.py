@@ -10,6 +10,7 @@ that unscaled gradients are still there after an update, ``last`` which optimize
 
 from __future__ import annotations
 
+import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.lint.flow.state import EMPTY, Contribution
@@ -17,7 +18,16 @@ from ampaudit.lint.flow.state import EMPTY, Contribution
 if TYPE_CHECKING:
     from ampaudit.lint.flow.machine import Machine
 
-__all__ = ["BY_STEP", "PAST", "YES", "contributions", "is_still_scaled", "one_optimizer"]
+__all__ = [
+    "BY_STEP",
+    "PAST",
+    "YES",
+    "contributions",
+    "is_still_scaled",
+    "is_unscaled",
+    "no_gradients",
+    "one_optimizer",
+]
 
 
 YES = "yes"
@@ -42,9 +52,22 @@ def is_still_scaled(machine: Machine) -> bool:
     found = contributions(machine)
     if not found or not all(item.scaler for item in found):
         return False
-    return not any(fact is not None for _, fact in machine.live.where("unscaled"))
+    return not machine.live.said("unscaled")
 
 
 def one_optimizer(machine: Machine) -> bool:
     """Whether it is certain which optimizer's gradients are meant."""
     return len(machine.script.ducks.optimizer_names()) <= 1
+
+
+def is_unscaled(machine: Machine) -> bool:
+    """Whether unscale_() was called for every optimizer that anything was said of."""
+    facts = [fact for _, fact in machine.live.where("unscaled")]
+    return bool(facts) and all(isinstance(fact, ast.AST) for fact in facts)
+
+
+def no_gradients(machine: Machine) -> None:
+    """All gradients are set to zero."""
+    machine.live.put(EMPTY, "grads")
+    machine.live.put(YES, "idle")
+    machine.live.put(None, "leftover")

@@ -6,7 +6,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.lint.flow.blocks import next_step
-from ampaudit.lint.flow.facts import BY_STEP, YES, contributions, is_still_scaled, one_optimizer
+from ampaudit.lint.flow.facts import BY_STEP, YES, contributions, is_still_scaled, is_unscaled, one_optimizer
 from ampaudit.lint.flow.joining import part_of
 from ampaudit.lint.flow.protocol import check_early
 from ampaudit.lint.flow.state import EMPTY, Contribution
@@ -55,7 +55,7 @@ def backward(machine: Machine, node: ast.Call, loss: Tensor, arguments: Argument
     found = contributions(machine)
     if loss.scaled == MAYBE or found is None:
         state.put(MAYBE, "grads")
-    elif loss.scaled != NO or not _is_unscaled(machine):
+    elif loss.scaled != NO or not is_unscaled(machine):
         # what a plain loss adds to gradients that were unscaled is right
         state.put(found | {Contribution(loss.scaled, node, loss.under)}, "grads")
     if loss.scaled != NO:
@@ -73,17 +73,12 @@ def backward(machine: Machine, node: ast.Call, loss: Tensor, arguments: Argument
     return UNKNOWN
 
 
-def _is_unscaled(machine: Machine) -> bool:
-    facts = [fact for _, fact in machine.live.where("unscaled")]
-    return bool(facts) and all(isinstance(fact, ast.AST) for fact in facts)
-
-
 def _check_accumulated(machine: Machine, node: ast.Call, loss: Tensor) -> None:
     if loss.scaled in (NO, MAYBE) or not one_optimizer(machine) or contributions(machine) in (None, EMPTY):
         return
     state = machine.live
     unscaled = [fact for _, fact in state.where("unscaled", loss.scaled)]
-    stepped = any(fact is not None for _, fact in state.where("stepped", loss.scaled))
+    stepped = state.said("stepped", loss.scaled)
     if state.get("leftover") == YES:
         unscaled, stepped = [node], False
     if unscaled and all(isinstance(fact, ast.AST) for fact in unscaled) and not stepped:

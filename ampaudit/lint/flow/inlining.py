@@ -86,9 +86,7 @@ def _leave(machine: Machine) -> None:
 def callback(machine: Machine, function: Function, node: ast.AST) -> None:
     """Follow a function that somebody else will call, some time; what it does changes nothing here."""
     state, contexts, grad = machine.state, machine.contexts, machine.grad
-    machine.state = machine.live.copy()
-    kept = {key: fact for key, fact in machine.live.facts.items() if key[0] in ("half", "device")}
-    machine.state = State(kept, machine.live.scopes)
+    machine.state = machine.live.anew()
     machine.contexts, machine.grad = [OFF if has_own_context(function.info.node) else UNSURE], []
     enter(machine, function.info, node, {}, None, function.frame)
     machine.state, machine.contexts, machine.grad = state, contexts, grad

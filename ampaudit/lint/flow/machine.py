@@ -32,7 +32,7 @@ from ampaudit.lint.flow.values import (
     Tensor,
     Value,
 )
-from ampaudit.lint.found import Event, Found, Guard, Repair
+from ampaudit.lint.found import Event, Found, Guard, Repair, place_of
 
 __all__ = ["OFF", "UNSURE", "Loop", "Machine", "TooLong"]
 
@@ -108,8 +108,7 @@ class Machine:
 
     def say(self, code: str, node: ast.AST, cause: str, advice: str, repair: Repair | None = None) -> None:
         """Report a mistake, once per place."""
-        place = (code, getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
-        self.found.setdefault(place, Found(code, node, cause, advice, repair))
+        self.found.setdefault((code, *place_of(node)), Found(code, node, cause, advice, repair))
 
     def note(self, kind: str, node: ast.AST, **data: Any) -> None:
         """Record that something happens; the second time round a loop adds nothing."""
@@ -194,10 +193,10 @@ class Machine:
         return value
 
     @contextmanager
-    def guarded(self, kind: str, node: ast.AST, branch: bool = True) -> Iterator[None]:
+    def guarded(self, kind: str, node: ast.AST) -> Iterator[None]:
         """Inside a loop, a branch or a call."""
         outside = self.guards
-        self.guards = (*outside, Guard(kind, node, branch))
+        self.guards = (*outside, Guard(kind, node))
         try:
             yield
         finally:

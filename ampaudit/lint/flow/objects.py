@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.lint.flow.facts import no_gradients
 from ampaudit.lint.flow.inlining import enter
 from ampaudit.lint.flow.script import dotted
-from ampaudit.lint.flow.tensors import dtype_of, lowered
+from ampaudit.lint.flow.tensors import cast_of, dtype_of, lowered
 from ampaudit.lint.flow.values import (
     MAYBE,
     UNKNOWN,
@@ -67,7 +68,7 @@ def model_method(machine: Machine, node: ast.Call, model: Model, name: str, argu
     state = machine.live
     if name in ("half", "float", "bfloat16", "double", "to", "type"):
         _cast(machine, node, model, name, arguments)
-        _move(machine, node, model, arguments)
+        _move(machine, model, arguments)
         return model
     if name in ("cuda", "cpu"):
         state.put(name, "device", model.key)
@@ -75,8 +76,7 @@ def model_method(machine: Machine, node: ast.Call, model: Model, name: str, argu
     if name in ("parameters", "named_parameters"):
         return Params(frozenset({model.key}))
     if name == "zero_grad":
-        state.put(frozenset(), "grads")
-        state.put("yes", "idle")
+        no_gradients(machine)
         machine.note("zero_grad", node, optimizer="", many=True)
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -85,23 +85,16 @@ def model_method(machine: Machine, node: ast.Call, model: Model, name: str, argu
         return clip(machine, node, name, arguments)
     if name == "no_sync":
         return Context("no_sync")
-    if name in ("train", "eval"):
-        machine.note(f"model.{name}", node, model=model)
+    if name in ("train", "eval", "requires_grad_", "apply"):
         return model
-    if name in ("requires_grad_", "apply"):
-        return model
-    if name == "load_state_dict" or name in _NOT_A_FORWARD:
+    if name in _NOT_A_FORWARD:
         return UNKNOWN
     value = forward(machine, node, model, arguments)
     return value if name in ("forward", "__call__") else Tensor(roots=value.roots, under=value.under)
 
 
 def _cast(machine: Machine, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
-    wanted = {"half": "float16", "float": "float32", "bfloat16": "bfloat16", "double": "float64"}.get(
-        name, ""
-    )
-    for value in (*arguments.positional, *arguments.keywords.values()):
-        wanted = wanted or dtype_of(value)
+    wanted = cast_of(name, arguments)
     if wanted:
         machine.live.put(node if wanted == "float16" else None, "half", model.key)
     elif (
@@ -110,14 +103,13 @@ def _cast(machine: Machine, node: ast.Call, model: Model, name: str, arguments: 
         machine.live.put(MAYBE, "half", model.key)
 
 
-def _move(machine: Machine, node: ast.Call, model: Model, arguments: Arguments) -> None:
-    for value in (*arguments.positional, *arguments.keywords.values()):
+def _move(machine: Machine, model: Model, arguments: Arguments) -> None:
+    for value in arguments.all():
         device = device_of(value)
         if device:
             machine.live.put(device, "device", model.key)
         elif value is UNKNOWN:
             machine.live.put(MAYBE, "device", model.key)
-    del node
 
 
 def device_of(value: Value | None) -> str:

@@ -7,12 +7,12 @@ import re
 from typing import TYPE_CHECKING
 
 from ampaudit.lint.flow.blocks import scaler_near
-from ampaudit.lint.flow.facts import PAST, YES, contributions, one_optimizer
+from ampaudit.lint.flow.facts import PAST, contributions, is_unscaled, no_gradients, one_optimizer
 from ampaudit.lint.flow.names import ADAM_LIKE, MANAGERS, SMALLEST_HALF
 from ampaudit.lint.flow.protocol import inside_autocast, zeroed
-from ampaudit.lint.flow.state import EMPTY, Contribution
+from ampaudit.lint.flow.state import Contribution
 from ampaudit.lint.flow.values import MAYBE, UNKNOWN, Const, Optimizer, Params, StateOf, Value
-from ampaudit.lint.found import Repair
+from ampaudit.lint.found import Repair, removal
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments
@@ -36,19 +36,13 @@ def optimizer_method(
         _step(machine, node, optimizer, arguments)
     elif name == "zero_grad":
         machine.note("zero_grad", node, optimizer=optimizer.key, many=optimizer.many)
-        if contributions(machine) and one_optimizer(machine) and not _has_stepped(machine):
+        if contributions(machine) and one_optimizer(machine) and not state.said("stepped"):
             state.put((optimizer.key, node), "zeroed")
-        state.put(EMPTY, "grads")
-        state.put(YES, "idle")
-        state.put(None, "leftover")
+        no_gradients(machine)
     elif name in ("state_dict", "load_state_dict"):
         machine.note(f"optimizer.{name}", node, optimizer=optimizer.key)
         return StateOf("optimizer", optimizer.key) if name == "state_dict" else UNKNOWN
     return UNKNOWN
-
-
-def _has_stepped(machine: Machine) -> bool:
-    return any(fact is not None for _, fact in machine.live.where("stepped"))
 
 
 def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arguments) -> None:
@@ -66,7 +60,7 @@ def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arg
             node,
             "the scaler has stepped this optimizer already; this second step does not skip overflow",
             "remove this line: scaler.step(optimizer) calls optimizer.step()",
-            _removal(machine, node),
+            removal(machine.statement, node),
         )
     elif found and _has_scale(machine, found) and (one_optimizer(machine) or len(found) == 1):
         _stepped_past(
@@ -103,24 +97,17 @@ def _is_of(found: frozenset[Contribution] | None, key: str) -> bool:
 
 def _has_scale(machine: Machine, found: frozenset[Contribution]) -> bool:
     """Whether the scale is a factor of a part of the gradients at least, and nothing took it out."""
-    untouched = not any(fact is not None for _, fact in machine.live.where("unscaled"))
+    untouched = not machine.live.said("unscaled")
     return untouched and any(item.scaler for item in found)
 
 
 def _nothing_looks(machine: Machine) -> bool:
     """Whether gradients were unscaled, and the script has no test of its own for what is not finite."""
-    for _, fact in machine.live.where("unscaled"):
-        if not isinstance(fact, ast.AST):
-            return False
+    if not is_unscaled(machine):
+        return False
     unscaled = [e for e in machine.events.values() if e.kind == "scaler.unscale"]
     inner = len(machine.guards) > min((len(e.guards) for e in unscaled), default=0)
     return bool(unscaled) and not inner and _TESTS.search(machine.script.text) is None
-
-
-def _removal(machine: Machine, node: ast.Call) -> Repair | None:
-    statement = machine.statement
-    alone = isinstance(statement, ast.Expr) and statement.value is node
-    return Repair("remove statement", node.lineno, node.col_offset) if alone else None
 
 
 def _check_scaling(machine: Machine, found: frozenset[Contribution]) -> None:

@@ -152,8 +152,8 @@ def updates(machine: Machine, scaler: Scaler) -> bool:
 def check_update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
     """There is something to update after."""
     state = machine.live
-    stepped = any(fact is not None for _, fact in state.where("stepped", scaler.key))
-    looked = any(fact is not None for _, fact in state.where("unscaled", scaler.key))
+    stepped = state.said("stepped", scaler.key)
+    looked = state.said("unscaled", scaler.key)
     again = isinstance(state.get("updated", scaler.key), ast.AST) and not stepped and not looked
     if again or (state.get("unused", scaler.key) == YES and not stepped):
         machine.say(

@@ -34,7 +34,7 @@ from ampaudit.lint.flow.values import (
     Tensor,
     Value,
 )
-from ampaudit.lint.found import Repair
+from ampaudit.lint.found import removal
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments
@@ -144,15 +144,12 @@ def _unscale(machine: Machine, node: ast.Call, scaler: Scaler, optimizer: Optimi
     elif (
         first and not optimizer.many and isinstance(state.get("unscaled", scaler.key, optimizer.key), ast.AST)
     ):
-        repair = None
-        if isinstance(machine.statement, ast.Expr) and machine.statement.value is node:
-            repair = Repair("remove statement", node.lineno, node.col_offset)
         machine.say(
             "AMP809",
             node,
             "unscale_() was already called for this optimizer since the last update()",
             "call it once per step",
-            repair,
+            removal(machine.statement, node),
         )
     elif not optimizer.many and YES in (state.get("idle"), state.get("unused", scaler.key)):
         machine.say(
@@ -178,7 +175,7 @@ def _update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
     own = bool(found) and all(item.scaler == scaler.key for item in found or ())
     fresh = state.get("fresh") == YES and state.get("touched") is None
     if own and fresh:
-        looked = any(fact is not None for _, fact in state.where("unscaled", scaler.key))
+        looked = state.said("unscaled", scaler.key)
         state.put((node, looked), "early", scaler.key)
         state.put(YES if looked else None, "leftover")
     elif YES in stepped or PAST in stepped:

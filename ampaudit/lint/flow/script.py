@@ -1,4 +1,4 @@
-"""A parsed script: its functions and classes, and what the use of a name says about it."""
+"""A parsed script: its functions, classes and imports, and which of its lines matter."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 import re2
 
+from ampaudit.lint.flow.ducks import Ducks
 from ampaudit.lint.flow.values import ClassInfo, FunctionInfo
 
 __all__ = [
-    "Ducks",
     "Script",
+    "characters",
     "dotted",
+    "enters_autocast",
     "flag_of",
     "has_own_context",
     "lines_of",
@@ -36,79 +38,6 @@ _MENTIONS = re2.compile(
     r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
     r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
 )
-_OPTIMIZER = re.compile(r"optim|^opt(_|\d|$|[A-Z])|^opt_")
-_SCHEDULER = re.compile(r"sched")
-_MODEL = re.compile(
-    r"model|^net|net$|^net_|generator|discriminator|^critic|^actor|^policy_net|encoder$|decoder$|backbone"
-)
-
-
-@dataclass(slots=True)
-class Ducks:
-    """What is done with names, by their dotted text: methods called on them, and where they are handed in.
-
-    Attributes:
-        methods: names of methods, per text.
-        stepped: texts that are arguments of ``x.step(...)`` or ``x.unscale_(...)``, per x.
-    """
-
-    methods: dict[str, set[str]] = field(default_factory=dict)
-    stepped: dict[str, set[str]] = field(default_factory=dict)
-    _names: frozenset[str] | None = None
-    _kinds: dict[str, str] = field(default_factory=dict)
-
-    def is_scaler(self, text: str) -> bool:
-        """Only a gradient scaler has ``unscale_``, or both ``scale`` and ``update`` beside ``step``."""
-        used = self.methods.get(text, ())
-        if "unscale_" in used:
-            return True
-        if "scale" not in used:
-            return "scaler" in _last(text).lower() and {"step", "update"} <= set(used)
-        return "step" in used or ("update" in used and "fit" not in used and "transform" not in used)
-
-    def is_optimizer(self, text: str) -> bool:
-        """It is handed to a scaler, or is called so and used so."""
-        if any(text in given and self.is_scaler(scaler) for scaler, given in self.stepped.items()):
-            return True
-        used = self.methods.get(text, set())
-        return bool(_OPTIMIZER.search(_last(text))) and bool(used & {"zero_grad", "step"})
-
-    def kind(self, text: str) -> str:
-        """What the uses of a name say that it is; empty if nothing for certain."""
-        known = self._kinds.get(text)
-        if known is None:
-            tests = {
-                "scaler": self.is_scaler,
-                "optimizer": self.is_optimizer,
-                "scheduler": self.is_scheduler,
-                "model": self.is_model,
-            }
-            known = next((kind for kind, test in tests.items() if test(text)), "")
-            self._kinds[text] = known
-        return known
-
-    def optimizer_names(self) -> frozenset[str]:
-        """The last parts of the names of all optimizers in the script."""
-        if self._names is None:
-            handed = {text for given in self.stepped.values() for text in given}
-            texts = {text for text in (*self.methods, *handed) if self.is_optimizer(text)}
-            self._names = frozenset(map(_last, texts))
-        return self._names
-
-    def is_scheduler(self, text: str) -> bool:
-        """It is called so and is stepped."""
-        return bool(_SCHEDULER.search(_last(text))) and "step" in self.methods.get(text, ())
-
-    def is_model(self, text: str) -> bool:
-        """It is called so, and is trained, evaluated or asked for its parameters."""
-        used = self.methods.get(text, set())
-        name = _last(text)
-        known = {"parameters", "train", "eval", "half", "named_parameters", "no_sync", "zero_grad", "(call)"}
-        return bool(_MODEL.search(name.lower())) and bool(used & known)
-
-
-def _last(text: str) -> str:
-    return text.rpartition(".")[2]
 
 
 @dataclass(slots=True)
@@ -155,6 +84,16 @@ def parse(text: str) -> ast.Module:
 def lines_of(text: str) -> list[str]:
     """Lines as Python counts them."""
     return text.split("\n") if "\r" not in text else re.split(r"\r\n|\r|\n", text)
+
+
+def characters(line: str, column: int) -> int:
+    """A column in UTF-8 bytes, as ``ast`` counts, in characters."""
+    return len(line.encode()[:column].decode(errors="ignore"))
+
+
+def enters_autocast(node: ast.With) -> bool:
+    """Whether a ``with`` names autocast."""
+    return any("autocast" in ast.unparse(item.context_expr) for item in node.items)
 
 
 def lines_with(pattern: Any, text: str) -> list[int]:
@@ -259,9 +198,7 @@ def has_own_context(node: ast.AST) -> bool:
     for inner in ast.walk(node):
         if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
             return True
-        if isinstance(inner, ast.With) and any(
-            "autocast" in ast.unparse(i.context_expr) for i in inner.items
-        ):
+        if isinstance(inner, ast.With) and enters_autocast(inner):
             return True
     return False
 

@@ -30,6 +30,7 @@ class Contribution:
 Key: TypeAlias = tuple[str, ...]
 Fact: TypeAlias = object
 Scope: TypeAlias = int | str  # a call of a function, or an object by its key
+_OF_MODELS: Final = ("half", "device")
 EMPTY: Final[frozenset[Contribution]] = frozenset()
 
 
@@ -56,6 +57,15 @@ class State:
     def share(self) -> None:
         """Write to copies of the scopes from now on."""
         self._owned.clear()
+
+    def anew(self) -> State:
+        """For code that is called from elsewhere: names and models as they are, no gradients known."""
+        self.share()
+        return State({k: v for k, v in self.facts.items() if k[0] in _OF_MODELS}, self.scopes.copy())
+
+    def said(self, *start: str) -> bool:
+        """Whether any fact that begins so is, or may be, true."""
+        return any(fact is not None for _, fact in self.where(*start))
 
     def same(self, other: State) -> bool:
         """Whether all is as it was."""

@@ -41,7 +41,6 @@ def _assign(machine: Machine, node: ast.Assign) -> None:
         if isinstance(target, ast.Subscript):
             machine.evaluate(target.value)
             machine.evaluate(target.slice)
-            machine.note("store", target, value=node.value)
         else:
             machine.assign(target, value)
 
@@ -69,13 +68,13 @@ def _if(machine: Machine, node: ast.If) -> None:
     with machine.guarded("if", node):
         machine.block(node.body)
     then, machine.state = machine.state, before
-    with machine.guarded("if", node, False):
+    with machine.guarded("if", node):
         machine.block(node.orelse)
     otherwise = machine.state
     machine.state = join(then, otherwise)
     if (then is None) != (otherwise is None):
         # what follows in this block runs only where the branch that goes on was taken
-        machine.guards = (*machine.guards, Guard("if", node, then is not None))
+        machine.guards = (*machine.guards, Guard("if", node))
 
 
 def _repeat(machine: Machine, node: ast.For | ast.AsyncFor | ast.While, item: Value | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +27,18 @@ if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments
     from ampaudit.lint.flow.machine import Machine
 
-__all__ = ["ON_ANY_TENSOR", "combined", "dtype_of", "lowered", "method", "product", "touches_gradient"]
+__all__ = [
+    "ON_ANY_TENSOR",
+    "all_roots",
+    "cast_of",
+    "combined",
+    "dtype_of",
+    "lowered",
+    "method",
+    "mixed",
+    "product",
+    "touches_gradient",
+]
 
 _KEEPS: Final = frozenset(
     "mean sum view reshape squeeze unsqueeze flatten transpose permute contiguous to cuda cpu clone type_as"
@@ -77,11 +89,12 @@ def product(machine: Machine, node: ast.AST, values: list[Value]) -> Value:
                 f"autocast casts this float32 tensor back to {cast} at line {getattr(node, 'lineno', 0)}",
                 "put the lines that need float32 under 'with torch.autocast(device_type, enabled=False):'",
             )
-    roots = _all_roots(values)
+    roots = all_roots(values)
     return Tensor(cast=cast, under=cast, roots=roots, scaled=_all_scaled(values), node=node)
 
 
-def _all_roots(values: list[Value]) -> frozenset[str] | None:
+def all_roots(values: Sequence[Value]) -> frozenset[str] | None:
+    """The model calls that go into any of some values; ``None`` where one of them is not known."""
     found: frozenset[str] = frozenset()
     for value in values:
         if isinstance(value, Const):
@@ -118,17 +131,17 @@ def combined(node: ast.BinOp, left: Value, right: Value, machine: Machine) -> Va
             scaled=scaled,
             divided=True,
             upcast=None,
-            roots=_all_roots([left, right]),
+            roots=all_roots([left, right]),
             cast="",
             node=node,
         )
     divided: bool | None = any(t.divided for t in tensors) or (False if first.divided is False else None)
     return replace(
         first,
-        scaled=_mixed([left, right]),
+        scaled=mixed([left, right]),
         cast=first.cast if all(t.cast == first.cast for t in tensors) and len(tensors) == 2 else "",
         upcast=None,
-        roots=_all_roots([left, right]),
+        roots=all_roots([left, right]),
         divided=divided,
         loss=next((t.loss for t in tensors if t.loss), ""),
         node=node,
@@ -139,7 +152,8 @@ def _number(left: Value, right: Value) -> bool:
     return isinstance(left, Const) or isinstance(right, Const)
 
 
-def _mixed(values: list[Value]) -> str:
+def mixed(values: Sequence[Value]) -> str:
+    """The scale that is in all of some values, or ``MAYBE``."""
     kinds = {
         value.scaled if isinstance(value, Tensor) else NO for value in values if not isinstance(value, Const)
     }
@@ -201,7 +215,7 @@ def method(machine: Machine, node: ast.Call, base: Tensor, name: str, arguments:
         return OPAQUE
     if name in ("detach", "detach_"):
         return replace(base, roots=frozenset(), node=node)
-    wanted = _cast_of(name, arguments)
+    wanted = cast_of(name, arguments)
     if wanted:
         up = node if wanted == "float32" else None
         return replace(base, cast=wanted if wanted in ("float16", "bfloat16") else "", upcast=up, node=node)
@@ -217,14 +231,14 @@ def method(machine: Machine, node: ast.Call, base: Tensor, name: str, arguments:
     return replace(kept, upcast=base.upcast if name in _KEEPS else None, node=node)
 
 
-def _cast_of(name: str, arguments: Arguments) -> str:
+def cast_of(name: str, arguments: Arguments) -> str:
+    """The dtype that a method of a tensor or a model asks for, such as ``half()``; or empty."""
     names = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
     if name in names:
         return names[name]
     if name not in ("to", "type"):
         return ""
-    given = [*arguments.positional, *arguments.keywords.values()]
-    return next((found for value in given if (found := dtype_of(value))), "")
+    return next((found for value in arguments.all() if (found := dtype_of(value))), "")
 
 
 def is_norm(name: str) -> bool:

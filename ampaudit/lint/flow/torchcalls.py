@@ -50,9 +50,7 @@ _MODELS: Final = (
     "segmentation_models_pytorch.",
     "monai.networks.",
 )
-_PASSES_ON: Final = frozenset(
-    {"builtins.list", "builtins.tuple", "builtins.iter", "builtins.reversed", "itertools.chain"}
-)
+_PASSES_ON: Final = frozenset({"builtins.list", "builtins.tuple", "builtins.iter", "builtins.reversed"})
 Handler = Callable[["Machine", ast.Call, "Arguments"], Value]
 
 
@@ -74,7 +72,7 @@ def symbol_call(machine: Machine, node: ast.Call, path: str, arguments: Argument
     if path.startswith(_MODELS):
         return objects.made_model(machine, node, path, arguments)
     if path in _PASSES_ON:
-        return part_of(Listed((arguments.positional[0],))) if arguments.positional else UNKNOWN
+        return arguments.positional[0] if arguments.positional else UNKNOWN
     if path.startswith("builtins."):
         return _builtin(machine, node, name, arguments)
     from ampaudit.lint.flow.calls import unknown_call
@@ -124,11 +122,7 @@ def _function(machine: Machine, node: ast.Call, path: str, name: str, arguments:
     tensor = [value for value in given if isinstance(value, Tensor)]
     if not tensor:
         return OPAQUE if not any(isinstance(value, Scaler) for value in given) else UNKNOWN
-    roots: frozenset[str] | None = frozenset()
-    for value in tensor:
-        roots = None if roots is None or value.roots is None else roots | value.roots
-    kinds = {value.scaled for value in tensor}
-    return Tensor(scaled=next(iter(kinds)) if len(kinds) == 1 else "?", roots=roots, node=node)
+    return Tensor(scaled=tensors.mixed(tensor), roots=tensors.all_roots(tensor), node=node)
 
 
 def _reduction(arguments: Arguments) -> str:
@@ -159,11 +153,7 @@ def loss_call(machine: Machine, node: ast.Call, loss: Loss, arguments: Arguments
             "move the loss into the autocast block, or give it output.float()",
         )
     under = tensors.lowered(machine) or next((t.under for t in given if t.under), "")
-    roots: frozenset[str] | None = frozenset()
-    for value in given:
-        roots = None if roots is None or value.roots is None else roots | value.roots
-    if not given:
-        roots = None
+    roots = tensors.all_roots(given) if given else None
     divided = False if loss.reduction == "mean" else None
     return Tensor(under=under, roots=roots, loss=loss.name, divided=divided, node=node)
 

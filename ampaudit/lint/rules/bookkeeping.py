@@ -49,8 +49,7 @@ def _scheduler(machine: Machine, events: list[Event]) -> None:
         checked = any(e.kind == "scaler.get_scale" and e.loop is loop for e in events)
         if not beside or checked or loop is None:
             continue
-        allowed = {guard.node for guard in beside[0].inside(loop)}
-        if all(guard.node in allowed or guard.kind in ("with", "call") for guard in event.inside(loop)):
+        if _as_often(event, beside[0], loop):
             machine.say(
                 "AMP822",
                 event.node,
@@ -75,14 +74,19 @@ def _number(machine: Machine, events: list[Event], event: Event) -> None:
     beside = [e for e in events if e.kind == "backward" and loop is not None and e.loop is loop]
     if not mixed or not beside or loop is None or not (value.loss or value.roots):
         return
-    allowed = {guard.node for guard in beside[0].inside(loop)}
-    if all(guard.node in allowed or guard.kind in ("with", "call") for guard in event.inside(loop)):
+    if _as_often(event, beside[0], loop):
         machine.say(
             "AMP863",
             event.node,
             "every step waits here until the GPU has finished",
             "add up loss.detach() on the device, and take the number when it is logged",
         )
+
+
+def _as_often(event: Event, other: Event, loop: ast.AST) -> bool:
+    """Whether something happens in every round of a loop in which something else does."""
+    allowed = {guard.node for guard in other.inside(loop)}
+    return all(guard.node in allowed or guard.kind in ("with", "call") for guard in event.inside(loop))
 
 
 def check_file(machine: Machine, roots: list[list[Event]]) -> None:

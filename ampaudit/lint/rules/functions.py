@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from ampaudit.lint.flow.script import Script, dotted
+from ampaudit.lint.flow.script import Script, dotted, enters_autocast
 from ampaudit.lint.flow.values import FunctionInfo
 from ampaudit.lint.found import Found, Repair
 
@@ -46,7 +46,7 @@ def _runs_under_autocast(script: Script, name: str) -> bool:
     inside: set[str] = set()
     applied: list[ast.FunctionDef | ast.ClassDef | ast.Assign] = []
     for node in ast.walk(script.tree):
-        if isinstance(node, ast.With) and any("autocast" in ast.unparse(i.context_expr) for i in node.items):
+        if isinstance(node, ast.With) and enters_autocast(node):
             inside |= {
                 dotted(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute)
             }

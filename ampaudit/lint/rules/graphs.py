@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.found import Event, Repair
+from ampaudit.lint.found import Event, Repair, place_of
 
 if TYPE_CHECKING:
-    import ast
-
     from ampaudit.lint.flow.machine import Machine
 
 __all__ = ["check"]
@@ -19,8 +17,6 @@ _WALKS = ("backward", "backward.unknown", "autograd.grad")
 def check(machine: Machine, events: list[Event]) -> None:
     """``retain_graph=True`` where nothing goes through the graph again."""
     walks = [event for event in events if event.kind in _WALKS]
-    if any(event.kind == "carried" for event in events):
-        return
     for index, event in enumerate(walks):
         if event.kind != "backward" or not event.data["retain"] or not event.data["loss"].roots:
             continue
@@ -33,9 +29,5 @@ def check(machine: Machine, events: list[Event]) -> None:
             node,
             "retain_graph=True keeps every activation, and no backward goes through this graph again",
             "leave retain_graph out",
-            Repair("remove keyword", *_place(node), ("retain_graph",)),
+            Repair("remove keyword", *place_of(node), ("retain_graph",)),
         )
-
-
-def _place(node: ast.AST) -> tuple[int, int]:
-    return getattr(node, "lineno", 1), getattr(node, "col_offset", 0)

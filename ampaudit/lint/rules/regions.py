@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from ampaudit.lint.flow.values import Autocast, Function
-from ampaudit.lint.found import Event, Repair
+from ampaudit.lint.found import Event, Repair, place_of
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.machine import Machine
@@ -79,7 +79,7 @@ def _halved(machine: Machine, events: list[Event]) -> None:
     refused = {place[1:] for place in machine.found if place[0] == "AMP801"}
     for event in (e for e in events if e.kind == "half.autocast"):
         node = event.node
-        if (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)) not in refused:
+        if place_of(node) not in refused:
             machine.say(
                 "AMP849",
                 node,

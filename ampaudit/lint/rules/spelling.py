@@ -23,11 +23,11 @@ def check(script: Script) -> Iterator[Found]:
     nodes = list(ast.walk(script.tree))
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     names: dict[str, str] = {}
-    by_version = _by_version(nodes)
+    by_version, called = _by_version(nodes), _called(nodes)
     for node in imports:
         if id(node) in by_version:
             continue
-        yield from _imported(script, node, names)
+        yield from _imported(script, node, names, nodes, called)
     # an expression is reported once, at its outermost attribute, and where it is called or handed on
     inner = _only_named(nodes) | by_version
     for use in nodes:
@@ -41,7 +41,9 @@ def check(script: Script) -> Iterator[Found]:
         head = text.partition(".")[0]
         path = canonical(names.get(head, head) + text[len(head) :]) if text else ""
         if path in DEPRECATED:
-            yield _old(use, path, _repair_of(script, use, path))
+            details = (DEPRECATED[path], path.rpartition(".")[2], text)
+            repair = Repair("modern use", use.lineno, use.col_offset, details)
+            yield _old(use, path, repair if id(use) in called else None)
 
 
 _VERSION = re.compile(r"version|hasattr|GREATER|TORCH_|_[12]_\d|>= ?\(?[12]", re.IGNORECASE)
@@ -79,7 +81,13 @@ def _by_version(nodes: list[ast.AST]) -> set[int]:
     return found
 
 
-def _imported(script: Script, node: ast.Import | ast.ImportFrom, names: dict[str, str]) -> Iterator[Found]:
+def _imported(
+    script: Script,
+    node: ast.Import | ast.ImportFrom,
+    names: dict[str, str],
+    nodes: list[ast.AST],
+    called: set[int],
+) -> Iterator[Found]:
     if isinstance(node, ast.Import):
         for alias in node.names:
             if alias.asname:
@@ -98,35 +106,29 @@ def _imported(script: Script, node: ast.Import | ast.ImportFrom, names: dict[str
     if old:
         path = canonical(f"{module}.{old[0].name}")
         local = [alias.asname or alias.name for alias in old]
-        plain = len(old) == len(node.names) and _only_called(script.tree, local)
+        plain = len(old) == len(node.names) and _only_called(nodes, called, local)
         details = (DEPRECATED[path], *(f"{a.name}={a.asname or a.name}" for a in old))
         repair = Repair("modern import", node.lineno, node.col_offset, details) if plain else None
         yield _old(node, path, repair, ", ".join(alias.name for alias in old))
 
 
-def _only_called(tree: ast.Module, names: list[str]) -> bool:
-    """Whether names are used as ``name(...)`` or as decorators and nowhere else, and never bound again."""
-    calls = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
-    for node in ast.walk(tree):
+def _called(nodes: list[ast.AST]) -> set[int]:
+    """What is called, or decorates as ``custom_fwd`` and ``custom_bwd`` do."""
+    found = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            calls |= {id(d) for d in node.decorator_list if "custom_" in ast.unparse(d)}
-    bound = [alias for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for alias in n.names]
+            found |= {id(d) for d in node.decorator_list if "custom_" in ast.unparse(d)}
+    return found
+
+
+def _only_called(nodes: list[ast.AST], called: set[int], names: list[str]) -> bool:
+    """Whether names are used as ``name(...)`` or as decorators and nowhere else, and never bound again."""
+    bound = [alias for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for alias in n.names]
     if sum((alias.asname or alias.name) in names for alias in bound) > len(names):
         return False
-    uses = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in names]
-    exported = any(isinstance(n, ast.Constant) and n.value in names for n in ast.walk(tree))
-    return not exported and all(isinstance(use.ctx, ast.Load) and id(use) in calls for use in uses)
-
-
-def _repair_of(script: Script, use: ast.Attribute, path: str) -> Repair | None:
-    text = dotted(use)
-    called = any(isinstance(n, ast.Call) and n.func is use for n in ast.walk(script.tree))
-    decorates = "custom_" in path and any(
-        use in n.decorator_list for n in ast.walk(script.tree) if isinstance(n, ast.FunctionDef)
-    )
-    if not called and not decorates:
-        return None
-    return Repair("modern use", use.lineno, use.col_offset, (DEPRECATED[path], path.rpartition(".")[2], text))
+    uses = [n for n in nodes if isinstance(n, ast.Name) and n.id in names]
+    exported = any(isinstance(n, ast.Constant) and n.value in names for n in nodes)
+    return not exported and all(isinstance(use.ctx, ast.Load) and id(use) in called for use in uses)
 
 
 def _old(node: ast.AST, path: str, repair: Repair | None, names: str = "") -> Found:
