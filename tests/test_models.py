@@ -17,8 +17,8 @@ def test_there_are_enough_of_them() -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_reported_failure_is_found_and_its_twin_is_healthy(case: Case, combination: str) -> None:
     report = audit(case, True, combination)
-    if combination in case.breaks:
-        assert found_by(case, report), [(f.code, f.site) for f in report.findings]
+    if combination in (*case.breaks, *case.wrong):
+        assert found_by(case, report, combination), [(f.code, f.site) for f in report.findings]
     else:
         assert [f for f in report.findings if f.severity == "error"] == []
     assert graver(audit(case, False, combination)) == []

@@ -12,6 +12,7 @@ from ampaudit import __version__
 from ampaudit.assembly.gradients import backward_report, gradient_of
 from ampaudit.checks import ALL_CHECKS, Finding, Severity, run_checks
 from ampaudit.checks.interface import CheckContext, source_of
+from ampaudit.checks.output_error import accuracy_text
 from ampaudit.convert import ConvertedModel
 from ampaudit.formats import WHAT_IF_FORMATS, NumberFormat
 from ampaudit.report.beyond import Proofs, Tail, VerdictChange
@@ -231,7 +232,26 @@ def _what_if(seen: Observation, form: NumberFormat) -> WhatIf:
 
 
 def _outputs(context: CheckContext) -> tuple[OutputAccuracy, ...]:
-    return tuple(OutputAccuracy(name, made, _rounded(sqnr)) for name, made, sqnr in context.outputs)
+    return tuple(_output(context, name, made, sqnr) for name, made, sqnr in context.outputs)
+
+
+def _output(context: CheckContext, name: str, made: SiteId | None, sqnr: float | None) -> OutputAccuracy:
+    seen = context.record.outputs.get(name)
+    if seen is None:
+        return OutputAccuracy(name, made, _rounded(sqnr))
+    problem = accuracy_text(seen, context.number_format.name) if sqnr == -math.inf else ""
+    finite = None if sqnr == -math.inf else sqnr
+    return OutputAccuracy(
+        name,
+        made,
+        _rounded(finite),
+        kind=seen.kind,
+        differing=seen.differing,
+        problem=problem,
+        variation_db=_rounded(seen.variation_db),
+        constant=seen.constant if seen.kind != "integer" else None,
+        empty=not seen.elements and not seen.mismatch,
+    )
 
 
 def _bits(form: NumberFormat, peak: float) -> float | None:

@@ -106,12 +106,20 @@ class CheckContext:
 
     @cached_property
     def outputs(self) -> tuple[tuple[str, SiteId | None, float | None], ...]:
-        """Per output of the model: its name, the site that made its values, and their accuracy in dB."""
+        """Per output of the model: its name, the site that made its values, and their accuracy in dB.
+
+        ``None`` is exact, -inf where nothing can be right: another shape, or a value where FP32 gives 0. An
+        output that is not finite in 16 bits has the accuracy that it has when its faults are repaired.
+        """
         graph, found = self.flow.traced.graph, []
         nodes = graph.output_node().args[0]
         for name, node in zip(self.flow.traced.outputs, nodes, strict=False):  # type: ignore[arg-type]
             site = self._made(node)
-            found.append((name, site, self.observed(site).sqnr_db if site is not None else None))
+            seen = self.record.outputs.get(name)
+            if seen is None or seen.bad:
+                found.append((name, site, self.observed(site).sqnr_db if site is not None else None))
+            else:
+                found.append((name, site, seen.accuracy_db))
         return tuple(found)
 
     @cached_property

@@ -54,7 +54,6 @@ DOMAIN_CAUSES: tuple[Cause, ...] = (
     flushed.CAUSE,
     undefined.CAUSE,
 )
-RIGHT_DB = 20.0  # a value that was inf on its way and comes out this accurate was not harmed
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
@@ -78,7 +77,7 @@ def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
         code,
         f"{reason}; {text}" if reason else text,
         cause.advice if cause else _advice(context, site),
-        severity=Severity.NOTE if _harmless(origin) else Severity.ERROR,
+        severity=Severity.ERROR if origin.harms else Severity.NOTE,
     )
     fate = _fate_text(origin)
     return replace(
@@ -91,17 +90,12 @@ def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
     )
 
 
-def _harmless(origin: Origin) -> bool:
-    right = origin.hidden_sqnr_db is None or origin.hidden_sqnr_db >= RIGHT_DB
-    return origin.fate == "recovered" and right
-
-
 def _fate_text(origin: Origin) -> str:
     """What became of a value that is hidden again: finite is not right."""
     if origin.fate != "recovered":
         return ""
     where = origin.hidden_at[0]
-    if _harmless(origin):
+    if not origin.harms:
         return f"{where} makes it finite again, with the right values"
     return (
         f"{where} makes it finite again, and wrong ({origin.hidden_sqnr_db or 0.0:.0f} dB against FP32): "

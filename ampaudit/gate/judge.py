@@ -85,7 +85,9 @@ def _numbers(seen: Measured, budgets: Budgets, before: Measured | None) -> Itera
         yield Breach("min-sqnr", "outputs", f"{seen.sqnr_db:.1f} dB, {budgets.min_sqnr:g} asked for")
     for name in seen.broken if budgets.min_sqnr is not None else ():
         if before is None or name not in before.broken:
-            yield Breach("min-sqnr", name, f"holds infinity or NaN; {budgets.min_sqnr:g} dB asked for")
+            yield Breach(
+                "min-sqnr", name, f"holds inf or NaN, or nothing like FP32; {budgets.min_sqnr:g} dB asked for"
+            )
     drop, most = seen.metric_drop, budgets.max_metric_drop
     if most is not None and drop is not None and not drop <= most:
         text = f"{seen.metric_fp32:.6g} in FP32, {seen.metric_lower:.6g} in 16 bits: a drop of {drop:.3g}"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ampaudit.outputs.documents import Document
 from ampaudit.outputs.subjects import Alert, Subject, subjects_of
+from ampaudit.report.accuracy import output_word
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.bench_tables import bench_tables
 from ampaudit.report.comparison import Comparison
@@ -14,7 +15,7 @@ from ampaudit.report.evidence import ran_on, relative_path
 from ampaudit.report.finding import Severity
 from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.model import Report
-from ampaudit.report.tables import least_headroom, nearest_sites, output_word
+from ampaudit.report.tables import least_headroom, nearest_sites
 from ampaudit.report.training import TrainingReport
 from ampaudit.words import number, plain, size_of
 

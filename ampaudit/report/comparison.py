@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ampaudit.report.accuracy import output_word
 from ampaudit.report.finding import Severity
 from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.grid import open_table
 from ampaudit.report.jsonfile import to_json
 from ampaudit.report.model import Report
-from ampaudit.report.tables import least_headroom, output_word
+from ampaudit.report.tables import least_headroom
 from ampaudit.words import plain, short_op, size_of
 
 __all__ = ["Comparison", "comparison_json", "render_comparison"]

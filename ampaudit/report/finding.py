@@ -137,3 +137,8 @@ class Finding:
     hidden_at: tuple[SiteId, ...] = ()
     suppressed: str | None = None
     tried: tuple[Trial, ...] = ()
+
+    @property
+    def finite(self) -> bool:
+        """Whether it is about values that are finite, and wrong."""
+        return self.kind == "precision" and not self.origin

@@ -5,6 +5,7 @@ Other tools parse it, so fields are only ever added. Numbers that do not exist a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -185,11 +186,36 @@ class SiteReport:
 
 @dataclass(frozen=True, slots=True)
 class OutputAccuracy:
-    """One output tensor of the model: where it was found, and the site that makes it."""
+    """One output tensor of the model, in its worst batch.
+
+    Attributes:
+        name: where it was found.
+        site: the site that makes it.
+        sqnr_db: signal to error ratio against FP32; of integers, 20 log10(1 / share that differs). Null
+            where both agree exactly, or where ``problem`` says why there is no number.
+        kind: ``float``, ``complex`` (two floats per element) or ``integer`` (booleans, too).
+        differing: integers that differ.
+        problem: why no accuracy can be given although the output is wrong; empty otherwise.
+        variation_db: signal to error ratio of what varies in it, its mean taken out; null for integers, for
+            fewer than 16 elements, and where nothing varies or both agree.
+        constant: the value that FP32 gives everywhere, of floats; its accuracy says nothing of other inputs.
+        empty: whether it has no elements.
+    """
 
     name: str
     site: SiteId | None
     sqnr_db: float | None
+    kind: Literal["float", "complex", "integer"] = "float"
+    differing: int = 0
+    problem: str = ""
+    variation_db: float | None = None
+    constant: float | None = None
+    empty: bool = False
+
+    @property
+    def accuracy_db(self) -> float | None:
+        """``sqnr_db``; -inf where there is none because of a problem."""
+        return -math.inf if self.problem else self.sqnr_db
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +268,12 @@ class Report:
 
     @property
     def broken_outputs(self) -> tuple[OutputAccuracy, ...]:
-        """Outputs that an overflow or NaN reaches; their accuracy is that of the repaired run."""
+        """Outputs that an overflow or NaN reaches, or that are nothing like FP32's.
+
+        The accuracy of the former is that of the repaired run.
+        """
         wrong = {site.site for site in self.sites if site.verdict in ("overflows", "poisoned")}
-        return tuple(output for output in self.outputs if output.site in wrong)
+        return tuple(output for output in self.outputs if output.site in wrong or output.problem)
 
     def count(self, severity: Severity) -> int:
         """Findings of one severity, without those that are suppressed."""

@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ampaudit.formats import format_named
+from ampaudit.report.accuracy import accuracy_word
 from ampaudit.report.finding import Severity
 from ampaudit.report.grid import labelled, open_table
 from ampaudit.report.model import Report, SiteReport
@@ -20,7 +21,6 @@ __all__ = [
     "nearest_of_all",
     "nearest_sites",
     "nearest_table",
-    "output_word",
     "raised_table",
     "summary",
     "summary_rows",
@@ -259,19 +259,8 @@ def _beyond_rows(report: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def output_word(report: Report) -> str:
-    """How accurate the least accurate output is: ``63 dB``, ``exact`` or ``broken``."""
-    if report.broken_outputs:
-        return "broken"
-    sqnr = [output.sqnr_db for output in report.outputs if output.sqnr_db is not None]
-    return f"{min(sqnr):.0f} dB" if sqnr else "exact"
-
-
 def _outputs(report: Report) -> str:
-    shown = [
-        f"{plain(o.name)} {'exact' if o.sqnr_db is None else f'{o.sqnr_db:.0f} dB'}"
-        for o in report.outputs[:4]
-    ]
+    shown = [f"{plain(o.name)} {accuracy_word(o)}" for o in report.outputs[:4]]
     more = f" and {len(report.outputs) - 4} more" if len(report.outputs) > 4 else ""
     repaired = ", with the faults repaired" if any(f.origin for f in report.findings) else ""
     return f"signal to error against FP32{repaired}: {', '.join(shown)}{more}"

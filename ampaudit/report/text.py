@@ -16,16 +16,16 @@ from ampaudit.report.model import Report
 from ampaudit.report.tables import (
     all_sites,
     changed_table,
-    least_headroom,
     nearest_table,
     raised_table,
     summary,
     unproved_table,
     what_if_table,
 )
+from ampaudit.report.verdict import verdict_words
 from ampaudit.words import plain, short_op
 
-__all__ = ["SEVERITY_STYLES", "finding_text", "print_report", "render", "verdict_words"]
+__all__ = ["SEVERITY_STYLES", "finding_text", "print_report", "render"]
 
 _VERDICTS = {"PASS": "bold green", "FAIL": "bold red", "LOOK": "bold yellow"}
 _FINDINGS = 25  # more are a list that nobody reads
@@ -80,33 +80,6 @@ def _heading(report: Report) -> Text:
 def _verdict(report: Report) -> Text:
     word, sentence = verdict_words(report)
     return Text.assemble((word, _VERDICTS[word]), f"  {sentence}")
-
-
-def verdict_words(report: Report) -> tuple[str, str]:
-    """``PASS``, ``FAIL`` or ``LOOK``, and in a sentence why."""
-    errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
-    dtype = report.run.dtype
-    if errors:
-        what = f"{errors} place{'s' if errors != 1 else ''} break{'s' if errors == 1 else ''} in {dtype}"
-    elif report.run.level == "static" and report.proofs is not None:
-        left = report.proofs.sites - report.proofs.proved
-        what = f"{report.proofs.proved} of {report.proofs.sites} sites are proved safe in {dtype}"
-        what += f"; a scan must observe the other {left}" if left else ""
-    elif report.run.level == "ranges" and warnings:
-        what = f"{warnings} site{'s' if warnings != 1 else ''} would overflow in {dtype}"
-    else:
-        what = f"nothing breaks in {dtype}"
-        least = least_headroom(report)
-        if least is not None:
-            what += f"; the least headroom is {least.forward.headroom_bits:.1f} bits" if least.forward else ""
-            what += f", at {plain(least.site)}"
-        if report.raised:
-            what += f"; {len(report.raised)} sites raised to float32"
-    extra = f" ({warnings} warning{'s' if warnings != 1 else ''})" if warnings and errors else ""
-    word = "FAIL" if errors or report.verdict == "fail" else "PASS"
-    if word == "PASS" and report.run.level == "ranges" and warnings:
-        word = "LOOK"
-    return word, f"{what}{extra}"
 
 
 def finding_text(finding: Finding, position: int, named: str = "(top module)") -> RenderableType:

@@ -75,6 +75,8 @@ def run_audits(
         for index, runner in zip(again, repeated, strict=True):
             runner.record.seconds = {"first pass": spent[index], **runner.record.seconds}
             runners[index] = runner
+    for runner in runners:
+        runner.attribute(batches)
     return [_audit(runner, again[i][1] if i in again else ()) for i, runner in enumerate(runners)]
 
 

@@ -67,10 +67,11 @@ class LockStep:
         reference_only: bool = False,
     ) -> None:
         self.program = program
+        self.buffers: dict[fx.Node, Pair] = {}  # those that the last run wrote
         self._reference_only = reference_only
         self.backend = backend
         self.device = device
-        self._converted = converted
+        self.converted = converted
         self._reference = Reference()
         self._places = {p.node: p for p in program.traced.placeholders}
         streamed = converted.release is not None  # then they are moved for each use
@@ -96,6 +97,7 @@ class LockStep:
     ) -> Generator[tuple[Step, ...], None, list[Pair]]:
         """``run``, stopping before each group of steps, which it yields; gradients must be off."""
         values: dict[fx.Node, Pair] = self._start(inputs)
+        self.buffers = {n: v for n, v in values.items() if self._places[n.name].slot is Slot.BUFFER}
         for group in self.program.groups:
             yield group
             state = self._random_state() if group[0].random else None
@@ -112,7 +114,7 @@ class LockStep:
     def _free(self, node: fx.Node, values: dict[fx.Node, Pair]) -> None:
         """Drop a value after its last use; a streamed weight goes back to the disk with what shows it."""
         pair = values.pop(node, None)
-        release = self._converted.release
+        release = self.converted.release
         if release is None:
             return
         shown = self._masters.get(node.name) if pair is None else pair[0]
@@ -161,7 +163,7 @@ class LockStep:
         watch: Watch,
     ) -> Pair:
         shared = self._reference_only or (
-            not step.lowered
+            not self._rounds(step)
             and not (step.site is not None and step.site.exact)
             and step.node not in self.program.written
             and all(first is second for first, second in inputs.values())
@@ -178,6 +180,10 @@ class LockStep:
             result = self.backend.call(step, call.args, call.kwargs, call.measure)
             value = self._unaliased(step, call, result)
         return reference, watch.seen(step, reference, value, call)
+
+    def _rounds(self, step: Step) -> bool:
+        """Whether the converted run gives a step another result than the reference, on equal inputs."""
+        return step.lowered
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
         """Where memory is written, a cast must not return its own input, as it would in float32."""
@@ -236,9 +242,9 @@ class LockStep:
         """Masters are used where they are; a stored 16-bit copy is made for the use and dropped."""
         reference, master = self._reference_weight(node), self._masters[node.name].detach().to(self.device)
         # a weight that the model itself keeps in 16 bits is one for the backend, too
-        if node.name not in self._converted.copies and master.dtype not in LOWER:
+        if node.name not in self.converted.copies and master.dtype not in LOWER:
             return reference, reference
-        return reference, self.backend.hold(self._converted.unrounded(node.name, master), place.dtype)
+        return reference, self.backend.hold(self.converted.unrounded(node.name, master), place.dtype)
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:
         return self._reference.hold(self._masters[node.name].detach().to(self.device), None)

@@ -12,6 +12,7 @@ from torch._ops import HigherOrderOperator
 
 from ampaudit.formats import NumberFormat
 from ampaudit.run.backends import Backend
+from ampaudit.run.decisions import differing_choices
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.inside import inside_peak
 from ampaudit.run.local import local_error
@@ -57,6 +58,7 @@ class Meter:
         self._rows: list[tuple[SiteId, list[float] | torch.Tensor, int]] = []
         self._local_rows: list[tuple[SiteId, torch.Tensor, int]] = []
         self._inside_rows: list[tuple[SiteId, torch.Tensor]] = []
+        self._choices: list[tuple[SiteId, torch.Tensor, int]] = []
 
     def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
         """Single CPU outputs are measured while they are rounded."""
@@ -69,6 +71,8 @@ class Meter:
     def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure what the step made."""
         self._note_uncovered(step)
+        if step.decides and step.site is not None and not call.shared:
+            self._count_choices(step.site.id, reference, value)
         if step.site is None or not step.observed:
             return value
         bad = False
@@ -117,6 +121,17 @@ class Meter:
         """A weight that fits is only rounded, which needs no exact error: half of the reading is saved."""
         fields = measure_cpu(master, master)
         return fields if fields[0] < self._near else measure_cpu(master, copy, self._near)
+
+    def _count_choices(self, site: SiteId, reference: Any, value: Any) -> None:
+        counted = differing_choices(reference, value)
+        if counted is not None:
+            self._choices.append((site, *counted))
+
+    def choices(self) -> Iterator[tuple[SiteId, int, int]]:
+        """Per decision: choices made, and how many differ between the two runs."""
+        differing = torch.stack([row for _, row, _ in self._choices]).tolist() if self._choices else []
+        for (site, _, elements), count in zip(self._choices, differing, strict=True):
+            yield site, elements, int(count)
 
     def _note_uncovered(self, step: Step) -> None:
         if step.site is None:

@@ -14,12 +14,13 @@ from ampaudit.run.aliases import written_nodes
 from ampaudit.run.step import LOWER, Step
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
-from ampaudit.trace.opnames import argument_names, mutated_arguments, named_arguments
+from ampaudit.trace.opnames import argument_names, base_name, mutated_arguments, named_arguments
 
 __all__ = ["Program", "compile_program", "widened"]
 
 # longer runs keep more of the reference alive and gain little
 GROUP = 8
+_WHOLE_NUMBERS = frozenset({"round", "floor", "ceil", "trunc", "fix", "sign", "heaviside", "floor_divide"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,19 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
         random=overload is not None and _draws(overload, args, kwargs) and not _shows(site),
         bitwise=overload is not None and str(overload) in ("aten.view.dtype", "aten.nextafter.default"),
         frees=frees,
+        decides=overload is not None and _decides(node, overload, outputs),
     )
+
+
+def _decides(node: fx.Node, overload: OpOverload, outputs: Any) -> bool:
+    """Whether floats go in and integers, booleans or whole numbers come out."""
+    given = [source.meta.get("val") for source in node.all_input_nodes]
+    if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in given):
+        return False
+    if base_name(overload).rstrip("_") in _WHOLE_NUMBERS:
+        return True
+    tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
+    return any(not (value.is_floating_point() or value.is_complex()) for value in tensors)
 
 
 def widened(value: Any) -> Any:

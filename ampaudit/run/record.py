@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ampaudit.run.attribution import Culprit
+from ampaudit.run.buffers import BufferUpdate
+from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.gradient_record import GradientRecord
 from ampaudit.run.observation import Observation
+from ampaudit.run.outputs import OutputComparison
 from ampaudit.sites import SiteId
 
 __all__ = ["Fate", "Origin", "RunRecord"]
 
+RIGHT_DB = 20.0  # a value that was inf on its way and comes out this accurate was not harmed
 Fate = Literal["reaches the output", "recovered"]
 
 
@@ -34,6 +39,12 @@ class Origin:
     hidden_at: tuple[SiteId, ...] = ()
     hidden_sqnr_db: float | None = None
 
+    @property
+    def harms(self) -> bool:
+        """Whether values stay wrong because of it; else they are finite again, and right."""
+        right = self.hidden_sqnr_db is None or self.hidden_sqnr_db >= RIGHT_DB
+        return not (self.fate == "recovered" and right)
+
 
 @dataclass(slots=True)
 class RunRecord:
@@ -50,6 +61,10 @@ class RunRecord:
         uncovered: op names that could not be observed, with the reason.
         seconds: wall time per phase.
         gradients: what was seen on the way back, if that was asked for.
+        outputs: by name, the worst batch of each output, as it is when nothing is repaired.
+        decisions: by site, for ops that turn floats into integers, booleans or whole numbers.
+        buffers: by name, updates of buffers of which something stalls.
+        culprits: where the errors of outputs that are too inaccurate enter.
     """
 
     device: str
@@ -62,6 +77,10 @@ class RunRecord:
     uncovered: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     gradients: GradientRecord | None = None
+    outputs: dict[str, OutputComparison] = field(default_factory=dict)
+    decisions: dict[SiteId, DecisionStats] = field(default_factory=dict)
+    buffers: dict[str, BufferUpdate] = field(default_factory=dict)
+    culprits: list[Culprit] = field(default_factory=list)
 
     def observation(self, site: SiteId) -> Observation:
         """The observation of a site, made if there is none."""

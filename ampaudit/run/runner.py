@@ -14,13 +14,17 @@ from ampaudit.convert import ConvertedModel, Release, convert
 from ampaudit.errors import InputError, ReferenceBroken
 from ampaudit.formats import NumberFormat
 from ampaudit.policy import Measurement, RuleSet, plain_fp32
+from ampaudit.run.attribution import Attribution
 from ampaudit.run.backends import Backend, choose_backend
 from ampaudit.run.blame import Faults
+from ampaudit.run.buffers import buffer_updates
+from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.evidence import measurements, weight_peaks
 from ampaudit.run.gradient_record import GradientRecord
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import LockStep, Pair, Watch
 from ampaudit.run.meter import Measured, Meter
+from ampaudit.run.outputs import compare_outputs, merge_outputs
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.record import RunRecord
 from ampaudit.run.repair import RepairingMeter
@@ -34,6 +38,7 @@ from ampaudit.trace.functional import functionalized
 
 __all__ = ["Differentiator", "KeepOutputs", "Plan", "Prepared", "Runner"]
 
+MAX_OUTPUTS = 3  # whose errors are traced back; the culprit of one is mostly that of the others
 KeepOutputs = Callable[[int, dict[str, Pair]], None]
 
 
@@ -66,6 +71,8 @@ class Plan:
         keep_outputs: told the outputs of each batch; of a second phase, again.
         release: gives the memory of a weight back until it is needed again.
         differentiator: makes what audits the gradients of a run; the model's last output is then the loss.
+        min_sqnr: accuracy in dB below which it is found out where an output's error enters; ``None`` for
+            runs of which only the verdict counts.
     """
 
     rules: RuleSet | None
@@ -80,6 +87,7 @@ class Plan:
     keep_outputs: KeepOutputs | None = None
     release: Release | None = None
     differentiator: Callable[[Plan], Differentiator] | None = None
+    min_sqnr: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +140,12 @@ class Runner:
         measured = list(meter.results())
         self._note_inputs(executor, tensors, ready.batch)
         self._refuse_broken_reference(outputs, measured, number)
+        named = dict(zip(executor.program.traced.outputs, outputs, strict=True))
         if self.plan.keep_outputs is not None:
-            names = executor.program.traced.outputs
-            self.plan.keep_outputs(number, dict(zip(names, outputs, strict=True)))
+            self.plan.keep_outputs(number, named)
+        if not self._reference_only:
+            merge_outputs(self.record.outputs, compare_outputs(named, number))
+            self.record.buffers |= {update.name: update for update in buffer_updates(executor)}
         faults = Faults(
             executor.program,
             measured,
@@ -155,6 +166,25 @@ class Runner:
             with guarded(self.plan.device):
                 self._gradients.run(executor, outputs, number)
             self._add_seconds("backward", started)
+
+    def attribute(self, batches: Sequence[Batch]) -> None:
+        """Find out where the errors of outputs that are too inaccurate enter."""
+        least = self.plan.min_sqnr
+        if least is None or any(origin.harms for origin in self.record.origins):
+            return
+        started = time.perf_counter()
+        wrong: dict[int, list[str]] = {}
+        for name, seen in self.record.outputs.items():
+            accuracy = seen.accuracy_db
+            if accuracy is not None and accuracy < least and not seen.mismatch:
+                wrong.setdefault(seen.batch, []).append(name)
+        for number, names in wrong.items():
+            ready = self.prepare(batches[number], number)
+            names.sort(key=lambda name: self.record.outputs[name].accuracy_db or 0.0)
+            found = Attribution(ready.executor, ready.tensors, self.plan.seed + number)
+            self.record.culprits += found.culprits(names[:MAX_OUTPUTS])
+        if wrong:
+            self._add_seconds("attribution", started)
 
     def executor(self, batch: Batch) -> LockStep:
         """The executor for batches of this signature, traced on first use."""
@@ -233,6 +263,8 @@ class Runner:
         for site, peak in meter.inside_results():
             observation = self.record.observation(site)
             observation.inside_peak = max(observation.inside_peak, peak)
+        for site, elements, differing in meter.choices():
+            self.record.decisions.setdefault(site, DecisionStats()).add(elements, differing)
         for name, statistics in meter.samples.results.items():
             self.record.observation(self.sites[name].id).samples.add(statistics)
         self.record.uncovered.update(meter.uncovered)

@@ -43,6 +43,7 @@ class Step:
         random: whether it draws random numbers.
         bitwise: whether it looks at the bits of a float, so that emulation cannot run it.
         frees: nodes whose value nobody needs after this step.
+        decides: whether it turns floats into integers, booleans or whole numbers.
     """
 
     node: fx.Node
@@ -57,6 +58,7 @@ class Step:
     random: bool
     bitwise: bool
     frees: tuple[fx.Node, ...]
+    decides: bool = False
 
     @property
     def differentiable(self) -> bool:

@@ -73,7 +73,9 @@ def _cures(
 def _run(proposal: Proposal, source: ModelSource, plan: Plan, settings: Settings) -> CheckContext | None:
     """The audit under a change; nothing if it cannot be traced or run, or makes another function of it."""
     form = lower_format(proposal.dtype) if proposal.dtype else plan.number_format
-    changed = replace(plan, number_format=form, rules=proposal.rules or plan.rules, edits=proposal.edits)
+    changed = replace(
+        plan, number_format=form, rules=proposal.rules or plan.rules, edits=proposal.edits, min_sqnr=None
+    )
     model = proposal.model or source.model
     try:
         if proposal.model is not None and not _same_function(source, proposal):

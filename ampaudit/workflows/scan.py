@@ -111,6 +111,7 @@ def audit_policies(
             settings.backend,
             keep_outputs=settings.keep_outputs,
             release=source.release,
+            min_sqnr=settings.min_sqnr,
         )
         for rules in subjects
     ]
@@ -118,7 +119,7 @@ def audit_policies(
         source, plans = differentiated(source, plans, settings)
     contract = contract_of(settings.contract)
     if contract.words and not (settings.static or settings.ranges):
-        usual = plans
+        usual = [replace(plan, min_sqnr=None) for plan in plans]
         plans = [replace(plan, backend=Contracted(contract)) for plan in plans]
         both = run_audits(source.model, source.batches, [*plans, *usual], settings.told)
         audits, before = both[: len(plans)], both[len(plans) :]

@@ -112,7 +112,13 @@ def diffusion_timesteps(bad: bool) -> Built:
     return Net(forward, inner=linear(16, 16)), (torch.randn(4, 16), torch.tensor([999, 777, 501, 3]))
 
 
-@failure("EfficientViT, Cai et al. 2022: its linear attention runs in float32", "", "AMP105", "half16 cuda16")
+@failure(
+    "EfficientViT, Cai et al. 2022: its linear attention runs in float32",
+    "",
+    "AMP105",
+    "half16 cuda16",
+    wrong="halfbf cudabf",
+)
 def linear_attention(bad: bool) -> Built:
     """k^T v adds up over all tokens."""
 

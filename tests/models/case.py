@@ -31,6 +31,7 @@ class Case:
         layer: the layer that must be named.
         codes: the finding's code, one of these.
         breaks: the combinations under which it shows.
+        wrong: the combinations under which all is finite, and the output is wrong.
         build: ``build(True)`` is the failing model with its inputs, ``build(False)`` the healthy twin.
     """
 
@@ -39,6 +40,7 @@ class Case:
     layer: str
     codes: tuple[str, ...]
     breaks: tuple[str, ...]
+    wrong: tuple[str, ...]
     build: Callable[[bool], Built]
 
 
@@ -46,15 +48,16 @@ CASES: dict[str, Case] = {}
 
 
 def failure(
-    source: str, layer: str, codes: str, breaks: str
+    source: str, layer: str, codes: str, breaks: str, wrong: str = ""
 ) -> Callable[[Callable[[bool], Built]], Callable[[bool], Built]]:
     """Register a case under its function's name."""
 
     def register(build: Callable[[bool], Built]) -> Callable[[bool], Built]:
         name = build.__name__
         assert name not in CASES, name
-        assert set(breaks.split()) <= set(COMBINATIONS), name
-        CASES[name] = Case(name, source, layer, tuple(codes.split()), tuple(breaks.split()), build)
+        assert {*breaks.split(), *wrong.split()} <= set(COMBINATIONS), name
+        shows = tuple(breaks.split()), tuple(wrong.split())
+        CASES[name] = Case(name, source, layer, tuple(codes.split()), *shows, build)
         return build
 
     return register

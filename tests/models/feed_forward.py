@@ -36,7 +36,7 @@ def t5_gated_feed_forward(bad: bool) -> Built:
     return Net(forward, **layers, wo=down, last=nn.LayerNorm(64)), (torch.randn(2, 8, 64),)
 
 
-@failure("huggingface/transformers#19229", "", "AMP109", "half16")
+@failure("huggingface/transformers#19229", "", "AMP109", "half16", wrong="cuda16 halfbf cudabf")
 def longt5_residual_add(bad: bool) -> Built:
     def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
         for block in (m.first, m.second, m.third):
@@ -48,7 +48,7 @@ def longt5_residual_add(bad: bool) -> Built:
     return Net(forward, norm=nn.LayerNorm(32), **blocks), (torch.randn(2, 8, 32),)
 
 
-@failure("huggingface/transformers#12225", "", "AMP109 AMP101", "half16")
+@failure("huggingface/transformers#12225", "", "AMP109 AMP101", "half16", wrong="cuda16 halfbf cudabf")
 def pegasus_second_projection(bad: bool) -> Built:
     """fc2 gives 6.06e4, in range; the residual add after it does not."""
 
@@ -81,6 +81,7 @@ def gemma3_residual_stream(bad: bool) -> Built:
     "",
     "AMP109",
     "half16",
+    wrong="cuda16 halfbf cudabf",
 )
 def swin_deep_stages(bad: bool) -> Built:
     def forward(m: Net, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,13 @@ def box_area(bad: bool) -> Built:
     return Net(forward), ((boxes if bad else boxes / 8).half().float(),)
 
 
-@failure("torch.cdist: distances by matrix products lose small ones", "", "AMP205 AMP208", "half16 halfbf")
+@failure(
+    "torch.cdist: distances by matrix products lose small ones",
+    "",
+    "AMP205 AMP208",
+    "half16 halfbf",
+    wrong="cuda16 cudabf",
+)
 def pairwise_distance(bad: bool) -> Built:
     """|x|^2 + |y|^2 - 2 x.y of points that are near each other and far from the origin."""
 

@@ -41,8 +41,13 @@ def graver(report: Report) -> list[Finding]:
     return [f for f in report.findings if f.severity != "note"]
 
 
-def found_by(case: Case, report: Report) -> bool:
-    """Whether the right layer is named with the right cause, and no other layer as an error."""
+def found_by(case: Case, report: Report, combination: str) -> bool:
+    """Whether the right layer is named with the right cause, and no other layer as an error.
+
+    Where all is finite and the output is wrong, the layer is that in which the error enters.
+    """
+    if combination in case.wrong:
+        return {f.code for f in report.findings if f.severity == "error"} == {"AMP207"}
     named = [f for f in report.findings if f.code in case.codes and f.layer == case.layer]
     return bool(named) and not any(f.severity == "error" and f.layer != case.layer for f in report.findings)
 
@@ -52,7 +57,7 @@ def score(verbose: bool = False) -> list[Score]:
     scores = [Score(name) for name in COMBINATIONS]
     for case in CASES.values():
         for tally in scores:
-            breaks = tally.combination in case.breaks
+            breaks = tally.combination in (*case.breaks, *case.wrong)
             report = audit(case, True, tally.combination)
             _count(tally, case, breaks, report)
             healthy = audit(case, False, tally.combination)
@@ -71,7 +76,7 @@ def score(verbose: bool = False) -> list[Score]:
 def _count(tally: Score, case: Case, breaks: bool, report: Report) -> None:
     if breaks:
         tally.expected += 1
-        hit = found_by(case, report)
+        hit = found_by(case, report, tally.combination)
         tally.found += hit
         if not hit:
             seen = ", ".join(f"{f.code} {f.severity} {f.site}" for f in report.findings) or "nothing"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from ampaudit.report.accuracy import output_word
 from ampaudit.report.evidence import evidence_text, evident_line, ran_on, relative_path, title_of
 from ampaudit.report.finding import Finding
 from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.model import Report
-from ampaudit.report.tables import least_headroom, nearest_of_all, output_word, summary_rows
-from ampaudit.report.text import verdict_words
+from ampaudit.report.tables import least_headroom, nearest_of_all, summary_rows
+from ampaudit.report.verdict import verdict_words
 from ampaudit.words import plain, short_op
 
 __all__ = ["FindingView", "Line", "ReportView", "Tile", "view_of"]

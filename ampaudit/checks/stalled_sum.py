@@ -1,0 +1,32 @@
+"""AMP210: sums and buffers that no longer change, because what is added rounds away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.checks.output_error import findings_with
+from ampaudit.report.finding import Finding
+from ampaudit.words import number
+
+__all__ = ["CHECK"]
+
+MOST = 0.5  # share of a buffer's elements to be changed that stay as they were
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Sums that make an output wrong, and buffers that stay as they were although FP32 changes them."""
+    yield from findings_with("AMP210", context)
+    for update in context.record.buffers.values():
+        if update.stalled < MOST * update.moved:
+            continue
+        form = context.number_format.name
+        cause = (
+            f"the buffer {update.name} stalls: FP32 changes {update.moved} of its elements, and {form} "
+            f"leaves {update.stalled} of them as they were, such as {number(update.example)}"
+        )
+        advice = "keep the buffer in float32, or count in integers"
+        yield finding_at(context, context.site[update.site], "AMP210", cause, advice)
+
+
+CHECK = Check("AMP210", find)

@@ -1,0 +1,228 @@
+"""Finds where the error of an output enters: parts of the model run in 16 bits while the rest stays in FP32.
+
+A site's own error says little about an output: every op of a healthy model rounds. What counts is how much
+of an output's error is there when that op alone rounds. Errors of independent ops add up as squares, so a
+best-first search over halves of the graph finds the largest contribution in about 2 log2(n) runs.
+
+Where a decision comes out differently (``decisions``), it is pinned to FP32's choice; if that mends the
+output, the culprit is what flips the decision.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ampaudit.run.decisions import DecisionDetail
+from ampaudit.run.guards import guarded
+from ampaudit.run.lockstep import LockStep
+from ampaudit.run.outputs import OutputComparison, compare_outputs
+from ampaudit.run.partial import PartialLockStep
+from ampaudit.run.probe import Probe
+from ampaudit.run.units import RoundingUnit, rounding_units
+from ampaudit.sites import SiteId
+
+__all__ = ["Attribution", "Culprit"]
+
+MAX_RUNS = 64
+STANDS_OUT = 0.25  # share of an output's error from which an op is called its culprit
+COMPARABLE = 0.5  # contributions this close to the largest are as good a candidate
+MENDED = 0.25  # share of the error that may be left when a cause is taken away
+
+Items = Sequence[frozenset[int]]
+Energy = Callable[[frozenset[int]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """Where the error of some outputs enters.
+
+    Attributes:
+        outputs: names of the outputs, the worst first.
+        sites: one op; or all ops of one line that only together make the error; none where the error is
+            spread over the model.
+        given: the weight or input whose rounding it is, where it is not the op's own.
+        alone_db: accuracy of the worst output where these alone are in 16 bits; ``None`` is exact.
+        without_db: its accuracy with all but these in 16 bits; ``None`` is exact.
+        decision: the op that chooses differently because of it.
+        detail: how close those choices were.
+        stalled: share of the additions at these sites that change nothing in 16 bits only.
+    """
+
+    outputs: tuple[str, ...]
+    sites: tuple[SiteId, ...] = ()
+    given: str = ""
+    alone_db: float | None = None
+    without_db: float | None = None
+    decision: SiteId | None = None
+    detail: DecisionDetail | None = None
+    stalled: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    outputs: Mapping[str, OutputComparison]
+    flips: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class Attribution:
+    """Runs one batch again and again, each time with other places in 16 bits.
+
+    Attributes:
+        executor: of the whole program.
+        tensors: of the batch.
+        seed: of the batch's random numbers.
+    """
+
+    executor: LockStep
+    tensors: list[torch.Tensor]
+    seed: int
+    _units: tuple[RoundingUnit, ...] = ()
+    _runs: dict[frozenset[int], _Run] = field(default_factory=dict)
+    _left: int = MAX_RUNS
+
+    def __post_init__(self) -> None:
+        self._units = rounding_units(self.executor)
+
+    def culprits(self, outputs: Sequence[str]) -> list[Culprit]:
+        """The culprit of each output; outputs with the same one together."""
+        found: dict[tuple[SiteId, ...], Culprit] = {}
+        for name in outputs:
+            culprit = self._culprit(name)
+            known = found.get(culprit.sites)
+            if known is not None:
+                culprit = Culprit(
+                    (*known.outputs, name),
+                    *(known.sites, known.given, known.alone_db, known.without_db),
+                    *(known.decision, known.detail, known.stalled),
+                )
+            found[culprit.sites] = culprit
+        return list(found.values())
+
+    def _culprit(self, name: str) -> Culprit:
+        everything = frozenset(range(len(self._units)))
+        whole = self._run(everything)
+        total = whole.outputs[name].energy
+        if total == 0.0 or self._run(frozenset()).outputs[name].energy > MENDED * total:
+            return Culprit((name,))
+        decision = self._decision(name, total, whole)
+
+        def energy(units: frozenset[int]) -> float:
+            run = self._run(units)
+            return run.outputs[name].energy if decision is None else float(run.flips.get(decision, 0))
+
+        chosen = self._search(energy, everything, latest=decision is not None)
+        if not chosen:
+            return Culprit((name,))
+        return self._described(name, chosen, everything, decision)
+
+    def _described(
+        self, name: str, chosen: frozenset[int], everything: frozenset[int], decision: str | None
+    ) -> Culprit:
+        sites = tuple(dict.fromkeys(self._units[index].site.id for index in sorted(chosen)))
+        probe = Probe(
+            detail=DecisionDetail(decision) if decision is not None else None,
+            additions=frozenset(node.name for i in chosen for node in self._units[i].nodes),
+        )
+        self._execute(everything, probe)
+        alone, rest = self._run(chosen).outputs[name], self._run(everything - chosen).outputs[name]
+        deciding = {s.node: s.id for s in self.executor.program.traced.sites}
+        return Culprit(
+            (name,),
+            sites,
+            self._given(name, chosen),
+            alone.accuracy_db,
+            rest.accuracy_db,
+            deciding.get(decision) if decision is not None else None,
+            probe.detail,
+            probe.stalled,
+        )
+
+    def _search(self, energy: Energy, everything: frozenset[int], *, latest: bool) -> frozenset[int]:
+        """One unit, or all units of one line; empty where nothing stands out."""
+        singles = [frozenset((index,)) for index in sorted(everything)]
+        total = energy(everything)
+        for items in (singles, self._lines()):
+            found = self._strongest(items, energy, total)
+            if found:
+                return max(found, key=min) if latest else found[0]
+        return frozenset()
+
+    def _strongest(self, items: Items, energy: Energy, total: float) -> list[frozenset[int]]:
+        """The items with the largest contributions, the largest first, as long as they are comparable."""
+        counter = itertools.count()
+        heap = [(-total, next(counter), items)]
+        found: list[tuple[float, frozenset[int]]] = []
+        while heap and self._left > 0:
+            negative, _, part = heapq.heappop(heap)
+            if -negative < STANDS_OUT * total or (found and -negative < COMPARABLE * found[0][0]):
+                break
+            if len(part) == 1:
+                found.append((-negative, part[0]))
+                continue
+            middle = len(part) // 2
+            for half in (part[:middle], part[middle:]):
+                size = energy(frozenset().union(*half))
+                heapq.heappush(heap, (-size, next(counter), half))
+        return [item for _, item in found]
+
+    def _lines(self) -> list[frozenset[int]]:
+        """Units by the line of code and the op: a loop, or a stack of layers, is one."""
+        groups: dict[tuple[object, ...], set[int]] = {}
+        for index, unit in enumerate(self._units):
+            site = unit.site
+            line = (site.source.file, site.source.line) if site.source is not None else (site.layer_type,)
+            groups.setdefault((*line, site.op), set()).add(index)
+        return [frozenset(group) for group in groups.values()]
+
+    def _given(self, name: str, chosen: frozenset[int]) -> str:
+        """The weight or input whose rounding is most of a single unit's contribution."""
+        if len(chosen) != 1:
+            return ""
+        unit = self._units[min(chosen)]
+        if not unit.given:
+            return ""
+        total = self._run(chosen).outputs[name].energy
+        for node, given in unit.given:
+            alone = self._execute(frozenset(), Probe(), extra=frozenset((node,))).outputs[name].energy
+            if alone > COMPARABLE * total or (math.isinf(total) and math.isinf(alone)):
+                return given
+        return ""
+
+    def _decision(self, name: str, total: float, whole: _Run) -> str | None:
+        """The decision that mends the output if it follows FP32; ``None`` if none does."""
+        flipped = [step.node for step in self.executor.program.steps if whole.flips.get(step.node.name)]
+        everything = frozenset(range(len(self._units)))
+
+        def left(pins: frozenset[str]) -> float:
+            return self._execute(everything, Probe(pins=pins)).outputs[name].energy
+
+        if not flipped or left(frozenset(n.name for n in flipped)) > MENDED * total:
+            return None
+        if len(flipped) == 1:
+            return flipped[0].name
+        tried = [(left(frozenset((node.name,))), node.name) for node in flipped[:8]]
+        return min(tried, key=lambda pair: pair[0])[1]
+
+    def _run(self, units: frozenset[int]) -> _Run:
+        if units not in self._runs:
+            self._runs[units] = self._execute(units, Probe())
+        return self._runs[units]
+
+    def _execute(
+        self, units: frozenset[int], probe: Probe, extra: frozenset[torch.fx.Node] = frozenset()
+    ) -> _Run:
+        self._left -= 1
+        rounding = extra.union(*(self._units[index].nodes for index in units))
+        partial = PartialLockStep(self.executor, rounding)
+        with guarded(self.executor.device):
+            torch.manual_seed(self.seed)
+            pairs = partial.run(self.tensors, probe)
+        named = dict(zip(self.executor.program.traced.outputs, pairs, strict=True))
+        return _Run(compare_outputs(named, 0), probe.flips())

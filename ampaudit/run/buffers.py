@@ -1,0 +1,62 @@
+"""Buffers that a model writes: whether what it adds to them arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from ampaudit.run.lockstep import LockStep
+from ampaudit.run.step import LOWER
+from ampaudit.sites import SiteId
+
+__all__ = ["BufferUpdate", "buffer_updates"]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferUpdate:
+    """What one forward pass did to a buffer that is held in 16 bits.
+
+    Attributes:
+        name: the buffer's path.
+        site: the op that writes it.
+        moved: elements that FP32 changes.
+        stalled: those among them that are as before in 16 bits.
+        example: value of the first of these.
+    """
+
+    name: str
+    site: SiteId
+    moved: int
+    stalled: int
+    example: float
+
+
+def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
+    """The updates of the last run that stalled somewhere."""
+    found: list[BufferUpdate] = []
+    places = {place.node: place for place in executor.program.traced.placeholders}
+    for node, (reference, value) in executor.buffers.items():
+        place, site = places[node.name], _writer(executor, node)
+        if place.dtype not in LOWER or site is None:
+            continue
+        before = executor.converted.masters[node.name].detach().to(reference.device)
+        stalled = (reference != before) & (value == executor.backend.hold(before, place.dtype))
+        count = int(stalled.sum())
+        if count:
+            moved = int((reference != before).sum())
+            found.append(BufferUpdate(place.name, site, moved, count, float(value[stalled][0])))
+    return found
+
+
+def _writer(executor: LockStep, buffer: fx.Node) -> SiteId | None:
+    """The last op that writes to a buffer, or to a view of it."""
+    shown, writer = {buffer}, None
+    for step in executor.program.steps:
+        written = [step.node.args[p] for p in step.mutates if p < len(step.node.args)]
+        if step.site is not None and any(node in shown for node in written):
+            shown.add(step.node)
+            writer = step.site.id
+        elif not step.makes_values and shown.intersection(step.node.all_input_nodes):
+            shown.add(step.node)
+    return writer

@@ -1,0 +1,181 @@
+"""Decisions: ops that turn floats into integers or booleans, where a rounding error becomes another choice.
+
+topk, sort, argmax, comparisons, rounding, bucketize, casts to integers. While a model runs, those that
+come out differently are only counted; ``DecisionDetail`` says of one op how close the choices were.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ampaudit.run.lockstep import StepCall
+from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.step import Step
+from ampaudit.trace.functional import overload_of
+from ampaudit.trace.opnames import base_name, named_arguments
+
+__all__ = ["DecisionDetail", "DecisionStats", "differing_choices", "pinned", "spacing"]
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_ALONG_AN_AXIS = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "mode"})
+
+
+@dataclass(slots=True)
+class DecisionStats:
+    """The choices of one site, over all batches.
+
+    Attributes:
+        elements: choices made.
+        differing: choices that differ between FP32 and 16 bits.
+    """
+
+    elements: int = 0
+    differing: int = 0
+
+    def add(self, elements: int, differing: int) -> None:
+        """Add one batch."""
+        self.elements += elements
+        self.differing += differing
+
+
+def differing_choices(reference: Any, value: Any) -> tuple[torch.Tensor, int] | None:
+    """How many choices differ, as a tensor on their device, of how many; ``None`` if shapes differ."""
+    first, second = _choice(reference), _choice(value)
+    if first is None or second is None or first.shape != second.shape:
+        return None
+    if first.is_floating_point():  # results of round, floor, sign: whole numbers
+        return ((first - second).abs() >= 0.5).sum(), first.numel()
+    return (first != second).sum(), first.numel()
+
+
+def _choice(value: Any) -> torch.Tensor | None:
+    """The integers or booleans among an op's outputs, or its only output."""
+    if isinstance(value, torch.Tensor):
+        return value
+    tensors = [item for item in value if isinstance(item, torch.Tensor)] if value is not None else []
+    return next((t for t in tensors if not t.is_floating_point()), None)
+
+
+def pinned(step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    """The result of a decision with FP32's choices, and with the 16-bit run's values where there are some."""
+    if isinstance(value, torch.Tensor):
+        return reference
+    scores, axis = call.args[0], _axis(step, call)
+    chosen = _choice(reference)
+    made = []
+    for first, second in zip(reference, value, strict=True):
+        scored = isinstance(second, torch.Tensor) and second.is_floating_point() and chosen is not None
+        if scored and axis is not None and chosen is not None and scores.ndim == chosen.ndim:
+            made.append(torch.gather(scores, axis, chosen))
+        else:
+            made.append(first)
+    return type(value)(made)
+
+
+def _axis(step: Step, call: StepCall) -> int | None:
+    """The axis along which a decision chooses; ``None`` for the whole tensor."""
+    target = overload_of(step.target)
+    if target is None:
+        return None
+    given = named_arguments(target, call.args, call.kwargs)
+    default = None if base_name(target) in ("max", "min", "argmax", "argmin") else -1
+    axis = given.get("dim", default)
+    return axis if isinstance(axis, int) else None
+
+
+@dataclass(slots=True)
+class DecisionDetail:
+    """A watch that looks closely at one decision.
+
+    Attributes:
+        node: name of the node.
+        differing: choices that differ.
+        elements: choices made.
+        ties: those among them whose candidates are equal in 16 bits.
+        margin: median distance in FP32 between the two candidates of a choice that differs; for rounding
+            and casts to integers, the error of what is rounded.
+        magnitude: typical magnitude of the candidates.
+    """
+
+    node: str
+    differing: int = 0
+    elements: int = 0
+    ties: int = 0
+    margin: float | None = None
+    magnitude: float | None = None
+
+    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Nothing."""
+        del step, reference
+        return None
+
+    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Measure the margins of the node's choices."""
+        if step.node.name == self.node:
+            self._look(step, reference, value, call)
+        return value
+
+    def _look(self, step: Step, reference: Any, value: Any, call: StepCall) -> None:
+        first, second = _choice(reference), _choice(value)
+        if first is None or second is None or first.shape != second.shape:
+            return
+        self.elements = first.numel()
+        flipped = (first - second).abs() >= 0.5 if first.is_floating_point() else first != second
+        self.differing = int(flipped.sum())
+        pairs = _candidates(step, first, second, call)
+        if pairs is None or not self.differing:
+            return
+        (ours, theirs), (ours16, theirs16) = pairs
+        try:
+            flat = flipped.expand(ours.shape) if flipped.shape != ours.shape else flipped
+        except RuntimeError:
+            return
+        if flat.shape != ours.shape:
+            return
+        distance = (ours - theirs).abs()[flat].double()
+        self.margin = float(distance.median())
+        self.magnitude = float(ours.abs()[flat].double().median())
+        if ours16 is not None and theirs16 is not None:
+            self.ties = int((ours16 == theirs16)[flat].sum())
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _candidates(
+    step: Step, first: torch.Tensor, second: torch.Tensor, call: StepCall
+) -> tuple[Pair, tuple[torch.Tensor | None, torch.Tensor | None]] | None:
+    """What each choice was between, in FP32 and in 16 bits, in the shape of the choices."""
+    target = overload_of(step.target)
+    name = base_name(target).rstrip("_") if isinstance(target, OpOverload) else ""
+    scores, scores16 = call.ref_args[0], call.args[0]
+    if not isinstance(scores, torch.Tensor):
+        return None
+    if name in _COMPARISONS:
+        other, other16 = call.ref_args[1], call.args[1]
+        ours, theirs = torch.broadcast_tensors(scores, torch.as_tensor(other, device=scores.device))
+        near, far = torch.broadcast_tensors(scores16, torch.as_tensor(other16, device=scores.device))
+        return (ours, theirs), (near, far)
+    if name in _ALONG_AN_AXIS and not first.is_floating_point():
+        axis = _axis(step, call)
+        if axis is None:
+            scores, scores16, axis = scores.reshape(-1), scores16.reshape(-1), 0
+        if first.ndim < scores.ndim or first.ndim == 0:
+            first, second = first.unsqueeze(axis), second.unsqueeze(axis)
+        if first.ndim != scores.ndim:
+            return None
+        found = [torch.gather(s, axis, i) for s in (scores, scores16) for i in (first, second)]
+        return (found[0], found[1]), (found[2], found[3])
+    if scores.shape == first.shape:
+        return (scores, scores16.to(scores.dtype)), (None, None)
+    return None
+
+
+def spacing(magnitude: float, fraction_bits: int) -> float:
+    """Distance between neighbours of a format at a magnitude: 2^(floor(log2 x) - fraction bits)."""
+    return 2.0 ** (math.floor(math.log2(magnitude)) - fraction_bits) if magnitude > 0.0 else 0.0

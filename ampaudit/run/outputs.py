@@ -1,0 +1,162 @@
+"""Compares the outputs of the 16-bit run with FP32's: what a user of the model gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ampaudit.run.flat import flat_pair
+from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+
+__all__ = ["OutputComparison", "OutputKind", "compare_outputs", "merge_outputs"]
+
+OutputKind = Literal["float", "complex", "integer"]
+_MIN_SPREAD_ELEMENTS = 16  # fewer numbers have no distribution to speak of
+
+
+@dataclass(frozen=True, slots=True)
+class OutputComparison:
+    """One output of one batch against FP32.
+
+    Attributes:
+        kind: what its elements are; booleans count as integers, and a complex number as two floats.
+        batch: number of the batch.
+        elements: elements compared.
+        err_sq: sum of (value - reference)^2 over finite pairs.
+        ref_sq: sum of reference^2 over the same pairs.
+        spread_sq: sum of (reference - mean)^2.
+        bad: elements that are inf or NaN in 16 bits only.
+        differing: integers that differ.
+        constant: the one value that FP32 gives everywhere, of two elements or more.
+        mismatch: how the two outputs cannot be compared: another shape or dtype; empty if they can.
+    """
+
+    kind: OutputKind
+    batch: int = 0
+    elements: int = 0
+    err_sq: float = 0.0
+    ref_sq: float = 0.0
+    spread_sq: float = 0.0
+    bad: int = 0
+    differing: int = 0
+    constant: float | None = None
+    mismatch: str = ""
+
+    @property
+    def accuracy_db(self) -> float | None:
+        """Signal to error ratio in dB; ``None`` where both runs agree exactly, -inf where nothing is right.
+
+        10 log10(sum ref^2 / sum err^2) for floats. For integers 20 log10(1 / share that differs): 20 dB,
+        a tenth of the amplitude for floats, is a tenth of the elements.
+        """
+        if self.mismatch or self.bad:
+            return -math.inf
+        if self.kind == "integer":
+            return -20.0 * math.log10(self.differing / self.elements) if self.differing else None
+        return _decibel(self.ref_sq, self.err_sq)
+
+    @property
+    def variation_db(self) -> float | None:
+        """The same for what varies in the output, its mean taken out; ``None`` where that says nothing."""
+        if self.kind == "integer" or self.elements < _MIN_SPREAD_ELEMENTS or self.constant is not None:
+            return None
+        return _decibel(self.spread_sq, self.err_sq)
+
+    @property
+    def energy(self) -> float:
+        """How much is wrong, as a sum over elements: comparable between runs of the same batch."""
+        if self.mismatch or self.bad:
+            return math.inf
+        return float(self.differing) if self.kind == "integer" else self.err_sq
+
+
+def _decibel(signal: float, error: float) -> float | None:
+    if error == 0.0:
+        return None
+    return 10.0 * math.log10(signal / error) if signal > 0.0 else -math.inf
+
+
+def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[str, OutputComparison]:
+    """Compare each pair (FP32's, the 16-bit run's); numbers leave the device once, for all outputs."""
+    found: dict[str, OutputComparison] = {}
+    waiting: dict[str, tuple[OutputKind, int, torch.Tensor]] = {}
+    for name, (reference, value) in pairs.items():
+        kind = _kind(reference)
+        mismatch = _mismatch(reference, value)
+        if mismatch or not reference.numel():
+            found[name] = OutputComparison(kind, batch, 0, mismatch=mismatch)
+            continue
+        numbers = _differing(reference, value) if kind == "integer" else _float_numbers(reference, value)
+        waiting[name] = (kind, reference.numel(), numbers)
+    fetched = torch.stack([row.cpu() for _, _, row in waiting.values()]).tolist() if waiting else []
+    for (name, (kind, elements, _)), row in zip(waiting.items(), fetched, strict=True):
+        found[name] = _comparison(kind, batch, elements, row)
+    return {name: found[name] for name in pairs}
+
+
+def merge_outputs(into: dict[str, OutputComparison], batch: Mapping[str, OutputComparison]) -> None:
+    """Keep the worst batch of each output."""
+    for name, comparison in batch.items():
+        known = into.get(name)
+        if known is None or _rank(comparison) < _rank(known):
+            into[name] = comparison
+
+
+def _rank(comparison: OutputComparison) -> tuple[float, float]:
+    accuracy, variation = comparison.accuracy_db, comparison.variation_db
+    return (
+        math.inf if accuracy is None else accuracy,
+        math.inf if variation is None else variation,
+    )
+
+
+def _kind(value: torch.Tensor) -> OutputKind:
+    if value.is_complex():
+        return "complex"
+    return "float" if value.is_floating_point() else "integer"
+
+
+def _mismatch(reference: Any, value: Any) -> str:
+    if tuple(reference.shape) != tuple(value.shape):
+        return f"shape {tuple(value.shape)}, in FP32 {tuple(reference.shape)}"
+    if _kind(reference) != _kind(value):
+        return f"dtype {value.dtype}, in FP32 {reference.dtype}".replace("torch.", "")
+    return ""
+
+
+def _differing(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    low, high = reference.min().double(), reference.max().double()
+    count = (reference != value).sum().double()
+    zero = torch.zeros_like(count)
+    return torch.stack([count, zero, zero, zero, low, high])
+
+
+def _float_numbers(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Bad elements, error, signal, spread, least and largest; complex numbers as pairs of floats."""
+    if reference.is_complex():
+        reference, value = (
+            torch.view_as_real(side.to(torch.complex64) if side.dtype is torch.complex32 else side)
+            for side in (reference, value)
+        )
+    same = reference is value
+    first, second = flat_pair(reference, reference if same else value.to(reference.dtype))
+    on_cpu = reference.device.type == "cpu"
+    row = torch.tensor(measure_cpu(first, second), dtype=torch.float64) if on_cpu else None
+    fields = dict(zip(FIELDS, row if row is not None else measure_any(first, second), strict=True))
+    finite = torch.where(first.isfinite(), first, 0)
+    spread = (finite.double() - finite.mean(dtype=torch.float64)).square().sum()
+    bad = fields["pos_inf"] + fields["neg_inf"] + fields["nan"]
+    extremes = first.amin().double(), first.amax().double()
+    return torch.stack([bad, fields["err_sq"], fields["ref_sq"], spread, *extremes])
+
+
+def _comparison(kind: OutputKind, batch: int, elements: int, row: list[float]) -> OutputComparison:
+    bad, error, signal, spread, low, high = row
+    constant = low if low == high and elements > 1 else None
+    if kind == "integer":
+        return OutputComparison(kind, batch, elements, differing=int(bad), constant=constant)
+    return OutputComparison(kind, batch, elements, error, signal, spread, int(bad), constant=constant)

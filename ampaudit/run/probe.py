@@ -1,0 +1,96 @@
+"""The watch of a run that looks for a cause: counts flipped decisions, pins some, sees sums that stall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ampaudit.run.decisions import DecisionDetail, differing_choices, pinned
+from ampaudit.run.lockstep import StepCall
+from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.step import Step
+from ampaudit.trace.functional import overload_of
+from ampaudit.trace.opnames import base_name, named_arguments
+
+__all__ = ["Probe"]
+
+_SUMS = frozenset({"add", "sub", "add_", "sub_", "__iadd__", "__isub__"})
+
+
+@dataclass(slots=True)
+class Probe:
+    """Measures nothing that is not asked for.
+
+    Attributes:
+        pins: nodes of decisions that follow FP32's choices.
+        detail: a decision to look at closely.
+        additions: nodes to look at for additions that change nothing.
+    """
+
+    pins: frozenset[str] = frozenset()
+    detail: DecisionDetail | None = None
+    additions: frozenset[str] = frozenset()
+    _flips: dict[str, torch.Tensor] = field(default_factory=dict)
+    _before: dict[str, torch.Tensor] = field(default_factory=dict)
+    _moved: int = 0
+    _stalled: int = 0
+
+    @property
+    def stalled(self) -> float:
+        """Share of the additions that change the sum in FP32 and leave it as it is in 16 bits."""
+        return self._stalled / self._moved if self._moved else 0.0
+
+    def flips(self) -> dict[str, int]:
+        """Choices that differ, by node."""
+        counts = torch.stack(list(self._flips.values())).tolist() if self._flips else []
+        return dict(zip(self._flips, map(int, counts), strict=True))
+
+    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Nothing."""
+        del step, reference
+        return None
+
+    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Count, pin, or look closely."""
+        name = step.node.name
+        if step.decides and not call.shared:
+            counted = differing_choices(reference, value)
+            if counted is not None:
+                self._flips[name] = counted[0]
+            if self.detail is not None:
+                self.detail.seen(step, reference, value, call)
+            if name in self.pins:
+                return pinned(step, reference, value, call)
+        if self.additions:
+            self._look_at_sum(step, value, call)
+        return value
+
+    def _look_at_sum(self, step: Step, value: Any, call: StepCall) -> None:
+        """An in-place sum has overwritten what it started from, so that is kept from where it was made."""
+        if not isinstance(value, torch.Tensor):
+            return
+        if any(user.name in self.additions for user in step.node.users):
+            self._before[step.node.name] = value.clone()
+        if step.node.name not in self.additions or not step.node.all_input_nodes:
+            return
+        target = overload_of(step.target)
+        if target is None:
+            return
+        name = base_name(target)
+        if name == "cumsum":
+            axis = named_arguments(target, call.args, call.kwargs)["dim"]
+            added = call.ref_args[0].narrow(axis, 1, max(value.shape[axis] - 1, 0))
+            self._count(added != 0, value.diff(dim=axis) == 0)
+        elif name in _SUMS:
+            first, second = call.ref_args[0], call.ref_args[1]
+            before = self._before.get(step.node.all_input_nodes[0].name, call.args[0])
+            if isinstance(first, torch.Tensor) and isinstance(before, torch.Tensor):
+                moved = torch.as_tensor(second, device=value.device) != 0
+                if before.shape == value.shape:
+                    self._count(moved.expand(value.shape), value == before)
+
+    def _count(self, moved: torch.Tensor, same: torch.Tensor) -> None:
+        self._moved += int(moved.sum())
+        self._stalled += int((moved & same).sum())

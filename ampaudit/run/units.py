@@ -1,0 +1,106 @@
+"""The places where a program rounds to 16 bits, each op together with the casts that are made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from ampaudit.run.lockstep import LockStep
+from ampaudit.run.program import Program
+from ampaudit.run.step import LOWER, Step
+from ampaudit.trace.graph import Role, Site, Slot
+
+__all__ = ["RoundingUnit", "rounding_units"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingUnit:
+    """What a rule would keep in float32 together.
+
+    Attributes:
+        site: the op that it is reported as.
+        nodes: nodes whose values are rounded.
+        given: names of the inputs and weights among them, by node.
+    """
+
+    site: Site
+    nodes: frozenset[fx.Node]
+    given: tuple[tuple[fx.Node, str], ...] = ()
+
+
+def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
+    """All of them in graph order.
+
+    A weight belongs to the first op that reads it, and a cast of the policy's to its only reader. An input,
+    and a cast that several ops read, stand for themselves, under the first of their readers.
+    """
+    program = executor.program
+    steps = {step.node: step for step in program.steps}
+    weights = _given(executor)
+    nodes: dict[fx.Node, list[fx.Node]] = {}
+    for node in _rounding_nodes(program, executor):
+        step = steps.get(node)
+        role = step.site.role if step is not None and step.site is not None else None
+        if step is not None and role in (Role.COMPUTE, Role.CAST):
+            nodes.setdefault(node, []).append(node)
+            continue
+        readers = list(_readers(node, steps))
+        shared = node.name not in weights or program_slot(executor, node) is Slot.INPUT
+        if role is Role.WEIGHT_CAST:
+            shared = False
+        owner = node if not readers or (shared and len(readers) > 1) else readers[0].node
+        nodes.setdefault(owner, []).append(node)
+    order = {node: index for index, node in enumerate(program.traced.graph.nodes)}
+    units = []
+    for owner, members in nodes.items():
+        site = _site(owner, steps)
+        if site is not None:
+            given = tuple((n, weights[n.name]) for n in members if n.name in weights)
+            units.append((order[owner], RoundingUnit(site, frozenset(members), given)))
+    return tuple(unit for _, unit in sorted(units, key=lambda pair: pair[0]))
+
+
+def program_slot(executor: LockStep, node: fx.Node) -> Slot | None:
+    """The slot of a placeholder; ``None`` for a step."""
+    places = {place.node: place.slot for place in executor.program.traced.placeholders}
+    return places.get(node.name)
+
+
+def _rounding_nodes(program: Program, executor: LockStep) -> Iterator[fx.Node]:
+    copies = executor.converted.copies
+    for place in program.traced.placeholders:
+        if place.dtype in LOWER and (place.slot is Slot.INPUT or place.node in copies):
+            yield next(node for node in program.inputs if node.name == place.node)
+    for step in program.steps:
+        if step.lowered and step.makes_values:
+            yield step.node
+
+
+def _given(executor: LockStep) -> dict[str, str]:
+    """Names of inputs and weights by the node that rounds them."""
+    traced = executor.program.traced
+    names = {place.node: place.name for place in traced.placeholders}
+    casts = {site.node: site.weight for site in traced.sites if site.weight is not None}
+    return names | casts
+
+
+def _readers(node: fx.Node, steps: dict[fx.Node, Step]) -> Iterator[Step]:
+    """Ops that read a value, behind views, selections and casts of the policy's."""
+    for user in node.users:
+        step = steps.get(user)
+        if step is None:
+            continue
+        if step.site is None or step.site.role not in (Role.COMPUTE, Role.CAST):
+            yield from _readers(user, steps)
+        else:
+            yield step
+
+
+def _site(node: fx.Node, steps: dict[fx.Node, Step]) -> Site | None:
+    step = steps.get(node)
+    if step is not None and step.site is not None and step.site.role is not Role.INSERTED_CAST:
+        return step.site
+    reader = next(_readers(node, steps), None)
+    return reader.site if reader is not None else (step.site if step is not None else None)
