@@ -131,12 +131,9 @@ class DecisionDetail:
         if pairs is None or not self.differing:
             return
         (ours, theirs), (ours16, theirs16) = pairs
-        try:
-            flat = flipped.expand(ours.shape) if flipped.shape != ours.shape else flipped
-        except RuntimeError:
+        if flipped.numel() != ours.numel():  # nothing to line the choices up with
             return
-        if flat.shape != ours.shape:
-            return
+        flat = flipped.reshape(ours.shape)
         distance = (ours - theirs).abs()[flat].double()
         self.margin = float(distance.median())
         self.magnitude = float(ours.abs()[flat].double().median())

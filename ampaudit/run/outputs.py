@@ -156,7 +156,7 @@ def _float_numbers(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor
 
 def _comparison(kind: OutputKind, batch: int, elements: int, row: list[float]) -> OutputComparison:
     bad, error, signal, spread, low, high = row
-    constant = low if low == high and elements > 1 else None
+    constant = low + 0.0 if low == high and elements > 1 else None
     if kind == "integer":
         return OutputComparison(kind, batch, elements, differing=int(bad), constant=constant)
     return OutputComparison(kind, batch, elements, error, signal, spread, int(bad), constant=constant)
