@@ -99,11 +99,10 @@ def _explained(context: CheckContext, culprit: Culprit, seen: OutputComparison) 
     if not culprit.sites:
         why = "no op or line stands out: the error is spread over the model"
         return "AMP207", why, "use --dtype float16, or a policy that keeps more ops in float32"
-    where = _where(culprit)
+    where, proof = _where(culprit), _proof(context, culprit, seen)
     if culprit.decision is not None:
-        why = f"{where} flips the choices of {culprit.decision}: {_detail(context, culprit.detail)}"
+        why = f"{where} flips the choices of {culprit.decision}: {_detail(context, culprit.detail)}; {proof}"
         return "AMP209", why, f"compute what {culprit.decision} compares in float32"
-    proof = _proof(context, culprit, seen)
     if culprit.stalled >= STALLS:
         why = f"the sum stalls: {culprit.stalled:.0%} of the additions at {where} change nothing, since "
         why += f"x + y rounds to x once y is below half of {context.number_format.name}'s step at x; {proof}"
@@ -148,7 +147,8 @@ def _detail(context: CheckContext, detail: DecisionDetail | None) -> str:
     if detail.margin is not None and detail.magnitude is not None:
         step = spacing(detail.magnitude, form.fraction_bits)
         text += f"; the median margin in FP32 is {number(detail.margin)}"
-        text += f", and {form.name} has steps of {number(step)} at {number(detail.magnitude)}" if step else ""
+        if detail.margin <= step:
+            text += f", and {form.name} has steps of {number(step)} at {number(detail.magnitude)}"
     return text
 
 

@@ -37,5 +37,6 @@ def accuracy_word(output: OutputAccuracy) -> str:
     if output.sqnr_db is None:
         return "exact"
     varies = output.variation_db
-    lost = f" ({varies:.0f} dB without its mean)" if varies is not None and varies < LOST_DB else ""
-    return f"{output.sqnr_db:.0f} dB{lost}"
+    lost = varies is not None and varies < min(LOST_DB, output.sqnr_db - LOST_DB)
+    aside = f" ({varies:.0f} dB without its mean)" if lost else ""
+    return f"{output.sqnr_db:.0f} dB{aside}"

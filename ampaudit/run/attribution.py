@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -97,11 +97,9 @@ class Attribution:
             culprit = self._culprit(name)
             known = found.get(culprit.sites)
             if known is not None:
-                culprit = Culprit(
-                    (*known.outputs, name),
-                    *(known.sites, known.given, known.alone_db, known.without_db),
-                    *(known.decision, known.detail, known.stalled),
-                )
+                explained = culprit if known.decision is None else known
+                names = (*known.outputs, *culprit.outputs)
+                culprit = replace(known, outputs=names, decision=explained.decision, detail=explained.detail)
             found[culprit.sites] = culprit
         return list(found.values())
 
