@@ -12,6 +12,7 @@ from torch import nn
 from ampaudit.convert import ConvertedModel
 from ampaudit.errors import InputError
 from ampaudit.policy import Measurement, RuleSet
+from ampaudit.run.eager import EagerModel
 from ampaudit.run.guards import guarded
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Plan, Runner
@@ -87,7 +88,8 @@ def _audit(runner: Runner, raised: tuple[SiteId, ...]) -> Audit:
 def _run_all(
     model: nn.Module, batches: Sequence[Batch], plans: Sequence[Plan], progress: Progress, phase: str
 ) -> list[Runner]:
-    runners = [Runner(model, plan, RunRecord(device=plan.device.type, backend="")) for plan in plans]
+    eager = EagerModel(model, plans[0].device, plans[0].seed)
+    runners = [Runner(model, plan, RunRecord(device=plan.device.type, backend=""), eager) for plan in plans]
     for number, batch in enumerate(batches):
         progress(phase, number, len(batches))
         if len(runners) == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ampaudit.run.code_record import CodeRecord
 from ampaudit.run.gradient_record import GradientRecord
 from ampaudit.run.observation import Observation
 from ampaudit.sites import SiteId
@@ -50,6 +51,7 @@ class RunRecord:
         uncovered: op names that could not be observed, with the reason.
         seconds: wall time per phase.
         gradients: what was seen on the way back, if that was asked for.
+        code: where the model's code does something else than in FP32.
     """
 
     device: str
@@ -62,6 +64,7 @@ class RunRecord:
     uncovered: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     gradients: GradientRecord | None = None
+    code: CodeRecord = field(default_factory=CodeRecord)
 
     def observation(self, site: SiteId) -> Observation:
         """The observation of a site, made if there is none."""

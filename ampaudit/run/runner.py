@@ -16,7 +16,9 @@ from ampaudit.formats import NumberFormat
 from ampaudit.policy import Measurement, RuleSet, plain_fp32
 from ampaudit.run.backends import Backend, choose_backend
 from ampaudit.run.blame import Faults
+from ampaudit.run.eager import EagerModel
 from ampaudit.run.evidence import measurements, weight_peaks
+from ampaudit.run.fp32_check import Fp32Check, is_broken
 from ampaudit.run.gradient_record import GradientRecord
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import LockStep, Pair, Watch
@@ -96,7 +98,9 @@ class Prepared:
 class Runner:
     """Keeps one executor per input signature: a batch of another shape is traced anew."""
 
-    def __init__(self, model: nn.Module, plan: Plan, record: RunRecord) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, record: RunRecord, eager: EagerModel | None = None
+    ) -> None:
         self._model = model
         self.plan = plan
         self.record = record
@@ -109,6 +113,7 @@ class Runner:
         record.backend = self._backend.name
         self._gradients = plan.differentiator(plan) if plan.differentiator is not None else None
         record.gradients = None if self._gradients is None else self._gradients.record
+        self._fp32 = self._fp32_check(eager or EagerModel(model, plan.device, plan.seed))
 
     def run(self, batch: Batch, number: int) -> None:
         """Trace if need be, run, and run again with repairs if something went wrong."""
@@ -132,6 +137,8 @@ class Runner:
         measured = list(meter.results())
         self._note_inputs(executor, tensors, ready.batch)
         self._refuse_broken_reference(outputs, measured, number)
+        if self._fp32 is not None:
+            self._fp32.outputs(executor.program, ready.batch, number, outputs)
         if self.plan.keep_outputs is not None:
             names = executor.program.traced.outputs
             self.plan.keep_outputs(number, dict(zip(names, outputs, strict=True)))
@@ -182,6 +189,13 @@ class Runner:
         free = {node.name for node in program.parameter_free}
         self.parameter_free |= {site.id for site in traced.sites if site.node in free}
         return executor
+
+    def _fp32_check(self, eager: EagerModel) -> Fp32Check | None:
+        plan, differentiated = self.plan, self._gradients is not None
+        if plan.rules is None or plan.reference_only:
+            return None
+        setting = (plan.rules, plan.number_format, plan.edits, differentiated)
+        return Fp32Check(self._model, eager, *setting, self.record.code)
 
     def _meter(self) -> Meter:
         return Meter(self.plan.number_format, self._backend, local=not self._reference_only)
@@ -239,7 +253,7 @@ class Runner:
         self.record.batches += 1
 
     def _refuse_broken_reference(self, outputs: list[Pair], measured: list[Measured], number: int) -> None:
-        if not any(_is_broken(reference) for reference, _ in outputs):
+        if not any(is_broken(reference) for reference, _ in outputs):
             return
         first = next((row.site for row in measured if row.fields["ref_bad"] > 0), None)
         site = self.sites[first] if first else None
@@ -252,13 +266,6 @@ class Runner:
     def _add_seconds(self, phase: str, started: float) -> None:
         elapsed = time.perf_counter() - started
         self.record.seconds[phase] = self.record.seconds.get(phase, 0.0) + elapsed
-
-
-def _is_broken(output: object) -> bool:
-    """NaN, +inf, or nothing but -inf; some -inf is how masked scores and log-probabilities look."""
-    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.numel() == 0:
-        return False
-    return bool((output.isnan() | (output == torch.inf)).any() or (output == -torch.inf).all())
 
 
 def _refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:

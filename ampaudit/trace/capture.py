@@ -33,11 +33,13 @@ from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import interposed
 from ampaudit.trace.opnames import CASTABLE
+from ampaudit.trace.precision_reads import PrecisionReads
+from ampaudit.trace.python_random import PythonRandom
 from ampaudit.trace.shadow import fake_like, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
 from ampaudit.trace.storage import split_ties, storage_notes, stored_dtypes
 
-__all__ = ["Setting", "capture", "input_signature"]
+__all__ = ["Setting", "capture", "input_signature", "quiet"]
 
 _SLOTS = {
     InputKind.PARAMETER: Slot.PARAMETER,
@@ -93,7 +95,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     """
     file, lower = setting.rules.file, setting.lower
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with _quiet():
+    with quiet():
         shadow = shadow_of(model, mode, stored_dtypes(model, file.weights, lower))
         entry = Entry(shadow, args, kwargs, _placed(file.weights.outputs, lower))
     entry.train(model.training)
@@ -105,13 +107,15 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     )
     facts = FactFinder(entry, setting.number_format.name, setting.measured)
     caster = Caster(setting.rules, setting.author_rules, lower, facts, setting.planned, setting.edits)
+    reads, random = PrecisionReads(), PythonRandom()
     try:
         with (
-            _quiet(),
+            quiet(),
             torch.set_grad_enabled(setting.differentiated),
             autocast_visible(file.autocast, lower),
             interposed(caster),
             custom_backwards() as customs,
+            reads.watching(),
         ):
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:
@@ -120,7 +124,12 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
         raise trace_failure(error, type(model).__name__, setting.rules.name) from error
     notes = storage_notes(model, file.weights, lower)
     made = _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
-    return replace(made, customs=tuple(dict.fromkeys(customs)))
+    return replace(
+        made,
+        customs=tuple(dict.fromkeys(customs)),
+        reads=tuple(reads.lines),
+        drew=random if random.moved() else None,
+    )
 
 
 def _placed(placement: str, lower: torch.dtype) -> torch.dtype | None:
@@ -190,7 +199,7 @@ def _copy_modes(model: nn.Module, shadow: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep stdout for the report. What the model's code prints goes to stderr when tracing succeeds.
 
     When it fails, torch prints its half-made graph and logs a traceback; the error we raise says it once.

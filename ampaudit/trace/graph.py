@@ -14,6 +14,7 @@ from ampaudit.policy import Decision, OpFacts
 from ampaudit.policy.schema import Constants
 from ampaudit.sites import SiteId, SourceLine
 from ampaudit.trace.entry import OutputStructure
+from ampaudit.trace.python_random import PythonRandom
 
 __all__ = ["Placeholder", "Role", "Site", "Slot", "TracedModel"]
 
@@ -108,7 +109,9 @@ class TracedModel:
     the shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
     fit; ``split_ties`` names tied weights that the policy would store differently under each name;
     ``structure`` is what the outputs were in; ``customs`` names custom autograd functions, whose own backward
-    the graph does not have, and ``checkpoint``, if activations are recomputed.
+    the graph does not have, and ``checkpoint``, if activations are recomputed; ``reads`` are the
+    lines of the model's code that read a precision, and ``drew`` is where Python's random numbers stood
+    before the trace drew some.
     """
 
     graph: fx.Graph
@@ -124,6 +127,8 @@ class TracedModel:
     split_ties: tuple[tuple[str, ...], ...] = ()
     structure: OutputStructure | None = None
     customs: tuple[str, ...] = ()
+    reads: tuple[SourceLine, ...] = ()
+    drew: PythonRandom | None = None
 
     @property
     def site_of_node(self) -> dict[str, Site]:

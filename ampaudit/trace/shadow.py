@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampaudit.errors import TraceFailed
 
-__all__ = ["fake_like", "named_tensors", "shadow_of"]
+__all__ = ["fake_like", "named_tensors", "shadow_of", "without_cache"]
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -54,7 +54,7 @@ def shadow_of(model: nn.Module, mode: FakeTensorMode, dtypes: Mapping[str, torch
             f"{type(model).__name__} cannot be copied for tracing: {type(error).__name__}: {error}",
             hint="remove open files, locks, generators and handles from the module's attributes",
         ) from error
-    _without_cache(shadow)
+    without_cache(shadow)
     return shadow
 
 
@@ -66,7 +66,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) ->
         )
 
 
-def _without_cache(shadow: nn.Module) -> None:
+def without_cache(shadow: nn.Module) -> None:
     """Generation caches change no value of one forward pass, and their types cannot be exported."""
     for module in shadow.modules():
         config: Any = getattr(module, "config", None)

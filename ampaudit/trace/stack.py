@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sysconfig
 from functools import cache
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from ampaudit.sites import SourceLine
 
-__all__ = ["is_tool_file", "source_lines"]
+__all__ = ["code_line", "is_tool_file", "source_lines"]
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
@@ -43,6 +44,11 @@ def _frames(stack_trace: str) -> list[SourceLine]:
         code = "" if _FRAME.match(following) else following
         frames.append(SourceLine(found["file"], int(found["line"]), code))
     return frames
+
+
+def code_line(file: str, line: int) -> SourceLine:
+    """A line of a file, with what it says if the file can be read."""
+    return SourceLine(file, line, linecache.getline(file, line).strip())
 
 
 @cache

@@ -1,0 +1,104 @@
+"""AMP212: the model's code does something else in 16 bits, and an output is not the FP32 model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ampaudit.checks.interface import Check, CheckContext, finding_about, finding_at
+from ampaudit.report.finding import Finding, Severity, Source
+from ampaudit.run.code_record import OutputDifference
+from ampaudit.sites import SiteId, SourceLine
+from ampaudit.trace.compare import CodePlace
+
+__all__ = ["CHECK", "describe", "found_at"]
+
+_ADVICE = "write the line so that it does the same in every precision"
+_RANDOM = "draw the numbers with torch: both runs share those"
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """One finding: the line where the code differs, and the output that suffers most."""
+    code = context.record.code
+    graded = [(severity, d) for d in code.outputs.values() if (severity := _severity(context, d)) is not None]
+    if not graded:
+        return
+    severity, worst = min(graded, key=lambda item: (-item[0].rank, item[1].code_sqnr_db))
+    others = len(graded) - 1
+    effect = _effect(worst) + (f"; {others} more of the outputs differ" if others else "")
+    if code.place is not None:
+        what = describe(code.place, context.number_format.name)
+    elif code.drew:
+        what = "the numbers that Python's or NumPy's random draws are constants of the trace"
+    else:
+        reads = f"; it reads a precision in {_name(code.reads[0])}" if code.reads else ""
+        what = f"the FP32 model gives something else when it is run eagerly, though its trace is alike{reads}"
+    advice = _RANDOM if code.place is None and code.drew else _ADVICE
+    yield found_at(context, code.place, "AMP212", f"{what}: {effect}", advice, severity, worst.name)
+
+
+def _severity(context: CheckContext, seen: OutputDifference) -> Severity | None:
+    """An error where the code spoils an output, a warning where it adds more error than rounding does."""
+    code, limit = context.record.code, context.min_sqnr
+    mostly = 2 * seen.code_err_sq >= seen.err_sq
+    if seen.problem is not None or seen.code_sqnr_db < limit or (mostly and seen.sqnr_db < limit):
+        return Severity.ERROR
+    if seen.agrees or (code.place is None and not code.drew):
+        return None  # FP32's own noise
+    return Severity.WARNING if mostly else Severity.NOTE
+
+
+def _effect(seen: OutputDifference) -> str:
+    if seen.problem is not None:
+        return f"{seen.name} has no counterpart in FP32: {seen.problem}"
+    if seen.integers:
+        return f"{seen.name} differs from FP32 in {seen.err_sq:,.0f} of {seen.ref_sq:,.0f} integers"
+    if not math.isfinite(seen.code_sqnr_db):
+        return f"{seen.name} has nothing of FP32's"
+    total = f"{seen.sqnr_db:.0f}" if math.isfinite(seen.sqnr_db) else "no"
+    return f"{seen.name} has {total} dB against the FP32 model, {seen.code_sqnr_db:.0f} dB by the code alone"
+
+
+def describe(place: CodePlace, dtype: str) -> str:
+    """What a line does in 16 bits and in FP32."""
+    where = _name(place.source) if place.source is not None else f"layer {place.layer or '(top)'}"
+    if place.fp32 is None:
+        does = f"runs {place.low} in {dtype} and nothing in FP32"
+    elif place.low is None:
+        does = f"runs {place.fp32} in FP32 and nothing in {dtype}"
+    else:
+        does = f"runs {place.low} in {dtype} and {place.fp32} in FP32"
+    others = f" (first of {place.lines} such lines)" if place.lines > 1 else ""
+    return f"{where} {does}{others}"
+
+
+def found_at(
+    context: CheckContext,
+    place: CodePlace | None,
+    code: str,
+    cause: str,
+    advice: str,
+    severity: Severity,
+    output: str,
+) -> Finding:
+    """A finding at the op where the code differs, or else at the output."""
+    made = next((site for name, site, _ in context.outputs if name == output), None)
+    if place is None and made is not None:
+        return finding_at(context, context.site[made], code, cause, advice, severity=severity)
+    if place is None:
+        return finding_about(code, SiteId("(top)/output"), "", cause, advice, severity=severity)
+    if place.low is not None and place.site in context.site:
+        return finding_at(context, context.site[place.site], code, cause, advice, severity=severity)
+    line = place.source
+    source = Source(line.file, line.line, line.code, place.caller) if line is not None else None
+    about = finding_about(code, place.site, place.layer, cause, advice, severity=severity)
+    return replace(about, phase="forward", source=source)
+
+
+def _name(line: SourceLine) -> str:
+    return f"{Path(line.file).name}:{line.line}"
+
+
+CHECK = Check("AMP212", find)
