@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -17,6 +14,7 @@ from ampaudit.trace.entry import flatten_outputs
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.python_random import PythonRandom
 from ampaudit.trace.shadow import named_tensors, without_cache
+from ampaudit.trace.structure import structural_copy
 
 __all__ = ["EagerModel"]
 
@@ -68,22 +66,22 @@ class EagerModel:
             return dict(flatten_outputs(model(*args, **kwargs)))
 
     def _copy(self) -> nn.Module:
-        memo: dict[int, Any] = {}
+        tensors: dict[int, torch.Tensor] = {}
         for tensor in named_tensors(self._model).values():
             if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = nn.Parameter(self._wide(tensor), False)
+                tensors[id(tensor)] = nn.Parameter(self._wide(tensor), False)
             else:
-                memo[id(tensor)] = self._own(tensor)
+                tensors[id(tensor)] = self._own(tensor)
         for module in self._model.modules():
             for value in vars(module).values():
                 if isinstance(value, torch.Tensor):
-                    memo.setdefault(id(value), self._own(value))
-        made = copy.deepcopy(self._model, memo)
+                    tensors.setdefault(id(value), self._own(value))
+        made = structural_copy(self._model, tensors)
         without_cache(made)
         return made
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device, in float32 if it is in 16 bits; its own memory where nothing is changed."""
+        """The tensor on the device, widened from 16 bits; no copy where it is so already."""
         found = tensor.detach().to(self._device)
         return found.float() if found.dtype in LOWER else found
 

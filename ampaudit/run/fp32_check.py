@@ -28,8 +28,8 @@ __all__ = ["Fp32Check", "is_broken"]
 class Fp32Check:
     """What the FP32 model returns, wherever the reference of the lock-step is not known to be that model.
 
-    A trace during which nothing read a precision, and nothing drew Python's random numbers, is of the code that
-    FP32 runs: nothing is done. Otherwise the model is run eagerly.
+    A trace during which nothing read a precision, and nothing drew Python's random numbers, is of the code
+    that FP32 runs: nothing is done. Otherwise the model is run eagerly.
 
     Args:
         model: the user's model.
@@ -102,7 +102,7 @@ class Fp32Check:
         self._record.reads = self._record.reads or traced.reads
 
     def _place(self, traced: TracedModel, batch: Batch) -> CodePlace | None:
-        """Where the code differs from FP32's, by their traces; ``None`` where it does not, or has no trace."""
+        """Where the code differs from FP32's, by the traces; ``None`` where it does not, or has no trace."""
         if id(traced) not in self._places:
             uncast = plain_fp32(whole=self._rules.op_names)
             setting = (uncast, uncast, self._format, None, self._edits, self._differentiated)

@@ -6,7 +6,6 @@ parameters have the dtype in which the policy stores them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampaudit.errors import TraceFailed
+from ampaudit.trace.structure import structural_copy
 
 __all__ = ["fake_like", "named_tensors", "shadow_of", "without_cache"]
 
@@ -33,27 +32,13 @@ def shadow_of(model: nn.Module, mode: FakeTensorMode, dtypes: Mapping[str, torch
         model: the user's model; not changed.
         mode: the fake mode that the trace will use.
         dtypes: of stored parameters and buffers by name; the others stay as they are.
-
-    Raises:
-        TraceFailed: some attribute of the model cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    fakes: dict[int, torch.Tensor] = {}
     for name, tensor in named_tensors(model).items():
-        if id(tensor) in memo:
-            continue
-        fake = fake_like(tensor, mode, dtypes.get(name, tensor.dtype))
-        memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo.setdefault(id(value), value.detach().clone())
-    try:
-        shadow = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise TraceFailed(
-            f"{type(model).__name__} cannot be copied for tracing: {type(error).__name__}: {error}",
-            hint="remove open files, locks, generators and handles from the module's attributes",
-        ) from error
+        if id(tensor) not in fakes:
+            fake = fake_like(tensor, mode, dtypes.get(name, tensor.dtype))
+            fakes[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
+    shadow = structural_copy(model, fakes)
     without_cache(shadow)
     return shadow
 
