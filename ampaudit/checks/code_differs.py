@@ -26,17 +26,20 @@ def find(context: CheckContext) -> Iterator[Finding]:
     if not graded:
         return
     severity, worst = min(graded, key=lambda item: (-item[0].rank, item[1].code_sqnr_db))
-    others = len(graded) - 1
-    effect = _effect(worst) + (f"; {others} more of the outputs differ" if others else "")
+    more = f"; {len(graded) - 1} more of the outputs differ" if len(graded) > 1 else ""
+    effect = _effect(worst) + more
     if code.place is not None:
         what = describe(code.place, context.number_format.name)
     elif code.drew:
         what = "the numbers that Python's or NumPy's random draws are constants of the trace"
     else:
-        reads = f"; it reads a precision in {_name(code.reads[0])}" if code.reads else ""
-        what = f"the FP32 model gives something else when it is run eagerly, though its trace is alike{reads}"
+        others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
+        what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns something else"
     advice = _RANDOM if code.place is None and code.drew else _ADVICE
-    yield found_at(context, code.place, "AMP212", f"{what}: {effect}", advice, severity, worst.name)
+    found = found_at(context, code.place, "AMP212", f"{what}: {effect}", advice, severity, worst.name)
+    if code.place is None and code.reads:
+        found = replace(found, source=_source(code.reads[0]))
+    yield found
 
 
 def _severity(context: CheckContext, seen: OutputDifference) -> Severity | None:
@@ -52,7 +55,7 @@ def _severity(context: CheckContext, seen: OutputDifference) -> Severity | None:
 
 def _effect(seen: OutputDifference) -> str:
     if seen.problem is not None:
-        return f"{seen.name} has no counterpart in FP32: {seen.problem}"
+        return f"{seen.name} {seen.problem}"
     if seen.integers:
         return f"{seen.name} differs from FP32 in {seen.err_sq:,.0f} of {seen.ref_sq:,.0f} integers"
     if not math.isfinite(seen.code_sqnr_db):
@@ -91,10 +94,13 @@ def found_at(
         return finding_about(code, SiteId("(top)/output"), "", cause, advice, severity=severity)
     if place.low is not None and place.site in context.site:
         return finding_at(context, context.site[place.site], code, cause, advice, severity=severity)
-    line = place.source
-    source = Source(line.file, line.line, line.code, place.caller) if line is not None else None
+    source = _source(place.source, place.caller) if place.source is not None else None
     about = finding_about(code, place.site, place.layer, cause, advice, severity=severity)
     return replace(about, phase="forward", source=source)
+
+
+def _source(line: SourceLine, caller: SourceLine | None = None) -> Source:
+    return Source(line.file, line.line, line.code, caller)
 
 
 def _name(line: SourceLine) -> str:

@@ -127,21 +127,21 @@ class Fp32Check:
 def _differences(named: Mapping[str, Pair], fp32: Mapping[str, Any]) -> list[OutputDifference]:
     found = [_difference(name, pair, fp32.get(name)) for name, pair in named.items()]
     only = (name for name in fp32 if name not in named)
-    return [*found, *(OutputDifference(name, problem="only FP32 returns it") for name in only)]
+    return [*found, *(OutputDifference(name, problem="is returned in FP32 only") for name in only)]
 
 
 def _difference(name: str, pair: Pair, fp32: torch.Tensor | None) -> OutputDifference:
     found = OutputDifference(name)
     if fp32 is None:
-        return replace(found, problem="FP32 does not return it")
+        return replace(found, problem="is returned in 16 bits only")
     if not all(isinstance(side, torch.Tensor) for side in pair):
         return found
     reference, value = pair
     if reference.shape != fp32.shape:
         here, there = ("x".join(map(str, t.shape)) or "a scalar" for t in (reference, fp32))
-        return replace(found, problem=f"it is {here}, and {there} in FP32")
+        return replace(found, problem=f"is {here}, and {there} in FP32")
     if _kind(reference) != _kind(fp32):
-        return replace(found, problem=f"it holds {_kind(reference)}, and {_kind(fp32)} in FP32")
+        return replace(found, problem=f"holds {_kind(reference)}, and {_kind(fp32)} in FP32")
     if torch.equal(reference, fp32):
         return found
     if _kind(fp32) == "integers":

@@ -136,9 +136,9 @@ class Runner:
         executor, tensors, meter, number = ready.executor, ready.tensors, ready.meter, ready.number
         measured = list(meter.results())
         self._note_inputs(executor, tensors, ready.batch)
-        self._refuse_broken_reference(outputs, measured, number)
-        if self._fp32 is not None:
-            self._fp32.outputs(executor.program, ready.batch, number, outputs)
+        fp32 = self.fp32_outputs(ready, outputs)
+        if fp32 is None:
+            self._refuse_broken_reference(outputs, measured, number)
         if self.plan.keep_outputs is not None:
             names = executor.program.traced.outputs
             self.plan.keep_outputs(number, dict(zip(names, outputs, strict=True)))
@@ -189,6 +189,19 @@ class Runner:
         free = {node.name for node in program.parameter_free}
         self.parameter_free |= {site.id for site in traced.sites if site.node in free}
         return executor
+
+    def fp32_outputs(self, ready: Prepared, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
+        """The FP32 model's own outputs by name; ``None`` where the reference is that model.
+
+        Outputs that have no counterpart in FP32 are left out.
+        """
+        if self._fp32 is None:
+            return None
+        started = time.perf_counter()
+        found = self._fp32.outputs(ready.executor.program, ready.batch, ready.number, outputs)
+        if ready.executor.program.traced.reads:
+            self._add_seconds("fp32", started)
+        return found
 
     def _fp32_check(self, eager: EagerModel) -> Fp32Check | None:
         plan, differentiated = self.plan, self._gradients is not None
