@@ -95,9 +95,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     """
     file, lower = setting.rules.file, setting.lower
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    reads, random = PrecisionReads(), PythonRandom()
     with quiet():
         shadow = shadow_of(model, mode, stored_dtypes(model, file.weights, lower))
-        entry = Entry(shadow, args, kwargs, _placed(file.weights.outputs, lower))
+        entry = Entry(shadow, args, kwargs, _placed(file.weights.outputs, lower), reads.watching)
     entry.train(model.training)
     _copy_modes(model, shadow)
     given = _placed(file.weights.inputs, lower)
@@ -107,7 +108,6 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     )
     facts = FactFinder(entry, setting.number_format.name, setting.measured)
     caster = Caster(setting.rules, setting.author_rules, lower, facts, setting.planned, setting.edits)
-    reads, random = PrecisionReads(), PythonRandom()
     try:
         with (
             quiet(),
@@ -115,7 +115,6 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
             autocast_visible(file.autocast, lower),
             interposed(caster),
             custom_backwards() as customs,
-            reads.watching(),
         ):
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ __all__ = [
 ENTRY_NAME = "audited_model"
 _EXPORT_ROOT = "_export_root"  # torch.export's own wrapper, while it traces
 _MAX_DEPTH = 12
+Around = Callable[[], AbstractContextManager[None]]
 
 
 class LossAndOutput(NamedTuple):
@@ -68,7 +70,7 @@ class Entry(nn.Module):
 
     Non-tensor inputs are fixed at tracing time. Outputs may be tensors in any nesting of tuples, lists,
     dicts, dataclasses (``ModelOutput``) or objects such as key-value caches. With ``output_dtype`` they
-    are cast to it, float64 and integers excepted.
+    are cast to it, float64 and integers excepted. The model's code runs inside ``around``.
     """
 
     def __init__(
@@ -77,9 +79,11 @@ class Entry(nn.Module):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output_dtype: torch.dtype | None = None,
+        around: Around = nullcontext,
     ) -> None:
         super().__init__()
         setattr(self, ENTRY_NAME, model)
+        self._around = around
         self._output_dtype = output_dtype
         if hasattr(model, "output_dtype"):  # a model with its loss has its own outputs inside
             vars(model)["output_dtype"] = output_dtype
@@ -94,7 +98,8 @@ class Entry(nn.Module):
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        output = getattr(self, ENTRY_NAME)(*args, **kwargs)
+        with self._around():
+            output = getattr(self, ENTRY_NAME)(*args, **kwargs)
         named = flatten_outputs(output)
         self.outputs.names = tuple(name for name, _ in named)
         self.outputs.structure = _structure(output, [tensor for _, tensor in named])

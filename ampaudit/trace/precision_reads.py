@@ -31,6 +31,7 @@ _TELLING: frozenset[Any] = frozenset(
         torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
         torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
         torch.Tensor.element_size,
+        torch.Tensor.type,
         torch.Tensor.__repr__,
         torch.Tensor.__format__,
         torch.Tensor.storage,
@@ -68,11 +69,11 @@ class PrecisionReads(TorchFunctionMode):
     ) -> Any:
         """Call the function, and look whether it tells a 16-bit dtype."""
         del types
-        if (func in _TELLING or (func is torch.Tensor.type and len(args) == 1 and not kwargs)) and any(
-            isinstance(arg, torch.Tensor) and _lower(arg) for arg in args
-        ):
+        # x.type(dtype) is a cast
+        tells = func in _TELLING and not (func is torch.Tensor.type and len(args) > 1)
+        if tells and any(isinstance(arg, torch.Tensor) and _lower(arg) for arg in args):
             self._note(sys._getframe(1), dtype=func == _DTYPE)
-        return func(*args, **(kwargs or {}))
+        return func(*args) if kwargs is None else func(*args, **kwargs)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
