@@ -35,7 +35,8 @@ def silent(phase: str, done: int, total: int) -> None:
 class Audit:
     """The record of a run with the sites it is about, in graph order.
 
-    ``raised`` are the sites where the policy's measured rules decided, after a first pass had measured them.
+    ``raised`` are the sites where the policy's measured rules decided, after a first pass had measured them;
+    ``others`` are the graphs of later batches that have sites of their own.
     """
 
     record: RunRecord
@@ -43,6 +44,12 @@ class Audit:
     converted: ConvertedModel
     parameter_free: frozenset[str]
     raised: tuple[SiteId, ...] = ()
+    others: tuple[ConvertedModel, ...] = ()
+
+    @property
+    def every(self) -> tuple[ConvertedModel, ...]:
+        """All graphs that sites are of, the first batch's first."""
+        return (self.converted, *self.others)
 
 
 def run_audits(
@@ -79,9 +86,8 @@ def run_audits(
 
 
 def _audit(runner: Runner, raised: tuple[SiteId, ...]) -> Audit:
-    assert runner.converted is not None
-    sites = tuple(runner.sites.values())
-    return Audit(runner.record, sites, runner.converted, frozenset(runner.parameter_free), raised)
+    sites, (first, *others) = tuple(runner.sites.values()), runner.converted
+    return Audit(runner.record, sites, first, frozenset(runner.parameter_free), raised, tuple(others))
 
 
 def _run_all(
@@ -104,8 +110,8 @@ def _run_together(runners: Sequence[Runner], plan: Plan, batch: Batch, number: i
     programs = [item.executor.program for item in ready]
     alone = any(plan.differentiator is not None for plan in (runner.plan for runner in runners))
     if alone or any(step.random for program in programs for step in program.steps):
-        for runner in runners:
-            runner.run(batch, number)
+        for runner, item in zip(runners, ready, strict=True):
+            runner.execute(item)
         return
     shared = SharedReference(programs)
     started = time.perf_counter()

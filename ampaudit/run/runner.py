@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,10 +27,14 @@ from ampaudit.run.repair import RepairingMeter
 from ampaudit.sites import SiteId
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
-from ampaudit.trace.capture import input_signature
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.functional import functionalized
+from ampaudit.trace.graph import TracedModel
+from ampaudit.trace.keys import TraceCache, call_key
+from ampaudit.trace.shadow import named_tensors
+from ampaudit.trace.state import PythonState, hand_over
+from ampaudit.trace.structure import structural_copy
 
 __all__ = ["Differentiator", "KeepOutputs", "Plan", "Prepared", "Runner"]
 
@@ -94,33 +98,42 @@ class Prepared:
 
 
 class Runner:
-    """Keeps one executor per input signature: a batch of another shape is traced anew."""
+    """Keeps one executor per kind of call: a batch of another shape, or with another flag, is traced anew.
+
+    Where the model's code counts its calls, or draws random numbers in Python, each batch is traced anew, on
+    a copy of the model that goes through the states that the user's would go through.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan, record: RunRecord) -> None:
         self._model = model
+        self._own = False  # whether the model is a copy
         self.plan = plan
         self.record = record
         self._backend = plan.backend or choose_backend(plan.device)
-        self._executors: dict[tuple[Any, ...], LockStep] = {}
+        self._executors: TraceCache[LockStep] = TraceCache()
+        self._programs: dict[int, Program] = {}  # by identity, for the policy's second phase
         self.sites: dict[str, Site] = {}
         self.parameter_free: set[str] = set()
-        self._given: dict[tuple[Any, ...], dict[str, float]] = {}
-        self.converted: ConvertedModel | None = None
+        self._given: dict[int, dict[str, float]] = {}
+        self.converted: list[ConvertedModel] = []
         record.backend = self._backend.name
         self._gradients = plan.differentiator(plan) if plan.differentiator is not None else None
         record.gradients = None if self._gradients is None else self._gradients.record
 
     def run(self, batch: Batch, number: int) -> None:
         """Trace if need be, run, and run again with repairs if something went wrong."""
-        ready = self.prepare(batch, number)
+        self.execute(self.prepare(batch, number))
+
+    def execute(self, ready: Prepared) -> None:
+        """Run a batch that is ready, and again with repairs if something went wrong."""
         started = time.perf_counter()
-        outputs = self._pass(ready.executor, ready.tensors, ready.meter, number)
+        outputs = self._pass(ready.executor, ready.tensors, ready.meter, ready.number)
         self._add_seconds("run", started)
         self.finish(ready, outputs)
 
     def prepare(self, batch: Batch, number: int) -> Prepared:
         """Trace if need be, and look at the inputs."""
-        executor = self.executor(batch)
+        executor = self.executor(batch, number)
         tensors = tensor_leaves(batch.args, batch.kwargs)
         _refuse_broken_inputs(tensors, number)
         return Prepared(executor, tensors, self._meter(), batch, number)
@@ -130,7 +143,7 @@ class Runner:
         started = time.perf_counter()
         executor, tensors, meter, number = ready.executor, ready.tensors, ready.meter, ready.number
         measured = list(meter.results())
-        self._note_inputs(executor, tensors, ready.batch)
+        self._note_inputs(executor, tensors)
         self._refuse_broken_reference(outputs, measured, number)
         if self.plan.keep_outputs is not None:
             names = executor.program.traced.outputs
@@ -156,18 +169,28 @@ class Runner:
                 self._gradients.run(executor, outputs, number)
             self._add_seconds("backward", started)
 
-    def executor(self, batch: Batch) -> LockStep:
-        """The executor for batches of this signature, traced on first use."""
-        signature = input_signature(batch.args, batch.kwargs)
-        if signature in self._executors:
-            return self._executors[signature]
+    def executor(self, batch: Batch, number: int) -> LockStep:
+        """The executor for such a batch, traced on first use."""
+        key = call_key(batch.args, batch.kwargs)
+        executor = self._executors.find(key)
+        if executor is None:
+            state = PythonState(self._model)
+            executor = self._traced(batch, number)
+            if not executor.program.traced.drew:
+                self._executors.keep(key, state, executor)
+        self._follow(executor.program.traced)
+        return executor
+
+    def _traced(self, batch: Batch, number: int) -> LockStep:
         started = time.perf_counter()
         plan = self.plan
         rules = plan.rules or plain_fp32()
         author_rules = plan.author_rules if plan.rules else plain_fp32()
         setting = (rules, author_rules, plan.number_format, plan.measured, plan.edits)
-        differentiated = self._gradients is not None
-        traced = trace(self._model, batch.args, batch.kwargs, *setting, differentiated=differentiated)
+        differentiated, seed = self._gradients is not None, plan.seed + number
+        traced = trace(
+            self._model, batch.args, batch.kwargs, *setting, differentiated=differentiated, seed=seed
+        )
         traced = functionalized(traced) if differentiated else traced
         converted = convert(traced, plan.release)
         self._add_seconds("trace", started)
@@ -175,13 +198,25 @@ class Runner:
         executor = LockStep(
             program, converted, self._backend, plan.device, reference_only=self._reference_only
         )
-        self._executors[signature] = executor
-        self.converted = self.converted or converted
+        if rules.measured:
+            self._programs[id(program)] = program
+        if any(site.id not in self.sites for site in traced.sites) or not self.converted:
+            self.converted.append(converted)
         for site in traced.sites:
             self.sites.setdefault(site.id, site)
         free = {node.name for node in program.parameter_free}
         self.parameter_free |= {site.id for site in traced.sites if site.node in free}
         return executor
+
+    def _follow(self, traced: TracedModel) -> None:
+        """Let the state of a copy of the model go on as a call of the model would; the user's stays."""
+        if not any(change.plain for change in traced.changes):
+            return
+        if not self._own:
+            tensors = named_tensors(self._model).values()
+            self._model = structural_copy(self._model, {id(t): t for t in tensors})
+            self._executors, self._own = TraceCache(), True
+        hand_over(traced.changes, PythonState(self._model))
 
     def _meter(self) -> Meter:
         return Meter(self.plan.number_format, self._backend, local=not self._reference_only)
@@ -198,10 +233,10 @@ class Runner:
             torch.manual_seed(self.plan.seed + number)
             return executor.run(tensors, followed)
 
-    def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor], batch: Batch) -> None:
+    def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor]) -> None:
         if self.plan.rules is None or not self.plan.rules.measured:
             return
-        seen = self._given.setdefault(input_signature(batch.args, batch.kwargs), {})
+        seen = self._given.setdefault(id(executor.program), {})
         floats = [node for node in executor.program.inputs if executor.is_given_float(node)]
         for node in floats:
             seen[node.name] = max(seen.get(node.name, 0.0), executor.given_peak(node, tensors))
@@ -209,10 +244,10 @@ class Runner:
     def measurements(self) -> dict[SiteId, Measurement]:
         """What the batches so far have shown, for the policy's second phase."""
         found: dict[SiteId, Measurement] = {}
-        for signature, executor in self._executors.items():
-            weights = weight_peaks(executor.program, self.plan.release)
-            given = self._given.get(signature, {})
-            for site, seen in measurements(executor.program, self.record, given, weights).items():
+        for number, program in self._programs.items():
+            weights = weight_peaks(program, self.plan.release)
+            given = self._given.get(number, {})
+            for site, seen in measurements(program, self.record, given, weights).items():
                 found[site] = seen.joined(found[site]) if site in found else seen
         return found
 

@@ -26,13 +26,14 @@ from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.caster import Caster
 from ampaudit.trace.customs import custom_backwards
 from ampaudit.trace.edits import Edit
-from ampaudit.trace.entry import Entry, layer_path, tensor_leaves
+from ampaudit.trace.entry import Entry, OutputNames, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import interposed
 from ampaudit.trace.opnames import CASTABLE
+from ampaudit.trace.random_state import seeded
 from ampaudit.trace.shadow import fake_like, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
 from ampaudit.trace.storage import split_ties, storage_notes, stored_dtypes
@@ -59,6 +60,7 @@ class Setting:
         planned: decisions that were made on the whole graph, by site.
         edits: ops to rewrite, by site, to try a change of the model's code.
         differentiated: whether it is noted where the model's code switches gradients off.
+        seed: of the random numbers that the model's code draws; ``None`` for those that come next.
     """
 
     rules: RuleSet
@@ -68,6 +70,7 @@ class Setting:
     planned: Mapping[SiteId, Decision] = field(default_factory=dict)
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
     differentiated: bool = False
+    seed: int | None = None
 
     @property
     def lower(self) -> torch.dtype:
@@ -108,6 +111,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     try:
         with (
             _quiet(),
+            contextlib.nullcontext() if setting.seed is None else seeded(setting.seed),
             torch.set_grad_enabled(setting.differentiated),
             autocast_visible(file.autocast, lower),
             interposed(caster),
@@ -150,9 +154,11 @@ def _assemble(
         outputs=entry.outputs.names,
         structure=entry.outputs.structure,
         signature=signature,
+        changes=entry.outputs.changes,
+        drew=entry.outputs.drew,
         policy=setting.rules.name,
         dtype=setting.lower,
-        notes=notes,
+        notes=(*notes, *_state_notes(entry.outputs)),
         clip=setting.rules.file.weights.clip,
         split_ties=split_ties(model, setting.rules.file.weights, setting.lower),
     )
@@ -177,6 +183,18 @@ def _placeholders(
         value = node.meta.get("val")
         slots.append(Placeholder(node.name, slot, name, getattr(value, "dtype", None)))
     return tuple(slots), tensors
+
+
+def _state_notes(outputs: OutputNames) -> tuple[str, ...]:
+    """What makes the trace one of this call alone."""
+    plain = ", ".join(change.name for change in outputs.changes if change.plain)
+    stored = ", ".join(change.name for change in outputs.changes if not change.plain)
+    notes = [f"forward changes {plain}: each call is traced anew"] if plain else []
+    if outputs.drew:
+        notes.append("forward draws Python's or NumPy's random numbers: each call is traced anew")
+    if stored:
+        notes.append(f"forward stores tensors or objects in {stored}: each call is traced without them")
+    return tuple(notes)
 
 
 def _real(constant: Any) -> torch.Tensor:
