@@ -23,11 +23,9 @@ from ampaudit.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report
-from ampaudit.run.eager import EagerModel
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Plan, Runner
 from ampaudit.source import Batch
-from ampaudit.trace import trace
 from ampaudit.workflows.inputs import source_of
 from ampaudit.workflows.scan import scan_policies
 
@@ -248,27 +246,44 @@ def test_a_large_clamp_of_t5_is_found() -> None:
 
 
 @pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()], ids=["python", "numpy"])
-def test_numbers_of_python_are_those_of_the_trace_and_the_next_ones_follow(
-    draw: Callable[[], float],
-) -> None:
-    model, x = Of(lambda h: h * float(draw())).eval(), inputs()
-    random.seed(7)
-    np.random.seed(7)
-    policy = load_policy("half")
-    traced = trace(model, (x,), {}, policy, policy, FLOAT16)
-    assert traced.drew is not None
-    eager = EagerModel(model, torch.device("cpu"), 0)
-    found = [eager.outputs(Batch((x,), {}), number, traced)["output"] for number in range(3)]
-    random.seed(7)
-    np.random.seed(7)
-    for value in found:
-        assert torch.equal(value, model(x))
+def test_both_draw_the_same_numbers_of_python_in_each_batch(draw: Callable[[], float]) -> None:
+    def scaled(h: torch.Tensor) -> torch.Tensor:
+        return h * float(draw()) if h.dtype == torch.float16 else float(draw()) * h
+
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    record = run(Of(scaled).eval(), inputs(), inputs())
+    assert (record.code.batches, record.code.outputs) == (2, {})
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 @pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()], ids=["python", "numpy"])
-def test_a_batch_with_its_own_numbers_agrees(draw: Callable[[], float]) -> None:
-    record = run(Of(lambda h: h * float(draw())).eval(), inputs())
-    assert (record.code.batches, record.code.outputs) == (1, {})
+def test_a_number_that_only_16_bits_draw_is_found(draw: Callable[[], float]) -> None:
+    def noisy(h: torch.Tensor) -> torch.Tensor:
+        return h * float(draw()) if h.dtype == torch.float16 else h  # here
+
+    (found,) = code_findings(scan(Of(noisy).eval(), inputs(), policy="half"))
+    assert found.severity == "error"
+    assert found.source is not None
+    assert found.source.line == line_of(noisy, "# here")
+
+
+class Counting(nn.Module):
+    """Scales by the number of its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls if x.dtype == torch.float16 else self.calls * x
+
+
+def test_each_batch_is_run_on_the_model_as_it_is_by_then() -> None:
+    model = Counting()
+    record = run(model, inputs(), inputs(2), inputs(3))
+    assert (record.code.batches, record.code.outputs) == (3, {})
+    assert model.calls == 0
 
 
 def test_code_that_reads_no_precision_is_not_run_again() -> None:
@@ -355,10 +370,11 @@ def test_an_fp32_model_that_is_not_finite_ends_the_audit_in_one_line() -> None:
         scan(Of(broken).eval(), inputs(), policy="half")
 
 
-def run(model: nn.Module, x: torch.Tensor) -> RunRecord:
+def run(model: nn.Module, *batches: torch.Tensor) -> RunRecord:
     policy = load_policy("half")
     runner = Runner(model, Plan(policy, policy, FLOAT16, torch.device("cpu")), RunRecord("cpu", ""))
-    runner.run(Batch((x,), {}), 0)
+    for number, x in enumerate(batches):
+        runner.run(Batch((x,), {}), number)
     return runner.record
 
 

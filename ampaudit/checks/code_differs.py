@@ -16,7 +16,6 @@ from ampaudit.trace.compare import CodePlace
 __all__ = ["CHECK", "describe", "found_at"]
 
 _ADVICE = "write the line so that it does the same in every precision"
-_RANDOM = "draw the numbers with torch: both runs share those"
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
@@ -30,13 +29,10 @@ def find(context: CheckContext) -> Iterator[Finding]:
     effect = _effect(worst) + more
     if code.place is not None:
         what = describe(code.place, context.number_format.name)
-    elif code.drew:
-        what = "the numbers that Python's or NumPy's random draws are constants of the trace"
     else:
         others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
         what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns something else"
-    advice = _RANDOM if code.place is None and code.drew else _ADVICE
-    found = found_at(context, code.place, "AMP212", f"{what}: {effect}", advice, severity, worst.name)
+    found = found_at(context, code.place, "AMP212", f"{what}: {effect}", _ADVICE, severity, worst.name)
     if code.place is None and code.reads:
         found = replace(found, source=_source(code.reads[0]))
     yield found
@@ -48,7 +44,7 @@ def _severity(context: CheckContext, seen: OutputDifference) -> Severity | None:
     mostly = 2 * seen.code_err_sq >= seen.err_sq
     if seen.problem is not None or seen.code_sqnr_db < limit or (mostly and seen.sqnr_db < limit):
         return Severity.ERROR
-    if seen.agrees or (code.place is None and not code.drew):
+    if seen.agrees or code.place is None:
         return None  # FP32's own noise
     return Severity.WARNING if mostly else Severity.NOTE
 

@@ -68,7 +68,6 @@ class CodeRecord:
         failure: why one could not be run.
         untraced: whether the FP32 model could not be traced either, to compare the traces.
         reads: lines that read a precision, of the trace that differs.
-        drew: whether the trace drew random numbers of Python's or NumPy's.
         place: where the traces differ first.
         outputs: by name; empty where 16 bits take the code of FP32.
     """
@@ -77,22 +76,15 @@ class CodeRecord:
     failure: str | None = None
     untraced: bool = False
     reads: tuple[SourceLine, ...] = ()
-    drew: bool = False
     place: CodePlace | None = None
     outputs: dict[str, OutputDifference] = field(default_factory=dict)
 
     def note(
-        self,
-        found: Iterable[OutputDifference],
-        place: CodePlace | None,
-        *,
-        drew: bool,
-        reads: tuple[SourceLine, ...],
+        self, found: Iterable[OutputDifference], place: CodePlace | None, reads: tuple[SourceLine, ...]
     ) -> None:
         """Add a batch whose outputs are not those of the FP32 model."""
         self.place = self.place or place
         self.reads = self.reads or reads
-        self.drew |= drew
         for difference in found:
             if difference.name in self.outputs:
                 self.outputs[difference.name].merge(difference)

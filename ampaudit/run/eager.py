@@ -6,77 +6,66 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ampaudit.convert import Release
+from ampaudit.errors import RunFailed
 from ampaudit.run.guards import guarded
 from ampaudit.run.step import LOWER
 from ampaudit.source.interface import Batch
 from ampaudit.trace.capture import quiet
 from ampaudit.trace.entry import flatten_outputs
-from ampaudit.trace.graph import TracedModel
-from ampaudit.trace.python_random import PythonRandom
+from ampaudit.trace.random_state import seeded
 from ampaudit.trace.shadow import named_tensors, without_cache
 from ampaudit.trace.structure import structural_copy
 
 __all__ = ["EagerModel"]
 
-Outputs = dict[str, torch.Tensor]
-
 
 class EagerModel:
-    """The user's model in FP32 on a device: 16-bit weights and inputs are widened, nothing of it is changed.
+    """Calls a model in FP32 on a device: 16-bit weights and inputs are widened, nothing of it is changed.
 
-    Each run is one of a new copy, which shares the weights: what a run leaves in buffers and attributes is
-    not seen by the next, as in the runs of a graph.
+    Each call is one of a new copy, which shares the weights; policies that run side by side share the call.
 
     Args:
-        model: the user's model.
         device: where to run.
-        seed: of torch's random numbers, plus the number of the batch.
+        seed: of the random numbers, plus the number of the batch.
+        release: gives the memory of a weight back, where weights are left on disk.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
-        self._model = model
+    def __init__(self, device: torch.device, seed: int, release: Release | None) -> None:
         self._device = device
         self._seed = seed
-        self._last: tuple[tuple[int, int], Outputs] | None = None
-        self._drawn: dict[int, PythonRandom] = {}
-
-    def outputs(self, batch: Batch, number: int, traced: TracedModel) -> Outputs:
-        """What the model returns for a batch, by the names that a trace gives; policies share one run.
-
-        A trace that drew random numbers of Python's has those of the moment when it was made: the first run
-        draws the same ones, the next ones follow.
-        """
-        drew = traced.drew
-        key = number, id(drew)
-        if self._last is None or self._last[0] != key:
-            self._last = None
-            start = PythonRandom() if drew is None else self._drawn.get(id(drew), drew)
-            with start.within():
-                found = self._run(batch, number)
-                self._drawn[id(drew)] = PythonRandom()
-            self._last = key, found
-        return self._last[1]
+        self._release = release
+        self._last: tuple[int, dict[str, torch.Tensor]] | None = None
 
     @torch.no_grad()
-    def _run(self, batch: Batch, number: int) -> Outputs:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._own, (batch.args, batch.kwargs))
-        model = self._copy()
-        with quiet(), guarded(self._device):
-            torch.manual_seed(self._seed + number)
-            return dict(flatten_outputs(model(*args, **kwargs)))
+    def outputs(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:
+        """What the model returns for a batch, by the names that a trace gives."""
+        if self._last is None or self._last[0] != number:
+            self._last = None
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._own, (batch.args, batch.kwargs))
+            copied = self._copy(model)
+            with quiet(), guarded(self._device), seeded(self._seed + number):
+                found = flatten_outputs(copied(*args, **kwargs))
+            self._last = number, dict(found)
+            if self._release is not None:
+                for tensor in named_tensors(model).values():
+                    self._release(tensor)
+        return self._last[1]
 
-    def _copy(self) -> nn.Module:
+    def _copy(self, model: nn.Module) -> nn.Module:
         tensors: dict[int, torch.Tensor] = {}
-        for tensor in named_tensors(self._model).values():
+        for tensor in named_tensors(model).values():
+            if self._release is not None and tensor.dtype in LOWER:
+                raise RunFailed("weights of 16 bits are read piece by piece, and take twice the room in FP32")
             if isinstance(tensor, nn.Parameter):
                 tensors[id(tensor)] = nn.Parameter(self._wide(tensor), False)
             else:
                 tensors[id(tensor)] = self._own(tensor)
-        for module in self._model.modules():
+        for module in model.modules():
             for value in vars(module).values():
                 if isinstance(value, torch.Tensor):
                     tensors.setdefault(id(value), self._own(value))
-        made = structural_copy(self._model, tensors)
+        made = structural_copy(model, tensors)
         without_cache(made)
         return made
 

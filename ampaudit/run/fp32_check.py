@@ -10,16 +10,15 @@ import torch
 from torch import nn
 
 from ampaudit.errors import AuditError, ReferenceBroken, first_line
-from ampaudit.formats import NumberFormat
-from ampaudit.policy import RuleSet, plain_fp32
+from ampaudit.policy import plain_fp32
 from ampaudit.run.code_record import CodeRecord, OutputDifference
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.lockstep import Pair
+from ampaudit.run.plan import Plan
 from ampaudit.run.program import Program
 from ampaudit.source.interface import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.compare import CodePlace, first_difference
-from ampaudit.trace.edits import Edit
 from ampaudit.trace.functional import functionalized
 
 __all__ = ["Fp32Check", "is_broken"]
@@ -28,42 +27,32 @@ __all__ = ["Fp32Check", "is_broken"]
 class Fp32Check:
     """What the FP32 model returns, wherever the reference of the lock-step is not known to be that model.
 
-    A trace during which nothing read a precision, and nothing drew Python's random numbers, is of the code
-    that FP32 runs: nothing is done. Otherwise the model is run eagerly.
+    A trace during which nothing read a precision is of the code that FP32 runs: nothing is done. Otherwise
+    the model is run eagerly.
 
     Args:
-        model: the user's model.
-        eager: runs it; shared by the policies of an audit.
-        rules: the policy.
-        number_format: the 16-bit format.
-        edits: ops that were rewritten, by site.
-        differentiated: whether the traces are made with gradients on.
+        plan: under which the traces were made.
+        eager: runs the model; shared by the policies of an audit.
         record: where differences are noted.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        eager: EagerModel,
-        rules: RuleSet,
-        number_format: NumberFormat,
-        edits: Mapping[Any, Edit],
-        differentiated: bool,
-        record: CodeRecord,
-    ) -> None:
-        self._model = model
+    def __init__(self, plan: Plan, eager: EagerModel, record: CodeRecord) -> None:
+        self._plan = plan
         self._eager = eager
-        self._rules = rules
-        self._format = number_format
-        self._edits = edits
-        self._differentiated = differentiated
         self._record = record
         self._places: dict[int, tuple[TracedModel, CodePlace | None]] = {}
 
     def outputs(
-        self, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
+        self, model: nn.Module, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
     ) -> dict[str, torch.Tensor] | None:
         """The FP32 model's outputs by name, those left out that 16 bits have no counterpart of.
+
+        Args:
+            model: the user's, as it was before this batch.
+            program: of the batch's trace.
+            batch: what it is called with.
+            number: of the batch.
+            pairs: the outputs of the lock-step.
 
         Returns:
             ``None`` where the reference is the FP32 model, or is as good as it.
@@ -72,12 +61,11 @@ class Fp32Check:
             ReferenceBroken: the FP32 model gives NaN or infinity, and the reference does not.
         """
         traced = program.traced
-        if not traced.reads and traced.drew is None:
-            return None
         try:
-            fp32 = self._eager.outputs(batch, number, traced)
+            fp32 = self._eager.outputs(model, batch, number)
         except Exception as error:
-            self._note_failure(error, traced, batch)
+            self._note_failure(error, traced)
+            self._record.place = self._record.place or self._place(model, traced, batch, number)
             return None
         self._record.batches += 1
         named = dict(zip(traced.outputs, pairs, strict=True))
@@ -85,34 +73,35 @@ class Fp32Check:
         if all(difference.agrees for difference in found):
             return None
         self._refuse_broken(named, fp32, number)
-        place = self._place(traced, batch)
-        if place is None and traced.drew is None:
+        place = self._place(model, traced, batch, number)
+        if place is None:
             # the same code: ties fall either way in FP32, too, and other random numbers are no difference
             ties = all(d.agrees or (d.integers and d.problem is None) for d in found)
             if ties or any(step.random for step in program.steps):
                 return None
-        self._record.note(found, place, drew=traced.drew is not None, reads=traced.reads)
+        self._record.note(found, place, traced.reads)
         apart = {difference.name for difference in found if difference.problem is not None}
         return {name: tensor for name, tensor in fp32.items() if name in named and name not in apart}
 
-    def _note_failure(self, error: Exception, traced: TracedModel, batch: Batch) -> None:
+    def _note_failure(self, error: Exception, traced: TracedModel) -> None:
         cause = error.__cause__ if isinstance(error, AuditError) and error.__cause__ is not None else error
         self._record.failure = self._record.failure or f"{type(cause).__name__}: {first_line(cause)}"
-        self._record.place = self._record.place or self._place(traced, batch)
         self._record.reads = self._record.reads or traced.reads
 
-    def _place(self, traced: TracedModel, batch: Batch) -> CodePlace | None:
+    def _place(self, model: nn.Module, traced: TracedModel, batch: Batch, number: int) -> CodePlace | None:
         """Where the code differs from FP32's, by the traces; ``None`` where it does not, or has no trace."""
         if id(traced) not in self._places:
-            uncast = plain_fp32(whole=self._rules.op_names)
-            setting = (uncast, uncast, self._format, None, self._edits, self._differentiated)
+            plan = self._plan
+            uncast = plain_fp32(whole=plan.rules.op_names if plan.rules is not None else frozenset())
+            differentiated = plan.differentiator is not None
+            setting = (uncast, uncast, plan.number_format, None, plan.edits, differentiated)
             try:
-                fp32 = trace(self._model, batch.args, batch.kwargs, *setting)
+                fp32 = trace(model, batch.args, batch.kwargs, *setting, plan.seed + number)
             except AuditError:
                 self._record.untraced = True
                 self._places[id(traced)] = traced, None
             else:
-                fp32 = functionalized(fp32) if self._differentiated else fp32
+                fp32 = functionalized(fp32) if differentiated else fp32
                 self._places[id(traced)] = traced, first_difference(traced, fp32)
         return self._places[id(traced)][1]
 

@@ -26,7 +26,7 @@ from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.caster import Caster
 from ampaudit.trace.customs import custom_backwards
 from ampaudit.trace.edits import Edit
-from ampaudit.trace.entry import Entry, layer_path, tensor_leaves
+from ampaudit.trace.entry import Entry, OutputNames, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
@@ -34,7 +34,7 @@ from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import interposed
 from ampaudit.trace.opnames import CASTABLE
 from ampaudit.trace.precision_reads import PrecisionReads
-from ampaudit.trace.python_random import PythonRandom
+from ampaudit.trace.random_state import seeded
 from ampaudit.trace.shadow import fake_like, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
 from ampaudit.trace.storage import split_ties, storage_notes, stored_dtypes
@@ -61,6 +61,7 @@ class Setting:
         planned: decisions that were made on the whole graph, by site.
         edits: ops to rewrite, by site, to try a change of the model's code.
         differentiated: whether it is noted where the model's code switches gradients off.
+        seed: of the random numbers that the model's code draws; ``None`` for those that come next.
     """
 
     rules: RuleSet
@@ -70,6 +71,7 @@ class Setting:
     planned: Mapping[SiteId, Decision] = field(default_factory=dict)
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
     differentiated: bool = False
+    seed: int | None = None
 
     @property
     def lower(self) -> torch.dtype:
@@ -95,7 +97,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     """
     file, lower = setting.rules.file, setting.lower
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    reads, random = PrecisionReads(), PythonRandom()
+    reads = PrecisionReads()
     with quiet():
         shadow = shadow_of(model, mode, stored_dtypes(model, file.weights, lower))
         entry = Entry(shadow, args, kwargs, _placed(file.weights.outputs, lower), reads.watching)
@@ -111,6 +113,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     try:
         with (
             quiet(),
+            contextlib.nullcontext() if setting.seed is None else seeded(setting.seed),
             torch.set_grad_enabled(setting.differentiated),
             autocast_visible(file.autocast, lower),
             interposed(caster),
@@ -123,12 +126,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
         raise trace_failure(error, type(model).__name__, setting.rules.name) from error
     notes = storage_notes(model, file.weights, lower)
     made = _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
-    return replace(
-        made,
-        customs=tuple(dict.fromkeys(customs)),
-        reads=tuple(reads.lines),
-        drew=random if random.moved() else None,
-    )
+    return replace(made, customs=tuple(dict.fromkeys(customs)), reads=tuple(reads.lines))
 
 
 def _placed(placement: str, lower: torch.dtype) -> torch.dtype | None:
@@ -158,9 +156,11 @@ def _assemble(
         outputs=entry.outputs.names,
         structure=entry.outputs.structure,
         signature=signature,
+        changes=entry.outputs.changes,
+        drew=entry.outputs.drew,
         policy=setting.rules.name,
         dtype=setting.lower,
-        notes=notes,
+        notes=(*notes, *_state_notes(entry.outputs)),
         clip=setting.rules.file.weights.clip,
         split_ties=split_ties(model, setting.rules.file.weights, setting.lower),
     )
@@ -185,6 +185,18 @@ def _placeholders(
         value = node.meta.get("val")
         slots.append(Placeholder(node.name, slot, name, getattr(value, "dtype", None)))
     return tuple(slots), tensors
+
+
+def _state_notes(outputs: OutputNames) -> tuple[str, ...]:
+    """What makes the trace one of this call alone."""
+    plain = ", ".join(change.name for change in outputs.changes if change.plain)
+    stored = ", ".join(change.name for change in outputs.changes if not change.plain)
+    notes = [f"forward changes {plain}: each call is traced anew"] if plain else []
+    if outputs.drew:
+        notes.append("forward draws Python's or NumPy's random numbers: each call is traced anew")
+    if stored:
+        notes.append(f"forward stores tensors or objects in {stored}: each call is traced without them")
+    return tuple(notes)
 
 
 def _real(constant: Any) -> torch.Tensor:

@@ -14,11 +14,14 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.opnames import CASTABLE
+from ampaudit.trace.random_state import host_state
+from ampaudit.trace.state import PythonState, StateChange
 
 __all__ = [
     "ENTRY_NAME",
     "Entry",
     "LossAndOutput",
+    "OutputNames",
     "OutputStructure",
     "flatten_outputs",
     "layer_of",
@@ -41,10 +44,16 @@ class LossAndOutput(NamedTuple):
 
 
 class OutputNames:
-    """Where each output tensor was found; an object, because torch.export undoes attribute assignments."""
+    """Where each output tensor was found; an object, because torch.export undoes attribute assignments.
+
+    ``changes`` are what the model's code did to its Python state; ``drew`` says that it drew random numbers
+    of Python's or NumPy's, which are constants of the trace.
+    """
 
     names: tuple[str, ...] = ()
     structure: OutputStructure | None = None
+    changes: tuple[StateChange, ...] = ()
+    drew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +99,23 @@ class Entry(nn.Module):
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        first: dict[int, int] = {}  # one tensor given twice is one in the trace: code may ask whether q is k
+        self._same = [
+            first.setdefault(id(leaves[place]), number) for number, place in enumerate(self._places)
+        ]
         self.outputs = OutputNames()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Tensors in the order of ``tensor_leaves``; tensors out in the order of ``outputs.names``."""
         leaves = list(self._fixed)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
+        for place, number in zip(self._places, self._same, strict=True):
+            leaves[place] = tensors[number]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        model = getattr(self, ENTRY_NAME)
+        state, drawn = PythonState(model), host_state()
         with self._around():
-            output = getattr(self, ENTRY_NAME)(*args, **kwargs)
+            output = model(*args, **kwargs)
+        self.outputs.changes, self.outputs.drew = tuple(state.changes()), host_state() != drawn
         named = flatten_outputs(output)
         self.outputs.names = tuple(name for name, _ in named)
         self.outputs.structure = _structure(output, [tensor for _, tensor in named])
