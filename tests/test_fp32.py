@@ -26,6 +26,7 @@ from ampaudit.report.model import Report
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Plan, Runner
 from ampaudit.source import Batch
+from ampaudit.trace import trace
 from ampaudit.workflows.inputs import source_of
 from ampaudit.workflows.scan import scan_policies
 
@@ -206,6 +207,38 @@ def test_code_that_is_not_finite_in_any_arithmetic_is_a_finding() -> None:
     (found,) = code_findings(scan(model, x, policy="half"))
     assert (found.code, found.severity) == ("AMP212", "error")
     assert "output has nothing of FP32's" in found.cause
+
+
+def test_a_mask_does_not_hide_the_line_that_matters() -> None:
+    def masked_and_clamped(h: torch.Tensor) -> torch.Tensor:
+        h = h.masked_fill(torch.arange(16) > 9, torch.finfo(h.dtype).min)
+        h = torch.softmax(h, -1)
+        return h.clamp(min=torch.finfo(h.dtype).eps * 100)  # here
+
+    (found,) = code_findings(scan(Of(masked_and_clamped).eval(), inputs(), policy="half"))
+    assert found.source is not None
+    assert found.source.line == line_of(masked_and_clamped, "# here")
+    assert (
+        "runs clamp(0.09766) in float16 and clamp(1.192e-05) in FP32 (first of 2 such lines)" in found.cause
+    )
+
+
+def test_a_constant_that_is_rounded_while_it_is_made_counts_as_rounding() -> None:
+    """The reference holds the rounded one, so the FP32 model's outputs must be compared with."""
+
+    def little(h: torch.Tensor) -> torch.Tensor:
+        return h + torch.tensor(100.03, dtype=h.dtype) - 100
+
+    def much(h: torch.Tensor) -> torch.Tensor:
+        return h + torch.tensor(1000.3, dtype=h.dtype) - 1000
+
+    model, x = Of(little).eval(), inputs()
+    assert code_findings(scan(model, x, policy="half")) == []
+    (seen,) = run(model, x).code.outputs.values()
+    assert seen.sqnr_db == pytest.approx(decibel(copy.deepcopy(model).half()(x.half()), model(x)), abs=0.1)
+    (found,) = code_findings(scan(Of(much).eval(), x, policy="half"))
+    assert found.source is not None
+    assert (found.severity, found.source.line) == ("error", line_of(much, "torch.tensor"))
 
 
 def test_integers_that_differ_are_counted() -> None:
@@ -394,3 +427,123 @@ def masked(h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("policy", ["half", "torch-cuda", "onnx"])
 def test_healthy_uses_of_a_dtype_are_silent(function: Callable[..., Any], policy: str) -> None:
     assert code_findings(scan(Of(function).eval(), inputs(), policy=policy)) == []
+
+
+# what Python code can learn about a precision; a trace must notice each
+TOLD = {
+    "dtype": lambda h: h.dtype == torch.float16,
+    "dtype in": lambda h: h.dtype in (torch.float16, torch.bfloat16),
+    "getattr": lambda h: getattr(h, "dty" + "pe"),
+    "weight": lambda h: h.detach().dtype.itemsize,
+    "finfo": lambda h: torch.finfo(h.dtype).max,
+    "finfo.tiny": lambda h: torch.finfo(h.dtype).tiny,
+    "itemsize": lambda h: h.itemsize,
+    "nbytes": lambda h: h.nbytes,
+    "element_size": lambda h: h.element_size(),
+    "type": lambda h: h.type(),
+    "result_type": lambda h: torch.result_type(h, 1.0),
+    "promote_types": lambda h: torch.promote_types(h.dtype, torch.float16),
+    "storage": lambda h: h.untyped_storage().nbytes(),
+    "str": lambda h: f"{h.dtype}",
+    "tensor": lambda h: torch.tensor(0.1, dtype=h.dtype),
+    "new_tensor": lambda h: h.new_tensor(0.1),
+    "kept": lambda h: [h.dtype],
+    "returned": lambda h: (lambda: h.dtype)(),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_whatever_tells_a_precision_is_noticed(name: str) -> None:
+    assert reads_of(lambda h: (TOLD[name](h), h)[1])
+
+
+def _attribute(h: torch.Tensor) -> torch.Tensor:
+    h.kind = h.dtype  # type: ignore[attr-defined]
+    return h
+
+
+def _handed_on(h: torch.Tensor) -> torch.Tensor:
+    kind = h.dtype
+    other = kind
+    return h if other is torch.float16 else h * 2
+
+
+def _compared_with_a_second_name(h: torch.Tensor) -> torch.Tensor:
+    kind, size = h.dtype, len(h)
+    return (h + size).to(kind) if kind != torch.float32 else h
+
+
+def _in_a_nested_function(h: torch.Tensor) -> torch.Tensor:
+    kind = h.dtype
+    return (lambda: h if kind == torch.float16 else -h)()
+
+
+_SHARED: dict[str, Any] = {}
+
+
+def _shared(h: torch.Tensor) -> torch.Tensor:
+    global _kind
+    _kind = h.dtype  # type: ignore[name-defined]
+    return h
+
+
+def _own_to(h: torch.Tensor) -> torch.Tensor:
+    zeros = _SHARED.get  # a function that is no factory
+    return h if zeros("x", h.dtype) is torch.float16 else -h
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_attribute, _handed_on, _compared_with_a_second_name, _in_a_nested_function, _shared, _own_to],
+)
+def test_a_dtype_that_goes_anywhere_else_is_noticed(function: Callable[..., Any]) -> None:
+    assert reads_of(function)
+
+
+def _cast(h: torch.Tensor) -> torch.Tensor:
+    return h.float().to(h.dtype)
+
+
+def _cast_by_name(h: torch.Tensor) -> torch.Tensor:
+    size, kind = len(h), h.dtype
+    h = h.float() * size
+    return h.to(kind)
+
+
+def _factories(h: torch.Tensor) -> torch.Tensor:
+    kind = h.dtype
+    return (
+        h + torch.zeros(16, dtype=kind) + torch.full((16,), 0.1, dtype=h.dtype) + h.new_ones(16, dtype=kind)
+    )
+
+
+def _integers(h: torch.Tensor) -> torch.Tensor:
+    chosen = h.argmax(-1)
+    return h if chosen.dtype == torch.int64 and h.float().dtype == torch.float32 else -h
+
+
+def _unused(h: torch.Tensor) -> torch.Tensor:
+    kind = h.dtype  # noqa: F841
+    return h
+
+
+@pytest.mark.parametrize("function", [_cast, _cast_by_name, _factories, _integers, _unused])
+def test_a_dtype_that_only_makes_tensors_is_no_read(function: Callable[..., Any]) -> None:
+    assert reads_of(function) == ()
+
+
+def test_a_flag_of_autocast_is_noticed_where_it_is_set() -> None:
+    def asks(h: torch.Tensor) -> torch.Tensor:
+        return h if torch.is_autocast_enabled("cuda") else -h
+
+    def asks_for_a_dtype(h: torch.Tensor) -> torch.Tensor:
+        return h if torch.get_autocast_dtype("cuda") is torch.float16 else -h
+
+    assert reads_of(asks, "torch-cuda")
+    assert reads_of(asks_for_a_dtype, "torch-cuda")
+    assert reads_of(asks, "half") == ()  # a converted model runs without autocast, as FP32 does
+
+
+def reads_of(function: Callable[..., Any], policy: str = "half") -> tuple[Any, ...]:
+    rules = load_policy(policy)
+    return trace(Of(function).eval(), (inputs(),), {}, rules, rules, FLOAT16).reads
