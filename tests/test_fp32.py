@@ -170,6 +170,18 @@ def test_code_that_adds_less_than_rounding_is_a_note_and_more_is_a_warning() -> 
         assert f"{decibel(copy.deepcopy(model).half()(x.half()), model(x)):.0f} dB" in found.cause
 
 
+def test_code_and_rounding_together_fall_below_the_limit() -> None:
+    def shifted(h: torch.Tensor) -> torch.Tensor:
+        return h + (4e-4 if h.dtype == torch.float16 else 0.0)
+
+    model, x = Of(shifted).eval(), inputs()
+    (seen,) = run(model, x).code.outputs.values()
+    assert seen.sqnr_db < seen.code_sqnr_db < seen.sqnr_db + 3
+    between = (seen.sqnr_db + seen.code_sqnr_db) / 2
+    (found,) = code_findings(scan(model, x, policy="half", min_sqnr=between))
+    assert found.severity == "error"
+
+
 @pytest.mark.parametrize(
     ("low", "problem"),
     [
