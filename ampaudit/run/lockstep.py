@@ -241,7 +241,8 @@ class LockStep:
         return reference, self.backend.hold(self._converted.unrounded(node.name, master), place.dtype)
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:
-        return self._reference.hold(self._masters[node.name].detach().to(self.device), None)
+        master = self._masters[node.name].detach().to(self.device)
+        return self._reference.hold(master, self._places[node.name].dtype)
 
     def _random_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
