@@ -131,7 +131,10 @@ class Emulated(Reference):
         if step.bitwise:
             return _native_and_back(step, args, kwargs)
         result = step.target(*args, **kwargs)
-        if step.mutates:
+        for position, dtype in step.updates:
+            if dtype in LOWER:
+                _round_blocks(args[position], args[position], dtype)
+        if step.in_place:
             for position in step.mutates:
                 written = args[position]
                 if isinstance(written, torch.Tensor) and step.dtypes[0] in LOWER:

@@ -47,6 +47,10 @@ class StepCall:
         args, kwargs = (reference if shared else backend).arguments(step)
         self.args, self.kwargs = _resolved(args, inputs, 1), _resolved(kwargs, inputs, 1)
 
+    def updates(self, step: Step) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """What the step has written besides its result: the argument's position, and it in both runs."""
+        return [(position, self.ref_args[position], self.args[position]) for position, _ in step.updates]
+
     @property
     def ref_args(self) -> tuple[Any, ...]:
         """The reference's positional arguments."""

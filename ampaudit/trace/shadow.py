@@ -82,7 +82,7 @@ def constant_masters(model: nn.Module, shadow: nn.Module) -> dict[int, torch.Ten
     masters: dict[int, torch.Tensor] = {}
     for theirs, ours in zip(model.modules(), shadow.modules(), strict=False):
         for name, tensor in vars(ours).items():
-            own = vars(theirs).get(name)
+            own: Any = vars(theirs).get(name)
             tensors = isinstance(tensor, torch.Tensor) and isinstance(own, torch.Tensor)
             if tensors and tensor.dtype != own.dtype and tensor.shape == own.shape:
                 masters[id(tensor)] = own
