@@ -216,6 +216,25 @@ def test_a_prepared_model_computes_what_the_model_computes(name: str) -> None:
     assert any(value != values[1][0] for value in values[1]), "the calls do not differ"
 
 
+def test_assigned_buffers_go_on() -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.average = 0.5 * self.average + x.mean(0)
+            return x + self.average
+
+    model = nn.Sequential(nn.Linear(4, 4), Averaging())
+    eager = copy.deepcopy(model)
+    prepared: Any = ampaudit.prepare(model, policy="apex-o0").model
+    for _ in range(3):
+        torch.testing.assert_close(prepared(X), eager(X))
+        torch.testing.assert_close(model[1].average, eager[1].average)
+    assert len(prepared._ampaudit_compiled) == 1
+
+
 def test_equal_calls_share_a_trace() -> None:
     model: Any = ampaudit.prepare(Model(lambda m, x, n: m.a(x) * n), policy="apex-o0").model
     for _ in range(2):

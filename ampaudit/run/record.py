@@ -26,6 +26,7 @@ class Origin:
         fate: whether an output of the model is inf or NaN because of it, or all is finite again before.
         hidden_at: sites that take in inf or NaN from it and give finite values, in graph order.
         hidden_sqnr_db: the worst accuracy at those; ``None`` where they are exact.
+        buffer: name of the buffer that it leaves inf or NaN, whatever becomes of the value in this run.
     """
 
     site: SiteId
@@ -34,6 +35,7 @@ class Origin:
     fate: Fate = "reaches the output"
     hidden_at: tuple[SiteId, ...] = ()
     hidden_sqnr_db: float | None = None
+    buffer: str | None = None
 
 
 @dataclass(slots=True)

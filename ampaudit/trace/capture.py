@@ -26,18 +26,17 @@ from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.caster import Caster
 from ampaudit.trace.customs import custom_backwards
 from ampaudit.trace.edits import Edit
-from ampaudit.trace.entry import Entry, OutputNames, layer_path, tensor_leaves
+from ampaudit.trace.entry import ENTRY_NAME, Entry, OutputNames, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import interposed
-from ampaudit.trace.opnames import CASTABLE
 from ampaudit.trace.precision_reads import PrecisionReads
 from ampaudit.trace.random_state import seeded
-from ampaudit.trace.shadow import fake_like, named_tensors, shadow_of
+from ampaudit.trace.shadow import constant_masters, fake_like, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
-from ampaudit.trace.storage import split_ties, storage_notes, stored_dtypes
+from ampaudit.trace.storage import is_cast, own_conversion, split_ties, storage_notes, stored_dtypes
 
 __all__ = ["Setting", "capture", "input_signature", "quiet"]
 
@@ -99,13 +98,14 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     reads = PrecisionReads()
     with quiet():
-        shadow = shadow_of(model, mode, stored_dtypes(model, file.weights, lower))
+        convert = own_conversion(file.weights, lower)
+        shadow = shadow_of(model, mode, stored_dtypes(model, file.weights, lower), convert)
         entry = Entry(shadow, args, kwargs, _placed(file.weights.outputs, lower), reads.watching)
     entry.train(model.training)
     _copy_modes(model, shadow)
     given = _placed(file.weights.inputs, lower)
     inputs = tuple(
-        fake_like(t, mode, given if given is not None and t.dtype in CASTABLE else t.dtype)
+        fake_like(t, mode, given if given is not None and is_cast(t.dtype, file.weights) else t.dtype)
         for t in tensor_leaves(args, kwargs)
     )
     facts = FactFinder(entry, setting.number_format.name, setting.measured)
@@ -147,7 +147,7 @@ def _assemble(
     notes: tuple[str, ...],
 ) -> TracedModel:
     graph = flat_graph(program)
-    placeholders, tensors = _placeholders(program, graph, model)
+    placeholders, tensors = _placeholders(program, graph, model, getattr(entry, ENTRY_NAME))
     return TracedModel(
         graph=graph,
         placeholders=placeholders,
@@ -167,9 +167,10 @@ def _assemble(
 
 
 def _placeholders(
-    program: ExportedProgram, graph: fx.Graph, model: nn.Module
+    program: ExportedProgram, graph: fx.Graph, model: nn.Module, shadow: nn.Module
 ) -> tuple[tuple[Placeholder, ...], dict[str, torch.Tensor]]:
     real = {layer_path(name): tensor for name, tensor in named_tensors(model).items()}
+    masters = constant_masters(model, shadow)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     slots: list[Placeholder] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -181,7 +182,7 @@ def _placeholders(
         count += slot is Slot.INPUT
         if slot is not Slot.INPUT:
             constant = program.constants.get(str(spec.target))
-            tensors[node.name] = real[name] if name in real else _real(constant)
+            tensors[node.name] = real[name] if name in real else _real(masters.get(id(constant), constant))
         value = node.meta.get("val")
         slots.append(Placeholder(node.name, slot, name, getattr(value, "dtype", None)))
     return tuple(slots), tensors

@@ -112,14 +112,40 @@ class Entry(nn.Module):
             leaves[place] = tensors[number]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         model = getattr(self, ENTRY_NAME)
+        buffers = [
+            (path, vars(module)["_buffers"], dict(module._buffers)) for path, module in model.named_modules()
+        ]
         state, drawn = PythonState(model), host_state()
         with self._around():
             output = model(*args, **kwargs)
-        self.outputs.changes, self.outputs.drew = tuple(state.changes()), host_state() != drawn
+        self.outputs.drew = host_state() != drawn
+        lost = [name for path, now, then in buffers for name in _write_assigned(path, now, then)]
+        self.outputs.changes = (
+            *state.changes(),
+            *(StateChange(-1, name, None, None, False) for name in lost),
+        )
         named = flatten_outputs(output)
         self.outputs.names = tuple(name for name, _ in named)
         self.outputs.structure = _structure(output, [tensor for _, tensor in named])
         return tuple(placed(tensor, self._output_dtype) for _, tensor in named)
+
+
+def _write_assigned(path: str, now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    """Write what the code assigned to buffers into them, as torch.export does for the outermost module only.
+
+    Returns:
+        Names of those that have another shape now, which a graph cannot give them.
+    """
+    lost: list[str] = []
+    for name, before in then.items():
+        value = now.get(name)
+        if value is before or before is None:
+            continue
+        if isinstance(value, torch.Tensor) and value.shape == before.shape:
+            before.copy_(value)
+        else:
+            lost.append(f"{path}.{name}".lstrip("."))
+    return lost
 
 
 def placed(output: Any, dtype: torch.dtype | None) -> Any:

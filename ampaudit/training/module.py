@@ -14,6 +14,7 @@ from ampaudit.errors import UsageError
 from ampaudit.formats import NumberFormat
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import Plan, measure, silent
+from ampaudit.run.step import LOWER
 from ampaudit.sites import SiteId
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
@@ -168,6 +169,8 @@ class MixedModule(StandIn):
 
     def _held(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Native graphs take tensors in their stored dtype; the gradient goes through the cast."""
+        if self._ampaudit_recipe.emulate and dtype in LOWER and value.dtype is torch.float64:
+            return value.float()
         if self._ampaudit_recipe.emulate or dtype is None or not value.is_floating_point():
             return value
         return value if value.dtype == dtype else value.to(dtype)
