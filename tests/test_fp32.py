@@ -253,6 +253,28 @@ def test_a_constant_that_is_rounded_while_it_is_made_counts_as_rounding() -> Non
     assert (found.severity, found.source.line) == ("error", line_of(much, "torch.tensor"))
 
 
+class Converted(nn.Module):
+    """Takes another path once its own ``half`` has been called."""
+
+    fast = False
+
+    def half(self) -> Converted:
+        self.fast = True
+        return super().half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-0.1, 0.1) if self.fast else x
+
+
+def test_what_a_model_does_when_it_is_converted_is_no_part_of_fp32() -> None:
+    model, x = Converted().eval(), inputs()
+    (found,) = code_findings(scan(model, x, policy="half"))
+    truth = decibel(copy.deepcopy(model).half()(x.half()), model(x))
+    assert found.source is not None
+    assert found.source.line == line_of(Converted, "x.clamp")
+    assert f"{truth:.0f} dB against the FP32 model" in found.cause
+
+
 def test_integers_that_differ_are_counted() -> None:
     def codes(h: torch.Tensor) -> torch.Tensor:
         return (h * (7 if h.dtype == torch.float16 else 5)).argmax(0).add(h.element_size())

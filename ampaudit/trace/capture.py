@@ -32,7 +32,7 @@ from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import interposed
-from ampaudit.trace.precision_reads import PrecisionReads
+from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
 from ampaudit.trace.random_state import seeded
 from ampaudit.trace.shadow import constant_masters, fake_like, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
@@ -126,6 +126,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
         raise trace_failure(error, type(model).__name__, setting.rules.name) from error
     notes = storage_notes(model, file.weights, lower)
     made = _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
+    reads.lines += [] if convert is None else conversions_of(model)
     return replace(made, customs=tuple(dict.fromkeys(customs)), reads=tuple(reads.lines))
 
 

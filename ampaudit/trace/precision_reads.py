@@ -14,13 +14,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ampaudit.sites import SourceLine
 from ampaudit.trace.dtype_uses import only_makes_tensors
-from ampaudit.trace.stack import code_line, is_tool_file
+from ampaudit.trace.stack import code_line, is_library, is_tool_file
 
-__all__ = ["PrecisionReads"]
+__all__ = ["PrecisionReads", "conversions_of"]
 
 _LOWER = (torch.float16, torch.bfloat16)
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -111,6 +112,14 @@ class PrecisionReads(TorchFunctionMode):
             line = code_line(frame.f_code.co_filename, frame.f_lineno)
             if line not in self.lines:
                 self.lines.append(line)
+
+
+def conversions_of(model: nn.Module) -> list[SourceLine]:
+    """Methods of the user's own that run when the model is converted, and may leave it other than FP32's."""
+    found = (getattr(type(m), name) for m in model.modules() for name in ("half", "bfloat16", "to", "_apply"))
+    codes = dict.fromkeys(method.__code__ for method in found if hasattr(method, "__code__"))
+    files = ((code.co_filename, code.co_firstlineno) for code in codes)
+    return [code_line(file, line) for file, line in files if not is_library(file) and not is_tool_file(file)]
 
 
 def _lower(tensor: torch.Tensor) -> bool:
