@@ -49,7 +49,7 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
     if options.pop("crash", None):
         monkeypatch.setattr(workflow, "ALL_CHECKS", (Check("AMP101", _crash), *ALL_CHECKS))
     return workflow.scan_source(
-        open_source(str(path), SourceOptions()),
+        open_source(str(path), SourceOptions(train=options.pop("mode", "") == "train")),
         policy=options.pop("policy", "half"),
         dtype=options.pop("dtype", "float16"),
         ranges=options.pop("ranges", "") == "true",

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from ampaudit.archive.manifest import OutputRecord
 from ampaudit.errors import first_line
-from ampaudit.source.calling import call_unchanged
+from ampaudit.trace.calling import call_unchanged
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
 
 __all__ = [

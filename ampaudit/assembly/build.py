@@ -72,7 +72,7 @@ def build_report(
         sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
         outputs=_outputs(context),
         weights=WeightMemory(memory["master"], memory["working"]),
-        notes=converted.traced.notes,
+        notes=tuple(dict.fromkeys(note for traced in context.flow.every for note in traced.notes)),
         raised=raised,
         proofs=_proofs(context),
         tails=_tails(context),

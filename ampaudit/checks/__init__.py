@@ -9,6 +9,8 @@ from __future__ import annotations
 from ampaudit.checks import (
     alignment,
     cancellation,
+    code_differs,
+    code_unknown,
     costly_island,
     double,
     epsilon,
@@ -56,6 +58,7 @@ _MODULES = (
     *(origins, weights, forbidden, headroom, what_if, mask, hidden_clamp, inside_norm, saturated),
     *(epsilon, log_softmax, log_sigmoid, cancellation, positions, local_error),
     *(output_error, flipped_decision, stalled_sum, output_variation),
+    *(code_differs, code_unknown),
     *(hard_cast, double, probabilities, in_place, no_kernel),
     *(small_weights, tied_weights),
     *(alignment, ping_pong, costly_island, float32_spread),

@@ -36,9 +36,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 def _casts(context: CheckContext, site: Site) -> list[int] | None:
     """Elements of the casts around an op, if all of its inputs come and all of its results go through one."""
-    sites = context.flow.traced.site_of_node
     node = context.flow.node(site)
-    around = [sites.get(n.name) for n in (*_tensors(node), *node.users)]
+    around = [context.flow.site(n) for n in (*_tensors(node), *node.users)]
     ours = [s for s in around if s is not None and s.role is Role.INSERTED_CAST]
     down = [s for s in ours if s.dtype in LOWER]
     if not around or len(ours) != len(around) or not down or len(down) == len(ours):

@@ -36,8 +36,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 def _undone(context: CheckContext, site: Site) -> Site | None:
     """The op for which the policy casts an upcast value down, if that is all that becomes of it."""
     node = context.flow.node(site)
-    sites = context.flow.traced.site_of_node
-    users = [sites.get(user.name) for user in node.users]
+    users = [context.flow.site(user) for user in node.users]
     if not users or not all(u and u.role is Role.INSERTED_CAST and u.dtype in LOWER for u in users):
         return None
     source = node.all_input_nodes[0].meta.get("val")

@@ -95,8 +95,8 @@ class CheckContext:
 
     @cached_property
     def graph_sites(self) -> tuple[Site, ...]:
-        """The sites of the first batch's graph, which ``flow`` is about."""
-        own = {site.id for site in self.flow.traced.sites}
+        """The sites that ``flow`` is about."""
+        own = {site.id for traced in self.flow.every for site in traced.sites}
         return tuple(site for site in self.sites if site.id in own)
 
     @cached_property
@@ -111,16 +111,16 @@ class CheckContext:
         ``None`` is exact, -inf where nothing can be right: another shape, or a value where FP32 gives 0. An
         output that is not finite in 16 bits has the accuracy that it has when its faults are repaired.
         """
-        graph, found = self.flow.traced.graph, []
-        nodes = graph.output_node().args[0]
-        for name, node in zip(self.flow.traced.outputs, nodes, strict=False):  # type: ignore[arg-type]
-            site = self._made(node)
-            seen = self.record.outputs.get(name)
-            if seen is None or seen.bad:
-                found.append((name, site, self.observed(site).sqnr_db if site is not None else None))
-            else:
-                found.append((name, site, seen.accuracy_db))
-        return tuple(found)
+        found: dict[tuple[str, SiteId | None], float | None] = {}
+        for traced in self.flow.every:
+            for name, node in zip(traced.outputs, traced.graph.output_node().args[0], strict=False):  # type: ignore[arg-type]
+                site = self._made(node)
+                seen = self.record.outputs.get(name)
+                if seen is None or seen.bad:
+                    found[name, site] = self.observed(site).sqnr_db if site is not None else None
+                else:
+                    found[name, site] = seen.accuracy_db
+        return tuple((name, site, accuracy) for (name, site), accuracy in found.items())
 
     @cached_property
     def proved(self) -> frozenset[SiteId]:
@@ -138,8 +138,7 @@ class CheckContext:
         return self.origin_sites | {site for origin in self.record.origins for site in origin.poisons}
 
     def _made(self, node: object) -> SiteId | None:
-        sites = self.flow.traced.site_of_node
-        while (site := sites.get(node.name)) is None or site.role in _HANDS_ON:  # type: ignore[attr-defined]
+        while (site := self.flow.site(node)) is None or site.role in _HANDS_ON:  # type: ignore[arg-type]
             sources = node.all_input_nodes  # type: ignore[attr-defined]
             if not sources:
                 break

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ampaudit.checks import (
     attention,
+    buffers,
     cancellation,
     constant,
     domain,
@@ -35,6 +36,7 @@ from ampaudit.words import number
 __all__ = ["CHECK", "DOMAIN_CAUSES", "OVERFLOW_CAUSES"]
 
 OVERFLOW_CAUSES: tuple[Cause, ...] = (
+    buffers.CAUSE,
     masked_row.CAUSE,
     positions.CAUSE,
     constant.CAUSE,
@@ -45,6 +47,7 @@ OVERFLOW_CAUSES: tuple[Cause, ...] = (
     residual.CAUSE,
 )
 DOMAIN_CAUSES: tuple[Cause, ...] = (
+    buffers.CAUSE,
     masked_row.CAUSE,
     log_sigmoid.CAUSE,
     log_softmax.CAUSE,

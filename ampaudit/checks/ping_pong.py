@@ -8,19 +8,19 @@ from torch import fx
 
 from ampaudit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
-from ampaudit.trace import Role, Site
+from ampaudit.trace import Role
+from ampaudit.trace.flow import Flow
 
 __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """Casts of a cast, with nothing but views between them, that end in the dtype they started from."""
-    sites = context.flow.traced.site_of_node
     for site in context.graph_sites:
         if not site.role.converts or site.role is Role.WEIGHT_CAST:
             continue
-        before = _behind_views(context.flow.node(site).all_input_nodes[0], sites)
-        first = sites.get(before.name)
+        before = _behind_views(context.flow.node(site).all_input_nodes[0], context.flow)
+        first = context.flow.site(before)
         if first is None or not first.role.converts or first.role is Role.WEIGHT_CAST:
             continue
         source = context.flow.node(first).all_input_nodes[0].meta.get("val")
@@ -33,8 +33,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
             yield finding_at(context, site, "AMP502", f"{cause}{lost}", advice, confidence="rule")
 
 
-def _behind_views(node: fx.Node, sites: dict[str, Site]) -> fx.Node:
-    while (site := sites.get(node.name)) is not None and site.role is Role.VIEW and node.all_input_nodes:
+def _behind_views(node: fx.Node, flow: Flow) -> fx.Node:
+    while (site := flow.site(node)) is not None and site.role is Role.VIEW and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from ampaudit.errors import InputError
 from ampaudit.gate.budgets import Measured
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.calling import call_unchanged
 from ampaudit.source.user_code import calling_user_code
+from ampaudit.trace.calling import call_unchanged
 from ampaudit.trace.entry import flatten_outputs
 
 __all__ = ["Outputs", "with_metric"]

@@ -166,6 +166,11 @@ class Weights(_Strict):
         default="all",
         description="which buffers storage is about: all, as .half() casts; persistent, as loading does",
     )
+    casts: Literal["float32", "floating", "half", "to"] = Field(
+        default="float32",
+        description="what storage lower casts: float32 tensors and not float64; every floating-point one; or "
+        "what the model's own .half(), or .to(dtype), does",
+    )
     inputs: Placement = "unchanged"
     outputs: Placement = "unchanged"
     master: bool = Field(default=True, description="keep the FP32 weights beside the 16-bit copies")

@@ -42,13 +42,4 @@ def written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
 def _targets(step: Step) -> list[fx.Node]:
     """The nodes that a step writes to."""
     args = step.node.args
-    positions = list(step.mutates)
-    if _is_train_norm(step.node):
-        positions += [3, 4]
-    return [arg for p in positions if p < len(args) and isinstance(arg := args[p], fx.Node)]
-
-
-def _is_train_norm(node: fx.Node) -> bool:
-    """``batch_norm`` in training mode writes its running statistics, which its schema does not say."""
-    name = str(node.target)
-    return name.startswith(("aten.batch_norm", "aten.instance_norm")) and node.args[5] is True
+    return [arg for p in step.mutates if p < len(args) and isinstance(arg := args[p], fx.Node)]

@@ -78,11 +78,13 @@ class Attribution:
         executor: of the whole program.
         tensors: of the batch.
         seed: of the batch's random numbers.
+        least: accuracy in dB below which an output is wrong.
     """
 
     executor: LockStep
     tensors: list[torch.Tensor]
     seed: int
+    least: float
     _units: tuple[RoundingUnit, ...] = ()
     _runs: dict[frozenset[int], _Run] = field(default_factory=dict)
     _left: int = MAX_RUNS
@@ -106,8 +108,12 @@ class Attribution:
     def _culprit(self, name: str) -> Culprit:
         everything = frozenset(range(len(self._units)))
         whole = self._run(everything)
-        total = whole.outputs[name].energy
-        if total == 0.0 or self._run(frozenset()).outputs[name].energy > MENDED * total:
+        total, accuracy = whole.outputs[name].energy, whole.outputs[name].accuracy_db
+        if (
+            accuracy is None
+            or accuracy >= self.least
+            or self._run(frozenset()).outputs[name].energy > MENDED * total
+        ):
             return Culprit((name,))
         decision = self._decision(name, total, whole)
 

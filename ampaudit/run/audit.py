@@ -12,6 +12,7 @@ from torch import nn
 from ampaudit.convert import ConvertedModel
 from ampaudit.errors import InputError
 from ampaudit.policy import Measurement, RuleSet
+from ampaudit.run.eager import EagerModel
 from ampaudit.run.guards import guarded
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Plan, Runner
@@ -35,7 +36,8 @@ def silent(phase: str, done: int, total: int) -> None:
 class Audit:
     """The record of a run with the sites it is about, in graph order.
 
-    ``raised`` are the sites where the policy's measured rules decided, after a first pass had measured them.
+    ``raised`` are the sites where the policy's measured rules decided, after a first pass had measured them;
+    ``others`` are the graphs of later batches that have sites of their own.
     """
 
     record: RunRecord
@@ -43,6 +45,12 @@ class Audit:
     converted: ConvertedModel
     parameter_free: frozenset[str]
     raised: tuple[SiteId, ...] = ()
+    others: tuple[ConvertedModel, ...] = ()
+
+    @property
+    def every(self) -> tuple[ConvertedModel, ...]:
+        """All graphs that sites are of, the first batch's first."""
+        return (self.converted, *self.others)
 
 
 def run_audits(
@@ -76,20 +84,20 @@ def run_audits(
             runner.record.seconds = {"first pass": spent[index], **runner.record.seconds}
             runners[index] = runner
     for runner in runners:
-        runner.attribute(batches)
+        runner.attribute()
     return [_audit(runner, again[i][1] if i in again else ()) for i, runner in enumerate(runners)]
 
 
 def _audit(runner: Runner, raised: tuple[SiteId, ...]) -> Audit:
-    assert runner.converted is not None
-    sites = tuple(runner.sites.values())
-    return Audit(runner.record, sites, runner.converted, frozenset(runner.parameter_free), raised)
+    sites, (first, *others) = tuple(runner.sites.values()), runner.converted
+    return Audit(runner.record, sites, first, frozenset(runner.parameter_free), raised, tuple(others))
 
 
 def _run_all(
     model: nn.Module, batches: Sequence[Batch], plans: Sequence[Plan], progress: Progress, phase: str
 ) -> list[Runner]:
-    runners = [Runner(model, plan, RunRecord(device=plan.device.type, backend="")) for plan in plans]
+    eager = EagerModel(plans[0].device, plans[0].seed, plans[0].release)
+    runners = [Runner(model, plan, RunRecord(device=plan.device.type, backend=""), eager) for plan in plans]
     for number, batch in enumerate(batches):
         progress(phase, number, len(batches))
         if len(runners) == 1:
@@ -106,8 +114,8 @@ def _run_together(runners: Sequence[Runner], plan: Plan, batch: Batch, number: i
     programs = [item.executor.program for item in ready]
     alone = any(plan.differentiator is not None for plan in (runner.plan for runner in runners))
     if alone or any(step.random for program in programs for step in program.steps):
-        for runner in runners:
-            runner.run(batch, number)
+        for runner, item in zip(runners, ready, strict=True):
+            runner.execute(item)
         return
     shared = SharedReference(programs)
     started = time.perf_counter()

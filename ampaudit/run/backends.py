@@ -53,9 +53,9 @@ class Reference:
     name = "reference"
 
     def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Float32 for 16-bit tensors, the tensor itself otherwise."""
-        del dtype
-        return tensor.float() if tensor.dtype in LOWER else tensor
+        """Float32 for 16-bit tensors, and for float64 that becomes 16 bits; the tensor itself otherwise."""
+        narrowed = tensor.dtype is torch.float64 and dtype in LOWER
+        return tensor.float() if tensor.dtype in LOWER or narrowed else tensor
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with float32 for 16-bit dtypes, and as they were before the policy changed any."""
@@ -131,7 +131,10 @@ class Emulated(Reference):
         if step.bitwise:
             return _native_and_back(step, args, kwargs)
         result = step.target(*args, **kwargs)
-        if step.mutates:
+        for position, dtype in step.updates:
+            if dtype in LOWER:
+                _round_blocks(args[position], args[position], dtype)
+        if step.in_place:
             for position in step.mutates:
                 written = args[position]
                 if isinstance(written, torch.Tensor) and step.dtypes[0] in LOWER:

@@ -12,6 +12,7 @@ from ampaudit.run.program import Program
 from ampaudit.run.record import Fate, Origin
 from ampaudit.run.step import Step
 from ampaudit.sites import SiteId
+from ampaudit.trace.graph import Slot
 
 __all__ = ["Faults"]
 
@@ -48,13 +49,21 @@ class Faults:
         self._rows: dict[SiteId, Measured] = {}
         self._peaks: dict[SiteId, float] = {}
         self._seen: dict[SiteId, tuple[float, float]] = {}
+        bad: set[tuple[SiteId, int | None]] = set()
+        kept = {p.node: p.name for p in program.traced.placeholders if p.slot in (Slot.BUFFER, Slot.CONSTANT)}
+        self._buffers = {node: kept[node.name] for node in program.inputs if node.name in kept}
         for row in measured:
             signal, error = self._seen.get(row.site, (0.0, 0.0))
             self._seen[row.site] = (signal + row.fields["ref_sq"], error + row.fields["err_sq"])
             self._peaks[row.site] = max(self._peaks.get(row.site, 0.0), row.fields["ref_peak"])
             if row.bad and row.site not in self._rows:
                 self._rows[row.site] = row
+            if row.bad:
+                bad.add((row.site, row.updated))
         self._steps = {step.node: step for step in program.steps}
+        # wrong results, and wrong arguments that were written
+        at = {step.site.id: step.node for step in program.steps if step.site is not None}
+        self._parts = {(at[site], position) for site, position in bad}
         self._takers = self._mask_takers()
         self._wrong = self._wrong_nodes()
         self.masks = {step.site.id for step in self._wrong_steps() if step.site and self._is_mask(step)}
@@ -88,9 +97,23 @@ class Faults:
             and step.site.id in self._seen
             and any(node in reached for node in step.node.all_input_nodes)
         ]
-        fate: Fate = "reaches the output" if shown or not hiding else "recovered"
+        buffer = self._buffer(start)
+        fate: Fate = "reaches the output" if shown or not hiding or buffer else "recovered"
         sqnr = [db for hidden in hiding if (db := self._sqnr(hidden)) is not None]
-        return Origin(site, batch, poisons, fate, tuple(hiding), min(sqnr, default=None))
+        return Origin(site, batch, poisons, fate, tuple(hiding), min(sqnr, default=None), buffer)
+
+    def _buffer(self, node: fx.Node) -> str | None:
+        """The buffer that a wrong step has written a wrong value to: the next run begins with it."""
+        step = self._steps[node]
+        updated = {position for position, _ in step.updates}
+        for position in step.mutates:
+            written = node.args[position] if position < len(node.args) else None
+            while isinstance(written, fx.Node) and written not in self._buffers and written.all_input_nodes:
+                written = written.all_input_nodes[0]  # the views and writes before
+            wrong = (node, position if position in updated else None) in self._parts
+            if wrong and isinstance(written, fx.Node) and written in self._buffers:
+                return self._buffers[written]
+        return None
 
     def _sqnr(self, site: SiteId) -> float | None:
         """Accuracy in the unrepaired run; where nothing of the signal is left, 0."""

@@ -47,6 +47,10 @@ class StepCall:
         args, kwargs = (reference if shared else backend).arguments(step)
         self.args, self.kwargs = _resolved(args, inputs, 1), _resolved(kwargs, inputs, 1)
 
+    def updates(self, step: Step) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """What the step has written besides its result: the argument's position, and it in both runs."""
+        return [(position, self.ref_args[position], self.args[position]) for position, _ in step.updates]
+
     @property
     def ref_args(self) -> tuple[Any, ...]:
         """The reference's positional arguments."""
@@ -247,7 +251,8 @@ class LockStep:
         return reference, self.backend.hold(self.converted.unrounded(node.name, master), place.dtype)
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:
-        return self._reference.hold(self._masters[node.name].detach().to(self.device), None)
+        master = self._masters[node.name].detach().to(self.device)
+        return self._reference.hold(master, self._places[node.name].dtype)
 
     def _random_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()

@@ -33,6 +33,7 @@ class Measured:
     site: SiteId
     fields: dict[str, float]
     elements: int
+    updated: int | None = None  # position of the argument, if it is one that the op wrote besides its result
 
     @property
     def bad(self) -> bool:
@@ -55,6 +56,7 @@ class Meter:
         self.uncovered: dict[str, str] = {}
         self._backend = backend
         self._local = local
+        self._updated: dict[int, int] = {}  # positions of written arguments, by the number of a row
         self._rows: list[tuple[SiteId, list[float] | torch.Tensor, int]] = []
         self._local_rows: list[tuple[SiteId, torch.Tensor, int]] = []
         self._inside_rows: list[tuple[SiteId, torch.Tensor]] = []
@@ -78,6 +80,10 @@ class Meter:
         bad = False
         for first, second in float_outputs(reference, value):
             bad |= self._measure_pair(step, first, second, call.measure)
+        for position, first, second in call.updates(step):
+            if second.is_floating_point():
+                self._updated[len(self._rows)] = position
+                bad |= self._measure_pair(step, first, second, None)
         self._look_inside(step, call)
         if self._local and step.lowered and not call.shared and not bad:
             error = local_error(step, self._backend, call, reference)
@@ -146,9 +152,9 @@ class Meter:
         self.samples.flush()
         waiting = [row for _, row, _ in self._rows if isinstance(row, torch.Tensor)]
         fetched = iter(torch.stack(waiting).tolist() if waiting else [])
-        for site, row, elements in self._rows:
+        for index, (site, row, elements) in enumerate(self._rows):
             numbers = next(fetched) if isinstance(row, torch.Tensor) else row
-            yield Measured(site, dict(zip(FIELDS, numbers, strict=True)), elements)
+            yield Measured(site, dict(zip(FIELDS, numbers, strict=True)), elements, self._updated.get(index))
 
     def inside_results(self) -> Iterator[tuple[SiteId, float]]:
         """The largest square inside each norm that is given 16 bits."""

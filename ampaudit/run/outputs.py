@@ -12,7 +12,7 @@ import torch
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
 
-__all__ = ["OutputComparison", "OutputKind", "compare_outputs", "merge_outputs"]
+__all__ = ["OutputComparison", "OutputKind", "against_fp32", "compare_outputs", "merge_outputs"]
 
 OutputKind = Literal["float", "complex", "integer"]
 _MIN_SPREAD_ELEMENTS = 16  # fewer numbers have no distribution to speak of
@@ -85,7 +85,7 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     found: dict[str, OutputComparison] = {}
     waiting: dict[str, tuple[OutputKind, int, torch.Tensor]] = {}
     for name, (reference, value) in pairs.items():
-        kind = _kind(reference)
+        kind = _kind(value if reference is None else reference)
         mismatch = _mismatch(reference, value)
         if mismatch or not reference.numel():
             found[name] = OutputComparison(kind, batch, 0, mismatch=mismatch)
@@ -98,12 +98,23 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     return {name: found[name] for name in pairs}
 
 
-def merge_outputs(into: dict[str, OutputComparison], batch: Mapping[str, OutputComparison]) -> None:
-    """Keep the worst batch of each output."""
-    for name, comparison in batch.items():
-        known = into.get(name)
-        if known is None or _rank(comparison) < _rank(known):
-            into[name] = comparison
+def against_fp32(
+    pairs: Mapping[str, tuple[Any, Any]], fp32: Mapping[str, torch.Tensor] | None
+) -> dict[str, tuple[Any, Any]]:
+    """The pairs with the FP32 model's own outputs in them, where the reference is not that model.
+
+    An output that the FP32 model does not return is paired with ``None``.
+    """
+    if fp32 is None:
+        return dict(pairs)
+    return {name: (fp32.get(name), value) for name, (_, value) in pairs.items()}
+
+
+def merge_outputs(into: dict[str, OutputComparison], batch: Mapping[str, OutputComparison]) -> list[str]:
+    """Keep the worst batch of each output; the names of those for which it is this one."""
+    worse = [n for n, seen in batch.items() if n not in into or _rank(seen) < _rank(into[n])]
+    into.update({name: batch[name] for name in worse})
+    return worse
 
 
 def _rank(comparison: OutputComparison) -> tuple[float, float]:
@@ -121,6 +132,8 @@ def _kind(value: torch.Tensor) -> OutputKind:
 
 
 def _mismatch(reference: Any, value: Any) -> str:
+    if reference is None:
+        return "no counterpart in FP32"
     if tuple(reference.shape) != tuple(value.shape):
         return f"shape {tuple(value.shape)}, in FP32 {tuple(reference.shape)}"
     if _kind(reference) != _kind(value):

@@ -14,7 +14,13 @@ from ampaudit.run.aliases import written_nodes
 from ampaudit.run.step import LOWER, Step
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
-from ampaudit.trace.opnames import argument_names, base_name, mutated_arguments, named_arguments
+from ampaudit.trace.opnames import (
+    argument_names,
+    base_name,
+    named_arguments,
+    returned_arguments,
+    written_arguments,
+)
 
 __all__ = ["Program", "compile_program", "widened"]
 
@@ -92,6 +98,8 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
     value = node.meta.get("val")
     outputs = value if isinstance(value, list | tuple) else (value,)
     args, kwargs = _placed(node.args, device), _placed(dict(node.kwargs), device)
+    on_copy = isinstance(target, OnCopy)
+    mutates = written_arguments(overload, node.args, dict(node.kwargs)) if overload and not on_copy else ()
     return Step(
         node=node,
         target=target,
@@ -101,7 +109,8 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
         wide_args=widened(args),
         wide_kwargs=widened(kwargs),
         dtypes=tuple(getattr(item, "dtype", None) for item in outputs),
-        mutates=mutated_arguments(overload) if overload and not isinstance(target, OnCopy) else (),
+        mutates=mutates,
+        updates=_updates(node, overload, mutates) if overload else (),
         random=overload is not None and _draws(overload, args, kwargs) and not _shows(site),
         bitwise=overload is not None and str(overload) in ("aten.view.dtype", "aten.nextafter.default"),
         frees=frees,
@@ -118,6 +127,19 @@ def _decides(node: fx.Node, overload: OpOverload, outputs: Any) -> bool:
         return True
     tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
     return any(not (value.is_floating_point() or value.is_complex()) for value in tensors)
+
+
+def _updates(
+    node: fx.Node, overload: OpOverload, mutates: tuple[int, ...]
+) -> tuple[tuple[int, torch.dtype], ...]:
+    """Written arguments that are no result, with their dtypes in the converted model."""
+    found: list[tuple[int, torch.dtype]] = []
+    for position in set(mutates) - set(returned_arguments(overload)):
+        written = node.args[position] if position < len(node.args) else None
+        dtype = getattr(written.meta.get("val"), "dtype", None) if isinstance(written, fx.Node) else None
+        if dtype is not None:
+            found.append((position, dtype))
+    return tuple(sorted(found, key=lambda item: item[0]))
 
 
 def widened(value: Any) -> Any:

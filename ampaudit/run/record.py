@@ -7,6 +7,7 @@ from typing import Literal
 
 from ampaudit.run.attribution import Culprit
 from ampaudit.run.buffers import BufferUpdate
+from ampaudit.run.code_record import CodeRecord
 from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.gradient_record import GradientRecord
 from ampaudit.run.observation import Observation
@@ -30,6 +31,7 @@ class Origin:
         fate: whether an output of the model is inf or NaN because of it, or all is finite again before.
         hidden_at: sites that take in inf or NaN from it and give finite values, in graph order.
         hidden_sqnr_db: the worst accuracy at those; ``None`` where they are exact.
+        buffer: name of the buffer that it leaves inf or NaN, whatever becomes of the value in this run.
     """
 
     site: SiteId
@@ -38,6 +40,7 @@ class Origin:
     fate: Fate = "reaches the output"
     hidden_at: tuple[SiteId, ...] = ()
     hidden_sqnr_db: float | None = None
+    buffer: str | None = None
 
     @property
     def harms(self) -> bool:
@@ -65,6 +68,7 @@ class RunRecord:
         decisions: by site, for ops that turn floats into integers, booleans or whole numbers.
         buffers: by name, updates of buffers of which something stalls.
         culprits: where the errors of outputs that are too inaccurate enter.
+        code: where the model's code does something else than in FP32.
     """
 
     device: str
@@ -81,6 +85,7 @@ class RunRecord:
     decisions: dict[SiteId, DecisionStats] = field(default_factory=dict)
     buffers: dict[str, BufferUpdate] = field(default_factory=dict)
     culprits: list[Culprit] = field(default_factory=list)
+    code: CodeRecord = field(default_factory=CodeRecord)
 
     def observation(self, site: SiteId) -> Observation:
         """The observation of a site, made if there is none."""

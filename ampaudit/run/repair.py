@@ -49,6 +49,7 @@ class RepairingMeter:
         if not step.makes_values:
             self._follow(step, value, call)
             return value
+        self._repair_updates(step, call)
         if not any(True for _ in float_outputs(reference, value)):
             return value
         single = isinstance(reference, torch.Tensor) and reference.shape == value.shape
@@ -71,6 +72,15 @@ class RepairingMeter:
         if bool(mark.any()):
             self._repaired[step.node] = mark
         return _replace(reference, value, replaced, step.dtypes[0], bool(step.mutates))
+
+    def _repair_updates(self, step: Step, call: StepCall) -> None:
+        """Buffers that the step has written, which nothing in this run may ever read."""
+        for (_, reference, value), (_, dtype) in zip(call.updates(step), step.updates, strict=True):
+            wrong = _wrong(reference, value) if value.is_floating_point() else None
+            if wrong is not None:
+                if step.site is not None and self._is_origin(step, wrong, None):
+                    self.origins.append(step.site.id)
+                _replace(reference, value, wrong, dtype, in_place=True)
 
     def _affected(self, step: Step, reference: torch.Tensor) -> torch.Tensor | None:
         """Elements that depend on a repaired one."""

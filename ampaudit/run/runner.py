@@ -3,149 +3,119 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from ampaudit.convert import ConvertedModel, Release, convert
+from ampaudit.convert import ConvertedModel, convert
 from ampaudit.errors import InputError, ReferenceBroken
-from ampaudit.formats import NumberFormat
-from ampaudit.policy import Measurement, RuleSet, plain_fp32
+from ampaudit.policy import Measurement, plain_fp32
 from ampaudit.run.attribution import Attribution
-from ampaudit.run.backends import Backend, choose_backend
+from ampaudit.run.backends import choose_backend
 from ampaudit.run.blame import Faults
 from ampaudit.run.buffers import buffer_updates
 from ampaudit.run.decisions import DecisionStats
+from ampaudit.run.eager import EagerModel
 from ampaudit.run.evidence import measurements, weight_peaks
-from ampaudit.run.gradient_record import GradientRecord
+from ampaudit.run.fp32_check import Fp32Check, is_broken
 from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import LockStep, Pair, Watch
+from ampaudit.run.lockstep import LockStep, Pair
 from ampaudit.run.meter import Measured, Meter
-from ampaudit.run.outputs import compare_outputs, merge_outputs
+from ampaudit.run.outputs import against_fp32, compare_outputs, merge_outputs
+from ampaudit.run.plan import Plan
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.record import RunRecord
 from ampaudit.run.repair import RepairingMeter
 from ampaudit.sites import SiteId
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
-from ampaudit.trace.capture import input_signature
-from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.functional import functionalized
+from ampaudit.trace.graph import TracedModel
+from ampaudit.trace.keys import TraceCache, call_key
+from ampaudit.trace.shadow import named_tensors
+from ampaudit.trace.state import PythonState, hand_over
+from ampaudit.trace.structure import structural_copy
 
-__all__ = ["Differentiator", "KeepOutputs", "Plan", "Prepared", "Runner"]
+__all__ = ["Plan", "Prepared", "Runner"]
 
 MAX_OUTPUTS = 3  # whose errors are traced back; the culprit of one is mostly that of the others
-KeepOutputs = Callable[[int, dict[str, Pair]], None]
-
-
-class Differentiator(Protocol):
-    """Follows a run and then goes back through it: the gradients' side of an audit."""
-
-    record: GradientRecord
-
-    def following(self, watch: Watch, program: Program) -> Watch:
-        """A watch that does what another does, and remembers what the way back needs."""
-
-    def run(self, executor: LockStep, outputs: list[Pair], number: int) -> None:
-        """Go back through the run that was followed last; the last output is the loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to run.
-
-    Attributes:
-        rules: the policy, ``None`` for the FP32 run alone (``--ranges``).
-        author_rules: the meaning of the author's own autocast regions.
-        number_format: the 16-bit format.
-        device: where to run.
-        seed: of every random number drawn during the run.
-        backend: overrides the device's usual backend.
-        measured: what an earlier run saw, for the policy's second phase.
-        reference_only: run FP32 alone, on the graph that the policy makes.
-        edits: ops to rewrite, by site, to try a change of the model's code.
-        keep_outputs: told the outputs of each batch; of a second phase, again.
-        release: gives the memory of a weight back until it is needed again.
-        differentiator: makes what audits the gradients of a run; the model's last output is then the loss.
-        min_sqnr: accuracy in dB below which it is found out where an output's error enters; ``None`` for
-            runs of which only the verdict counts.
-    """
-
-    rules: RuleSet | None
-    author_rules: RuleSet
-    number_format: NumberFormat
-    device: torch.device
-    seed: int = 0
-    backend: Backend | None = None
-    measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
-    reference_only: bool = False
-    edits: Mapping[SiteId, Edit] = field(default_factory=dict)
-    keep_outputs: KeepOutputs | None = None
-    release: Release | None = None
-    differentiator: Callable[[Plan], Differentiator] | None = None
-    min_sqnr: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A batch that is ready to be run."""
+    """A batch that is ready to be run, and the model as it is before."""
 
     executor: LockStep
     tensors: list[torch.Tensor]
     meter: Meter
     batch: Batch
     number: int
+    model: nn.Module
 
 
 class Runner:
-    """Keeps one executor per input signature: a batch of another shape is traced anew."""
+    """Keeps one executor per kind of call: a batch of another shape, or with another flag, is traced anew.
 
-    def __init__(self, model: nn.Module, plan: Plan, record: RunRecord) -> None:
+    Where the model's code counts its calls, or draws random numbers in Python, each batch is traced anew, on
+    a copy of the model that goes through the states that the user's would go through.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, record: RunRecord, eager: EagerModel | None = None
+    ) -> None:
         self._model = model
+        self._own = False  # whether the model is a copy
         self.plan = plan
         self.record = record
         self._backend = plan.backend or choose_backend(plan.device)
-        self._executors: dict[tuple[Any, ...], LockStep] = {}
+        self._executors: TraceCache[LockStep] = TraceCache()
+        self._worst: dict[str, Prepared] = {}  # by output, for attribution
+        self._programs: dict[int, Program] = {}  # by identity, for the policy's second phase
         self.sites: dict[str, Site] = {}
         self.parameter_free: set[str] = set()
-        self._given: dict[tuple[Any, ...], dict[str, float]] = {}
-        self.converted: ConvertedModel | None = None
+        self._given: dict[int, dict[str, float]] = {}
+        self.converted: list[ConvertedModel] = []
         record.backend = self._backend.name
         self._gradients = plan.differentiator(plan) if plan.differentiator is not None else None
         record.gradients = None if self._gradients is None else self._gradients.record
+        self._fp32 = Fp32Check(plan, eager or EagerModel(plan.device, plan.seed, plan.release), record.code)
 
     def run(self, batch: Batch, number: int) -> None:
         """Trace if need be, run, and run again with repairs if something went wrong."""
-        ready = self.prepare(batch, number)
+        self.execute(self.prepare(batch, number))
+
+    def execute(self, ready: Prepared) -> None:
+        """Run a batch that is ready, and again with repairs if something went wrong."""
         started = time.perf_counter()
-        outputs = self._pass(ready.executor, ready.tensors, ready.meter, number)
+        outputs = self._pass(ready.executor, ready.tensors, ready.meter, ready.number)
         self._add_seconds("run", started)
         self.finish(ready, outputs)
 
     def prepare(self, batch: Batch, number: int) -> Prepared:
         """Trace if need be, and look at the inputs."""
-        executor = self.executor(batch)
+        model = self._model
+        executor = self.executor(batch, number)
         tensors = tensor_leaves(batch.args, batch.kwargs)
         _refuse_broken_inputs(tensors, number)
-        return Prepared(executor, tensors, self._meter(), batch, number)
+        return Prepared(executor, tensors, self._meter(), batch, number, model)
 
     def finish(self, ready: Prepared, outputs: list[Pair]) -> None:
         """Read what a run measured; run again with repairs if something went wrong; merge."""
         started = time.perf_counter()
         executor, tensors, meter, number = ready.executor, ready.tensors, ready.meter, ready.number
         measured = list(meter.results())
-        self._note_inputs(executor, tensors, ready.batch)
-        self._refuse_broken_reference(outputs, measured, number)
+        self._note_inputs(executor, tensors)
+        fp32 = self.fp32_outputs(ready, outputs)
+        if fp32 is None:
+            self._refuse_broken_reference(outputs, measured, number)
         named = dict(zip(executor.program.traced.outputs, outputs, strict=True))
         if self.plan.keep_outputs is not None:
             self.plan.keep_outputs(number, named)
         if not self._reference_only:
-            merge_outputs(self.record.outputs, compare_outputs(named, number))
-            self.record.buffers |= {update.name: update for update in buffer_updates(executor)}
+            self._compare(ready, named, fp32)
         faults = Faults(
             executor.program,
             measured,
@@ -167,7 +137,14 @@ class Runner:
                 self._gradients.run(executor, outputs, number)
             self._add_seconds("backward", started)
 
-    def attribute(self, batches: Sequence[Batch]) -> None:
+    def _compare(self, ready: Prepared, named: dict[str, Pair], fp32: dict[str, torch.Tensor] | None) -> None:
+        """Compare the outputs with the FP32 model's, and keep the worst batch of each."""
+        found = compare_outputs(against_fp32(named, fp32), ready.number)
+        for name in merge_outputs(self.record.outputs, found):
+            self._worst[name] = ready
+        self.record.buffers |= {update.name: update for update in buffer_updates(ready.executor)}
+
+    def attribute(self) -> None:
         """Find out where the errors of outputs that are too inaccurate enter."""
         least = self.plan.min_sqnr
         if least is None or any(origin.harms for origin in self.record.origins):
@@ -175,29 +152,38 @@ class Runner:
         started = time.perf_counter()
         wrong: dict[int, list[str]] = {}
         for name, seen in self.record.outputs.items():
-            accuracy = seen.accuracy_db
-            if accuracy is not None and accuracy < least and not seen.mismatch:
+            if seen.accuracy_db is not None and seen.accuracy_db < least:
                 wrong.setdefault(seen.batch, []).append(name)
-        for number, names in wrong.items():
-            ready = self.prepare(batches[number], number)
+        for names in wrong.values():
             names.sort(key=lambda name: self.record.outputs[name].accuracy_db or 0.0)
-            found = Attribution(ready.executor, ready.tensors, self.plan.seed + number)
+            ready = self._worst[names[0]]
+            found = Attribution(ready.executor, ready.tensors, self.plan.seed + ready.number, least)
             self.record.culprits += found.culprits(names[:MAX_OUTPUTS])
         if wrong:
             self._add_seconds("attribution", started)
 
-    def executor(self, batch: Batch) -> LockStep:
-        """The executor for batches of this signature, traced on first use."""
-        signature = input_signature(batch.args, batch.kwargs)
-        if signature in self._executors:
-            return self._executors[signature]
+    def executor(self, batch: Batch, number: int) -> LockStep:
+        """The executor for such a batch, traced on first use."""
+        key = call_key(batch.args, batch.kwargs)
+        executor = self._executors.find(key)
+        if executor is None:
+            state = PythonState(self._model)
+            executor = self._traced(batch, number)
+            if not executor.program.traced.drew:
+                self._executors.keep(key, state, executor)
+        self._follow(executor.program.traced)
+        return executor
+
+    def _traced(self, batch: Batch, number: int) -> LockStep:
         started = time.perf_counter()
         plan = self.plan
         rules = plan.rules or plain_fp32()
         author_rules = plan.author_rules if plan.rules else plain_fp32()
         setting = (rules, author_rules, plan.number_format, plan.measured, plan.edits)
-        differentiated = self._gradients is not None
-        traced = trace(self._model, batch.args, batch.kwargs, *setting, differentiated=differentiated)
+        differentiated, seed = self._gradients is not None, plan.seed + number
+        traced = trace(
+            self._model, batch.args, batch.kwargs, *setting, differentiated=differentiated, seed=seed
+        )
         traced = functionalized(traced) if differentiated else traced
         converted = convert(traced, plan.release)
         self._add_seconds("trace", started)
@@ -205,13 +191,37 @@ class Runner:
         executor = LockStep(
             program, converted, self._backend, plan.device, reference_only=self._reference_only
         )
-        self._executors[signature] = executor
-        self.converted = self.converted or converted
+        if rules.measured:
+            self._programs[id(program)] = program
+        if any(site.id not in self.sites for site in traced.sites) or not self.converted:
+            self.converted.append(converted)
         for site in traced.sites:
             self.sites.setdefault(site.id, site)
         free = {node.name for node in program.parameter_free}
         self.parameter_free |= {site.id for site in traced.sites if site.node in free}
         return executor
+
+    def _follow(self, traced: TracedModel) -> None:
+        """Let the state of a copy of the model go on as a call of the model would; the user's stays."""
+        if not any(change.plain for change in traced.changes):
+            return
+        if not self._own or traced.reads:  # then the model as it was is run, too
+            tensors = named_tensors(self._model).values()
+            self._model = structural_copy(self._model, {id(t): t for t in tensors})
+            self._executors, self._own = TraceCache(), True
+        hand_over(traced.changes, PythonState(self._model))
+
+    def fp32_outputs(self, ready: Prepared, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
+        """The FP32 model's own outputs by name; ``None`` where the reference is that model.
+
+        Outputs that have no counterpart in FP32 are left out.
+        """
+        if self._reference_only or not ready.executor.program.traced.reads:
+            return None
+        started = time.perf_counter()
+        found = self._fp32.outputs(ready.model, ready.executor.program, ready.batch, ready.number, outputs)
+        self._add_seconds("fp32", started)
+        return found
 
     def _meter(self) -> Meter:
         return Meter(self.plan.number_format, self._backend, local=not self._reference_only)
@@ -228,10 +238,10 @@ class Runner:
             torch.manual_seed(self.plan.seed + number)
             return executor.run(tensors, followed)
 
-    def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor], batch: Batch) -> None:
+    def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor]) -> None:
         if self.plan.rules is None or not self.plan.rules.measured:
             return
-        seen = self._given.setdefault(input_signature(batch.args, batch.kwargs), {})
+        seen = self._given.setdefault(id(executor.program), {})
         floats = [node for node in executor.program.inputs if executor.is_given_float(node)]
         for node in floats:
             seen[node.name] = max(seen.get(node.name, 0.0), executor.given_peak(node, tensors))
@@ -239,10 +249,10 @@ class Runner:
     def measurements(self) -> dict[SiteId, Measurement]:
         """What the batches so far have shown, for the policy's second phase."""
         found: dict[SiteId, Measurement] = {}
-        for signature, executor in self._executors.items():
-            weights = weight_peaks(executor.program, self.plan.release)
-            given = self._given.get(signature, {})
-            for site, seen in measurements(executor.program, self.record, given, weights).items():
+        for number, program in self._programs.items():
+            weights = weight_peaks(program, self.plan.release)
+            given = self._given.get(number, {})
+            for site, seen in measurements(program, self.record, given, weights).items():
                 found[site] = seen.joined(found[site]) if site in found else seen
         return found
 
@@ -271,7 +281,7 @@ class Runner:
         self.record.batches += 1
 
     def _refuse_broken_reference(self, outputs: list[Pair], measured: list[Measured], number: int) -> None:
-        if not any(_is_broken(reference) for reference, _ in outputs):
+        if not any(is_broken(reference) for reference, _ in outputs):
             return
         first = next((row.site for row in measured if row.fields["ref_bad"] > 0), None)
         site = self.sites[first] if first else None
@@ -284,13 +294,6 @@ class Runner:
     def _add_seconds(self, phase: str, started: float) -> None:
         elapsed = time.perf_counter() - started
         self.record.seconds[phase] = self.record.seconds.get(phase, 0.0) + elapsed
-
-
-def _is_broken(output: object) -> bool:
-    """NaN, +inf, or nothing but -inf; some -inf is how masked scores and log-probabilities look."""
-    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.numel() == 0:
-        return False
-    return bool((output.isnan() | (output == torch.inf)).any() or (output == -torch.inf).all())
 
 
 def _refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:

@@ -40,6 +40,7 @@ class Step:
         wide_kwargs: the same for keyword arguments.
         dtypes: dtypes of its outputs in the converted model, ``None`` where an output is no tensor.
         mutates: positions of the arguments that it writes to.
+        updates: those that its result does not show, such as running statistics, with their dtypes.
         random: whether it draws random numbers.
         bitwise: whether it looks at the bits of a float, so that emulation cannot run it.
         frees: nodes whose value nobody needs after this step.
@@ -55,6 +56,7 @@ class Step:
     wide_kwargs: dict[str, Any]
     dtypes: tuple[torch.dtype | None, ...]
     mutates: tuple[int, ...]
+    updates: tuple[tuple[int, torch.dtype], ...]
     random: bool
     bitwise: bool
     frees: tuple[fx.Node, ...]
@@ -69,6 +71,11 @@ class Step:
     def lowered(self) -> bool:
         """Whether some output is a 16-bit float."""
         return any(dtype in LOWER for dtype in self.dtypes)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the result is what was written."""
+        return len(self.mutates) > len(self.updates)
 
     @property
     def makes_values(self) -> bool:

@@ -64,18 +64,21 @@ def assert_safe(
         AuditError: the audit could not be carried out.
     """
     __tracebackhide__ = True  # pytest shows the test's line
-    from ampaudit.gate.budgets import Budgets
-    from ampaudit.gate.judge import breaches, check_codes, measured_in
-    from ampaudit.workflows.scan import scan
+    from ampaudit.trace.random_state import preserved
 
-    allowed = tuple(allow)
-    check_codes(allowed)
-    budgets = Budgets(fail_on=fail_on, allow=allowed, min_headroom=min_headroom, min_sqnr=min_sqnr)
-    with _quiet_trace():
+    with preserved(), _quiet_trace():  # some of what is imported next draws random numbers
+        from ampaudit.gate.budgets import Budgets
+        from ampaudit.gate.judge import breaches, check_codes, measured_in
+        from ampaudit.workflows.scan import scan
+
+        allowed = tuple(allow)
+        check_codes(allowed)
+        budgets = Budgets(fail_on=fail_on, allow=allowed, min_headroom=min_headroom, min_sqnr=min_sqnr)
         report = scan(model, inputs, batches=batches, dtype=dtype, policy=policy, fail_on=fail_on, **options)
-    found = list(breaches(report, measured_in(report), budgets))
+        found = list(breaches(report, measured_in(report), budgets))
+        message = _message(report, found) if found else ""
     if found:
-        raise UnsafeModel(_message(report, found), report)
+        raise UnsafeModel(message, report)
     return report
 
 

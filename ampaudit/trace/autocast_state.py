@@ -17,6 +17,8 @@ import torch
 __all__ = ["Region", "RegionKind", "autocast_visible", "current_region"]
 
 _DEVICES = ("cpu", "cuda")
+# torch's own, also while those that the model's code calls are watched
+_enabled, _dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
 
 class RegionKind(StrEnum):
@@ -59,8 +61,7 @@ def autocast_visible(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
 def current_region(policy_enabled: bool, policy_dtype: torch.dtype) -> Region:
     """Compare the flags with what ``autocast_visible`` set; a difference is the author's doing."""
     for device in _DEVICES:
-        enabled = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device)
+        enabled, dtype = _enabled(device), _dtype(device)
         if policy_enabled and not enabled:
             return Region(RegionKind.DISABLED)
         if enabled and (not policy_enabled or dtype != policy_dtype):

@@ -26,18 +26,19 @@ from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.caster import Caster
 from ampaudit.trace.customs import custom_backwards
 from ampaudit.trace.edits import Edit
-from ampaudit.trace.entry import Entry, layer_path, tensor_leaves
+from ampaudit.trace.entry import ENTRY_NAME, Entry, OutputNames, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import interposed
-from ampaudit.trace.opnames import CASTABLE
-from ampaudit.trace.shadow import fake_like, named_tensors, shadow_of
+from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
+from ampaudit.trace.random_state import seeded
+from ampaudit.trace.shadow import constant_masters, fake_like, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
-from ampaudit.trace.storage import split_ties, storage_notes, stored_dtypes
+from ampaudit.trace.storage import is_cast, own_conversion, split_ties, storage_notes, stored_dtypes
 
-__all__ = ["Setting", "capture", "input_signature"]
+__all__ = ["Setting", "capture", "input_signature", "quiet"]
 
 _SLOTS = {
     InputKind.PARAMETER: Slot.PARAMETER,
@@ -59,6 +60,7 @@ class Setting:
         planned: decisions that were made on the whole graph, by site.
         edits: ops to rewrite, by site, to try a change of the model's code.
         differentiated: whether it is noted where the model's code switches gradients off.
+        seed: of the random numbers that the model's code draws; ``None`` for those that come next.
     """
 
     rules: RuleSet
@@ -68,6 +70,7 @@ class Setting:
     planned: Mapping[SiteId, Decision] = field(default_factory=dict)
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
     differentiated: bool = False
+    seed: int | None = None
 
     @property
     def lower(self) -> torch.dtype:
@@ -93,21 +96,24 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     """
     file, lower = setting.rules.file, setting.lower
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with _quiet():
-        shadow = shadow_of(model, mode, stored_dtypes(model, file.weights, lower))
-        entry = Entry(shadow, args, kwargs, _placed(file.weights.outputs, lower))
+    reads = PrecisionReads()
+    with quiet():
+        convert = own_conversion(file.weights, lower)
+        shadow = shadow_of(model, mode, stored_dtypes(model, file.weights, lower), convert)
+        entry = Entry(shadow, args, kwargs, _placed(file.weights.outputs, lower), reads.watching)
     entry.train(model.training)
     _copy_modes(model, shadow)
     given = _placed(file.weights.inputs, lower)
     inputs = tuple(
-        fake_like(t, mode, given if given is not None and t.dtype in CASTABLE else t.dtype)
+        fake_like(t, mode, given if given is not None and is_cast(t.dtype, file.weights) else t.dtype)
         for t in tensor_leaves(args, kwargs)
     )
     facts = FactFinder(entry, setting.number_format.name, setting.measured)
     caster = Caster(setting.rules, setting.author_rules, lower, facts, setting.planned, setting.edits)
     try:
         with (
-            _quiet(),
+            quiet(),
+            contextlib.nullcontext() if setting.seed is None else seeded(setting.seed),
             torch.set_grad_enabled(setting.differentiated),
             autocast_visible(file.autocast, lower),
             interposed(caster),
@@ -120,7 +126,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
         raise trace_failure(error, type(model).__name__, setting.rules.name) from error
     notes = storage_notes(model, file.weights, lower)
     made = _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
-    return replace(made, customs=tuple(dict.fromkeys(customs)))
+    reads.lines += [] if convert is None else conversions_of(model)
+    return replace(made, customs=tuple(dict.fromkeys(customs)), reads=tuple(reads.lines))
 
 
 def _placed(placement: str, lower: torch.dtype) -> torch.dtype | None:
@@ -141,7 +148,7 @@ def _assemble(
     notes: tuple[str, ...],
 ) -> TracedModel:
     graph = flat_graph(program)
-    placeholders, tensors = _placeholders(program, graph, model)
+    placeholders, tensors = _placeholders(program, graph, model, getattr(entry, ENTRY_NAME))
     return TracedModel(
         graph=graph,
         placeholders=placeholders,
@@ -150,18 +157,21 @@ def _assemble(
         outputs=entry.outputs.names,
         structure=entry.outputs.structure,
         signature=signature,
+        changes=entry.outputs.changes,
+        drew=entry.outputs.drew,
         policy=setting.rules.name,
         dtype=setting.lower,
-        notes=notes,
+        notes=(*notes, *_state_notes(entry.outputs)),
         clip=setting.rules.file.weights.clip,
         split_ties=split_ties(model, setting.rules.file.weights, setting.lower),
     )
 
 
 def _placeholders(
-    program: ExportedProgram, graph: fx.Graph, model: nn.Module
+    program: ExportedProgram, graph: fx.Graph, model: nn.Module, shadow: nn.Module
 ) -> tuple[tuple[Placeholder, ...], dict[str, torch.Tensor]]:
     real = {layer_path(name): tensor for name, tensor in named_tensors(model).items()}
+    masters = constant_masters(model, shadow)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     slots: list[Placeholder] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -173,10 +183,22 @@ def _placeholders(
         count += slot is Slot.INPUT
         if slot is not Slot.INPUT:
             constant = program.constants.get(str(spec.target))
-            tensors[node.name] = real[name] if name in real else _real(constant)
+            tensors[node.name] = real[name] if name in real else _real(masters.get(id(constant), constant))
         value = node.meta.get("val")
         slots.append(Placeholder(node.name, slot, name, getattr(value, "dtype", None)))
     return tuple(slots), tensors
+
+
+def _state_notes(outputs: OutputNames) -> tuple[str, ...]:
+    """What makes the trace one of this call alone."""
+    plain = ", ".join(change.name for change in outputs.changes if change.plain)
+    stored = ", ".join(change.name for change in outputs.changes if not change.plain)
+    notes = [f"forward changes {plain}: each call is traced anew"] if plain else []
+    if outputs.drew:
+        notes.append("forward draws Python's or NumPy's random numbers: each call is traced anew")
+    if stored:
+        notes.append(f"forward stores tensors or objects in {stored}: each call is traced without them")
+    return tuple(notes)
 
 
 def _real(constant: Any) -> torch.Tensor:
@@ -190,7 +212,7 @@ def _copy_modes(model: nn.Module, shadow: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep stdout for the report. What the model's code prints goes to stderr when tracing succeeds.
 
     When it fails, torch prints its half-made graph and logs a traceback; the error we raise says it once.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,11 +14,14 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.opnames import CASTABLE
+from ampaudit.trace.random_state import host_state
+from ampaudit.trace.state import PythonState, StateChange
 
 __all__ = [
     "ENTRY_NAME",
     "Entry",
     "LossAndOutput",
+    "OutputNames",
     "OutputStructure",
     "flatten_outputs",
     "layer_of",
@@ -29,6 +33,7 @@ __all__ = [
 ENTRY_NAME = "audited_model"
 _EXPORT_ROOT = "_export_root"  # torch.export's own wrapper, while it traces
 _MAX_DEPTH = 12
+Around = Callable[[], AbstractContextManager[None]]
 
 
 class LossAndOutput(NamedTuple):
@@ -39,10 +44,16 @@ class LossAndOutput(NamedTuple):
 
 
 class OutputNames:
-    """Where each output tensor was found; an object, because torch.export undoes attribute assignments."""
+    """Where each output tensor was found; an object, because torch.export undoes attribute assignments.
+
+    ``changes`` are what the model's code did to its Python state; ``drew`` says that it drew random numbers
+    of Python's or NumPy's, which are constants of the trace.
+    """
 
     names: tuple[str, ...] = ()
     structure: OutputStructure | None = None
+    changes: tuple[StateChange, ...] = ()
+    drew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +79,7 @@ class Entry(nn.Module):
 
     Non-tensor inputs are fixed at tracing time. Outputs may be tensors in any nesting of tuples, lists,
     dicts, dataclasses (``ModelOutput``) or objects such as key-value caches. With ``output_dtype`` they
-    are cast to it, float64 and integers excepted.
+    are cast to it, float64 and integers excepted. The model's code runs inside ``around``.
     """
 
     def __init__(
@@ -77,28 +88,64 @@ class Entry(nn.Module):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output_dtype: torch.dtype | None = None,
+        around: Around = nullcontext,
     ) -> None:
         super().__init__()
         setattr(self, ENTRY_NAME, model)
+        self._around = around
         self._output_dtype = output_dtype
         if hasattr(model, "output_dtype"):  # a model with its loss has its own outputs inside
             vars(model)["output_dtype"] = output_dtype
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        first: dict[int, int] = {}  # one tensor given twice is one in the trace: code may ask whether q is k
+        self._same = [
+            first.setdefault(id(leaves[place]), number) for number, place in enumerate(self._places)
+        ]
         self.outputs = OutputNames()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Tensors in the order of ``tensor_leaves``; tensors out in the order of ``outputs.names``."""
         leaves = list(self._fixed)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
+        for place, number in zip(self._places, self._same, strict=True):
+            leaves[place] = tensors[number]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        output = getattr(self, ENTRY_NAME)(*args, **kwargs)
+        model = getattr(self, ENTRY_NAME)
+        buffers = [
+            (path, vars(module)["_buffers"], dict(module._buffers)) for path, module in model.named_modules()
+        ]
+        state, drawn = PythonState(model), host_state()
+        with self._around():
+            output = model(*args, **kwargs)
+        self.outputs.drew = host_state() != drawn
+        lost = [name for path, now, then in buffers for name in _write_assigned(path, now, then)]
+        self.outputs.changes = (
+            *state.changes(),
+            *(StateChange(-1, name, None, None, False) for name in lost),
+        )
         named = flatten_outputs(output)
         self.outputs.names = tuple(name for name, _ in named)
         self.outputs.structure = _structure(output, [tensor for _, tensor in named])
         return tuple(placed(tensor, self._output_dtype) for _, tensor in named)
+
+
+def _write_assigned(path: str, now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    """Write what the code assigned to buffers into them, as torch.export does for the outermost module only.
+
+    Returns:
+        Names of those that have another shape now, which a graph cannot give them.
+    """
+    lost: list[str] = []
+    for name, before in then.items():
+        value = now.get(name)
+        if value is before or before is None:
+            continue
+        if isinstance(value, torch.Tensor) and value.shape == before.shape:
+            before.copy_(value)
+        else:
+            lost.append(f"{path}.{name}".lstrip("."))
+    return lost
 
 
 def placed(output: Any, dtype: torch.dtype | None) -> Any:

@@ -20,20 +20,34 @@ _HANDED_ON = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
 
 class Flow:
-    """The flow of values through a traced graph, as checks ask about it."""
+    """The flow of values through a traced graph, as checks ask about it.
 
-    def __init__(self, traced: TracedModel) -> None:
+    Args:
+        traced: the graph.
+        others: graphs of other batches of the model, for the sites that the first one has not.
+    """
+
+    def __init__(self, traced: TracedModel, *others: TracedModel) -> None:
         self.traced = traced
-        self._sites = traced.site_of_node
-        self._places = {place.node: place for place in traced.placeholders}
-        self._nodes: dict[str, fx.Node] = {node.name: node for node in traced.graph.nodes}
+        self.every = (traced, *others)
+        self._sites: dict[fx.Node, Site] = {}
+        self._places: dict[fx.Node, Placeholder] = {}
+        self._nodes: dict[SiteId, fx.Node] = {}
+        for each in self.every:
+            sites, places = each.site_of_node, {place.node: place for place in each.placeholders}
+            for node in each.graph.nodes:
+                if node.name in sites:
+                    self._sites[node] = sites[node.name]
+                    self._nodes.setdefault(sites[node.name].id, node)
+                elif node.name in places:
+                    self._places[node] = places[node.name]
 
     @cached_property
     def constants(self) -> frozenset[SiteId]:
         """Sites that no parameter and no floating-point input reaches: masks, positions, tables."""
         free: set[fx.Node] = set()
-        for node in self.traced.graph.nodes:
-            place = self._places.get(node.name)
+        for node in (node for each in self.every for node in each.graph.nodes):
+            place = self._places.get(node)
             if place is not None:
                 dtype = place.dtype
                 given = place.slot is Slot.INPUT and dtype is not None and dtype.is_floating_point
@@ -41,11 +55,15 @@ class Flow:
                     free.add(node)
             elif all(used in free for used in node.all_input_nodes):
                 free.add(node)
-        return frozenset(self._sites[n.name].id for n in free if n.name in self._sites)
+        return frozenset(self._sites[n].id for n in free if n in self._sites)
 
     def node(self, site: Site) -> fx.Node:
         """The graph's node of a site."""
-        return self._nodes[site.node]
+        return self._nodes[site.id]
+
+    def site(self, node: fx.Node) -> Site | None:
+        """The site of a node."""
+        return self._sites.get(node)
 
     def base(self, site: Site | None) -> str:
         """The site's op without overload and in-place mark: ``add`` for ``aten.add_.Tensor``; '' for none."""
@@ -63,7 +81,7 @@ class Flow:
     def root(self, node: Any) -> fx.Node | None:
         """The node that made a value, behind views, casts and tuple access."""
         while isinstance(node, fx.Node):
-            site = self._sites.get(node.name)
+            site = self._sites.get(node)
             through = node.target is operator.getitem or (site is not None and site.role in _HANDED_ON)
             if not through or not node.all_input_nodes:
                 return node
@@ -73,7 +91,7 @@ class Flow:
     def maker(self, node: Any) -> Site | None:
         """The site that made a value; ``None`` for inputs, weights and Python numbers."""
         root = self.root(node)
-        return self._sites.get(root.name) if root is not None else None
+        return self._sites.get(root) if root is not None else None
 
     def made_by(self, node: Any, *ops: str) -> Site | None:
         """The maker, if its op is one of these."""
@@ -83,7 +101,7 @@ class Flow:
     def given(self, node: Any) -> Placeholder | None:
         """The placeholder behind views and casts, if the value is one."""
         root = self.root(node)
-        return self._places.get(root.name) if root is not None else None
+        return self._places.get(root) if root is not None else None
 
     def is_weight(self, node: Any) -> bool:
         """Whether a value is a parameter, buffer or constant."""
@@ -101,7 +119,7 @@ class Flow:
 
     def _readers(self, node: fx.Node) -> Iterator[Site]:
         for user in node.users:
-            site = self._sites.get(user.name)
+            site = self._sites.get(user)
             if user.target is operator.getitem or (site is not None and site.role in _HANDED_ON):
                 yield from self._readers(user)
             elif site is not None:
@@ -132,11 +150,10 @@ class Flow:
 
     def reaches(self, site: SiteId, others: frozenset[SiteId]) -> bool:
         """Whether a value flows from a site into one of the others."""
-        start = next(s for s in self.traced.sites if s.id == site)
-        frontier, seen = [self.node(start)], set[fx.Node]()
+        frontier, seen = [self._nodes[site]], set[fx.Node]()
         while frontier:
             for user in frontier.pop().users:
-                found = self._sites.get(user.name)
+                found = self._sites.get(user)
                 if found is not None and found.id in others:
                     return True
                 if user not in seen:

@@ -14,6 +14,7 @@ from ampaudit.policy import Decision, OpFacts
 from ampaudit.policy.schema import Constants
 from ampaudit.sites import SiteId, SourceLine
 from ampaudit.trace.entry import OutputStructure
+from ampaudit.trace.state import StateChange
 
 __all__ = ["Placeholder", "Role", "Site", "Slot", "TracedModel"]
 
@@ -108,7 +109,9 @@ class TracedModel:
     the shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
     fit; ``split_ties`` names tied weights that the policy would store differently under each name;
     ``structure`` is what the outputs were in; ``customs`` names custom autograd functions, whose own backward
-    the graph does not have, and ``checkpoint``, if activations are recomputed.
+    the graph does not have, and ``checkpoint``, if activations are recomputed. ``changes`` are what the
+    model's code did to its own Python state, and ``drew`` says that it drew random numbers which the graph
+    holds as constants: then it is a graph of one call. ``reads`` are the lines that read a precision.
     """
 
     graph: fx.Graph
@@ -124,6 +127,9 @@ class TracedModel:
     split_ties: tuple[tuple[str, ...], ...] = ()
     structure: OutputStructure | None = None
     customs: tuple[str, ...] = ()
+    changes: tuple[StateChange, ...] = ()
+    drew: bool = False
+    reads: tuple[SourceLine, ...] = ()
 
     @property
     def site_of_node(self) -> dict[str, Site]:

@@ -14,17 +14,21 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from traceback import StackSummary
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.fx.proxy import TracerBase
 
 from ampaudit.replay import INSERTED, replayed_meta
 from ampaudit.sites import SiteId
 from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, NO_KERNEL, Caster, OpRecord
 from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
+from ampaudit.trace.stack import is_tool_file
 
 __all__ = ["interposed"]
 
@@ -112,9 +116,18 @@ def interposed(caster: Caster) -> Iterator[None]:
 
     ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with mock.patch.object(TracerBase, "_filter_traceback_frames", _frames_of_the_model):
+            yield
     finally:
         ProxyTorchDispatchMode.__torch_dispatch__ = original  # type: ignore[method-assign]
+
+
+def _frames_of_the_model(tracer: TracerBase, frames: StackSummary) -> StackSummary:
+    """The frames from the first ``forward`` on, functions that it calls included, which torch leaves out."""
+    del tracer
+    start = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
+    kept = [f for f in frames[start:] if f.name == "forward" or not is_tool_file(f.filename)]
+    return StackSummary.from_list(kept)
 
 
 def _parts(

@@ -22,8 +22,10 @@ __all__ = [
     "mutated_arguments",
     "named_arguments",
     "op_name",
+    "returned_arguments",
     "selects",
     "short_name",
+    "written_arguments",
 ]
 
 # Composite ops that end in one kernel, which rounds once: splitting them would show nothing more.
@@ -58,6 +60,11 @@ _SELECTING = frozenset(
 
 # dtypes that a policy may change; float64 is absent on purpose: autocast leaves it alone, and so do we
 CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+# arguments that norms write to although their schema does not say so, and the flags under which they do
+_STATISTICS = ("running_mean", "running_var")
+_TRAINING = ("training", "train", "use_input_stats")
+_UPDATING = ("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats")
 
 _CONVERSIONS = frozenset({"to", "_to_copy"})
 CAST_OPS = _CONVERSIONS | {"type_as"}
@@ -136,3 +143,25 @@ def mutated_arguments(op: OpOverload) -> tuple[int, ...]:
         for index, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+@cache
+def returned_arguments(op: OpOverload) -> tuple[int, ...]:
+    """Positions of the written arguments that the op returns: the result shows what was written."""
+    returned = [r.alias_info.before_set for r in op._schema.returns if r.alias_info is not None]
+    aliases = [(p, op._schema.arguments[p].alias_info) for p in mutated_arguments(op)]
+    return tuple(p for p, alias in aliases if alias is not None and alias.before_set in returned)
+
+
+def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Positions of the arguments that a call writes to, also where the schema does not say so.
+
+    Norms update running statistics while they train; only their flag tells.
+    """
+    given = named_arguments(op, args, kwargs)
+    training = any(given.get(flag) is True for flag in _TRAINING)
+    if "backward" in base_name(op) or not (training or base_name(op) in _UPDATING):
+        return mutated_arguments(op)
+    names = enumerate(argument_names(op))
+    hidden = {p for p, name in names if name in _STATISTICS and given.get(name) is not None}
+    return tuple(sorted({*mutated_arguments(op), *hidden}))

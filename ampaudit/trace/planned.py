@@ -38,6 +38,7 @@ def trace(
     measured: Mapping[SiteId, Measurement] | None = None,
     edits: Mapping[SiteId, Edit] | None = None,
     differentiated: bool = False,
+    seed: int | None = None,
 ) -> TracedModel:
     """The model's graph for inputs like these, with the policy's casts in it.
 
@@ -55,12 +56,17 @@ def trace(
         measured: what a run saw, by site, for the policy's second phase.
         edits: ops to rewrite, by site.
         differentiated: whether the graph's gradients will be asked for.
+        seed: of the random numbers that the model's code draws while it is traced; without one it draws
+            those that come next.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
     """
     setting = Setting(
-        rules, author_rules, number_format, measured or {}, edits=edits or {}, differentiated=differentiated
+        *(rules, author_rules, number_format, measured or {}),
+        edits=edits or {},
+        differentiated=differentiated,
+        seed=seed,
     )
     if rules.file.level == "calls":
         return capture(model, args, kwargs, setting)
@@ -73,7 +79,15 @@ def trace(
     replay.training = model.training
     leaves = tuple(tensor_leaves(args, kwargs))
     traced = capture(replay, leaves, {}, replace(setting, author_rules=uncast, planned=planned, edits={}))
-    return replace(traced, outputs=survey.outputs, structure=survey.structure, customs=survey.customs)
+    return replace(
+        traced,
+        outputs=survey.outputs,
+        structure=survey.structure,
+        customs=survey.customs,
+        notes=(*traced.notes, *survey.notes),
+        changes=survey.changes,
+        drew=survey.drew,
+    )
 
 
 def plan_sites(traced: TracedModel) -> list[PlanSite]:

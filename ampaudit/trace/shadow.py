@@ -6,17 +6,17 @@ parameters have the dtype in which the policy stores them.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampaudit.errors import TraceFailed
+from ampaudit.errors import TraceFailed, first_line
+from ampaudit.trace.structure import structural_copy
 
-__all__ = ["fake_like", "named_tensors", "shadow_of"]
+__all__ = ["constant_masters", "fake_like", "named_tensors", "shadow_of", "without_cache", "without_data"]
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -26,36 +26,67 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def shadow_of(model: nn.Module, mode: FakeTensorMode, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
+def without_data(model: nn.Module, convert: Callable[[nn.Module], object]) -> nn.Module:
+    """A copy whose parameters and buffers have no data, after a method of the model has converted it.
+
+    Raises:
+        TraceFailed: the method needs data, or fails.
+    """
+    empty: dict[int, torch.Tensor] = {}
+    for tensor in named_tensors(model).values():
+        if id(tensor) not in empty:
+            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            empty[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if is_parameter else shape
+    made = structural_copy(model, empty)
+    try:
+        convert(made)
+    except Exception as error:
+        raise TraceFailed(
+            f"{type(model).__name__} cannot be converted on a copy without data: {first_line(error)}",
+            hint="choose a policy that does not call the model's own method, such as apex-o2",
+        ) from error
+    return made
+
+
+def shadow_of(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    dtypes: Mapping[str, torch.dtype],
+    convert: Callable[[nn.Module], object] | None = None,
+) -> nn.Module:
     """The shadow, with parameters and buffers as fake tensors.
 
     Args:
         model: the user's model; not changed.
         mode: the fake mode that the trace will use.
         dtypes: of stored parameters and buffers by name; the others stay as they are.
-
-    Raises:
-        TraceFailed: some attribute of the model cannot be copied.
+        convert: the model's own method that makes it one of 16 bits, if the policy calls one: what that does
+            besides changing dtypes is done to the shadow, too.
     """
-    memo: dict[int, Any] = {}
-    for name, tensor in named_tensors(model).items():
-        if id(tensor) in memo:
-            continue
-        fake = fake_like(tensor, mode, dtypes.get(name, tensor.dtype))
-        memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo.setdefault(id(value), value.detach().clone())
-    try:
-        shadow = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise TraceFailed(
-            f"{type(model).__name__} cannot be copied for tracing: {type(error).__name__}: {error}",
-            hint="remove open files, locks, generators and handles from the module's attributes",
-        ) from error
-    _without_cache(shadow)
+    own = named_tensors(model)
+    source = model if convert is None else without_data(model, convert)
+    fakes: dict[int, torch.Tensor] = {}
+    for name, tensor in named_tensors(source).items():
+        if id(tensor) not in fakes:
+            original = own.get(name, tensor)
+            fake = fake_like(original, mode, dtypes.get(name, original.dtype))
+            fakes[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
+    shadow = structural_copy(source, fakes)
+    without_cache(shadow)
     return shadow
+
+
+def constant_masters(model: nn.Module, shadow: nn.Module) -> dict[int, torch.Tensor]:
+    """For each unregistered tensor that the shadow's conversion has cast, the model's own, by identity."""
+    masters: dict[int, torch.Tensor] = {}
+    for theirs, ours in zip(model.modules(), shadow.modules(), strict=False):
+        for name, tensor in vars(ours).items():
+            own: Any = vars(theirs).get(name)
+            tensors = isinstance(tensor, torch.Tensor) and isinstance(own, torch.Tensor)
+            if tensors and tensor.dtype != own.dtype and tensor.shape == own.shape:
+                masters[id(tensor)] = own
+    return masters
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> torch.Tensor:
@@ -66,7 +97,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) ->
         )
 
 
-def _without_cache(shadow: nn.Module) -> None:
+def without_cache(shadow: nn.Module) -> None:
     """Generation caches change no value of one forward pass, and their types cannot be exported."""
     for module in shadow.modules():
         config: Any = getattr(module, "config", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sysconfig
 from functools import cache
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from ampaudit.sites import SourceLine
 
-__all__ = ["is_tool_file", "source_lines"]
+__all__ = ["code_line", "is_library", "is_tool_file", "source_lines"]
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
@@ -26,7 +27,7 @@ def source_lines(stack_trace: str | None) -> tuple[SourceLine | None, SourceLine
     model = [frame for frame in frames if not is_tool_file(frame.file)]
     if not model:
         return None, None
-    own = [frame for frame in model if not _is_library(frame.file)]
+    own = [frame for frame in model if not is_library(frame.file)]
     innermost = model[-1]
     caller = own[-1] if own and own[-1] != innermost else None
     return innermost, caller
@@ -45,6 +46,11 @@ def _frames(stack_trace: str) -> list[SourceLine]:
     return frames
 
 
+def code_line(file: str, line: int) -> SourceLine:
+    """A line of a file, with what it says if the file can be read."""
+    return SourceLine(file, line, linecache.getline(file, line).strip())
+
+
 @cache
 def is_tool_file(file: str) -> bool:
     """Whether a file belongs to torch or to ampaudit, not to a model."""
@@ -52,6 +58,7 @@ def is_tool_file(file: str) -> bool:
 
 
 @cache
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file is an installed one, not the user's own."""
     standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return "/site-packages/" in file or any(file.startswith(place) for place in standard if place)

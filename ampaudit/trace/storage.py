@@ -12,13 +12,36 @@ from torch import nn
 from ampaudit.policy.matching import class_names, matches_any, matches_class, with_attributes
 from ampaudit.policy.schema import KeepFp32, Weights
 from ampaudit.trace.opnames import CASTABLE
-from ampaudit.trace.shadow import named_tensors
+from ampaudit.trace.shadow import named_tensors, without_data
 
-__all__ = ["kept_by_author", "split_ties", "storage_notes", "stored_dtypes"]
+__all__ = [
+    "is_cast",
+    "kept_by_author",
+    "own_conversion",
+    "split_ties",
+    "storage_notes",
+    "stored_dtypes",
+]
+
+Conversion = Callable[[nn.Module], object]
+
+
+def own_conversion(weights: Weights, lower: torch.dtype) -> Conversion | None:
+    """The method of the model that converts it under the policy, if it is one of the model's own."""
+    if weights.storage != "lower" or weights.casts not in ("half", "to"):
+        return None
+    if weights.casts == "to":
+        return lambda model: model.to(lower)
+    return lambda model: model.half() if lower is torch.float16 else model.bfloat16()
+
+
+def is_cast(dtype: torch.dtype, weights: Weights) -> bool:
+    """Whether the policy casts stored tensors and inputs of a dtype."""
+    return dtype in CASTABLE if weights.casts == "float32" else dtype.is_floating_point
 
 
 def stored_dtypes(model: nn.Module, weights: Weights, lower: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each floating-point tensor that is not stored as it is, by name; float64 stays.
+    """The dtype of each tensor that is not stored as it is, by name.
 
     A tensor with several names is treated alike under each: where one is kept, all are.
     """
@@ -41,11 +64,16 @@ def _chosen(model: nn.Module, weights: Weights, lower: torch.dtype) -> dict[str,
     ]
     rules = [rule for rule in rules if not rule.model or _holds(model, rule.model)]
     modules = dict(model.named_modules())
+    tensors, convert = named_tensors(model), own_conversion(weights, lower)
+    if convert is None:
+        cast = {name: lower for name, tensor in tensors.items() if is_cast(tensor.dtype, weights)}
+    else:
+        made = named_tensors(without_data(model, convert))
+        cast = {n: made[n].dtype for n, t in tensors.items() if n in made and made[n].dtype != t.dtype}
     return {
-        name: lower
-        for name, tensor in named_tensors(model).items()
-        if tensor.dtype in CASTABLE
-        and (weights.buffers == "all" or _is_loaded(name, modules[name.rpartition(".")[0]]))
+        name: dtype
+        for name, dtype in cast.items()
+        if (weights.buffers == "all" or _is_loaded(name, modules[name.rpartition(".")[0]]))
         and not _is_listed(name, listed)
         and not any(_keeps(rule, name, modules[name.rpartition(".")[0]]) for rule in rules)
     }

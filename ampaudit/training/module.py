@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +14,21 @@ from ampaudit.errors import UsageError
 from ampaudit.formats import NumberFormat
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import Plan, measure, silent
+from ampaudit.run.step import LOWER
 from ampaudit.sites import SiteId
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
-from ampaudit.trace.capture import input_signature
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
 from ampaudit.trace.graph import Slot
+from ampaudit.trace.keys import TraceCache, call_key
 from ampaudit.trace.shadow import named_tensors
+from ampaudit.trace.state import PythonState, hand_over
 from ampaudit.training.executable import Executable, emulated, native
 from ampaudit.training.sharing import StandIn, in_float32
 
 __all__ = ["MixedModule", "Recipe"]
+
+_RETRACED = 3  # from then on it is no value that is worked out once
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +66,10 @@ class MixedModule(StandIn):
     """Computes what the model computes, with the casts of a policy in its graph.
 
     Parameters are the model's own FP32 masters; each forward pass makes 16-bit working copies from them.
-    The model is traced when it is first called with inputs of some shapes, in training and in evaluation
-    mode apart; other arguments than tensors are part of what is traced. A policy's measured rules see the
-    first inputs, and what they decide stays.
+    The model is traced for each kind of call: shapes and dtypes, names, arguments that are no tensors, and
+    what the model's code can read, such as modes, attributes and hooks. A model that counts its calls, or
+    draws random numbers in Python, is traced anew for each. A policy's measured rules see the first inputs,
+    and what they decide stays.
 
     Args:
         model: the user's.
@@ -73,7 +79,8 @@ class MixedModule(StandIn):
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         super().__init__(model)
         self._ampaudit_recipe = recipe
-        self._ampaudit_compiled: dict[Any, _Compiled] = {}
+        self._ampaudit_compiled: TraceCache[_Compiled] = TraceCache()
+        self._ampaudit_retraced, self._ampaudit_stored = 0, False
         self._ampaudit_measured: Mapping[SiteId, Measurement] | None = None
 
     def mixed(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +88,8 @@ class MixedModule(StandIn):
         compiled = self._compiled(args, kwargs)
         outputs = compiled.run(self._values(compiled, tensor_leaves(args, kwargs)))
         self._hold_buffers(compiled)
+        if compiled.traced.changes:
+            hand_over(compiled.traced.changes, PythonState(self.original))
         return in_float32(compiled.structure.filled(outputs))
 
     def traced(self, *args: Any, **kwargs: Any) -> TracedModel:
@@ -88,11 +97,30 @@ class MixedModule(StandIn):
         return self._compiled(args, kwargs).traced
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Compiled:
-        modes = tuple(module.training for module in self.original.modules())
-        key = (input_signature(args, kwargs), modes)
-        if key not in self._ampaudit_compiled:
-            self._ampaudit_compiled[key] = self._compile(args, kwargs)
-        return self._ampaudit_compiled[key]
+        key = (torch.is_grad_enabled(), *call_key(args, kwargs))
+        compiled = self._ampaudit_compiled.find(key)
+        if compiled is None:
+            state = PythonState(self.original)
+            compiled = self._compile(args, kwargs)
+            if not compiled.traced.drew:
+                self._ampaudit_compiled.keep(key, state, compiled)
+            self._warn(compiled.traced)
+        return compiled
+
+    def _warn(self, traced: TracedModel) -> None:
+        """Say once what a graph does not do, or that each call costs a trace."""
+        self._ampaudit_retraced += traced.drew or any(change.plain for change in traced.changes)
+        stored = [change.name for change in traced.changes if not change.plain]
+        if stored and not self._ampaudit_stored:
+            warnings.warn(
+                f"forward stores tensors or objects in {', '.join(stored)}; a prepared model does not",
+                stacklevel=5,
+            )
+        self._ampaudit_stored |= bool(stored)
+        if self._ampaudit_retraced == _RETRACED:
+            warnings.warn(
+                f"{'; '.join(traced.notes)}: how='autocast' is faster for such a model", stacklevel=5
+            )
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Compiled:
         recipe = self._ampaudit_recipe
@@ -100,7 +128,8 @@ class MixedModule(StandIn):
         if recipe.rules.measured and self._ampaudit_measured is None:
             self._ampaudit_measured = self._measure(args, kwargs)
         measured = self._ampaudit_measured
-        traced = trace(self.original, args, kwargs, *setting, measured, differentiated=True)
+        gradients = torch.is_grad_enabled()
+        traced = trace(self.original, args, kwargs, *setting, measured, differentiated=gradients)
         if traced.customs:
             raise UsageError(
                 f"the model has a way back of its own ({', '.join(traced.customs)}), which no graph has",
@@ -140,6 +169,8 @@ class MixedModule(StandIn):
 
     def _held(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Native graphs take tensors in their stored dtype; the gradient goes through the cast."""
+        if self._ampaudit_recipe.emulate and dtype in LOWER and value.dtype is torch.float64:
+            return value.float()
         if self._ampaudit_recipe.emulate or dtype is None or not value.is_floating_point():
             return value
         return value if value.dtype == dtype else value.to(dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.checkpoint import Checkpoint, Entry
+from ampaudit.checkpoint.header import FLOAT_TYPES
 from ampaudit.checkpoint.parts import type_name
 from ampaudit.errors import UsageError
 from ampaudit.formats import NumberFormat
@@ -60,10 +61,15 @@ def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
             hint="convert the model, or choose --policy half",
         )
     style = _style(rules, form)
+    cast = CASTABLE_TYPES if weights.storage != "lower" or weights.casts == "float32" else FLOAT_TYPES
     choices: dict[str, Choice] = {}
     for part in checkpoint.parts:
         for name, entry in part.entries.items():
-            choices[name] = _by_rule(entry, style, keep, type_of(form))
+            choices[name] = (
+                _by_rule(entry, style, keep, type_of(form))
+                if entry.dtype in cast
+                else Choice(entry.dtype, "not a floating-point type that is cast")
+            )
     return choices
 
 
@@ -76,8 +82,6 @@ def _style(rules: RuleSet, form: NumberFormat) -> str:
 
 
 def _by_rule(entry: Entry, style: str, keep: Iterable[KeepFp32], lower: str) -> Choice:
-    if entry.dtype not in CASTABLE_TYPES:
-        return Choice(entry.dtype, "not a floating-point type that is cast")
     if any(matches_any(rule.parameter, entry.name) for rule in keep):
         return Choice(entry.dtype, "the policy keeps it")
     if style == "none":
@@ -102,7 +106,7 @@ def choose_planned(
         for name, entry in part.entries.items():
             parameter = names.get(name, name)
             dtype, reason = planned.get(parameter, (entry.dtype, "the graph does not use it"))
-            if entry.dtype not in CASTABLE_TYPES or dtype not in CASTABLE_TYPES:
+            if entry.dtype not in FLOAT_TYPES or dtype not in CASTABLE_TYPES:
                 dtype = entry.dtype
             if dtype == "F32":
                 dtype = entry.dtype  # a file is never made wider than it was

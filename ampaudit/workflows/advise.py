@@ -15,7 +15,7 @@ from ampaudit.report.finding import Trial
 from ampaudit.run.audit import Plan, run_audits
 from ampaudit.sites import SiteId
 from ampaudit.source import ModelSource
-from ampaudit.source.calling import call_unchanged
+from ampaudit.trace.calling import call_unchanged
 from ampaudit.words import number
 from ampaudit.workflows.context import context_of
 from ampaudit.workflows.settings import Settings

@@ -7,7 +7,7 @@ from ampaudit.checks.interface import CheckContext
 from ampaudit.formats import NumberFormat
 from ampaudit.run.audit import Audit
 from ampaudit.run.contract import contract_of
-from ampaudit.run.weights import weight_ranges
+from ampaudit.run.weights import WeightRange, weight_ranges
 from ampaudit.sites import SiteId
 from ampaudit.trace.flow import Flow
 from ampaudit.workflows.settings import Settings
@@ -23,10 +23,10 @@ def context_of(
     return CheckContext(
         sites=audit.sites,
         record=audit.record,
-        flow=Flow(audit.converted.traced),
+        flow=Flow(*(converted.traced for converted in audit.every)),
         number_format=form,
         parameter_free=audit.parameter_free,
-        weights=() if settings.ranges else weight_ranges(audit.converted, _weight_peaks(audit)),
+        weights=() if settings.ranges else _weights(audit),
         users=_weight_users(audit),
         min_headroom=settings.min_headroom,
         min_sqnr=settings.min_sqnr,
@@ -37,17 +37,21 @@ def context_of(
     )
 
 
-def _weight_peaks(audit: Audit) -> dict[str, float]:
-    """Peaks of the weights that are cast in the graph: the run measured them."""
+def _weights(audit: Audit) -> tuple[WeightRange, ...]:
+    """Ranges of the weights held in 16 bits; those that the run has measured are not read again."""
     seen = audit.record.observations
-    return {s.weight: seen[s.id].ref_peak for s in audit.sites if s.weight is not None and s.id in seen}
+    peaks = {s.weight: seen[s.id].ref_peak for s in audit.sites if s.weight is not None and s.id in seen}
+    ranges = (found for converted in audit.every for found in weight_ranges(converted, peaks))
+    return tuple({found.name: found for found in ranges}.values())
 
 
 def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
     """For each site, the weights held in 16 bits that it uses directly."""
-    copies = {copy.node: copy.name for copy in audit.converted.copies.values()}
-    nodes = {node.name: node for node in audit.converted.traced.graph.nodes}
-    return {
-        site.id: tuple(copies[used.name] for used in nodes[site.node].all_input_nodes if used.name in copies)
-        for site in audit.converted.traced.sites
-    }
+    users: dict[SiteId, tuple[str, ...]] = {}
+    for converted in audit.every:
+        copies = {copy.node: copy.name for copy in converted.copies.values()}
+        nodes = {node.name: node for node in converted.traced.graph.nodes}
+        for site in converted.traced.sites:
+            sources = nodes[site.node].all_input_nodes
+            users.setdefault(site.id, tuple(copies[n.name] for n in sources if n.name in copies))
+    return users

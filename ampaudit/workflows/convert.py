@@ -36,6 +36,7 @@ from ampaudit.report.jsonfile import to_json
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
 from ampaudit.source.checkpoint_names import model_names
+from ampaudit.trace.random_state import preserved
 from ampaudit.trace.shadow import named_tensors
 from ampaudit.weights import WeightFiles, choose_planned, clipped, write_weights
 from ampaudit.workflows.convert_weights import conversion_of
@@ -80,6 +81,7 @@ def convert_model(
     return audited.report, made
 
 
+@preserved()
 def convert_source(
     source: ModelSource, output: Path, options: ConvertOptions, settings: Settings
 ) -> tuple[Audited, Conversion | None]:

@@ -14,6 +14,7 @@ from ampaudit.run.audit import Plan, Progress, measure, raised_sites, silent
 from ampaudit.sites import SiteId
 from ampaudit.source import ModelSource
 from ampaudit.trace import TracedModel, trace
+from ampaudit.trace.random_state import preserved
 from ampaudit.workflows.device import environment_of, pick_device
 from ampaudit.workflows.inputs import Inputs, source_of
 
@@ -45,6 +46,7 @@ def plan(
     return plan_source(source_of(model, [inputs]), policy, dtype, device=device, seed=seed)
 
 
+@preserved()
 def plan_source(
     source: ModelSource,
     policy: str | RuleSet,
@@ -102,4 +104,4 @@ def trace_under(
         batches = "1 batch" if count == 1 else f"{count} batches"
         notes = (f"{len(raised)} sites raised by measured rules, after {batches} in FP32",)
     batch = source.batches[0]
-    return trace(source.model, batch.args, batch.kwargs, rules, author, form, seen), notes
+    return trace(source.model, batch.args, batch.kwargs, rules, author, form, seen, seed=seed), notes

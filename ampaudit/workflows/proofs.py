@@ -56,7 +56,8 @@ def static_audit(source: ModelSource, plan: Plan) -> Audit:
     rules: RuleSet | None = plan.rules
     assert rules is not None
     batch = source.batches[0]
-    traced = trace(source.model, batch.args, batch.kwargs, rules, plan.author_rules, plan.number_format)
+    setting = rules, plan.author_rules, plan.number_format
+    traced = trace(source.model, batch.args, batch.kwargs, *setting, seed=plan.seed)
     if rules.measured:
         note = "rules about measured values were not applied: nothing was run"
         traced = replace(traced, notes=(*traced.notes, note))

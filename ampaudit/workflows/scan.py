@@ -19,6 +19,7 @@ from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, Plan, run_audits
 from ampaudit.run.contract import Contracted, contract_of
 from ampaudit.source import ModelSource
+from ampaudit.trace.random_state import preserved
 from ampaudit.workflows.advise import advised
 from ampaudit.workflows.backward import differentiated
 from ampaudit.workflows.context import context_of
@@ -89,6 +90,7 @@ def scan_policies(
     return [found.report for found in audit_policies(source, policies, dtype, Settings(**options))]
 
 
+@preserved()
 def audit_policies(
     source: ModelSource, policies: Sequence[str | RuleSet], dtype: str, settings: Settings
 ) -> list[Audited]:

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampaudit.trace.random_state import seeded
+from ampaudit.trace.structure import structural_copy
+
 __all__ = ["call_unchanged"]
 
 
 @torch.no_grad()
 def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seed: int) -> Any:
-    """The model's output, without gradients; its buffers, which training mode moves, are put back.
+    """The model's output, without gradients.
+
+    What runs is a copy that shares the parameters' memory: buffers and Python attributes that the model's
+    code writes are its own.
 
     Args:
         model: a module, or anything that is called like one.
@@ -21,12 +27,8 @@ def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         kwargs: keyword inputs.
         seed: of the random numbers that it draws.
     """
-    buffers = list(model.buffers()) if isinstance(model, nn.Module) and model.training else []
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return model(*args, **kwargs)
-    finally:
-        for buffer, old in zip(buffers, before, strict=True):
-            buffer.copy_(old)
+    if isinstance(model, nn.Module):
+        shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+        model = structural_copy(model, shared)
+    with seeded(seed):
+        return model(*args, **kwargs)

@@ -1,0 +1,165 @@
+"""Compares outputs with the user's own FP32 model where the converted graph may be of other code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampaudit.errors import AuditError, ReferenceBroken, first_line
+from ampaudit.policy import plain_fp32
+from ampaudit.run.code_record import CodeRecord, OutputDifference
+from ampaudit.run.eager import EagerModel
+from ampaudit.run.lockstep import Pair
+from ampaudit.run.plan import Plan
+from ampaudit.run.program import Program
+from ampaudit.source.interface import Batch
+from ampaudit.trace import TracedModel, trace
+from ampaudit.trace.compare import CodePlace, first_difference
+from ampaudit.trace.functional import functionalized
+
+__all__ = ["Fp32Check", "is_broken"]
+
+
+class Fp32Check:
+    """What the FP32 model returns, wherever the reference of the lock-step is not known to be that model.
+
+    A trace during which nothing read a precision is of the code that FP32 runs: nothing is done. Otherwise
+    the model is run eagerly.
+
+    Args:
+        plan: under which the traces were made.
+        eager: runs the model; shared by the policies of an audit.
+        record: where differences are noted.
+    """
+
+    def __init__(self, plan: Plan, eager: EagerModel, record: CodeRecord) -> None:
+        self._plan = plan
+        self._eager = eager
+        self._record = record
+        self._places: dict[int, tuple[TracedModel, CodePlace | None]] = {}
+
+    def outputs(
+        self, model: nn.Module, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
+    ) -> dict[str, torch.Tensor] | None:
+        """The FP32 model's outputs by name, those left out that 16 bits have no counterpart of.
+
+        Args:
+            model: the user's, as it was before this batch.
+            program: of the batch's trace.
+            batch: what it is called with.
+            number: of the batch.
+            pairs: the outputs of the lock-step.
+
+        Returns:
+            ``None`` where the reference is the FP32 model, or is as good as it.
+
+        Raises:
+            ReferenceBroken: the FP32 model gives NaN or infinity, and the reference does not.
+        """
+        traced = program.traced
+        try:
+            fp32 = self._eager.outputs(model, batch, number)
+        except Exception as error:
+            self._note_failure(error, traced)
+            self._record.place = self._record.place or self._place(model, traced, batch, number)
+            return None
+        self._record.batches += 1
+        named = dict(zip(traced.outputs, pairs, strict=True))
+        found = _differences(named, fp32)
+        if all(difference.agrees for difference in found):
+            return None
+        self._refuse_broken(named, fp32, number)
+        place = self._place(model, traced, batch, number)
+        if place is None:
+            # the same code: ties fall either way in FP32, too, and other random numbers are no difference
+            ties = all(d.agrees or (d.integers and d.problem is None) for d in found)
+            if ties or any(step.random for step in program.steps):
+                return None
+        self._record.note(found, place, traced.reads)
+        apart = {difference.name for difference in found if difference.problem is not None}
+        return {name: tensor for name, tensor in fp32.items() if name in named and name not in apart}
+
+    def _note_failure(self, error: Exception, traced: TracedModel) -> None:
+        cause = error.__cause__ if isinstance(error, AuditError) and error.__cause__ is not None else error
+        self._record.failure = self._record.failure or f"{type(cause).__name__}: {first_line(cause)}"
+        self._record.reads = self._record.reads or traced.reads
+
+    def _place(self, model: nn.Module, traced: TracedModel, batch: Batch, number: int) -> CodePlace | None:
+        """Where the code differs from FP32's, by the traces; ``None`` where it does not, or has no trace."""
+        if id(traced) not in self._places:
+            plan = self._plan
+            uncast = plain_fp32(whole=plan.rules.op_names if plan.rules is not None else frozenset())
+            differentiated = plan.differentiator is not None
+            setting = (uncast, uncast, plan.number_format, None, plan.edits, differentiated)
+            try:
+                fp32 = trace(model, batch.args, batch.kwargs, *setting, plan.seed + number)
+            except AuditError:
+                self._record.untraced = True
+                self._places[id(traced)] = traced, None
+            else:
+                fp32 = functionalized(fp32) if differentiated else fp32
+                self._places[id(traced)] = traced, first_difference(traced, fp32)
+        return self._places[id(traced)][1]
+
+    def _refuse_broken(self, named: Mapping[str, Pair], fp32: Mapping[str, Any], number: int) -> None:
+        broken = [name for name, tensor in fp32.items() if is_broken(tensor)]
+        if any(name in named and not is_broken(named[name][0]) for name in broken):
+            raise ReferenceBroken(
+                f"the FP32 model itself gives NaN or infinity in batch {number}: {broken[0]}, run eagerly"
+            )
+
+
+def _differences(named: Mapping[str, Pair], fp32: Mapping[str, Any]) -> list[OutputDifference]:
+    found = [_difference(name, pair, fp32.get(name)) for name, pair in named.items()]
+    only = (name for name in fp32 if name not in named)
+    return [*found, *(OutputDifference(name, problem="is returned in FP32 only") for name in only)]
+
+
+def _difference(name: str, pair: Pair, fp32: torch.Tensor | None) -> OutputDifference:
+    found = OutputDifference(name)
+    if fp32 is None:
+        return replace(found, problem="is returned in 16 bits only")
+    if not all(isinstance(side, torch.Tensor) for side in pair):
+        return found
+    reference, value = pair
+    if reference.shape != fp32.shape:
+        here, there = ("x".join(map(str, t.shape)) or "a scalar" for t in (reference, fp32))
+        return replace(found, problem=f"is {here}, and {there} in FP32")
+    if _kind(reference) != _kind(fp32):
+        return replace(found, problem=f"holds {_kind(reference)}, and {_kind(fp32)} in FP32")
+    if torch.equal(reference, fp32):
+        return found
+    if _kind(fp32) == "integers":
+        wrong = (float((side != fp32).sum()) for side in (value, reference))
+        return OutputDifference(name, None, True, float(fp32.numel()), *wrong)
+    wrong = (_squares(_error(side, fp32)) for side in (value, reference))
+    return OutputDifference(name, None, False, _squares(torch.where(fp32.isfinite(), fp32, 0)), *wrong)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if tensor.is_complex():
+        return "complex numbers"
+    return "floating-point numbers" if tensor.is_floating_point() else "integers"
+
+
+def _error(value: torch.Tensor, fp32: torch.Tensor) -> torch.Tensor:
+    """The difference; none between equal infinities, or between NaN and NaN."""
+    value = value.to(fp32.dtype)
+    same = (value == fp32) | (value.isnan() & fp32.isnan())
+    return torch.where(same, 0, value - fp32)
+
+
+def _squares(values: torch.Tensor) -> float:
+    parts = torch.view_as_real(values) if values.is_complex() else values
+    return float(torch.linalg.vector_norm(parts, dtype=torch.float64)) ** 2
+
+
+def is_broken(output: object) -> bool:
+    """NaN, +inf, or nothing but -inf; some -inf is how masked scores and log-probabilities look."""
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.numel() == 0:
+        return False
+    return bool((output.isnan() | (output == torch.inf)).any() or (output == -torch.inf).all())

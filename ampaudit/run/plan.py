@@ -1,0 +1,71 @@
+"""What to run: a policy, a format, a device, and what goes along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ampaudit.convert import Release
+from ampaudit.formats import NumberFormat
+from ampaudit.policy import Measurement, RuleSet
+from ampaudit.run.backends import Backend
+from ampaudit.run.gradient_record import GradientRecord
+from ampaudit.run.lockstep import LockStep, Pair, Watch
+from ampaudit.run.program import Program
+from ampaudit.sites import SiteId
+from ampaudit.trace.edits import Edit
+
+__all__ = ["Differentiator", "KeepOutputs", "Plan"]
+
+KeepOutputs = Callable[[int, dict[str, Pair]], None]
+
+
+class Differentiator(Protocol):
+    """Follows a run and then goes back through it: the gradients' side of an audit."""
+
+    record: GradientRecord
+
+    def following(self, watch: Watch, program: Program) -> Watch:
+        """A watch that does what another does, and remembers what the way back needs."""
+
+    def run(self, executor: LockStep, outputs: list[Pair], number: int) -> None:
+        """Go back through the run that was followed last; the last output is the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        rules: the policy, ``None`` for the FP32 run alone (``--ranges``).
+        author_rules: the meaning of the author's own autocast regions.
+        number_format: the 16-bit format.
+        device: where to run.
+        seed: of every random number drawn during the run.
+        backend: overrides the device's usual backend.
+        measured: what an earlier run saw, for the policy's second phase.
+        reference_only: run FP32 alone, on the graph that the policy makes.
+        edits: ops to rewrite, by site, to try a change of the model's code.
+        keep_outputs: told the outputs of each batch; of a second phase, again.
+        release: gives the memory of a weight back until it is needed again.
+        differentiator: makes what audits the gradients of a run; the model's last output is then the loss.
+        min_sqnr: accuracy in dB below which it is found out where an output's error enters; ``None`` for
+            runs of which only the verdict counts.
+    """
+
+    rules: RuleSet | None
+    author_rules: RuleSet
+    number_format: NumberFormat
+    device: torch.device
+    seed: int = 0
+    backend: Backend | None = None
+    measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
+    reference_only: bool = False
+    edits: Mapping[SiteId, Edit] = field(default_factory=dict)
+    keep_outputs: KeepOutputs | None = None
+    release: Release | None = None
+    differentiator: Callable[[Plan], Differentiator] | None = None
+    min_sqnr: float | None = None

@@ -1,0 +1,161 @@
+"""Finds where the code of a model does something else in 16 bits than in FP32, by its two traces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampaudit.sites import SiteId, SourceLine
+from ampaudit.trace.graph import Site, Slot, TracedModel
+from ampaudit.words import number, short_op
+
+__all__ = ["CodePlace", "first_difference"]
+
+_NUMBERS = 3  # how many constants of an op are named
+_SMALL = 16  # elements up to which a constant tensor is compared
+_ROUNDED = 2.0**-7  # relative: a constant tensor of 16 bits is FP32's, rounded
+# ops that take the lowest number of a dtype to mask with: what it is, does not matter
+_MASKING = ("masked_fill", "full", "where", "scalar_tensor", "full_like", "new_full", "mul", "rsub", "sub")
+
+
+@dataclass(frozen=True, slots=True)
+class CodePlace:
+    """Where two traces differ first.
+
+    Attributes:
+        site: the op, in the 16-bit trace or, where it is not in there, in FP32's.
+        layer: of that op.
+        source: its line; ``caller`` the user's own line where that is another one.
+        low: the op in 16 bits with its constants, ``None`` where there is none.
+        fp32: the same in FP32.
+        lines: how many lines differ.
+    """
+
+    site: SiteId
+    layer: str
+    source: SourceLine | None
+    caller: SourceLine | None
+    low: str | None
+    fp32: str | None
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """An op of the model's code, without what a precision alone changes."""
+
+    site: Site
+    base: str
+    constants: tuple[Any, ...]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.site.layer, self.base
+
+    def __str__(self) -> str:
+        numbers = [number(c) for c in self.constants if isinstance(c, float) and not isinstance(c, bool)]
+        return f"{self.base}({', '.join(numbers[:_NUMBERS])})" if numbers else self.base
+
+
+def first_difference(low: TracedModel, fp32: TracedModel) -> CodePlace | None:
+    """The first op that only one of two traces has, or whose constants differ; ``None`` where none does.
+
+    Casts are left out: the FP32 run widens them. Numbers that mask come last: what they are does not matter,
+    as long as they are low.
+    """
+    first, second = _ops(low), _ops(fp32)
+    found = list(_differences(first, second))
+    if not found:
+        return None
+    low_op, fp32_op = min(found, key=_masks)
+    shown = low_op or fp32_op
+    assert shown is not None
+    site = shown.site
+    lines = {(op.site.source, op.site.layer) for pair in found if (op := pair[0] or pair[1]) is not None}
+    return CodePlace(
+        site=site.id,
+        layer=site.layer,
+        source=site.source,
+        caller=site.caller,
+        low=str(low_op) if low_op is not None else None,
+        fp32=str(fp32_op) if fp32_op is not None else None,
+        lines=len(lines),
+    )
+
+
+_Pair = tuple[_Op | None, _Op | None]
+
+
+def _differences(first: list[_Op], second: list[_Op]) -> Iterator[_Pair]:
+    matcher = SequenceMatcher(None, [op.key for op in first], [op.key for op in second], autojunk=False)
+    for tag, start, end, other_start, other_end in matcher.get_opcodes():
+        if tag == "equal":
+            pairs = zip(first[start:end], second[other_start:other_end], strict=True)
+            yield from (pair for pair in pairs if not _alike(pair[0].constants, pair[1].constants))
+        else:
+            yield (
+                first[start] if start < end else None,
+                second[other_start] if other_start < other_end else None,
+            )
+
+
+def _masks(pair: _Pair) -> bool:
+    low, fp32 = pair
+    return low is not None and fp32 is not None and low.base in _MASKING and _low_number(low.constants)
+
+
+def _low_number(constants: tuple[Any, ...]) -> bool:
+    extremes = {torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16)}
+    return any(isinstance(value, float) and value in extremes for value in constants)
+
+
+def _ops(traced: TracedModel) -> list[_Op]:
+    """The ops that the model's code calls, in order."""
+    tensors = _constant_tensors(traced)
+    nodes = {node.name: node for node in traced.graph.nodes}
+    return [
+        _Op(site, short_op(site.op).split(".")[0], tuple(_constants(nodes[site.node], tensors)))
+        for site in traced.sites
+        if site.facts is not None and not site.role.converts
+    ]
+
+
+def _constant_tensors(traced: TracedModel) -> Mapping[str, tuple[torch.Tensor]]:
+    """The small tensors that a trace made constants of, by node."""
+    constants = [place.node for place in traced.placeholders if place.slot is Slot.CONSTANT]
+    return {name: (t,) for name in constants if (t := traced.tensors[name]).numel() <= _SMALL}
+
+
+def _constants(node: fx.Node, tensors: Mapping[str, tuple[torch.Tensor]]) -> Iterator[Any]:
+    """Numbers and words among the arguments of an op; dtypes and devices are no difference."""
+    stack: list[Any] = [node.args, dict(sorted(node.kwargs.items()))]
+    while stack:
+        value = stack.pop(0)
+        if isinstance(value, fx.Node):
+            yield from tensors.get(value.name, ())
+        elif isinstance(value, list | tuple):
+            stack[:0] = value
+        elif isinstance(value, dict):
+            stack[:0] = value.values()
+        elif isinstance(value, bool | int | float | complex | str):
+            yield value
+
+
+def _alike(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    return len(first) == len(second) and all(map(_same, first, second))
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if first.shape != second.shape or first.dtype.is_complex or second.dtype.is_complex:
+            return first.shape == second.shape
+        return torch.allclose(first.double(), second.double(), rtol=_ROUNDED, atol=0.0, equal_nan=True)
+    if isinstance(first, float) and isinstance(second, float) and math.isnan(first):
+        return math.isnan(second)
+    return type(first) is type(second) and bool(first == second)

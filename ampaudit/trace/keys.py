@@ -1,0 +1,113 @@
+"""Which calls of a model may share one trace."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import types
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ampaudit.trace.state import PythonState
+
+__all__ = ["TraceCache", "call_key"]
+
+Traced = TypeVar("Traced")
+
+_KEPT = 8  # traces per kind of call; of more states, those seen last
+
+_VALUES = (types.NoneType, bool, int, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device)
+
+
+class _Identity:
+    """Equal for one object only, which it keeps alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What a trace depends on in a call: names, structure, every value, and of tensors all but their values.
+
+    Two calls with equal keys run the same code if the model's own state is the same, too. An object that
+    holds tensors where torch does not look for them is known by their identity: a trace takes them for
+    constants. A Python iterator, which nobody can look into, is equal to nothing.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    first: dict[int, int] = {}
+    found = []
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            same = first.setdefault(id(leaf), number)
+            found.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, same))
+        else:
+            found.append(_value_key(leaf, {}))
+    return (spec, *found)
+
+
+def _value_key(value: Any, seen: dict[int, int]) -> Any:
+    if isinstance(value, _VALUES):
+        return type(value), value
+    if isinstance(value, float):
+        return float, value.hex()  # -0.0 is not 0.0, and NaN is NaN
+    if id(value) in seen:
+        return "seen", seen[id(value)]
+    seen[id(value)] = len(seen)
+    if isinstance(value, torch.Tensor):
+        return _Identity(value), value._version
+    if isinstance(value, np.ndarray):
+        return np.ndarray, value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return type(value), tuple((_value_key(k, seen), _value_key(v, seen)) for k, v in value.items())
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(_value_key(item, seen) for item in value)
+    if isinstance(value, list | tuple | collections.deque):
+        return type(value), tuple(_value_key(item, seen) for item in value)
+    if isinstance(value, collections.abc.Iterator):
+        return object()
+    return _object_key(value, seen)
+
+
+def _object_key(value: Any, seen: dict[int, int]) -> Any:
+    """A plain object by its class and attributes, another one by its own equality."""
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(value, nn.Module | types.FunctionType | types.MethodType | types.ModuleType):
+        return _Identity(value)
+    if isinstance(attributes, dict):
+        return type(value), _value_key(attributes, seen)
+    if isinstance(value, collections.abc.Hashable):
+        return type(value), value
+    return _Identity(value)
+
+
+class TraceCache(Generic[Traced]):
+    """Traces by kind of call and by the state that the model's code was in."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, list[tuple[PythonState, Traced]]] = {}
+
+    def find(self, key: tuple[Any, ...]) -> Traced | None:
+        """The trace that is valid now for such a call."""
+        found = self._kept.get(key, ())
+        return next((traced for state, traced in found if state.unchanged()), None)
+
+    def keep(self, key: tuple[Any, ...], state: PythonState, traced: Traced) -> None:
+        """Remember a trace with the state before it was made."""
+        kept = self._kept.setdefault(key, [])
+        kept.insert(0, (state, traced))
+        del kept[_KEPT:]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kept.values()))

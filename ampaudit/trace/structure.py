@@ -1,0 +1,195 @@
+"""Copies a module's structure and Python state; the caller says what stands for each tensor.
+
+``copy.deepcopy`` gives up at the first lock, open file or non-leaf tensor. Here such an object is shared and
+everything around it is still copied, so that code which runs on the copy changes nothing of the user's model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import copyreg
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+
+__all__ = ["structural_copy"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+# what cannot change, and a graph, which no run of it changes
+_ATOMS = (
+    *(types.NoneType, bool, int, float, complex, str, bytes, type),
+    *(types.ModuleType, types.CodeType, torch.dtype, torch.device, fx.Graph),
+)
+
+
+def structural_copy(model: Module, replace: Mapping[int, torch.Tensor] | None = None) -> Module:
+    """Copy modules, containers, objects, hooks and closures; what is tied stays tied.
+
+    A hook or a patched ``forward`` that closes over the model, a list or a counter closes over their copies.
+    Objects that cannot be copied (locks, files, handles), or that release something when they are collected,
+    are shared.
+
+    Args:
+        model: not changed.
+        replace: by the ``id`` of a tensor, what stands in its place; other tensors are cloned. A mapping of
+            each parameter to itself gives a copy that shares parameters and has buffers of its own.
+    """
+    made: Module = _Copier(replace or {}).copied(model)
+    return made
+
+
+class _Copier:
+    """One copy in progress; ``_memo`` maps the id of each original to its copy, as ``copy.deepcopy`` does."""
+
+    def __init__(self, replace: Mapping[int, torch.Tensor]) -> None:
+        self._memo: dict[int, Any] = dict(replace)
+        self._originals: list[Any] = []  # an id means one object for as long as that lives
+
+    def copied(self, value: Any) -> Any:
+        """The copy of a value, made once."""
+        if isinstance(value, _ATOMS) or type(value) is object:
+            return value
+        if id(value) not in self._memo:
+            self._originals.append(value)
+            self._memo[id(value)] = self._copy(value)
+        return self._memo[id(value)]
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
+            return self._filled(object.__new__(type(value)), value)
+        special = _SPECIAL.get(type(value))
+        return self._object(value) if special is None else special(self, value)
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if value.is_leaf:
+            with contextlib.suppress(Exception):
+                made: torch.Tensor = copy.deepcopy(value, self._memo)  # views of one storage stay so
+                return made
+        return value.detach().clone()
+
+    def _filled(self, made: Any, value: Any) -> Any:
+        """Give an empty object the copied attributes of another."""
+        self._memo[id(value)] = made
+        for name, item in getattr(value, "__dict__", {}).items():
+            made.__dict__[name] = self.copied(item)
+        for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
+            with contextlib.suppress(AttributeError):
+                object.__setattr__(made, name, self.copied(getattr(value, name)))
+        return made
+
+    def _object(self, value: Any) -> Any:
+        """Copy by the object's own protocol, else attribute by attribute, else share it."""
+        if hasattr(type(value), "__del__"):
+            return value
+        known = len(self._memo)
+        for way in (self._by_protocol, self._by_attributes):
+            try:
+                return way(value)
+            except Exception:
+                while len(self._memo) > known:  # a half-made copy, and what refers to it
+                    self._memo.popitem()
+        return value
+
+    def _by_protocol(self, value: Any) -> Any:
+        """Do what ``copy.deepcopy`` does, with parts that cannot be copied shared."""
+        own = getattr(value, "__deepcopy__", None)
+        if own is not None:
+            return own(self._memo)
+        reduce = copyreg.dispatch_table.get(type(value))
+        reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
+        if isinstance(reduced, str):
+            return value
+        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+        made = make(*map(self.copied, args))
+        self._memo[id(value)] = made
+        if state is not None:
+            _set_state(made, self.copied(state))
+        for item in items or ():
+            made.append(self.copied(item))
+        for key, item in pairs or ():
+            made[self.copied(key)] = self.copied(item)
+        return made
+
+    def _by_attributes(self, value: Any) -> Any:
+        """For plain Python objects that refuse to be pickled; ``__new__`` refuses all others."""
+        return self._filled(object.__new__(type(value)), value)
+
+    def list(self, value: list[Any]) -> Any:
+        made: list[Any] = []
+        self._memo[id(value)] = made
+        made.extend(map(self.copied, value))
+        return made
+
+    def dict(self, value: dict[Any, Any]) -> Any:
+        made: dict[Any, Any] = {}
+        self._memo[id(value)] = made
+        made.update((self.copied(key), self.copied(item)) for key, item in value.items())
+        return made
+
+    def set(self, value: set[Any]) -> Any:
+        return set(map(self.copied, value))
+
+    def tuple(self, value: tuple[Any, ...]) -> Any:
+        made = tuple(map(self.copied, value))
+        return value if all(new is old for new, old in zip(made, value, strict=True)) else made
+
+    def method(self, value: types.MethodType) -> Any:
+        return types.MethodType(value.__func__, self.copied(value.__self__))
+
+    def builtin(self, value: types.BuiltinMethodType) -> Any:
+        """``results.append`` as a hook appends to the copy; ``torch.relu`` is what it was."""
+        owner = self.copied(value.__self__)
+        return value if owner is value.__self__ else getattr(owner, value.__name__)
+
+    def function(self, value: types.FunctionType) -> Any:
+        """The variables of a closure are the model's state; a function without any is shared."""
+        if not value.__closure__:
+            return value
+        cells = tuple(map(self.copied, value.__closure__))
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+        self._memo[id(value)] = made
+        for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+            setattr(made, name, self.copied(getattr(value, name)))
+        made.__qualname__, made.__module__ = value.__qualname__, value.__module__
+        return made
+
+    def cell(self, value: types.CellType) -> Any:
+        self._memo[id(value)] = made = types.CellType()
+        with contextlib.suppress(ValueError):  # an empty one
+            made.cell_contents = self.copied(value.cell_contents)
+        return made
+
+    def weak(self, value: weakref.ref[Any]) -> Any:
+        target = value()
+        return weakref.ref(self.copied(target)) if isinstance(target, nn.Module | torch.Tensor) else value
+
+
+_SPECIAL: Mapping[type, Callable[[_Copier, Any], Any]] = {
+    list: _Copier.list,
+    dict: _Copier.dict,
+    set: _Copier.set,
+    tuple: _Copier.tuple,
+    types.MethodType: _Copier.method,
+    types.BuiltinMethodType: _Copier.builtin,
+    types.FunctionType: _Copier.function,
+    types.CellType: _Copier.cell,
+    weakref.ref: _Copier.weak,
+}
+
+
+def _set_state(made: Any, state: Any) -> None:
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    made.__dict__.update(attributes or {})
+    for name, item in (slots or {}).items():
+        setattr(made, name, item)

@@ -1,0 +1,91 @@
+"""Models, buffers, attributes and random numbers are after an audit what they were before."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ampaudit
+from ampaudit.trace.calling import call_unchanged
+
+
+class Writing(nn.Module):
+    """Writes buffers and attributes in every mode, and draws random numbers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(4))
+        self.register_buffer("scale", torch.ones(()))
+        self.calls, self.log = 0, [0]
+        self.limits: dict[str, float] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.calls += 1
+        self.log.append(self.calls)
+        self.limits["last"] = random.random() + float(np.random.rand())
+        self.cache.mul_(0.5).add_(x.mean(0))
+        self.scale = self.scale * 0.9
+        return self.linear(x) * self.scale + self.cache + self.steps
+
+
+class Broken(Writing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (1.0 if x.sum() > 0 else 2.0)
+
+
+def state(model: Writing) -> list[Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return [
+        {name: tensor.tolist() for name, tensor in model.state_dict().items()},
+        *(model.calls, list(model.log), dict(model.limits), model.training),
+        *(random.getstate(), kind, keys.tolist(), rest, torch.get_rng_state().tolist()),
+        *([len(vars(m)) for m in model.modules()],),
+    ]
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+WAYS: dict[str, Callable[[nn.Module, Path], Any]] = {
+    "scan": lambda m, _: ampaudit.scan(m, batches=[X, X + 1]),
+    "scan half": lambda m, _: ampaudit.scan(m, X, policy="half"),
+    "scan graph": lambda m, _: ampaudit.scan(m, X, policy="onnx"),
+    "scan static": lambda m, _: ampaudit.scan(m, X, static=True),
+    "plan": lambda m, _: ampaudit.plan(m, X),
+    "assert_safe": lambda m, _: ampaudit.assert_safe(m, X, fail_on="never"),
+    "convert": lambda m, p: ampaudit.convert_model(m, X, p / "out"),
+    "call": lambda m, _: call_unchanged(m, (X,), {}, seed=0),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [(Writing, True), (Writing, False), (Broken, False)], ids=["train", "eval", "broken"]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_has_changed(kind: type[Writing], way: str, mode: bool, tmp_path: Path) -> None:
+    model = kind().train(mode)
+    before = state(model)
+    raises = (
+        pytest.raises(ampaudit.AuditError) if kind is Broken and way != "call" else contextlib.nullcontext()
+    )
+    with raises:
+        WAYS[way](model, tmp_path)
+    assert state(model) == before
+
+
+def test_a_model_that_writes_its_buffers_verifies(tmp_path: Path) -> None:
+    report, made = ampaudit.convert_model(Writing().eval(), X, tmp_path / "out")
+    assert report.exit_code == 0
+    assert made is not None
+    found = ampaudit.verify(str(tmp_path / "out"))
+    assert not found.problems
+    assert found.outputs == ("output: the same bits",)
