@@ -206,7 +206,7 @@ def _state_notes(changes: Sequence[StateChange], drew: bool) -> tuple[str, ...]:
     """What makes the trace one of this call alone."""
     plain = ", ".join(change.name for change in changes if change.plain)
     stored = ", ".join(change.name for change in changes if not change.plain)
-    notes = [f"forward changes {plain}: each call is traced anew"] if plain else []
+    notes = [f"forward changes {plain}: traced anew for each of its values"] if plain else []
     if drew:
         notes.append("forward draws Python's or NumPy's random numbers: each call is traced anew")
     if stored:
