@@ -224,3 +224,31 @@ def test_models_that_deepcopy_refuses_are_audited(odd: Odd) -> None:
     report = scan(odd, torch.rand(2, 4), policy="half")
     assert report.exit_code == 1
     assert next(f.site for f in report.findings if f.severity.value == "error") == "(top)/mul"
+
+
+@pytest.mark.parametrize("policy", ["half", "onnx", "torch-cuda"])
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+def test_old_weight_norm_is_audited(policy: str, mode: bool) -> None:
+    model = nn.Sequential(weight_normed(), nn.ReLU(), weight_normed()).train(mode)
+    report = scan(model, torch.rand(2, 4), policy=policy)
+    assert (report.exit_code, report.notes) == (0, ())
+    with torch.no_grad():
+        model[0].weight_g.fill_(1e5)
+    report = scan(model, torch.rand(2, 4), policy=policy)
+    assert report.exit_code == 1
+
+
+def test_a_tensor_that_the_next_call_reads_is_said() -> None:
+    class Carrying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.carried = torch.zeros(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.carried = self.carried * 0.5 + x.mean(0)
+            return x + self.carried
+
+    report = scan(nn.Sequential(nn.Linear(4, 4), Carrying()), torch.rand(2, 4))
+    assert report.notes == (
+        "forward stores tensors or objects in 1.carried: each call is traced without them",
+    )

@@ -218,7 +218,7 @@ def test_a_tensor_written_in_place_is_cast_again() -> None:
     assert [name for name in casts if not name.startswith("p_")] == ["mul", "add_"]
 
 
-def test_integers_bools_and_float64_are_never_cast() -> None:
+def test_integers_and_bools_are_never_cast_and_float64_as_half_does() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -231,12 +231,12 @@ def test_integers_bools_and_float64_are_never_cast() -> None:
             wide = torch.matmul(self.wide, self.wide)
             return keep, wide, self.count + 1
 
-    for policy in ("torch-cuda", "half"):
+    for policy, expected in {"torch-cuda": torch.float64, "half": Mixed().half().wide.dtype}.items():
         found = traced(Mixed().eval(), Batch((torch.randn(2, 8),)), policy)
         wide = next(s for s in found.sites if s.op == "aten.matmul.default")
-        assert wide.dtype is torch.float64
+        assert wide.dtype is expected
         stored = {p.name: p.dtype for p in found.placeholders}
-        assert stored["wide"] is torch.float64
+        assert stored["wide"] is expected
         assert stored["count"] is torch.int64
 
 

@@ -6,7 +6,6 @@ Powers of two change no bit of a significand, so FP32 computes exactly the same.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 
@@ -16,6 +15,7 @@ from torch import nn
 from ampaudit.advice.interface import Proposal, Subject
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Site
+from ampaudit.trace.structure import structural_copy
 
 __all__ = ["rescaled"]
 
@@ -102,7 +102,7 @@ def _only_used_here(subject: Subject, names: list[str]) -> bool:
 
 
 def _with_scales(model: nn.Module, smaller: list[str], larger: list[str], bits: int) -> nn.Module:
-    changed = copy.deepcopy(model)
+    changed = structural_copy(model)
     parameters = dict(changed.named_parameters())
     with torch.no_grad():
         for name in smaller:

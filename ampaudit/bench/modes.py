@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from ampaudit.run.guards import exact_float32, tf32
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.loss import WithLoss, item_apart
 from ampaudit.trace.storage import stored_dtypes
+from ampaudit.trace.structure import structural_copy
 from ampaudit.training.prepare import is_pure, prepare
 from ampaudit.training.runs import optimizer_of
 from ampaudit.workflows.plan import trace_under
@@ -144,7 +144,7 @@ def build(mode: str, subject: Subject) -> Built:
 
 
 def _copy(subject: Subject) -> nn.Module:
-    model = copy.deepcopy(subject.source.model).to(subject.device)
+    model = structural_copy(subject.source.model).to(subject.device)
     return WithLoss(model, subject.source.loss).train() if subject.train else model.eval()
 
 

@@ -7,7 +7,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.caster import Caster
 from ampaudit.trace.customs import custom_backwards
 from ampaudit.trace.edits import Edit
-from ampaudit.trace.entry import ENTRY_NAME, Entry, OutputNames, layer_path, tensor_leaves
+from ampaudit.trace.entry import ENTRY_NAME, Entry, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
@@ -36,6 +36,7 @@ from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
 from ampaudit.trace.random_state import seeded
 from ampaudit.trace.shadow import constant_masters, fake_like, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
+from ampaudit.trace.state import StateChange
 from ampaudit.trace.storage import is_cast, own_conversion, split_ties, storage_notes, stored_dtypes
 
 __all__ = ["Setting", "capture", "input_signature", "quiet"]
@@ -148,6 +149,7 @@ def _assemble(
     notes: tuple[str, ...],
 ) -> TracedModel:
     graph = flat_graph(program)
+    changes = tuple(_lasting(entry.outputs.changes, program, graph))
     placeholders, tensors = _placeholders(program, graph, model, getattr(entry, ENTRY_NAME))
     return TracedModel(
         graph=graph,
@@ -157,11 +159,11 @@ def _assemble(
         outputs=entry.outputs.names,
         structure=entry.outputs.structure,
         signature=signature,
-        changes=entry.outputs.changes,
+        changes=changes,
         drew=entry.outputs.drew,
         policy=setting.rules.name,
         dtype=setting.lower,
-        notes=(*notes, *_state_notes(entry.outputs)),
+        notes=(*notes, *_state_notes(changes, entry.outputs.drew)),
         clip=setting.rules.file.weights.clip,
         split_ties=split_ties(model, setting.rules.file.weights, setting.lower),
     )
@@ -189,12 +191,26 @@ def _placeholders(
     return tuple(slots), tensors
 
 
-def _state_notes(outputs: OutputNames) -> tuple[str, ...]:
+def _lasting(
+    changes: Sequence[StateChange], program: ExportedProgram, graph: fx.Graph
+) -> Iterator[StateChange]:
+    """Changes that a later call may read; a tensor that each call works out anew is none."""
+    used = {node.name for node in graph.find_nodes(op="placeholder") if node.users}
+    specs = [spec for spec in program.graph_signature.input_specs if spec.arg.name in used]
+    read = {id(program.constants.get(str(spec.target))) for spec in specs}
+    for change in changes:
+        if change.plain:
+            yield change
+        elif change.stale is None or any(id(tensor) in read for tensor in change.stale):
+            yield StateChange(change.number, change.name, None, None, plain=False)
+
+
+def _state_notes(changes: Sequence[StateChange], drew: bool) -> tuple[str, ...]:
     """What makes the trace one of this call alone."""
-    plain = ", ".join(change.name for change in outputs.changes if change.plain)
-    stored = ", ".join(change.name for change in outputs.changes if not change.plain)
-    notes = [f"forward changes {plain}: each call is traced anew"] if plain else []
-    if outputs.drew:
+    plain = ", ".join(change.name for change in changes if change.plain)
+    stored = ", ".join(change.name for change in changes if not change.plain)
+    notes = [f"forward changes {plain}: traced anew for each of its values"] if plain else []
+    if drew:
         notes.append("forward draws Python's or NumPy's random numbers: each call is traced anew")
     if stored:
         notes.append(f"forward stores tensors or objects in {stored}: each call is traced without them")

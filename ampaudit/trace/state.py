@@ -37,6 +37,7 @@ class StateChange:
         then: a shallow copy of the container before.
         now: the same afterwards.
         plain: whether all that is new are numbers, strings and containers of such.
+        stale: tensors that were there before, if all that is new are tensors of their shapes.
     """
 
     number: int
@@ -44,6 +45,7 @@ class StateChange:
     then: Any
     now: Any
     plain: bool
+    stale: tuple[torch.Tensor, ...] | None = None
 
 
 class PythonState:
@@ -95,7 +97,8 @@ class PythonState:
             if not _equal(now, then):
                 keys, plain = _new_items(then, now)
                 name = ", ".join(f"{self.names[number]}{key}".lstrip(".") for key in keys)
-                yield StateChange(number, name or self.names[number], then, _shallow(now), plain)
+                stale = None if plain else _stale(then, now)
+                yield StateChange(number, name or self.names[number], then, _shallow(now), plain, stale)
 
     def _module(self, module: nn.Module, path: str) -> None:
         if id(module) in self._seen:
@@ -107,6 +110,8 @@ class PythonState:
             if name in _TABLES:
                 self._tables.append(value)
                 self._tables_then.append(dict(value))
+            elif name == "_modules":  # each has its own turn
+                self._add(value, dict(value), path)
             else:
                 self._visit(value, f"{path}.{name}" if path else name)
 
@@ -189,6 +194,14 @@ def _new_items(then: Any, now: Any) -> tuple[list[str], bool]:
     if isinstance(now, list):
         return [], all((i < len(then) and then[i] is item) or _is_plain(item) for i, item in enumerate(now))
     return [], _is_plain(now)
+
+
+def _stale(then: Any, now: Any) -> tuple[torch.Tensor, ...] | None:
+    if not isinstance(now, dict):
+        return None
+    pairs = [(then.get(key), value) for key, value in now.items() if _differs(then, key, value)]
+    shapes = [[t.shape if isinstance(t, torch.Tensor) else None for t in pair] for pair in pairs]
+    return tuple(old for old, _ in pairs) if all(a == b and a is not None for a, b in shapes) else None
 
 
 def _differs(then: dict[Any, Any], key: Any, value: Any) -> bool:

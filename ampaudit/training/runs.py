@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 import time
@@ -21,6 +20,7 @@ from ampaudit.run.audit import Progress
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.loss import WithLoss, item_apart
+from ampaudit.trace.structure import structural_copy
 from ampaudit.training.divergence import diverged_at, smoothed_end
 from ampaudit.training.prepare import How, is_pure, prepare
 from ampaudit.training.scaler import LossScaler
@@ -57,7 +57,7 @@ class _Run:
 
     def __init__(self, way: Way, source: ModelSource, device: torch.device, every: int) -> None:
         self.way = way
-        model = WithLoss(copy.deepcopy(source.model), source.loss).to(device).train()
+        model = WithLoss(structural_copy(source.model), source.loss).to(device).train()
         with calling_user_code("optimizer(params)"):
             self.optimizer = optimizer_of(source, model)
         self.inner = model
@@ -181,7 +181,7 @@ def _metric(run: _Run, source: ModelSource, batches: Sequence[Batch]) -> float |
     """Mean of the file's metric over the first batches, with the trained weights in FP32."""
     if source.metric is None:
         return None
-    model = copy.deepcopy(source.model).to(next(run.inner.parameters()).device)
+    model = structural_copy(source.model).to(next(run.inner.parameters()).device)
     inner: Any = run.inner
     trained = inner.inner.state_dict().items()
     model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in trained})
