@@ -41,11 +41,10 @@ def written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
 
 def _targets(step: Step) -> list[fx.Node]:
     """The nodes that a step writes to."""
-    args = step.node.args
-    positions = list(step.mutates)
+    found = step.written(step.node.args, dict(step.node.kwargs))
     if _is_train_norm(step.node):
-        positions += [3, 4]
-    return [arg for p in positions if p < len(args) and isinstance(arg := args[p], fx.Node)]
+        found += step.node.args[3:5]
+    return [value for value in found if isinstance(value, fx.Node)]
 
 
 def _is_train_norm(node: fx.Node) -> bool:

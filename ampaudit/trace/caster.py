@@ -25,10 +25,10 @@ from ampaudit.trace.opnames import (
     converts,
     is_composite,
     kept_whole,
-    mutated_arguments,
     named_arguments,
     op_name,
     short_name,
+    written_values,
 )
 
 __all__ = ["META_KEY", "NO_KERNEL", "Call", "Caster", "OpRecord"]
@@ -110,11 +110,11 @@ class Caster:
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
 
-    def note_writes(self, op: OpOverload, args: tuple[Any, ...]) -> None:
+    def note_writes(self, called: OpCalled) -> None:
         """Remember that an op wrote to its arguments: casts made of them before are out of date."""
-        for position in mutated_arguments(op):
-            if position < len(args) and isinstance(args[position], torch.Tensor):
-                self._writes[_storage(args[position])] += 1
+        for written in written_values(called.op, called.args, called.kwargs):
+            if isinstance(written, torch.Tensor):
+                self._writes[_storage(written)] += 1
 
     def splits(self, op: OpOverload) -> bool:
         """Whether to trace what a composite op consists of: a rule may mention its parts."""
@@ -135,7 +135,7 @@ class Caster:
 
     def note(self, result: Any, called: OpCalled) -> None:
         """Remember what an op of the model made, for edits, and what it wrote to."""
-        self.note_writes(called.op, called.args)
+        self.note_writes(called)
         if any(edit.looks_back for edit in self._edits.values()):
             self.history.note(result, called)
 
@@ -181,7 +181,7 @@ class Caster:
         if kind is Cast.APPEND_DTYPE:
             return _appended(op), args, kwargs | {"dtype": torch.float32}
         target = self._target(kind, dtype, args, kwargs)
-        written = [args[p] for p in mutated_arguments(op) if p < len(args) and _castable(args[p])]
+        written = [value for value in written_values(op, args, kwargs) if _castable(value)]
         if target is not None and written:
             target = written[0].dtype
         if kind is Cast.LOWER and self.rules.file.level == "graph":

@@ -22,9 +22,10 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ampaudit.replay import INSERTED, replayed_meta
 from ampaudit.sites import SiteId
-from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, NO_KERNEL, Caster, OpRecord
+from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, NO_KERNEL, Call, Caster, OpRecord
 from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
+from ampaudit.trace.out_variants import returning, written_into
 
 __all__ = ["interposed"]
 
@@ -95,13 +96,13 @@ def interposed(caster: Caster) -> Iterator[None]:
         made = replace(made, exact=exact, replayed=replayed_meta())
         op, args, kwargs = caster.apply(made.decision, dtype, op, args, kwargs, cast, id(self.tracer))
         try:
-            result = record(made, op, *args, **kwargs)
+            result = _recorded(made, OpCalled(op, args, kwargs), record)
         except (RuntimeError, NotImplementedError) as error:
             if not _NO_KERNEL.search(str(error)):
                 raise
             made = replace(made, decision=NO_KERNEL)
             op, args, kwargs = caster.apply(NO_KERNEL, dtype, op, args, kwargs, cast, id(self.tracer))
-            result = record(made, op, *args, **kwargs)
+            result = _recorded(made, OpCalled(op, args, kwargs), record)
         caster.note(result, OpCalled(op, args, kwargs))
         limit = made.decision.clamp
         if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
@@ -115,6 +116,22 @@ def interposed(caster: Caster) -> Iterator[None]:
         yield
     finally:
         ProxyTorchDispatchMode.__torch_dispatch__ = original  # type: ignore[method-assign]
+
+
+def _recorded(made: OpRecord, called: OpCalled, record: Call) -> Any:
+    """What an op gives; one that writes into tensors that it is given is recorded as one that does not."""
+    returns = returning(called.op)
+    if returns is None:
+        return record(made, called.op, *called.args, **called.kwargs)
+    rest, outs, resized = written_into(called.op, called.args, called.kwargs)
+    result = record(made, returns, *called.args, **rest)
+    results = result if isinstance(result, list | tuple) else (result,)
+    write = OpRecord(made.decision, replayed=made.replayed)
+    for out, value, moved in zip(outs, results, resized, strict=True):
+        if moved:
+            record(write, torch.ops.aten.resize_.default, out, value.shape)
+        record(write, torch.ops.aten.copy_.default, out, value)
+    return tuple(outs) if isinstance(result, list | tuple) else outs[0]
 
 
 def _parts(
