@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,6 +110,20 @@ class Caster:
         self._casts: dict[tuple[int, int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
+        self._region: Region | None = None
+
+    def region(self) -> Region:
+        """The autocast region of the model's code; inside ``vmap`` the one around its op."""
+        return self._region or current_region(self.rules.file.autocast, self.dtype)
+
+    @contextmanager
+    def in_region(self, region: Region) -> Iterator[None]:
+        """While active, ops are in this region, whatever the dispatcher says."""
+        before, self._region = self._region, region
+        try:
+            yield
+        finally:
+            self._region = before
 
     def note_writes(self, called: OpCalled) -> None:
         """Remember that an op wrote to its arguments: casts made of them before are out of date."""
@@ -120,7 +135,7 @@ class Caster:
         """Whether to trace what a composite op consists of: a rule may mention its parts."""
         if not is_composite(op) or kept_whole(op):
             return False
-        region = current_region(self.rules.file.autocast, self.dtype)
+        region = self.region()
         rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
         return op_name(op) not in rules.op_names
 
@@ -142,7 +157,7 @@ class Caster:
     def decide(self, site: SiteId, called: OpCalled, layer: tuple[str, str]) -> tuple[OpRecord, torch.dtype]:
         """The decision for an op of a layer (path, class name), and the 16-bit dtype that it means."""
         op, args, kwargs = called.op, called.args, called.kwargs
-        region = current_region(self.rules.file.autocast, self.dtype)
+        region = self.region()
         facts = self._facts.of(op, args, kwargs, *layer, site)
         decision, dtype = self._decision(facts, region)
         return OpRecord(decision, site, facts), dtype
