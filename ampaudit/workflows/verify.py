@@ -20,7 +20,7 @@ _TOLERANCE_DB = {"float16": 40.0, "bfloat16": 25.0}
 _PATIENCE = 3600.0
 
 
-def verify(directory: Path, *, run: bool = True, tolerance_db: float | None = None) -> Verification:
+def verify(directory: Path | str, *, run: bool = True, tolerance_db: float | None = None) -> Verification:
     """Check hashes and rounding; load the program in a fresh process, run it, and compare.
 
     Args:
@@ -32,6 +32,7 @@ def verify(directory: Path, *, run: bool = True, tolerance_db: float | None = No
     Raises:
         WeightsError: there is no manifest that can be trusted.
     """
+    directory = Path(directory)
     manifest = read_manifest(directory)
     problems = [*check_files(directory, manifest), *check_rounding(directory, manifest)]
     lines: list[str] = []
