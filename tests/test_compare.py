@@ -13,6 +13,7 @@ from torch import nn
 
 from ampaudit import scan
 from ampaudit.cli.main import main
+from ampaudit.errors import TraceFailed
 from ampaudit.report.model import Report
 from ampaudit.run import audit as audit_module
 from ampaudit.run.backends import Reference
@@ -154,7 +155,8 @@ def test_the_command(tmp_path: Path) -> None:
         "def example_inputs():\n    return torch.ones(2, 8)\n"
     )
     result = CliRunner().invoke(main, ["scan", str(model), "--policy", "torch-cuda, ampaudit"])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
+    assert CliRunner().invoke(main, ["scan", str(model), "--policy", "ampaudit,as-is"]).exit_code == 0
     assert "against one FP32 run" in result.stdout
     assert "torch-cuda  breaks at first linear" in result.stdout
     both_fail = CliRunner().invoke(main, ["scan", str(model), "--policy", "torch-cuda,half"])
@@ -165,6 +167,27 @@ def test_the_command(tmp_path: Path) -> None:
     data = json.loads(as_json.stdout)
     assert [report["run"]["policy"] for report in data["reports"]] == ["torch-cuda", "half"]
     assert data["reports"][0]["verdict"] == "fail"
+
+
+def test_a_policy_that_cannot_be_audited_hides_no_other(tmp_path: Path) -> None:
+    """A real half model is given half inputs, and refuses them; under autocast they stay float32."""
+    model = tmp_path / "model.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Strict(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.first = nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n        assert x.dtype == torch.float32\n        return self.first(x)\n"
+        "def example_inputs():\n    return torch.ones(2, 8)\n"
+    )
+    for policies in ("half,torch-cuda,ampaudit", "torch-cuda,half,ampaudit"):
+        found = CliRunner().invoke(main, ["scan", str(model), "--policy", policies, "--format", "json"])
+        assert found.exit_code == 3
+        data = json.loads(found.stdout)
+        assert [report["run"]["policy"] for report in data["reports"]] == ["torch-cuda", "ampaudit"]
+        assert found.stderr.startswith("ampaudit: policy half: ")
+        assert "Traceback" not in found.output
+    with pytest.raises(TraceFailed):
+        CliRunner().invoke(main, ["scan", str(model), "--policy", "half,half"], catch_exceptions=False)
 
 
 def test_what_a_measured_policy_raises_is_told_and_is_enough() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -136,3 +138,77 @@ def test_mistakes_are_one_line() -> None:
     ours.scale(model(torch.ones(1, 2).half()).float().sum()).backward()
     with pytest.raises(UsageError, match="float16 parameters"):
         ours.step(optimizer)
+
+
+def both() -> tuple[torch.amp.GradScaler, LossScaler]:
+    return torch.amp.GradScaler("cpu"), ampaudit.scaler("torch", "cpu")
+
+
+def visible(scaler: torch.amp.GradScaler) -> tuple[object, ...]:
+    """All that torch's public methods say about a scaler."""
+    factors = (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
+    state = {k: v for k, v in scaler.state_dict().items() if k != "patience"}
+    return (*factors, scaler.get_scale(), scaler._get_growth_tracker(), scaler.is_enabled(), state)
+
+
+# what is done to both scalers between runs of steps
+ACTIONS: dict[str, Callable[[torch.amp.GradScaler], object]] = {
+    "interval": lambda s: s.set_growth_interval(3),
+    "growth": lambda s: s.set_growth_factor(4.0),
+    "backoff": lambda s: s.set_backoff_factor(0.25),
+    "scale": lambda s: s.update(1024.0),
+    "scale as a tensor": lambda s: s.update(torch.tensor(512.0)),
+    "loads": lambda s: s.load_state_dict(
+        {
+            "scale": 8.0,
+            "growth_factor": 3.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2,
+            "_growth_tracker": 1,
+        }
+    ),
+    "its own state": lambda s: s.load_state_dict(s.state_dict()),
+}
+
+
+@given(st.lists(st.sampled_from([*ACTIONS, "overflow", "good", "good", "pickle"]), max_size=25))
+@settings(max_examples=60, deadline=None)
+def test_every_public_method_does_what_torchs_does(actions: list[str]) -> None:
+    scalers: list[torch.amp.GradScaler] = list(both())
+    for scaler in scalers:
+        replay(scaler, [False])  # torch refuses update before the first scale()
+    for action in actions:
+        if action == "pickle":
+            scalers = [pickle.loads(pickle.dumps(scaler)) for scaler in scalers]
+            for scaler in scalers:
+                scaler.scale(torch.ones(1))
+        elif action in ACTIONS:
+            for scaler in scalers:
+                ACTIONS[action](scaler)
+        else:
+            for scaler in scalers:
+                replay(scaler, [action == "overflow"])
+        assert visible(scalers[1]) == visible(scalers[0])
+
+
+def test_a_profiles_constants_are_what_torchs_methods_say() -> None:
+    scaler = ampaudit.scaler("deepspeed", "cpu")
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2.0, 0.5)
+    assert scaler.get_growth_interval() == scaler.state_dict()["growth_interval"] == 1000
+
+
+def test_a_disabled_scaler_is_torchs() -> None:
+    ours, plain = LossScaler(LossScale(), "cpu", enabled=False), torch.amp.GradScaler("cpu", enabled=False)
+    for scaler in (ours, plain):
+        assert scaler.get_scale() == 1.0
+        assert scaler.state_dict() == {}
+        scaler.load_state_dict({})
+        scaler.update()
+        assert pickle.loads(pickle.dumps(scaler)).get_scale() == 1.0
+        assert float(scaler.scale(torch.ones(1))) == 1.0
+
+
+def test_an_empty_state_is_refused_as_torch_does() -> None:
+    for scaler in both():
+        with pytest.raises(RuntimeError, match="source state dict is empty"):
+            scaler.load_state_dict({})

@@ -22,6 +22,7 @@ from ampaudit.sites import SiteId
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, mutated_arguments, named_arguments
+from ampaudit.trace.sizes import sizes_of, sizes_vary
 
 __all__ = ["Bound", "SpanTable", "bound"]
 
@@ -175,7 +176,8 @@ class _Pass:
         target = node.target
         value = node.meta.get("val")
         if not isinstance(target, OpOverload):
-            self.uncovered[str(target)] = None
+            if next(_items(value), None) is not None:
+                self.uncovered[str(target)] = None
             return _unknown(value)
         function = TRANSFERS.get(base_name(target).rstrip("_"))
         if function is None:
@@ -183,6 +185,9 @@ class _Pass:
                 self.uncovered[str(target)] = None
             return _unknown(value)
         if node in self.spoiled or any(source in self.spoiled for source in node.all_input_nodes):
+            return _unknown(value)
+        if any(sizes_vary(near.meta.get("val")) for near in (node, *node.all_input_nodes)):
+            self.uncovered[str(target)] = None
             return _unknown(value)
         given = named_arguments(target, node.args, dict(node.kwargs))
         call = OpCall(node, given, self.spans, self.spans.tensors, self.flow, self.form.max)
@@ -259,7 +264,7 @@ def _rounded(span: Span, dtype: torch.dtype | None) -> Span:
 
 
 def _unknown(value: Any) -> Span | list[Span]:
-    items = [unbounded(tuple(item.shape)) for item in _items(value)]
+    items = [unbounded(sizes_of(item)) for item in _items(value)]
     return items if isinstance(value, list | tuple) else (items or [symmetric((), math.inf)])[0]
 
 
@@ -275,4 +280,4 @@ def _dtypes(node: fx.Node) -> list[torch.dtype | None]:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(int(n) for n in getattr(node.meta.get("val"), "shape", ()))
+    return sizes_of(node.meta.get("val"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.trace.opnames import base_name, is_view, mutated_arguments
+from ampaudit.trace.opnames import base_name, is_view, mutated_arguments, written_values
 
 __all__ = ["overwritten"]
 
@@ -23,8 +23,7 @@ def overwritten(graph: fx.Graph) -> Iterator[fx.Node]:
         target = node.target
         if node.op != "call_function" or not isinstance(target, OpOverload):
             continue
-        for position in mutated_arguments(target):
-            written = node.args[position] if position < len(node.args) else None
+        for written in written_values(target, node.args, dict(node.kwargs)):
             if not isinstance(written, fx.Node):
                 continue
             later = any(order[user] > order[node] for user in written.users)

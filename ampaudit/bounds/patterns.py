@@ -10,6 +10,7 @@ from torch import fx
 from ampaudit.bounds.span import Span, symmetric
 from ampaudit.bounds.transfers import OpCall
 from ampaudit.trace import Site
+from ampaudit.trace.sizes import sizes_of
 
 __all__ = ["normalized_row", "shifted_by_maximum"]
 
@@ -57,7 +58,7 @@ def _mean_square(call: OpCall, value: Any, factor: Any) -> tuple[int, int] | Non
     squared = flow.maker(given["self"])
     if squared is None or not _is_float32(squared) or not _squares(call, squared, value):
         return None
-    return int(axes[0]), int(given["self"].meta["val"].shape[axes[0]])
+    return int(axes[0]), sizes_of(given["self"].meta["val"])[axes[0]]
 
 
 def _is_float32(site: Site) -> bool:

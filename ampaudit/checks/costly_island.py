@@ -11,6 +11,7 @@ from ampaudit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
 from ampaudit.run.step import LOWER
 from ampaudit.trace import Role, Site
+from ampaudit.trace.sizes import UNKNOWN_SIZE
 
 __all__ = ["CHECK"]
 
@@ -41,6 +42,8 @@ def _casts(context: CheckContext, site: Site) -> list[int] | None:
     ours = [s for s in around if s is not None and s.role is Role.INSERTED_CAST]
     down = [s for s in ours if s.dtype in LOWER]
     if not around or len(ours) != len(around) or not down or len(down) == len(ours):
+        return None
+    if any(UNKNOWN_SIZE in s.shape for s in ours):
         return None
     return [math.prod(s.shape) for s in ours]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +22,15 @@ from ampaudit.cli.common_options import (
 )
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver_document
+from ampaudit.words import plain
 
 if TYPE_CHECKING:
+    from ampaudit.errors import AuditError
+    from ampaudit.policy import RuleSet
     from ampaudit.report.comparison import Comparison
     from ampaudit.report.model import Report
+
+    Audits = tuple[list[Report], list[tuple[str, AuditError]]]
 
 __all__ = ["scan_command"]
 
@@ -94,19 +101,43 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
-    reports = _audit(model, options)
-    document = _document(reports)
+    reports, failures = _audit(model, options)
+    document = _document(reports, compared=len(reports) + len(failures) > 1)
     deliver_document(document, options)
-    context.exit(document.exit_code)
+    for policy, failure in failures:
+        lines = f"ampaudit: policy {policy}: {failure}".splitlines()
+        click.echo("\n".join(plain(line) for line in lines), err=True)
+    context.exit(max(document.exit_code, *(failure.exit_code for _, failure in failures), 0))
 
 
-def _document(reports: list[Report]) -> Report | Comparison:
+def _document(reports: list[Report], *, compared: bool) -> Report | Comparison:
     from ampaudit.report.comparison import Comparison
 
-    return reports[0] if len(reports) == 1 else Comparison(tuple(reports))
+    return Comparison(tuple(reports)) if compared else reports[0]
 
 
-def _audit(location: str, options: dict[str, Any]) -> list[Report]:
+def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet]) -> Audits:
+    """All policies at once; where one cannot be audited, each alone, so that it hides none of the others."""
+    from ampaudit.errors import CouldNotAudit
+
+    try:
+        return audit(policies), []
+    except CouldNotAudit:
+        if len(policies) == 1:
+            raise
+    reports: list[Report] = []
+    failures: list[tuple[str, AuditError]] = []
+    for policy in policies:
+        try:
+            reports += audit([policy])
+        except CouldNotAudit as error:
+            failures.append((policy.name, error))
+    if not reports:
+        raise failures[0][1]
+    return reports, failures
+
+
+def _audit(location: str, options: dict[str, Any]) -> Audits:
     from ampaudit.cli.progress import Progress
     from ampaudit.policy import load_policy
 
@@ -125,9 +156,9 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
 
         from ampaudit.workflows.scan import scan_policies
 
-        return scan_policies(
+        audit = partial(
+            scan_policies,
             source,
-            policies=policies,
             dtype=dtype,
             device=options["device"],
             seed=options["seed"],
@@ -146,6 +177,7 @@ def _audit(location: str, options: dict[str, Any]) -> list[Report]:
             fail_on=options["fail_on"],
             progress=progress.update,
         )
+        return _each(lambda chosen: audit(policies=chosen), policies)
 
 
 def _is_given(option: str) -> bool:

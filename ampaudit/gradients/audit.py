@@ -79,6 +79,7 @@ class GradientAudit:
             meter = repaired
         self._refuse_broken_reference(meter, number)
         meter.into(self.record)
+        self._note_unpaired(meter)
         self._note_unused(program)
 
     def _note_origins(self, repairing: Repairing) -> None:
@@ -108,6 +109,12 @@ class GradientAudit:
         )
         if functions and note not in self.record.notes:
             self.record.notes.append(note)
+
+    def _note_unpaired(self, meter: GradientMeter) -> None:
+        for site in meter.unpaired:
+            note = f"{site}: its gradient is not audited; its size depends on values and differs in 16 bits"
+            if note not in self.record.notes:
+                self.record.notes.append(note)
 
     def _note_unused(self, program: Program) -> None:
         """A tied parameter is used if it is under one of its names."""

@@ -14,12 +14,15 @@ __all__ = ["FORMULAS", "Formula"]
 
 aten = torch.ops.aten
 Tensors = Mapping[str, torch.Tensor | None]
-# from the call's arguments by name, the names that are wanted and the output's gradient to theirs
-Formula = Callable[[Mapping[str, Any], frozenset[str], torch.Tensor], Tensors]
+# from the call's arguments by name, the names that are wanted and the output's gradient to theirs;
+# None where the call is of a form that the formula is not for
+Formula = Callable[[Mapping[str, Any], frozenset[str], torch.Tensor], Tensors | None]
 
 
-def linear(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Tensor) -> Tensors:
+def linear(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Tensor) -> Tensors | None:
     """Y = x W^T + b: dx = g W, dW = g^T x, db = sum of g over all rows."""
+    if given["weight"].dim() != 2 or not gradient.numel():
+        return None
     rows = gradient.reshape(-1, gradient.shape[-1])
     found: dict[str, torch.Tensor | None] = {}
     if "input" in wanted:
@@ -32,9 +35,11 @@ def linear(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Ten
 
 
 def convolution(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Tensor) -> Tensors:
-    """Torch's own backward of a convolution."""
-    weight, bias = given["weight"], given.get("bias")
+    """Torch's own backward of a convolution, which takes batches only."""
+    value, weight, bias = given["input"], given["weight"], given.get("bias")
     spatial = weight.dim() - 2
+    if unbatched := value.dim() == spatial + 1:
+        value, gradient = value.unsqueeze(0), gradient.unsqueeze(0)
     sizes = {
         name: _each(given.get(name, default), spatial)
         for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
@@ -42,7 +47,7 @@ def convolution(given: Mapping[str, Any], wanted: frozenset[str], gradient: torc
     mask = [name in wanted for name in ("input", "weight", "bias")]
     made = aten.convolution_backward(
         gradient,
-        given["input"],
+        value,
         weight,
         None if bias is None else list(bias.shape),
         *(sizes["stride"], sizes["padding"], sizes["dilation"]),
@@ -51,7 +56,10 @@ def convolution(given: Mapping[str, Any], wanted: frozenset[str], gradient: torc
         given.get("groups", 1),
         mask,
     )
-    return {name: g for name, g, asked in zip(("input", "weight", "bias"), made, mask, strict=True) if asked}
+    found = {name: g for name, g, asked in zip(("input", "weight", "bias"), made, mask, strict=True) if asked}
+    if unbatched and "input" in found:
+        found["input"] = found["input"].squeeze(0)
+    return found
 
 
 def relu(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Tensor) -> Tensors:

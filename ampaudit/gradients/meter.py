@@ -76,6 +76,9 @@ class GradientMeter:
 
     Args:
         scale: the loss scale; exponents are counted without it.
+
+    Attributes:
+        unpaired: sites whose gradient has another size in FP32 than in 16 bits, in order.
     """
 
     def __init__(self, scale: float) -> None:
@@ -89,6 +92,7 @@ class GradientMeter:
         self._cancelled: set[tuple[str, bool]] = set()
         self._wrong: dict[tuple[str, bool], tuple[int, int]] = {}
         self._fetched: list[tuple[_Row, dict[str, float], list[int]]] = []
+        self.unpaired: dict[str, None] = {}
 
     def add(
         self,
@@ -101,6 +105,9 @@ class GradientMeter:
         keep: bool = False,
     ) -> None:
         """Measure one gradient; one that is ``keep``-t is known again, as a parameter's behind its cast."""
+        if reference.shape != value.shape:
+            self.unpaired[name] = None
+            return
         if value.numel() == 0:
             return
         if value.dtype != reference.dtype:

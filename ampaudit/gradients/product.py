@@ -88,7 +88,7 @@ def _by_formula(
     given = fx.node.map_arg(named, lambda node: taped.inputs[node][side])
     names = [places[node] for node in wanted]
     found = formula(given, frozenset(names), _like(gradient, next(iter(taped.inputs.values()))[side]))
-    return [found[name] for name in names]
+    return None if found is None else [found[name] for name in names]
 
 
 def _converted(gradient: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor | None:

@@ -119,6 +119,8 @@ class Repairing:
     ) -> torch.Tensor:
         """Look at one op's share."""
         self._inner.made(step, of, out, pair)
+        if pair[0].shape != pair[1].shape:
+            return pair[1]
         behind = step.node in self._beyond
         wrong = _wrong(*pair)
         if wrong is not None:
@@ -162,7 +164,7 @@ class Repairing:
 
 
 def _wrong(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    if value is reference:
+    if value is reference or value.shape != reference.shape:
         return None
     mask = reference.isfinite() & ~value.isfinite()
     return mask if bool(mask.any()) else None

@@ -30,8 +30,8 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """0 if the model passes under one of the policies at least."""
-        return min(report.exit_code for report in self.reports)
+        """The gravest of all: 3, a check that crashed, before 1, findings."""
+        return max(report.exit_code for report in self.reports)
 
 
 def comparison_json(reports: Sequence[Report]) -> str:

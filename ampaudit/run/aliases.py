@@ -41,5 +41,5 @@ def written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
 
 def _targets(step: Step) -> list[fx.Node]:
     """The nodes that a step writes to."""
-    args = step.node.args
-    return [arg for p in step.mutates if p < len(args) and isinstance(arg := args[p], fx.Node)]
+    found = step.written(step.node.args, dict(step.node.kwargs))
+    return [value for value in found if isinstance(value, fx.Node)]

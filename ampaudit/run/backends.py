@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch import fx
 
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.program import widened
 from ampaudit.run.step import LOWER, Step
+from ampaudit.trace.sizes import fits
 
 __all__ = ["Backend", "Emulated", "Native", "Reference", "choose_backend"]
 
@@ -118,7 +120,7 @@ class Emulated(Reference):
         given = {a.data_ptr() for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
 
         def keep(kept: torch.Tensor) -> torch.Tensor:
-            is_output = kept.shape == value.shape and kept.dtype is torch.float32
+            is_output = fits(kept, value) and kept.dtype is torch.float32
             return rounded(kept, dtype) if is_output and kept.data_ptr() not in given else kept
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
@@ -131,14 +133,9 @@ class Emulated(Reference):
         if step.bitwise:
             return _native_and_back(step, args, kwargs)
         result = step.target(*args, **kwargs)
-        for position, dtype in step.updates:
-            if dtype in LOWER:
-                _round_blocks(args[position], args[position], dtype)
+        if step.mutates:
+            _round_written(step, args, kwargs, measure if step.in_place else None)
         if step.in_place:
-            for position in step.mutates:
-                written = args[position]
-                if isinstance(written, torch.Tensor) and step.dtypes[0] in LOWER:
-                    _round_blocks(written, written, step.dtypes[0], measure)
             return result
         if not step.lowered or not step.makes_values:
             return result
@@ -215,6 +212,18 @@ def _round_result(
     if _shares_memory(tensor.untyped_storage().data_ptr(), args):
         return rounded(tensor, dtype)
     return _round_blocks(tensor, tensor, dtype, measure)
+
+
+def _round_written(
+    step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None
+) -> None:
+    """Round what an op wrote to, each as the graph holds it; a measure is for the first."""
+    nodes = step.written(step.node.args, dict(step.node.kwargs))
+    for node, written in zip(nodes, step.written(args, kwargs), strict=True):
+        dtype = getattr(node.meta.get("val"), "dtype", None) if isinstance(node, fx.Node) else None
+        if dtype in LOWER and isinstance(written, torch.Tensor):
+            _round_blocks(written, written, dtype, measure)
+        measure = None
 
 
 def _shares_memory(address: int, values: Iterable[Any]) -> bool:

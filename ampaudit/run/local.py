@@ -66,7 +66,7 @@ def _clean_arguments(
     def clean(node: fx.Node, index: Index | None = None) -> Any:
         reference, value = call.inputs[node]
         if not isinstance(value, torch.Tensor):
-            return value
+            return reference
         if _is_given(node) or reference is value:
             return value if index is None else value[index]
         reference = reference if index is None else reference[index]

@@ -17,6 +17,7 @@ from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import (
     argument_names,
     base_name,
+    mutated_arguments,
     named_arguments,
     returned_arguments,
     written_arguments,
@@ -27,6 +28,9 @@ __all__ = ["Program", "compile_program", "widened"]
 # longer runs keep more of the reference alive and gain little
 GROUP = 8
 _WHOLE_NUMBERS = frozenset({"round", "floor", "ceil", "trunc", "fix", "sign", "heaviside", "floor_divide"})
+_UNINITIALIZED = frozenset(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,9 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
     mutates = written_arguments(overload, node.args, dict(node.kwargs)) if overload and not on_copy else ()
     return Step(
         node=node,
-        target=target,
+        target=_Zeroed(overload)
+        if overload is not None and base_name(overload) in _UNINITIALIZED
+        else target,
         site=site,
         args=args,
         kwargs=kwargs,
@@ -145,6 +151,21 @@ def _updates(
 def widened(value: Any) -> Any:
     """Arguments with float32 in the place of every 16-bit dtype constant; tensors and nodes pass."""
     return _mapped(value, lambda v: torch.float32 if isinstance(v, torch.dtype) and v in LOWER else v)
+
+
+class _Zeroed:
+    """An op that leaves memory as it finds it: both runs find zeros, or they would differ by chance."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self._op = op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kept = args[0].numel() if mutated_arguments(self._op) else 0
+        made: torch.Tensor = self._op(*args, **kwargs)
+        if not kept:
+            return made.zero_()
+        made.view(-1)[kept:].zero_()
+        return made
 
 
 def _placed(value: Any, device: torch.device) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ampaudit.convert import ConvertedModel
 from ampaudit.run.backends import Reference
@@ -139,8 +140,10 @@ class Search:
     ) -> Any:
         args, kwargs = self._reference.arguments(step)
         args, kwargs = fx.node.map_arg((args, kwargs), values.__getitem__)
-        if step.mutates:
-            args = tuple(a.clone() if i in step.mutates else a for i, a in enumerate(args))
+        if written := {id(value) for value in step.written(args, kwargs)}:
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda value: value.clone() if id(value) in written else value, (args, kwargs)
+            )
         result = step.target(*args, **kwargs)
         source = step.node.args[1] if len(step.node.args) > 1 else None
         looked_up = str(step.target).startswith("aten.embedding.")

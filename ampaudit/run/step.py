@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ampaudit.trace.caster import META_KEY
 from ampaudit.trace.graph import Role, Site
+from ampaudit.trace.opnames import written_values
 
 __all__ = ["LOWER", "Step", "differentiable"]
 
@@ -66,6 +68,11 @@ class Step:
     def differentiable(self) -> bool:
         """Whether a gradient can pass."""
         return differentiable(self.node)
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Those of its arguments, as nodes or as values, that it writes to."""
+        op = self.node.target
+        return written_values(op, args, kwargs) if self.mutates and isinstance(op, OpOverload) else []
 
     @property
     def lowered(self) -> bool:

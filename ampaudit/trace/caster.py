@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,10 +26,10 @@ from ampaudit.trace.opnames import (
     converts,
     is_composite,
     kept_whole,
-    mutated_arguments,
     named_arguments,
     op_name,
     short_name,
+    written_values,
 )
 
 __all__ = ["META_KEY", "NO_KERNEL", "Call", "Caster", "OpRecord"]
@@ -109,18 +110,32 @@ class Caster:
         self._casts: dict[tuple[int, int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
+        self._region: Region | None = None
 
-    def note_writes(self, op: OpOverload, args: tuple[Any, ...]) -> None:
+    def region(self) -> Region:
+        """The autocast region of the model's code; inside ``vmap`` the one around its op."""
+        return self._region or current_region(self.rules.file.autocast, self.dtype)
+
+    @contextmanager
+    def in_region(self, region: Region) -> Iterator[None]:
+        """While active, ops are in this region, whatever the dispatcher says."""
+        before, self._region = self._region, region
+        try:
+            yield
+        finally:
+            self._region = before
+
+    def note_writes(self, called: OpCalled) -> None:
         """Remember that an op wrote to its arguments: casts made of them before are out of date."""
-        for position in mutated_arguments(op):
-            if position < len(args) and isinstance(args[position], torch.Tensor):
-                self._writes[_storage(args[position])] += 1
+        for written in written_values(called.op, called.args, called.kwargs):
+            if isinstance(written, torch.Tensor):
+                self._writes[_storage(written)] += 1
 
     def splits(self, op: OpOverload) -> bool:
         """Whether to trace what a composite op consists of: a rule may mention its parts."""
         if not is_composite(op) or kept_whole(op):
             return False
-        region = current_region(self.rules.file.autocast, self.dtype)
+        region = self.region()
         rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
         return op_name(op) not in rules.op_names
 
@@ -135,14 +150,14 @@ class Caster:
 
     def note(self, result: Any, called: OpCalled) -> None:
         """Remember what an op of the model made, for edits, and what it wrote to."""
-        self.note_writes(called.op, called.args)
+        self.note_writes(called)
         if any(edit.looks_back for edit in self._edits.values()):
             self.history.note(result, called)
 
     def decide(self, site: SiteId, called: OpCalled, layer: tuple[str, str]) -> tuple[OpRecord, torch.dtype]:
         """The decision for an op of a layer (path, class name), and the 16-bit dtype that it means."""
         op, args, kwargs = called.op, called.args, called.kwargs
-        region = current_region(self.rules.file.autocast, self.dtype)
+        region = self.region()
         facts = self._facts.of(op, args, kwargs, *layer, site)
         decision, dtype = self._decision(facts, region)
         return OpRecord(decision, site, facts), dtype
@@ -181,7 +196,7 @@ class Caster:
         if kind is Cast.APPEND_DTYPE:
             return _appended(op), args, kwargs | {"dtype": torch.float32}
         target = self._target(kind, dtype, args, kwargs)
-        written = [args[p] for p in mutated_arguments(op) if p < len(args) and _castable(args[p])]
+        written = [value for value in written_values(op, args, kwargs) if _castable(value)]
         if target is not None and written:
             target = written[0].dtype
         if kind is Cast.LOWER and self.rules.file.level == "graph":

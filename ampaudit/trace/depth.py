@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from ampaudit.trace.opnames import base_name
+from ampaudit.trace.sizes import sizes_vary
 
 __all__ = ["reduction_depth"]
 
@@ -17,7 +19,7 @@ Named = Mapping[str, Any]
 
 
 def reduction_depth(op: OpOverload, named: Named) -> int | None:
-    """The depth of a reduction, ``None`` for an op that reduces nothing or is not known here.
+    """The depth of a reduction, ``None`` for an op that reduces nothing or whose depth is not known here.
 
     Reduced axes count as their product: the mean of a 512 x 512 image has depth 262144. A convolution's is
     its fan-in, in_channels / groups times the kernel's volume; attention's the longer of its two sums.
@@ -28,6 +30,8 @@ def reduction_depth(op: OpOverload, named: Named) -> int | None:
     """
     rule = _RULES.get(base_name(op))
     if rule is None:
+        return None
+    if any(sizes_vary(leaf) for leaf in pytree.tree_leaves(named)):
         return None
     try:
         return rule(named)

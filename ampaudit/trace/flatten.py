@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from ampaudit.trace.objects import ObjectSource
 
 __all__ = ["flat_graph"]
 
@@ -23,13 +26,24 @@ def flat_graph(program: ExportedProgram) -> fx.Graph:
     """A new graph that computes the same outputs, with the casts already explicit in it.
 
     Autocast and no-grad regions become plain nodes: what they meant is in the dtypes. Ops whose result
-    nobody uses are dropped unless they write to one of their inputs.
+    nobody uses are dropped unless they write to one of their inputs. An object that is no
+    tensor is given by a node.
     """
     graph = fx.Graph()
     source = program.graph_module
+    objects = {
+        spec.arg.name: program.constants[str(spec.target)]
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.CUSTOM_OBJ
+    }
+    # placeholders come first in every graph: what stands for an object comes after them
+    nodes = sorted(source.graph.nodes, key=lambda node: node.name in objects or node.op != "placeholder")
     env: dict[fx.Node, Any] = {}
-    for node in source.graph.nodes:
-        if node.op == "output":
+    for node in nodes:
+        if node.name in objects:
+            held = ObjectSource(objects[node.name])
+            env[node] = graph.create_node("call_function", held, (), {}, name=node.name)
+        elif node.op == "output":
             graph.output(_mapped(node.args[0], env))
         else:
             env[node] = _copy(node, source, graph, env)

@@ -19,15 +19,20 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._export.utils
+from torch._dynamo import _trace_wrapped_higher_order_op as indexing
+from torch._functorch.autograd_function import custom_function_call
 from torch._ops import OpOverload
+from torch.autograd import function as autograd_function
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.proxy import TracerBase
 
 from ampaudit.replay import INSERTED, replayed_meta
 from ampaudit.sites import SiteId
-from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, NO_KERNEL, Caster, OpRecord
+from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, NO_KERNEL, Call, Caster, OpRecord
 from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
+from ampaudit.trace.out_variants import returning, written_into
 from ampaudit.trace.stack import is_tool_file
 
 __all__ = ["interposed"]
@@ -36,6 +41,47 @@ __all__ = ["interposed"]
 _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16)'|Unsupported dtype|[Ll]ow precision dtypes not"
 )
+
+
+class _BelowTransforms(ProxyTorchDispatchMode):
+    """Records what an op inside ``torch.vmap`` comes down to, as ops on whole tensors.
+
+    Torch's own trace has the tensors of one example in it, and steps in and out of ``vmap``: a graph that
+    runs as a whole, and not node by node.
+    """
+
+    def __init__(self, above: ProxyTorchDispatchMode) -> None:
+        super().__init__(above.tracer, above.tracing_mode)
+
+
+@contextmanager
+def _below(mode: ProxyTorchDispatchMode, caster: Caster) -> Iterator[None]:
+    """While active, what ``vmap`` makes of an op is recorded, without the dispatcher's autocast."""
+    with caster.in_region(caster.region()), torch._C._DisableAutocast(), _BelowTransforms(mode):
+        yield
+
+
+@contextmanager
+def _without_pre_dispatch() -> Iterator[None]:
+    """A custom autograd function inside ``vmap`` is no op that the tracer above knows."""
+    key = torch._C.DispatchKey.PreDispatch
+    included = torch._C._dispatch_tls_local_include_set().remove(key)
+    excluded = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield
+
+
+def _nothing() -> None:
+    """There is no mode that would record the steps in and out of ``vmap``."""
+
+
+def _index(value: torch.Tensor, indices: list[torch.Tensor]) -> Any:
+    """Torch's way to index by tensors inside ``vmap``, without its record of the whole function."""
+    return torch.autograd.Function.apply.__func__(indexing.ModIndex, value, indices)  # type: ignore[attr-defined]
+
+
+# what torch's tracer answers by itself
+_ABOVE = (torch.ops.prim.device.default,)
 
 
 @contextmanager
@@ -51,7 +97,11 @@ def interposed(caster: Caster) -> Iterator[None]:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(op, OpOverload) or not self.pre_dispatch:
+        below = isinstance(self, _BelowTransforms)
+        if self.pre_dispatch and torch._C._functorch.maybe_current_level() is not None and op not in _ABOVE:
+            with _below(self, caster):
+                return op(*args, **kwargs)
+        if not isinstance(op, OpOverload) or op in _ABOVE or not (self.pre_dispatch or below):
             return original(self, op, types, args, kwargs)
         if op is torch.ops.aten._assert_tensor_metadata.default:
             # it pins the dtype of the trace that made it; under a policy the dtypes are ours to say
@@ -82,6 +132,8 @@ def interposed(caster: Caster) -> Iterator[None]:
 
         def cast(value: torch.Tensor, target: torch.dtype) -> Any:
             what = OpRecord(IMPLICIT_CAST, inserted=True, replayed=replayed_meta())
+            if below:
+                return record(what, torch.ops.aten._to_copy.default, value, dtype=target)
             return record(what, torch.ops.aten.to.dtype, value, target)
 
         if replayed_meta() is INSERTED:
@@ -99,13 +151,13 @@ def interposed(caster: Caster) -> Iterator[None]:
         made = replace(made, exact=exact, replayed=replayed_meta())
         op, args, kwargs = caster.apply(made.decision, dtype, op, args, kwargs, cast, id(self.tracer))
         try:
-            result = record(made, op, *args, **kwargs)
+            result = _recorded(made, OpCalled(op, args, kwargs), record)
         except (RuntimeError, NotImplementedError) as error:
             if not _NO_KERNEL.search(str(error)):
                 raise
             made = replace(made, decision=NO_KERNEL)
             op, args, kwargs = caster.apply(NO_KERNEL, dtype, op, args, kwargs, cast, id(self.tracer))
-            result = record(made, op, *args, **kwargs)
+            result = _recorded(made, OpCalled(op, args, kwargs), record)
         caster.note(result, OpCalled(op, args, kwargs))
         limit = made.decision.clamp
         if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
@@ -114,9 +166,21 @@ def interposed(caster: Caster) -> Iterator[None]:
         clamped = replace(made, site=SiteId(f"{made.site}/clamp"), facts=None, exact=unclamped)
         return record(clamped, torch.ops.aten.clamp.default, result, -limit, limit)
 
+    def custom(*args: Any, **kwargs: Any) -> Any:
+        mode = torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
+        if mode is None:
+            return custom_function_call(*args, **kwargs)
+        with _below(mode, caster), _without_pre_dispatch():
+            return custom_function_call(*args, **kwargs)
+
     ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign, assignment]
     try:
-        with mock.patch.object(TracerBase, "_filter_traceback_frames", _frames_of_the_model):
+        with (
+            mock.patch.object(TracerBase, "_filter_traceback_frames", _frames_of_the_model),
+            mock.patch.object(torch._export.utils, "_maybe_find_pre_dispatch_tf_mode_for_export", _nothing),
+            mock.patch.object(indexing, "mod_index", _index),
+            mock.patch.object(autograd_function, "custom_function_call", custom),
+        ):
             yield
     finally:
         ProxyTorchDispatchMode.__torch_dispatch__ = original  # type: ignore[method-assign]
@@ -128,6 +192,22 @@ def _frames_of_the_model(tracer: TracerBase, frames: StackSummary) -> StackSumma
     start = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
     kept = [f for f in frames[start:] if f.name == "forward" or not is_tool_file(f.filename)]
     return StackSummary.from_list(kept)
+
+
+def _recorded(made: OpRecord, called: OpCalled, record: Call) -> Any:
+    """What an op gives; one that writes into tensors that it is given is recorded as one that does not."""
+    returns = returning(called.op)
+    if returns is None:
+        return record(made, called.op, *called.args, **called.kwargs)
+    rest, outs, resized = written_into(called.op, called.args, called.kwargs)
+    result = record(made, returns, *called.args, **rest)
+    results = result if isinstance(result, list | tuple) else (result,)
+    write = OpRecord(made.decision, replayed=made.replayed)
+    for out, value, moved in zip(outs, results, resized, strict=True):
+        if moved:
+            record(write, torch.ops.aten.resize_.default, out, value.shape)
+        record(write, torch.ops.aten.copy_.default, out, value)
+    return tuple(outs) if isinstance(result, list | tuple) else outs[0]
 
 
 def _parts(

@@ -26,6 +26,7 @@ __all__ = [
     "selects",
     "short_name",
     "written_arguments",
+    "written_values",
 ]
 
 # Composite ops that end in one kernel, which rounds once: splitting them would show nothing more.
@@ -133,6 +134,13 @@ def is_view(op: OpOverload) -> bool:
 def selects(op: OpOverload) -> bool:
     """Whether the op only picks, moves or zeroes elements of its inputs."""
     return base_name(op) in _SELECTING
+
+
+def written_values(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a call writes to, given by position or by name; the members of a list one by one."""
+    names, given = argument_names(op), named_arguments(op, args, kwargs)
+    found = [given.get(names[position]) for position in written_arguments(op, args, kwargs)]
+    return [item for value in found for item in (value if isinstance(value, list | tuple) else (value,))]
 
 
 @cache

@@ -16,7 +16,9 @@ from ampaudit.sites import SiteNumbering
 from ampaudit.trace.caster import META_KEY, OpRecord
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
+from ampaudit.trace.objects import ObjectSource
 from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, selects
+from ampaudit.trace.sizes import sizes_of
 from ampaudit.trace.stack import source_lines
 
 __all__ = ["build_sites", "float_value"]
@@ -32,6 +34,8 @@ def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[S
     sites: list[Site] = []
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if isinstance(node.target, ObjectSource):
             continue
         if isinstance(node.target, OpOverload) and node.target.namespace == "prim":
             continue
@@ -72,7 +76,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
         op=name,
         role=role,
         dtype=value.dtype if value is not None else None,
-        shape=tuple(int(n) for n in value.shape) if value is not None else (),
+        shape=sizes_of(value),
         decision=record.decision if record else _UNSEEN,
         source=source,
         caller=caller,

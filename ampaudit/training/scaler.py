@@ -70,7 +70,14 @@ class LossScaler(GradScaler):
     def __init__(
         self, rule: LossScale, device: str = "cuda", *, enabled: bool = True, group: Any = None
     ) -> None:
-        super().__init__(device, init_scale=rule.start, enabled=enabled and rule.kind != "none")
+        super().__init__(
+            device,
+            init_scale=rule.start,
+            growth_factor=rule.growth,
+            backoff_factor=rule.backoff,
+            growth_interval=rule.interval,
+            enabled=enabled and rule.kind != "none",
+        )
         self.rule = rule
         self.group = group
         self._state = ScaleState(rule.start, 0, rule.lives)
@@ -79,6 +86,21 @@ class LossScaler(GradScaler):
     def state(self) -> ScaleState:
         """Where the scale stands."""
         return self._state
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by when it grows."""
+        super().set_growth_factor(new_factor)
+        self.rule = self.rule.model_copy(update={"growth": new_factor})
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by when it is lowered."""
+        super().set_backoff_factor(new_factor)
+        self.rule = self.rule.model_copy(update={"backoff": new_factor})
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the steps without overflow after which the scale grows."""
+        super().set_growth_interval(new_interval)
+        self.rule = self.rule.model_copy(update={"interval": new_interval})
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Torch's, and then the group's verdict on overflow."""
@@ -118,6 +140,8 @@ class LossScaler(GradScaler):
         overflow = sum(float(found) for found in verdicts) > 0
         self._state = next_state(self._state, self.rule, overflow)
         super().update(self._state.scale)
+        if self._growth_tracker is not None:
+            self._growth_tracker.fill_(self._state.good)
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's entries, and the lives left."""
@@ -129,14 +153,16 @@ class LossScaler(GradScaler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From this scaler's, or a plain GradScaler's, ``state_dict``."""
+        super().load_state_dict(state_dict)
         if not self.is_enabled():
             return
-        usual = {
-            "growth_factor": self.rule.growth,
-            "backoff_factor": self.rule.backoff,
-            "growth_interval": self.rule.interval,
-        }
-        super().load_state_dict(usual | {k: v for k, v in state_dict.items() if k not in usual})
+        self.rule = self.rule.model_copy(
+            update={
+                "growth": self.get_growth_factor(),
+                "backoff": self.get_backoff_factor(),
+                "interval": self.get_growth_interval(),
+            }
+        )
         patience = int(state_dict.get("patience", self.rule.lives))
         self._state = ScaleState(float(state_dict["scale"]), int(state_dict["_growth_tracker"]), patience)
 
