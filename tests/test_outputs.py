@@ -163,9 +163,8 @@ def test_a_file_name_is_the_same_uri_in_any_locale(cli: Callable[..., Any], tmp_
     report = saved_report()
     assert report.findings[0].source is not None
     source = replace(report.findings[0].source, file="/nowhere/mödel.py")
-    (tmp_path / "r.json").write_text(
-        as_file(replace(report, findings=(replace(report.findings[0], source=source),)), "json")
-    )
+    moved = replace(report, findings=(replace(report.findings[0], source=source),))
+    (tmp_path / "r.json").write_text(as_file(moved, "json"), encoding="utf-8")
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = cli("report", tmp_path / "r.json", "--format", "sarif", **ascii_only)
     assert done.returncode == 0, done.stderr
