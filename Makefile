@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint check browser charts schema docs aten bench clean
+.PHONY: demo test test-portable lint check browser charts schema docs aten bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2
+
+test-portable: $(VENV)/.dev
+	tools/portable.sh $(BIN)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

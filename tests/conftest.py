@@ -1,4 +1,4 @@
-"""Shared fixtures: fixed seeds, one thread per test process, no network."""
+"""Shared fixtures: fixed seeds, one thread per test process, no network; options for other machines."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("ampaudit", deadline=None)  # how long an example takes is a matter of the machine
+settings.load_profile("ampaudit")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+for _wish in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING"):
+    os.environ.pop(_wish, None)  # of this terminal: a test of one of them sets its own
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
+def _fixed_seed(pytestconfig: pytest.Config) -> None:
     import torch
 
     torch.manual_seed(0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(pytestconfig.getoption("--threads"))
 
 
 @pytest.fixture
-def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+def cli(pytestconfig: pytest.Config) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the program in a process of its own, as a user does."""
 
     def call(
@@ -35,9 +41,11 @@ def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(
             [sys.executable, "-m", "ampaudit", *map(str, arguments)],
             cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            env={**os.environ, "OMP_NUM_THREADS": str(pytestconfig.getoption("--threads")), **environment},
             capture_output=True,
-            text=True,
+            stdin=subprocess.DEVNULL,  # a terminal there would give its width
+            encoding="utf-8",
+            errors="backslashreplace",
             timeout=300,
             check=False,
         )
@@ -59,6 +67,8 @@ def model_file(tmp_path: Path) -> Callable[[str], Path]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh-golden", action="store_true", help="write tests/golden/ anew, to be reviewed")
+    parser.addoption("--threads", type=int, default=1, help="threads of torch in each test process")
+    parser.addoption("--no-onednn", action="store_true", help="torch's own kernels only, in test processes")
 
 
 @pytest.fixture
@@ -76,9 +86,11 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return compare
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    if config.getoption("--no-onednn"):
+        torch._C._set_mkldnn_enabled(False)  # torch.backends refuses once a test has locked the flags
     if torch.cuda.is_available():
         return
     for item in items:

@@ -29,6 +29,7 @@ from ampaudit.devices.catalogue import device_named
 from ampaudit.errors import InputError, UsageError
 from ampaudit.report.bench import BenchReport, BenchRow
 from ampaudit.report.bench_plot import plot_bench
+from ampaudit.report.bench_tables import bench_facts, bench_tables
 from ampaudit.report.bench_text import render_bench
 from ampaudit.report.jsonfile import to_json
 from ampaudit.source import Batch, ModelSource
@@ -54,10 +55,8 @@ def bert(train: bool) -> ModelSource:
 def resnet(train: bool) -> ModelSource:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(
-        embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 2, 2], layer_type="basic"
-    )
-    pixels = {"pixel_values": torch.randn(8, 3, 96, 96)}
+    config = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic")
+    pixels = {"pixel_values": torch.randn(4, 3, 48, 48)}
     made = source_of(ResNetForImageClassification(config).train(train), [pixels])
     return replace(made, loss=lambda output: output.logits.float().square().mean())
 
@@ -83,8 +82,29 @@ def test_the_peak_of_a_step_is_what_the_allocator_gave() -> None:
         return second.sum() + third.sum()
 
     step()
-    assert measured_peak(step, 0, CPU) == pytest.approx(12_000, abs=64)
-    assert measured_peak(step, 5_000, CPU) == pytest.approx(17_000, abs=64)
+    assert measured_peak(step, 0, CPU).total == pytest.approx(12_000, abs=64)
+    assert measured_peak(step, 5_000, CPU).total == pytest.approx(17_000, abs=64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workspace"), [("CompositeExplicitAutograd", 40_000), ("CompositeImplicitAutograd", 0)]
+)
+def test_what_a_kernel_takes_for_itself_is_told_apart(kind: str, workspace: int) -> None:
+    """An op of our own, as libraries choose kernels by the processor; a composite op is no kernel."""
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        own, out = torch.empty(10_000), torch.empty(1_000)
+        own.fill_(1.0)
+        return out.fill_(float(own[0]))
+
+    with torch.library._scoped_library("ampaudit_test", "DEF") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", kernel, kind)
+        step = lambda: torch.ops.ampaudit_test.op(torch.ones(500))  # noqa: E731
+        step()
+        found = measured_peak(step, 0, CPU)
+    assert found.total == pytest.approx(2_000 + 40_000 + 4_000, abs=64)
+    assert found.workspace == pytest.approx(workspace, abs=64)
 
 
 def test_bytes_held_count_shared_memory_once() -> None:
@@ -99,24 +119,25 @@ def test_bytes_held_count_shared_memory_once() -> None:
 
 
 ALL = "fp32,autocast,half,bf16,converted"
-# float16 convolutions of a CPU take memory inside their kernels, which nobody can see from outside
-FOUR = {
-    "bert": (bert, ALL, False), "bert training": (bert, ALL, True),
-    "text training": (example("training/text.py"), ALL, True),
-    "resnet": (resnet, "fp32,bf16", False), "resnet training": (resnet, "fp32,bf16", True),
-    "digits training": (example("training/digits.py"), "fp32,bf16", True),
+MODELS = {
+    "bert": (bert, False), "bert training": (bert, True),
+    "resnet": (resnet, False), "resnet training": (resnet, True),
+    "text training": (example("training/text.py"), True),
+    "digits training": (example("training/digits.py"), True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("made", "modes", "train"), FOUR.values(), ids=FOUR)
-def test_memory_is_predicted_within_a_tenth(
-    made: Callable[[bool], ModelSource], modes: str, train: bool
+@pytest.mark.parametrize(("made", "train"), MODELS.values(), ids=MODELS)
+def test_memory_is_predicted_but_for_what_kernels_take(
+    made: Callable[[bool], ModelSource], train: bool
 ) -> None:
-    for mode, row in rows_of(made(train), modes, train=train).items():
+    """What kernels take for themselves differs between processors; all the rest is predicted, on any."""
+    for mode, row in rows_of(made(train), ALL, train=train).items():
         assert row.status == "ok", row.note
         assert row.memory is not None, row.note
         assert row.peak_bytes is not None
-        assert row.peak_bytes == pytest.approx(row.memory.peak, rel=0.1), mode
+        assert row.workspace_bytes is not None
+        assert row.peak_bytes - row.workspace_bytes == pytest.approx(row.memory.peak, rel=0.02), mode
 
 
 def test_weights_gradients_and_states_are_exact() -> None:
@@ -266,7 +287,9 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
     assert set(sizes) == {"fp32", "half"}  # a graph is for one size
     assert sizes["half"] > 1.8 * sizes["fp32"] > 0
     at = bench_source(bert(False), replace(settings, sizes=(sizes["fp32"],), modes=["fp32"], max_batch=False))
-    assert at.rows[0].peak_bytes == pytest.approx(20e6, rel=0.1)
+    own = at.rows[0].workspace_bytes or 0
+    # the size is found to 1/32
+    assert (at.rows[0].peak_bytes or 0) - own == pytest.approx(20e6, rel=1 / 32 + 0.02)
 
 
 # batches
@@ -389,6 +412,16 @@ def test_the_table_fits_and_says_it_all(report: BenchReport) -> None:
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_what_kernels_took_stands_in_the_table(report: BenchReport) -> None:
+    rows = tuple(replace(row, workspace_bytes=0) for row in report.rows)
+    table, own = bench_tables(replace(report, rows=rows))[1], replace(rows[0], workspace_bytes=3_000_000)
+    other = replace(report, rows=(own, *rows[1:]))
+    assert "workspace" not in table.heads
+    assert bench_tables(other)[1].heads[-1] == "workspace"
+    assert [row[-1] for row in bench_tables(other)[1].rows] == ["3 MB", ""]
+    assert "Workspace" in dict(bench_facts(other))
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_picture_is_written(report: BenchReport, tmp_path: Path, suffix: str) -> None:
     plot_bench(report, tmp_path / f"bench{suffix}")
@@ -466,7 +499,8 @@ def test_the_experiment_runs_in_small(cli: Cli, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     fp32, bf16 = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert fp32["memory"]["weights"] > 4 * 4_008_829  # and the running statistics of its norms
-    assert bf16["peak_bytes"] < 0.6 * fp32["peak_bytes"]
+    tensors = [row["peak_bytes"] - row["workspace_bytes"] for row in (fp32, bf16)]
+    assert tensors[1] < 0.6 * tensors[0]
 
 
 @pytest.mark.parametrize("form", ["html", "markdown", "csv", "json"])

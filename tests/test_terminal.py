@@ -42,7 +42,7 @@ def on_a_terminal(*arguments: object, cwd: Path | None = None, **environment: st
         written += part
     os.close(leader)
     process.wait(timeout=60)
-    return written.decode()
+    return written.decode(errors="backslashreplace")
 
 
 def test_colour_on_a_terminal_and_none_with_no_color() -> None:
@@ -76,8 +76,8 @@ def test_letters_that_a_terminal_lacks_are_replaced(name: str, encoding: str) ->
 
 
 def test_other_letters_become_escapes(tmp_path: Path) -> None:
-    text = (PLACE / "overflow.json").read_text().replace("blocks.1.wo", "blöcke.漢🙂")
-    (tmp_path / "r.json").write_text(text)
+    text = (PLACE / "overflow.json").read_text(encoding="utf-8").replace("blocks.1.wo", "blöcke.漢🙂")
+    (tmp_path / "r.json").write_text(text, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "ampaudit", "report", str(tmp_path / "r.json")],
         capture_output=True,
@@ -93,7 +93,8 @@ def test_every_mark_of_ours_has_an_ascii_form() -> None:
         assert mark.encode("ascii", _HANDLER).decode() == plain
     root = Path(__file__).parents[1] / "ampaudit"
     printed = "".join(
-        (root / "report" / name).read_text() for name in ("training_text.py", "text.py", "tables.py")
+        (root / "report" / name).read_text(encoding="utf-8")
+        for name in ("training_text.py", "text.py", "tables.py")
     )
     strings = re.findall(r'"[^"\n]*"', printed)
     marks = {letter for text in strings for letter in text if ord(letter) > 127}

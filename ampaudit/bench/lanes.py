@@ -48,10 +48,11 @@ def prepared(mode: str, subject: Subject, size: int) -> Lane:
         for _ in range(2):
             built.step(batch)
         held = live_bytes(built.model, built.optimizer)
-        peak = measured_peak(lambda: built.step(batch), held, subject.device) - before
+        peak = measured_peak(lambda: built.step(batch), held, subject.device)
         lane.built, lane.batch = built, batch
         lane.output = tuple(t.detach().float().cpu() for t in _floats(output))
-        row = replace(row, how=built.how, peak_bytes=peak, metric=_metric(subject, output))
+        row = replace(row, how=built.how, peak_bytes=peak.total - before, workspace_bytes=peak.workspace)
+        row = replace(row, metric=_metric(subject, output))
         lane.row = _with_prediction(row, built, subject)
     except NotSupported as error:
         lane.row = replace(row, status="not supported", note=str(error))

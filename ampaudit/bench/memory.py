@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._C._profiler import _EventType as EventType
 
 from ampaudit.training.runs import state_of
 
-__all__ = ["live_bytes", "measured_peak", "storage_bytes"]
+__all__ = ["Peak", "live_bytes", "measured_peak", "storage_bytes"]
 
 
 def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -25,7 +28,22 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def measured_peak(step: Callable[[], object], held: int, device: torch.device) -> int:
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Most bytes that were allocated at once during a step.
+
+    Attributes:
+        total: all of them.
+        workspace: how many of them kernels took for themselves: what the peak would be lower by without them.
+            Libraries choose kernels by the processor (oneDNN packs weights for AMX), so it differs between
+            machines; the rest does not. ``None`` on a GPU, where it cannot be told apart.
+    """
+
+    total: int
+    workspace: int | None
+
+
+def measured_peak(step: Callable[[], object], held: int, device: torch.device) -> Peak:
     """Most bytes that were allocated during a step.
 
     On a GPU, torch's own count. On a CPU, ``held`` bytes that were there before, and the highest sum of what
@@ -36,20 +54,65 @@ def measured_peak(step: Callable[[], object], held: int, device: torch.device) -
         torch.cuda.reset_peak_memory_stats(device)
         step()
         torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device))
-    return held + _profiled(step)
+        return Peak(int(torch.cuda.max_memory_allocated(device)), None)
+    calls = _profiled(step)
+    total = _most(calls)
+    return Peak(held + total, total - _most(_of_tensors(calls)))
 
 
-def _profiled(step: Callable[[], object]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of the allocator: when, where, the bytes (negative if freed), and when its kernel ends."""
+
+    time: int
+    size: int
+    address: int
+    kernel_end: int
+
+
+def _profiled(step: Callable[[], object]) -> list[_Call]:
+    """The calls of the allocator in their order, those that free first."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of its start and end
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
         step()
     results = profiler.profiler.kineto_results
-    calls = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
-    now = most = 0
-    for _, count in calls:
-        now += count
-        most = max(most, now)
-    return most
+    kernels, calls = _kernels(), list[_Call]()
+    todo = [(event, 0) for event in results.experimental_event_tree()]
+    while todo:
+        event, kernel_end = todo.pop()
+        fields = event.typed[1]
+        if event.tag == EventType.Allocation:
+            calls.append(_Call(event.start_time_ns, fields.alloc_size, fields.ptr, kernel_end))
+        elif not kernel_end and event.tag == EventType.TorchOp and event.name in kernels:
+            kernel_end = event.end_time_ns
+        todo += [(child, kernel_end) for child in event.children]
+    return sorted(calls, key=lambda call: (call.time, call.size))
+
+
+def _kernels() -> frozenset[str]:
+    """The ops that compute; not those that only call other ops, whose own tensors a prediction sees."""
+    composite = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    every = torch._C._dispatch_get_all_op_names()
+    return frozenset(_without_overload(every)) - set(_without_overload(composite))
+
+
+def _without_overload(names: Iterable[str]) -> Iterator[str]:
+    return (name.split(".")[0] for name in names)
+
+
+def _of_tensors(calls: list[_Call]) -> list[_Call]:
+    """The calls but for those of memory that a kernel gave back before it was done."""
+    kept = dict(enumerate(calls))
+    alive: dict[int, int] = {}
+    for index, call in enumerate(calls):
+        if call.size > 0:
+            alive[call.address] = index
+        elif (made := alive.pop(call.address, None)) is not None and call.time <= calls[made].kernel_end:
+            del kept[made], kept[index]
+    return list(kept.values())
+
+
+def _most(calls: list[_Call]) -> int:
+    return max(itertools.accumulate((call.size for call in calls), initial=0))

@@ -130,6 +130,7 @@ def _modes(report: BenchReport) -> Iterable[Mapping[str, Cell]]:
         "most",
         "per_second",
         "peak_bytes",
+        "workspace_bytes",
         "sqnr_db",
         "at_best",
     )

@@ -135,7 +135,7 @@ def _artifact(file: str) -> dict[str, str]:
     """Relative to the root of the sources, where code hosts look; else an absolute URI."""
     path = Path(relative_path(file))
     if path.is_absolute():
-        return {"uri": path.as_uri()}
+        return {"uri": f"file://{quote(path.as_posix())}"}  # Path.as_uri takes the locale's encoding
     return {"uri": quote(path.as_posix()), "uriBaseId": _ROOT}
 
 

@@ -77,6 +77,8 @@ class BenchRow:
         least: shortest step.
         most: longest step.
         peak_bytes: measured: on a GPU what was allocated at most, on a CPU the same of torch's allocator.
+        workspace_bytes: how much of that peak kernels took for themselves, which depends on the processor and
+            is not predicted; null on a GPU, where it cannot be told apart.
         memory: the predicted split at the peak, from a run on tensors without data; null if that failed.
         work: predicted operations and bytes of a step; null if that failed.
         at_best: seconds that the device named by ``--for`` needs at least: a roofline estimate.
@@ -94,6 +96,7 @@ class BenchRow:
     least: float | None = None
     most: float | None = None
     peak_bytes: int | None = None
+    workspace_bytes: int | None = None
     memory: Memory | None = None
     work: Work | None = None
     at_best: float | None = None

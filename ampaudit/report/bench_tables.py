@@ -83,14 +83,18 @@ def _accuracy(row: BenchRow) -> str:
 
 def _split(title: str, rows: Sequence[BenchRow]) -> BenchTable:
     made = []
+    workspace = any(row.workspace_bytes for row in rows)
     for row in rows:
         if row.memory is None:
             continue
         parts = (getattr(row.memory, part) for part in PARTS)
         peak = row.memory.peak
         ratio = f"{row.peak_bytes / peak:.0%}" if row.peak_bytes and peak else ""
-        made.append((row.mode, *(size_of(part) if part else "" for part in parts), size_of(peak), ratio))
-    return BenchTable(title, ("mode", *PARTS, "peak", "measured"), tuple(made))
+        sizes = (size_of(part) if part else "" for part in parts)
+        own = (size_of(row.workspace_bytes) if row.workspace_bytes else "",) if workspace else ()
+        made.append((row.mode, *sizes, size_of(peak), ratio, *own))
+    heads = ("mode", *PARTS, "peak", "measured", *(("workspace",) if workspace else ()))
+    return BenchTable(title, heads, tuple(made))
 
 
 def _work(title: str, rows: Sequence[BenchRow], target: str | None) -> BenchTable:
@@ -124,6 +128,11 @@ def bench_facts(report: BenchReport) -> Iterable[tuple[str, str]]:
         "Memory",
         "activations: all that is not named, casts of weights and temporaries, too; measured: of the peak",
     )
+    if any(row.workspace_bytes for row in report.rows):
+        yield (
+            "Workspace",
+            "part of the measured peak that kernels of this CPU took for themselves: not predicted",
+        )
     if report.interrupted:
         yield "Note", "interrupted: what was finished is here"
     for note in report.notes:

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# The tests under the settings of other machines: processors, threads, locales, terminals, homes, orders.
+# tools/portable.sh BIN [PART...]: parts are plain (what continuous integration runs), numeric, threads, text
+# and orders; all but the first by default.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+bin=$(realpath "$1")
+shift
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(numeric threads text orders)
+
+# what computes, so that the processor and its libraries could matter; what is written for people
+numeric=(tests/test_{bounds,evidence,findings,gradients,measure,models,oracle_ops,origins,prepare,proofs,run,scaler,storage,tail,unusual_models}.py)
+memory=(tests/test_bench.py -k "predicted or kernel or peak or bytes")
+text=(tests/test_{bad_input,cli,files,golden,outputs,report,rules_cli,saved,terminal}.py)
+home=$(mktemp -d)
+trap 'rm -rf "$home"' EXIT
+mkdir "$home/with spaces ü"
+failed=()
+
+# setting NAME [VARIABLE=VALUE | -u VARIABLE]... -- PYTEST ARGUMENTS
+setting() {
+    local name=$1 variables=()
+    shift
+    while [ "$1" != -- ]; do variables+=("$1"); shift; done
+    shift
+    echo "== $name"
+    env "${variables[@]}" "$bin/python" -m pytest -q -n 2 "$@" || failed+=("$name")
+}
+
+for part in "${parts[@]}"; do
+    case $part in
+    plain) # what continuous integration runs: no vector instructions, none of oneDNN's kernels
+        setting "plain kernels" ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 -- "${numeric[@]}" --no-onednn
+        setting "plain kernels, memory" ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 -- "${memory[@]}" --no-onednn
+        ;;
+    numeric)
+        for pair in "default SSE41" "avx2 AVX2" "avx512 AVX512_CORE" "avx512 AVX512_CORE_AMX"; do
+            read -r aten onednn <<<"$pair"
+            setting "ATen $aten, oneDNN $onednn" ATEN_CPU_CAPABILITY="$aten" ONEDNN_MAX_CPU_ISA="$onednn" -- "${numeric[@]}"
+            setting "ATen $aten, oneDNN $onednn, memory" ATEN_CPU_CAPABILITY="$aten" ONEDNN_MAX_CPU_ISA="$onednn" -- "${memory[@]}"
+        done
+        setting "no oneDNN" ATEN_CPU_CAPABILITY=default -- "${numeric[@]}" --no-onednn
+        setting "no oneDNN, memory" ATEN_CPU_CAPABILITY=default -- "${memory[@]}" --no-onednn
+        ;;
+    threads)
+        for count in 2 16; do setting "$count threads" OMP_NUM_THREADS=$count -- "${numeric[@]}" --threads $count; done
+        ;;
+    text)
+        setting "ASCII" -u LANG LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 -- "${text[@]}"
+        setting "narrow, no colour" COLUMNS=40 TERM=dumb NO_COLOR=1 -- "${text[@]}"
+        setting "wide, colour, CI" COLUMNS=300 FORCE_COLOR=1 CI=true -- "${text[@]}"
+        setting "Kathmandu" TZ=Asia/Kathmandu -- "${text[@]}"
+        setting "no home" -u HOME -- "${text[@]}"
+        setting "a home that does not exist" HOME=/nonexistent -- "${text[@]}"
+        setting "temporary files with spaces" TMPDIR="$home/with spaces ü" -- "${text[@]}"
+        usual=$(umask)
+        umask 077
+        setting "umask 077" -- "${text[@]}"
+        umask "$usual"
+        clone="$home/clone ü"
+        git clone --quiet . "$clone"
+        pushd "$clone" >/dev/null
+        setting "a path with spaces" PYTHONPATH="$clone" -- "${text[@]}"
+        popd >/dev/null
+        ;;
+    orders)
+        for seed in 1 2 3; do setting "order $seed" PYTHONHASHSEED=$seed -- "${numeric[@]}" "${text[@]}" --randomly-seed=$seed; done
+        ;;
+    *) echo "no such part: $part (plain, numeric, threads, text, orders)" >&2; exit 2 ;;
+    esac
+done
+[ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }
