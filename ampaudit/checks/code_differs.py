@@ -42,7 +42,7 @@ def _severity(context: CheckContext, seen: OutputDifference) -> Severity | None:
     """An error where the code spoils an output, a warning where it adds more error than rounding does."""
     code, limit = context.record.code, context.min_sqnr
     mostly = 2 * seen.code_err_sq >= seen.err_sq
-    if seen.problem is not None or seen.code_sqnr_db < limit or (mostly and seen.sqnr_db < limit):
+    if seen.problem is not None or (seen.sqnr_db < limit and (mostly or seen.code_sqnr_db < limit)):
         return Severity.ERROR
     if seen.agrees or code.place is None:
         return None  # FP32's own noise
