@@ -10,11 +10,15 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch import fx
+from torch.utils import _pytree as pytree
 
 from ampaudit.run.flat import flat_pair
+from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.program import widened
 from ampaudit.run.step import LOWER, Step
+from ampaudit.trace.functional import OnCopy, overload_of
 
 __all__ = ["Backend", "Emulated", "Native", "Reference", "choose_backend"]
 
@@ -128,14 +132,10 @@ class Emulated(Reference):
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
     ) -> Any:
         """The op in float32, its 16-bit outputs rounded; a mutated argument is rounded in place."""
-        if step.bitwise:
-            return _native_and_back(step, args, kwargs)
+        if step.low_precision:
+            return _in_true_dtypes(step, args, kwargs)
         result = step.target(*args, **kwargs)
-        if step.mutates:
-            for position in step.mutates:
-                written = args[position]
-                if isinstance(written, torch.Tensor) and step.dtypes[0] in LOWER:
-                    _round_blocks(written, written, step.dtypes[0], measure)
+        if _round_written(step, args, result, measure):
             return result
         if not step.lowered or not step.makes_values:
             return result
@@ -214,6 +214,17 @@ def _round_result(
     return _round_blocks(tensor, tensor, dtype, measure)
 
 
+def _round_written(step: Step, args: tuple[Any, ...], result: Any, measure: BlockMeasure | None) -> bool:
+    """Round what the op wrote to, where it lies; whether its result is one of these."""
+    nodes = {p: n for p in step.mutates if p < len(args) and isinstance(n := step.node.args[p], fx.Node)}
+    is_result = any(result is args[position] for position in nodes)
+    for position, node in nodes.items():
+        dtype = getattr(node.meta.get("val"), "dtype", None)
+        if dtype in LOWER:
+            _round_blocks(args[position], args[position], dtype, measure if is_result else None)
+    return is_result
+
+
 def _shares_memory(address: int, values: Iterable[Any]) -> bool:
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -242,12 +253,27 @@ def _round_blocks(
     return into
 
 
-def _native_and_back(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op on bits: give it the true dtype, then return to the carrier."""
-    inputs = iter(step.node.all_input_nodes)
-    true = [
-        a.to(next(inputs).meta["val"].dtype) if isinstance(a, torch.Tensor) else step.node.args[i]
-        for i, a in enumerate(args)
-    ]
-    result = step.target(*true, **kwargs)
-    return result.float() if isinstance(result, torch.Tensor) and result.dtype in LOWER else result
+def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give an op tensors of its true dtypes, then return to carriers."""
+    template = pytree.tree_leaves((step.args, step.kwargs))
+    values, structure = pytree.tree_flatten((args, kwargs))
+    true = [_as_in_graph(*pair) for pair in zip(template, values, strict=True)]
+    true_args, true_kwargs = pytree.tree_unflatten(true, structure)
+    op = overload_of(step.target)
+    assert op is not None
+    if isinstance(step.target, OnCopy):
+        true_args = (true_args[0].clone(), *true_args[1:])
+    result = call_in_low_precision(op, true_args, true_kwargs)
+    for position in step.mutates:
+        args[position].copy_(true_args[position])
+    if step.mutates:
+        return args[step.mutates[0]]
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in LOWER else t, result)
+
+
+def _as_in_graph(template: Any, value: Any) -> Any:
+    """A carrier in the dtype of its node; a constant as the graph has it."""
+    if not isinstance(template, fx.Node):
+        return template
+    dtype = getattr(template.meta.get("val"), "dtype", None)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and dtype in LOWER else value

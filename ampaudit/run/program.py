@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from ampaudit.run.aliases import written_nodes
+from ampaudit.run.low_precision import differs_from_one_rounding
 from ampaudit.run.step import LOWER, Step
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
@@ -91,6 +93,8 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
     value = node.meta.get("val")
     outputs = value if isinstance(value, list | tuple) else (value,)
     args, kwargs = _placed(node.args, device), _placed(dict(node.kwargs), device)
+    dtypes = tuple(getattr(item, "dtype", None) for item in outputs)
+    random = overload is not None and _draws(overload, args, kwargs) and not _shows(site)
     return Step(
         node=node,
         target=target,
@@ -99,12 +103,21 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
         kwargs=kwargs,
         wide_args=widened(args),
         wide_kwargs=widened(kwargs),
-        dtypes=tuple(getattr(item, "dtype", None) for item in outputs),
+        dtypes=dtypes,
         mutates=mutated_arguments(overload) if overload and not isinstance(target, OnCopy) else (),
-        random=overload is not None and _draws(overload, args, kwargs) and not _shows(site),
-        bitwise=overload is not None and str(overload) in ("aten.view.dtype", "aten.nextafter.default"),
+        random=random,
+        low_precision=overload is not None and not random and _in_low_precision(node, overload),
         frees=frees,
     )
+
+
+def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
+    """Whether the emulated run must call the op on 16-bit tensors."""
+    values = (source.meta.get("val") for source in (node, *node.all_input_nodes))
+    if not any(getattr(v, "dtype", None) in LOWER for v in pytree.tree_leaves(list(values))):
+        return False
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    return differs_from_one_rounding(op, args, kwargs)
 
 
 def widened(value: Any) -> Any:

@@ -41,7 +41,7 @@ class Step:
         dtypes: dtypes of its outputs in the converted model, ``None`` where an output is no tensor.
         mutates: positions of the arguments that it writes to.
         random: whether it draws random numbers.
-        bitwise: whether it looks at the bits of a float, so that emulation cannot run it.
+        low_precision: whether one float32 call and one rounding is not what it does in 16 bits.
         frees: nodes whose value nobody needs after this step.
     """
 
@@ -55,7 +55,7 @@ class Step:
     dtypes: tuple[torch.dtype | None, ...]
     mutates: tuple[int, ...]
     random: bool
-    bitwise: bool
+    low_precision: bool
     frees: tuple[fx.Node, ...]
 
     @property

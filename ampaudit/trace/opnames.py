@@ -22,6 +22,7 @@ __all__ = [
     "mutated_arguments",
     "named_arguments",
     "op_name",
+    "rounds_once",
     "selects",
     "short_name",
 ]
@@ -42,9 +43,13 @@ _ONE_KERNEL = frozenset(
     broadcast_tensors broadcast_to atleast_1d atleast_2d atleast_3d hstack vstack dstack column_stack
     item size dim numel is_floating_point is_complex is_nonzero conj resolve_conj resolve_neg real imag
     mT mH adjoint matrix_H numpy_T data requires_grad_ result_type promote_types isfinite isreal isclose
-    argsort argwhere sum_to_size fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix
+    argsort argwhere sum_to_size fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix convolution
+    _convolution
     """.split()
 )
+
+# Kept whole as well, but what they consist of rounds several times on every device.
+_SEVERAL_ROUNDINGS = frozenset({"cdist", "einsum", "rnn_relu_cell", "rnn_tanh_cell"})
 
 # Ops whose outputs are elements of their inputs, or zero: nothing can overflow or be rounded there.
 _SELECTING = frozenset(
@@ -113,6 +118,12 @@ def is_composite(op: OpOverload) -> bool:
 def kept_whole(op: OpOverload) -> bool:
     """Whether a composite op stays one site when no rule mentions it."""
     return base_name(op) in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
+
+
+@cache
+def rounds_once(op: OpOverload) -> bool:
+    """Whether a composite op ends in one kernel, whose result is rounded once."""
+    return base_name(op) in _ONE_KERNEL - _SEVERAL_ROUNDINGS
 
 
 @cache
