@@ -13,11 +13,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ampaudit.run.components import rounded_components
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.program import widened
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.step import LOWER, Step, widened_tensor
 from ampaudit.trace.functional import OnCopy, overload_of
 
 __all__ = ["Backend", "Emulated", "Native", "Reference", "choose_backend"]
@@ -59,7 +60,7 @@ class Reference:
     def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Float32 for 16-bit tensors, the tensor itself otherwise."""
         del dtype
-        return tensor.float() if tensor.dtype in LOWER else tensor
+        return widened_tensor(tensor)
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with float32 for 16-bit dtypes, and as they were before the policy changed any."""
@@ -103,7 +104,7 @@ class Emulated(Reference):
 
     def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """A float32 carrier of the rounded tensor."""
-        return rounded(tensor, dtype) if tensor.is_floating_point() else tensor
+        return rounded(tensor, dtype)
 
     def held_result(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
@@ -170,7 +171,7 @@ class Native:
         if not step.random or not step.lowered:
             return step.target(*args, **kwargs)
         wide, wide_kwargs = widened(args), widened(kwargs)
-        wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype in LOWER else a for a in wide]
+        wide = [widened_tensor(a) if isinstance(a, torch.Tensor) else a for a in wide]
         result = step.target(*wide, **wide_kwargs)
         return result.to(step.dtypes[0]) if isinstance(result, torch.Tensor) else result
 
@@ -192,9 +193,11 @@ def choose_backend(device: torch.device) -> Emulated | Native:
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Round to a 16-bit format and return to float32, in a new tensor; other dtypes pass unchanged."""
+    """Round to a 16-bit format and return to its carrier, in a new tensor; other dtypes pass unchanged."""
+    if tensor.is_complex():
+        return rounded_components(tensor) if dtype is torch.complex32 else widened_tensor(tensor)
     if dtype not in LOWER or not tensor.is_floating_point():
-        return tensor.float() if tensor.dtype in LOWER else tensor
+        return widened_tensor(tensor)
     if tensor.dtype is not torch.float32:
         return tensor.to(dtype).float()
     return _round_blocks(tensor, torch.empty_like(tensor), dtype)
@@ -268,12 +271,16 @@ def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         args[position].copy_(true_args[position])
     if step.mutates:
         return args[step.mutates[0]]
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in LOWER else t, result)
+    dtypes = iter(step.dtypes)
+    return pytree.tree_map(
+        lambda item: rounded(item, next(dtypes)) if isinstance(item, torch.Tensor) else item, result
+    )
 
 
 def _as_in_graph(template: Any, value: Any) -> Any:
-    """A carrier in the dtype of its node; a constant as the graph has it."""
+    """A carrier of real numbers in the dtype of its node; a constant as the graph has it."""
     if not isinstance(template, fx.Node):
         return template
     dtype = getattr(template.meta.get("val"), "dtype", None)
-    return value.to(dtype) if isinstance(value, torch.Tensor) and dtype in LOWER else value
+    real = isinstance(value, torch.Tensor) and not value.is_complex()
+    return value.to(dtype) if real and dtype in LOWER else value

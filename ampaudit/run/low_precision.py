@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.run.accumulation import accumulated, accumulates
+from ampaudit.run.fourier import half_fourier
 from ampaudit.run.step import LOWER
+from ampaudit.trace.fourier import is_fourier
 from ampaudit.trace.opnames import (
     base_name,
     is_view,
@@ -54,7 +56,7 @@ def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dic
     """Whether a call with these (fake) arguments must see 16-bit tensors to come out as on a device."""
     if op.namespace != "aten":
         return False
-    if str(op) == "aten.view.dtype" or _runs_natively(op) or accumulates(op, args, kwargs):
+    if is_fourier(op) or str(op) == "aten.view.dtype" or _runs_natively(op) or accumulates(op, args, kwargs):
         return True
     if is_view(op) or _parts(op) is None:
         return False
@@ -70,7 +72,12 @@ def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dic
 
 
 def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op's result on tensors in their true dtypes, each op inside computed in float32 and rounded."""
+    """The op's result on tensors in their true dtypes, each op inside computed in float32 and rounded.
+
+    Complex numbers are complex64 here whatever they are in the graph.
+    """
+    if is_fourier(op):
+        return half_fourier(op, args, kwargs)
     return _InnerOps().call(op, args, kwargs)
 
 

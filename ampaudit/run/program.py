@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.run.aliases import written_nodes
 from ampaudit.run.low_precision import differs_from_one_rounding
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.step import LOWER, WIDE, Step
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import argument_names, mutated_arguments, named_arguments
@@ -121,8 +121,8 @@ def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
 
 
 def widened(value: Any) -> Any:
-    """Arguments with float32 in the place of every 16-bit dtype constant; tensors and nodes pass."""
-    return _mapped(value, lambda v: torch.float32 if isinstance(v, torch.dtype) and v in LOWER else v)
+    """Arguments with the carrier of every 16-bit dtype constant in its place; tensors and nodes pass."""
+    return _mapped(value, lambda v: WIDE[v] if isinstance(v, torch.dtype) and v in LOWER else v)
 
 
 def _placed(value: Any, device: torch.device) -> Any:

@@ -12,9 +12,16 @@ from torch import fx
 from ampaudit.trace.caster import META_KEY
 from ampaudit.trace.graph import Role, Site
 
-__all__ = ["LOWER", "Step", "differentiable"]
+__all__ = ["LOWER", "WIDE", "Step", "differentiable", "widened_tensor"]
 
-LOWER = (torch.float16, torch.bfloat16)
+# the 16-bit dtypes (per component), and what carries them in emulation
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+LOWER = tuple(WIDE)
+
+
+def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A 16-bit tensor in float32, or complex64; another one as it is."""
+    return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
 
 
 def differentiable(node: fx.Node) -> bool:
@@ -75,7 +82,7 @@ class Step:
 
     @property
     def observed(self) -> bool:
-        """Whether the step makes floating-point values that have not been seen yet."""
+        """Whether the step makes real or complex values that have not been seen yet."""
         if self.site is None or not self.makes_values:
             return False
-        return any(dtype is not None and dtype.is_floating_point for dtype in self.dtypes)
+        return any(d is not None and (d.is_floating_point or d.is_complex) for d in self.dtypes)

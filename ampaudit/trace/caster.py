@@ -31,7 +31,7 @@ from ampaudit.trace.opnames import (
     short_name,
 )
 
-__all__ = ["META_KEY", "NO_KERNEL", "Call", "Caster", "OpRecord"]
+__all__ = ["HALF_FOURIER", "META_KEY", "NO_KERNEL", "Call", "Caster", "OpRecord"]
 
 META_KEY = "ampaudit"  # of a node's metadata: its OpRecord
 
@@ -43,6 +43,12 @@ INSIDE = Decision(
 )
 NO_KERNEL = Decision(
     Cast.FORBID, None, "no-kernel", "torch has no 16-bit kernel for it; the audit went on in float32"
+)
+HALF_FOURIER = Decision(
+    Cast.FOLLOW,
+    None,
+    "no-kernel",
+    "a CPU has no float16 kernel for it; the audit does what CUDA's does",
 )
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
@@ -188,6 +194,8 @@ class Caster:
             kwargs = _lowered_dtype(op, kwargs, dtype)
 
         def convert(value: Any, to: torch.dtype | None) -> Any:
+            if kind is Cast.FORBID and getattr(value, "dtype", None) is torch.complex32:
+                return cast(value, torch.complex64)
             if to is None or not _castable(value) or value.dtype == to or any(value is w for w in written):
                 return value
             key = (id(value), self._writes[_storage(value)], to, tracer_id)

@@ -22,9 +22,10 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ampaudit.replay import INSERTED, replayed_meta
 from ampaudit.sites import SiteId
-from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, NO_KERNEL, Caster, OpRecord
+from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, META_KEY, NO_KERNEL, Call, Caster, OpRecord
 from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
+from ampaudit.trace.fourier import is_fourier, record_half_fourier
 
 __all__ = ["interposed"]
 
@@ -53,14 +54,19 @@ def interposed(caster: Caster) -> Iterator[None]:
             # it pins the dtype of the trace that made it; under a policy the dtypes are ours to say
             return None
 
-        def record(what: OpRecord, target: OpOverload, *call_args: Any, **call_kwargs: Any) -> Any:
+        def record(
+            what: OpRecord, target: OpOverload, *call_args: Any, by: Call | None = None, **call_kwargs: Any
+        ) -> Any:
             # the flags that the author's code reads must not make autocast act below the tracer
             what = replace(what, no_grad=not _with_gradients())
             nodes = self.tracer.graph.nodes
             last = next(iter(reversed(nodes)), None)
             try:
                 with torch._C._DisableAutocast():
-                    result = original(self, target, types, call_args, call_kwargs)
+                    if by is not None:
+                        result = by(self, target, call_args, call_kwargs)
+                    else:
+                        result = original(self, target, types, call_args, call_kwargs)
             except (RuntimeError, NotImplementedError):
                 for node in list(itertools.takewhile(lambda n: n is not last, reversed(nodes))):
                     self.tracer.graph.erase_node(node)
@@ -99,9 +105,14 @@ def interposed(caster: Caster) -> Iterator[None]:
         except (RuntimeError, NotImplementedError) as error:
             if not _NO_KERNEL.search(str(error)):
                 raise
-            made = replace(made, decision=NO_KERNEL)
-            op, args, kwargs = caster.apply(NO_KERNEL, dtype, op, args, kwargs, cast, id(self.tracer))
-            result = record(made, op, *args, **kwargs)
+            result = NotImplemented
+            if is_fourier(op):
+                half = replace(made, decision=HALF_FOURIER)
+                result = record(half, op, *args, by=record_half_fourier, **kwargs)
+            if result is NotImplemented:
+                made = replace(made, decision=NO_KERNEL)
+                op, args, kwargs = caster.apply(NO_KERNEL, dtype, op, args, kwargs, cast, id(self.tracer))
+                result = record(made, op, *args, **kwargs)
         caster.note(result, OpCalled(op, args, kwargs))
         limit = made.decision.clamp
         if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
