@@ -21,8 +21,10 @@ from ampaudit.run.accumulation import accumulated, accumulates
 from ampaudit.run.fourier import half_fourier
 from ampaudit.run.step import LOWER
 from ampaudit.trace.fourier import is_fourier
+from ampaudit.trace.inner import on_meta
 from ampaudit.trace.opnames import (
     base_name,
+    composite_kernel,
     is_view,
     mutated_arguments,
     named_arguments,
@@ -45,11 +47,6 @@ _IN_OWN_TYPE = frozenset(
     nan_to_num nan_to_num_ nextafter nextafter_ put put_ segment_reduce
     """.split()
 )
-_COMPOSITE = (
-    ("CompositeImplicitAutograd", DispatchKey.CompositeImplicitAutograd),
-    ("CompositeExplicitAutograd", DispatchKey.CompositeExplicitAutograd),
-    ("CompositeExplicitAutogradNonFunctional", DispatchKey.CompositeExplicitAutogradNonFunctional),
-)
 
 
 def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -65,7 +62,7 @@ def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dic
     counter = _InnerOps(run=False)
     try:
         with torch.no_grad():
-            counter.call(op, *pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs)))
+            counter.call(op, *pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs)))
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return True  # what it calls depends on values
     return counter.roundings > 1
@@ -183,12 +180,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        [int(n) for n in tensor.shape], [int(n) for n in tensor.stride()], dtype=tensor.dtype, device="meta"
-    )
-
-
 @cache
 def _written_names(op: OpOverload) -> tuple[str, ...]:
     return tuple(op._schema.arguments[position].name for position in mutated_arguments(op))
@@ -202,17 +193,6 @@ def _runs_natively(op: OpOverload) -> bool:
 @cache
 def _parts(op: OpOverload) -> Callable[..., Any] | None:
     """The kernel of an op that consists of others, called so that these are dispatched; else ``None``."""
-    name = op.name()
-    if _has_kernel(name, "CPU"):
-        shared = base_name(op) in _SHARED_KERNELS
-        return (lambda *a, **k: op._op_dk(DispatchKey.CPU, *a, **k)) if shared else None
-    if rounds_once(op):
-        return None
-    for alias, key in _COMPOSITE:
-        if _has_kernel(name, alias):
-            return lambda *a, key=key, **k: op._op_dk(key, *a, **k)
-    return None
-
-
-def _has_kernel(name: str, key: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+    if base_name(op) in _SHARED_KERNELS:
+        return lambda *args, **kwargs: op._op_dk(DispatchKey.CPU, *args, **kwargs)
+    return None if rounds_once(op) else composite_kernel(op)

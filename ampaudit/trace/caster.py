@@ -13,17 +13,21 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.policy import Decision, OpFacts, RuleSet
+from ampaudit.policy.opset import inner_op
 from ampaudit.policy.schema import PAINTED, Cast
 from ampaudit.replay import OPAQUE, replayed_meta
 from ampaudit.sites import SiteId, SiteNumbering
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region
 from ampaudit.trace.edits import Edit, History, OpCalled
 from ampaudit.trace.facts import FactFinder
+from ampaudit.trace.inner import inner_ops
 from ampaudit.trace.opnames import (
     CASTABLE,
     argument_names,
+    composite_kernel,
     converts,
     is_composite,
+    is_view,
     kept_whole,
     mutated_arguments,
     named_arguments,
@@ -112,6 +116,7 @@ class Caster:
         self._facts = facts
         self._planned = planned
         self._numbering: defaultdict[int, SiteNumbering] = defaultdict(SiteNumbering)
+        self._inner: dict[tuple[OpOverload, str], frozenset[str]] = {}
         self._casts: dict[tuple[int, int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
@@ -122,13 +127,24 @@ class Caster:
             if position < len(args) and isinstance(args[position], torch.Tensor):
                 self._writes[_storage(args[position])] += 1
 
-    def splits(self, op: OpOverload) -> bool:
-        """Whether to trace what a composite op consists of: a rule may mention its parts."""
-        if not is_composite(op) or kept_whole(op):
-            return False
+    def splits(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether to trace what an op consists of: a rule may mention its parts.
+
+        Autocast sees what a kernel calls as it sees what the model calls: a rule about ``bmm`` is one about
+        ``einsum``, and about an op whose kernel is the same on every device and multiplies matrices.
+        """
         region = current_region(self.rules.file.autocast, self.dtype)
         rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
-        return op_name(op) not in rules.op_names
+        if is_composite(op) and not kept_whole(op):
+            return op_name(op) not in rules.op_names
+        if not rules.file.autocast or region.kind is RegionKind.DISABLED or op_name(op) in rules.op_names:
+            return False
+        if composite_kernel(op) is None or is_view(op) or inner_op(op_name(op)) is not None:
+            return False
+        key = (op, repr(pytree.tree_map_only(torch.Tensor, lambda t: t.ndim, (args, kwargs))))
+        if key not in self._inner:
+            self._inner[key] = inner_ops(op, args, kwargs)
+        return bool(self._inner[key] & rules.op_names)
 
     def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
         """The id of the op that is traced next."""

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, fetch_object_proxy, track_tensor_tree
 from torch.utils import _pytree as pytree
 
+from ampaudit.trace.inner import on_meta
 from ampaudit.trace.opnames import argument_names, base_name, named_arguments
 
 __all__ = ["TRANSFORMS", "is_fourier", "record_half_fourier", "signal_sizes"]
@@ -60,7 +61,7 @@ def record_half_fourier(
         return NotImplemented
     try:
         with unset_fake_temporarily():
-            given = [_on_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            given = [on_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             meta_args, meta_kwargs = pytree.tree_unflatten(given, structure)
             described = op(*meta_args, **meta_kwargs)
     except (RuntimeError, NotImplementedError):
@@ -76,10 +77,6 @@ def _proxy(mode: ProxyTorchDispatchMode, tensor: torch.Tensor) -> Any:
     """The tensor's proxy, or a constant of the graph as it is."""
     found = fetch_object_proxy(mode.tracer, tensor)
     return found if isinstance(found, torch.Tensor) else found.proxy
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _like(described: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, META_KEY, NO_KERN
 from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
+from ampaudit.trace.opnames import composite_kernel, is_composite
 
 __all__ = ["interposed"]
 
@@ -77,7 +78,7 @@ def interposed(caster: Caster) -> Iterator[None]:
                     node.meta[META_KEY] = what
             return result
 
-        if caster.splits(op):
+        if caster.splits(op, args, kwargs):
             parts = _parts(self, op, args, kwargs)
             if parts is not NotImplemented:
                 return parts
@@ -133,8 +134,10 @@ def _parts(
 ) -> Any:
     """What a composite op consists of; ``NotImplemented`` where it refuses 16 bits as a whole."""
     try:
+        kernel = op.decompose if is_composite(op) else composite_kernel(op)
+        assert kernel is not None
         with mode:
-            return op.decompose(*args, **kwargs)
+            return kernel(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
         if not _NO_KERNEL.search(str(error)):
             raise

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from ampaudit.policy.opset import inner_op
@@ -15,7 +17,9 @@ __all__ = [
     "CAST_OPS",
     "argument_names",
     "base_name",
+    "composite_kernel",
     "converts",
+    "has_kernel",
     "is_composite",
     "is_view",
     "kept_whole",
@@ -118,6 +122,29 @@ def is_composite(op: OpOverload) -> bool:
 def kept_whole(op: OpOverload) -> bool:
     """Whether a composite op stays one site when no rule mentions it."""
     return base_name(op) in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
+
+
+_COMPOSITE_KEYS = (
+    ("CompositeImplicitAutograd", DispatchKey.CompositeImplicitAutograd),
+    ("CompositeExplicitAutograd", DispatchKey.CompositeExplicitAutograd),
+    ("CompositeExplicitAutogradNonFunctional", DispatchKey.CompositeExplicitAutogradNonFunctional),
+)
+
+
+@cache
+def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
+    """The kernel of an op that only calls others, whatever the device; a mode can see these calls."""
+    if has_kernel(op, "CPU"):
+        return None
+    for alias, key in _COMPOSITE_KEYS:
+        if has_kernel(op, alias):
+            return lambda *args, key=key, **kwargs: op._op_dk(key, *args, **kwargs)
+    return None
+
+
+def has_kernel(op: OpOverload, key: str) -> bool:
+    """Whether a kernel is registered for a dispatch key, or alias of several."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
 @cache
