@@ -116,3 +116,99 @@ def ulps(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> float
     form = torch.finfo(dtype)
     peak = max(float(a[both].abs().max()), form.smallest_normal)
     return float((a - b)[both].abs().max()) / (peak * form.eps)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function with its arguments."""
+
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the audit's result of one call differs from torch's, if it does."""
+
+    kind: str
+    detail: str = ""
+
+    def rank(self) -> int:
+        """Larger is worse."""
+        return _KINDS.index(self.kind)
+
+
+_KINDS = ["native raises", "same", "not traced", "ulps", "decisions", "verdict", "shape", "dtype"]
+# a sum of float32 products in another order, and one rounding more or less: both sides err by half an ulp
+_ULPS = 2.0
+# they draw random numbers, or show uninitialized memory
+_UNSTEADY = frozenset(
+    """
+    bernoulli cauchy empty empty_like empty_permuted empty_strided exponential geometric item log_normal
+    multinomial new_empty new_empty_strided nn.functional.alpha_dropout nn.functional.dropout
+    nn.functional.dropout2d nn.functional.dropout3d nn.functional.feature_alpha_dropout nn.functional.rrelu
+    nn.functional.scaled_dot_product_attention normal pca_lowrank rand_like randint randint_like randn
+    randn_like svd_lowrank uniform
+    """.split()
+)
+
+
+def sample_calls(info: Any, count: int, scale: float, dtype: torch.dtype | None) -> list[Call]:
+    """Some of torch's own samples of an op, evenly spaced; ``dtype`` is theirs after scaling."""
+    if (
+        info.name in _UNSTEADY
+        or info.name.startswith(("jiterator", "sparse"))
+        or torch.float32 not in info.dtypes
+    ):
+        return []
+    torch.manual_seed(0)
+    try:
+        samples = list(info.sample_inputs("cpu", torch.float32, requires_grad=False))
+    except (RuntimeError, AttributeError):
+        return []
+    calls = []
+    for sample in samples[:: max(1, len(samples) // count)][:count]:
+        given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (sample.input, *sample.args))
+        named = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, sample.kwargs)
+        if dtype is not None:
+            given, named = cast(_scaled((given, named), scale), dtype)
+        calls.append(Call(info.op, given, named))
+    return calls
+
+
+def _scaled(value: Any, scale: float) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t * scale if t.is_floating_point() else t, value)
+
+
+def compared(call: Call, dtype: torch.dtype, policy: str) -> Comparison:
+    """Run a call natively (under real autocast for an autocast policy) and under audit."""
+    try:
+        with torch.autocast("cpu", dtype, enabled=policy == "torch-cpu", cache_enabled=False):
+            expected = native(call.function, call.args, call.kwargs)
+    except Exception as error:  # whatever torch raises is its answer
+        return Comparison("native raises", str(error).partition("\n")[0][:80])
+    try:
+        found = emulated(call.function, call.args, call.kwargs, dtype=dtype, policy=policy)
+    except Exception as error:
+        return Comparison("not traced", str(error).partition("\n")[0][:80])
+    worst = Comparison("same")
+    for torchs, ours, ours_dtype in zip(expected, found.values, found.dtypes, strict=False):
+        worst = max(worst, difference(torchs, ours, ours_dtype, dtype), key=Comparison.rank)
+    return worst
+
+
+def difference(
+    torchs: torch.Tensor, ours: torch.Tensor, ours_dtype: torch.dtype, dtype: torch.dtype
+) -> Comparison:
+    """How one output of the audit differs from torch's."""
+    if torchs.dtype != ours_dtype:
+        return Comparison("dtype", f"{torchs.dtype}, audit {ours_dtype}")
+    if torchs.shape != ours.shape:
+        return Comparison("shape", f"{tuple(torchs.shape)}, audit {tuple(ours.shape)}")
+    if not (torchs.is_floating_point() or torchs.is_complex()):
+        return Comparison("same") if torch.equal(torchs, ours) else Comparison("decisions")
+    if verdict(torchs) != verdict(ours):
+        return Comparison("verdict", f"{verdict(torchs)}, audit {verdict(ours)}")
+    distance = ulps(torchs, ours, dtype)
+    return Comparison("ulps", f"{distance:.3g}") if distance > _ULPS else Comparison("same")
