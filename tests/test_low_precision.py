@@ -139,6 +139,16 @@ def test_a_stalled_histogram_of_edges_is_named() -> None:
     assert site.forward.sqnr_db == pytest.approx(4.6, abs=0.1)  # 20 log10(5000 / (5000 - 2048))
 
 
+@pytest.mark.parametrize("reduce", ["sum", "prod"])
+def test_products_that_are_rounded_once_are_counted_as_not_covered(reduce: str) -> None:
+    class Reduces(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ones_like(x[:2]).scatter_reduce(0, torch.zeros(8, dtype=torch.long), x, reduce)
+
+    report = scan(Reduces(), torch.ones(8), policy="half")
+    assert [f.code for f in report.findings] == (["AMP901"] if reduce == "prod" else [])
+
+
 LIMITS: dict[str, Case] = {
     "nan_to_num": (torch.nan_to_num, (torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0]),)),
     "nan_to_num_": (lambda x: torch.nan_to_num_(x * 1), (torch.tensor([torch.inf, -torch.inf, torch.nan]),)),

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from ampaudit.run.step import LOWER
 from ampaudit.trace.opnames import base_name, mutated_arguments, named_arguments
 
-__all__ = ["accumulated", "accumulates"]
+__all__ = ["accumulated", "accumulates", "multiplies"]
 
 Named = dict[str, Any]
 # the values of ``reduce`` with which an op adds
@@ -34,6 +34,12 @@ def accumulates(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
     if adds is None or args[0].dtype not in LOWER:
         return False
     return named_arguments(op, args, kwargs).get("reduce") in adds
+
+
+def multiplies(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
+    """Whether the call multiplies elements one after the other, which is not emulated."""
+    reduces = op.namespace == "aten" and base_name(op).rstrip("_") in _ADDS
+    return reduces and named_arguments(op, args, kwargs).get("reduce") in ("prod", "multiply")
 
 
 def accumulated(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> torch.Tensor:

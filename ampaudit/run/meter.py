@@ -11,6 +11,7 @@ import torch
 from torch._ops import HigherOrderOperator
 
 from ampaudit.formats import NumberFormat
+from ampaudit.run.accumulation import multiplies
 from ampaudit.run.backends import Backend
 from ampaudit.run.components import components
 from ampaudit.run.flat import flat_pair
@@ -21,6 +22,7 @@ from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.samples import Samples
 from ampaudit.run.step import Step
 from ampaudit.sites import SiteId
+from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Role
 
 __all__ = ["Measured", "Meter", "float_outputs"]
@@ -122,6 +124,9 @@ class Meter:
     def _note_uncovered(self, step: Step) -> None:
         if step.site is None:
             return
+        op = overload_of(step.target)
+        if op is not None and step.lowered and multiplies(op, step.args, step.kwargs):
+            self.uncovered[step.site.op] = "16 bits round after each factor; here the product is rounded once"
         if isinstance(step.target, HigherOrderOperator):
             self.uncovered[step.site.op] = "control flow: only its outputs are looked at, not its branches"
 
