@@ -158,7 +158,7 @@ def sample_calls(info: Any, count: int, scale: float, dtype: torch.dtype | None)
     """Some of torch's own samples of an op, evenly spaced; ``dtype`` is theirs after scaling."""
     if (
         info.name in _UNSTEADY
-        or info.name.startswith(("jiterator", "sparse"))
+        or info.name.startswith(("jiterator", "sparse", "to_sparse"))
         or torch.float32 not in info.dtypes
     ):
         return []

@@ -60,6 +60,9 @@ Call = Callable[..., Any]
 # arguments that would be tensors if they were not constants; eps and p are attributes
 _OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
 
+# what autocast casts inside the kernels of other ops
+_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"})
+
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
@@ -144,7 +147,9 @@ class Caster:
         key = (op, repr(pytree.tree_map_only(torch.Tensor, lambda t: t.ndim, (args, kwargs))))
         if key not in self._inner:
             self._inner[key] = inner_ops(op, args, kwargs)
-        return bool(self._inner[key] & rules.op_names)
+        # other kernels may ask for memory that a trace has not: they are split only where a product is cast
+        asked = rules.op_names if is_composite(op) else rules.op_names & _PRODUCTS
+        return bool(self._inner[key] & asked)
 
     def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
         """The id of the op that is traced next."""
