@@ -13,21 +13,18 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.policy import Decision, OpFacts, RuleSet
-from ampaudit.policy.opset import inner_op
 from ampaudit.policy.schema import PAINTED, Cast
 from ampaudit.replay import OPAQUE, replayed_meta
 from ampaudit.sites import SiteId, SiteNumbering
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region
 from ampaudit.trace.edits import Edit, History, OpCalled
 from ampaudit.trace.facts import FactFinder
-from ampaudit.trace.inner import inner_ops
+from ampaudit.trace.inner import InnerOps
 from ampaudit.trace.opnames import (
     CASTABLE,
     argument_names,
-    composite_kernel,
     converts,
     is_composite,
-    is_view,
     kept_whole,
     mutated_arguments,
     named_arguments,
@@ -59,9 +56,6 @@ IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that us
 Call = Callable[..., Any]
 # arguments that would be tensors if they were not constants; eps and p are attributes
 _OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
-
-# what autocast casts inside the kernels of other ops
-_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +113,7 @@ class Caster:
         self._facts = facts
         self._planned = planned
         self._numbering: defaultdict[int, SiteNumbering] = defaultdict(SiteNumbering)
-        self._inner: dict[tuple[OpOverload, str], frozenset[str]] = {}
+        self._inner = InnerOps()
         self._casts: dict[tuple[int, int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
@@ -142,14 +136,7 @@ class Caster:
             return op_name(op) not in rules.op_names
         if not rules.file.autocast or region.kind is RegionKind.DISABLED or op_name(op) in rules.op_names:
             return False
-        if composite_kernel(op) is None or is_view(op) or inner_op(op_name(op)) is not None:
-            return False
-        key = (op, repr(pytree.tree_map_only(torch.Tensor, lambda t: t.ndim, (args, kwargs))))
-        if key not in self._inner:
-            self._inner[key] = inner_ops(op, args, kwargs)
-        # other kernels may ask for memory that a trace has not: they are split only where a product is cast
-        asked = rules.op_names if is_composite(op) else rules.op_names & _PRODUCTS
-        return bool(self._inner[key] & asked)
+        return self._inner.mentioned(op, args, kwargs, rules.op_names)
 
     def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
         """The id of the op that is traced next."""
