@@ -140,7 +140,8 @@ def test_torch_cpu_names_exactly_the_ops_that_the_dispatcher_registers() -> None
         assert casts(rules, tuple(facts[key]), "bfloat16") == {cast}
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
     names = {n.removeprefix("aten::").removesuffix(".default") for n in registered if n.startswith("aten::")}
-    assert rules.op_names == names
+    # lstm.input ends in mkldnn_rnn_layer, which is not traced
+    assert rules.op_names - {"lstm.input"} == names
 
 
 def test_keep_fp32_patterns() -> None:

@@ -11,11 +11,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
+from ampaudit.run.components import rounded_components
 from ampaudit.run.flat import flat_pair
+from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.program import widened
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.step import LOWER, Step, widened_tensor
+from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.sizes import fits
 
 __all__ = ["Backend", "Emulated", "Native", "Reference", "choose_backend"]
@@ -57,7 +61,7 @@ class Reference:
     def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Float32 for 16-bit tensors, and for float64 that becomes 16 bits; the tensor itself otherwise."""
         narrowed = tensor.dtype is torch.float64 and dtype in LOWER
-        return tensor.float() if tensor.dtype in LOWER or narrowed else tensor
+        return tensor.float() if narrowed else widened_tensor(tensor)
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with float32 for 16-bit dtypes, and as they were before the policy changed any."""
@@ -101,7 +105,7 @@ class Emulated(Reference):
 
     def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """A float32 carrier of the rounded tensor."""
-        return rounded(tensor, dtype) if tensor.is_floating_point() else tensor
+        return rounded(tensor, dtype)
 
     def held_result(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
@@ -130,8 +134,8 @@ class Emulated(Reference):
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
     ) -> Any:
         """The op in float32, its 16-bit outputs rounded; a mutated argument is rounded in place."""
-        if step.bitwise:
-            return _native_and_back(step, args, kwargs)
+        if step.low_precision:
+            return _in_true_dtypes(step, args, kwargs)
         result = step.target(*args, **kwargs)
         if step.mutates:
             _round_written(step, args, kwargs, measure if step.in_place else None)
@@ -170,7 +174,7 @@ class Native:
         if not step.random or not step.lowered:
             return step.target(*args, **kwargs)
         wide, wide_kwargs = widened(args), widened(kwargs)
-        wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype in LOWER else a for a in wide]
+        wide = [widened_tensor(a) if isinstance(a, torch.Tensor) else a for a in wide]
         result = step.target(*wide, **wide_kwargs)
         return result.to(step.dtypes[0]) if isinstance(result, torch.Tensor) else result
 
@@ -192,9 +196,11 @@ def choose_backend(device: torch.device) -> Emulated | Native:
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Round to a 16-bit format and return to float32, in a new tensor; other dtypes pass unchanged."""
+    """Round to a 16-bit format and return to its carrier, in a new tensor; other dtypes pass unchanged."""
+    if tensor.is_complex():
+        return rounded_components(tensor) if dtype is torch.complex32 else widened_tensor(tensor)
     if dtype not in LOWER or not tensor.is_floating_point():
-        return tensor.float() if tensor.dtype in LOWER else tensor
+        return widened_tensor(tensor)
     if tensor.dtype is not torch.float32:
         return tensor.to(dtype).float()
     return _round_blocks(tensor, torch.empty_like(tensor), dtype)
@@ -254,12 +260,31 @@ def _round_blocks(
     return into
 
 
-def _native_and_back(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op on bits: give it the true dtype, then return to the carrier."""
-    inputs = iter(step.node.all_input_nodes)
-    true = [
-        a.to(next(inputs).meta["val"].dtype) if isinstance(a, torch.Tensor) else step.node.args[i]
-        for i, a in enumerate(args)
-    ]
-    result = step.target(*true, **kwargs)
-    return result.float() if isinstance(result, torch.Tensor) and result.dtype in LOWER else result
+def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give an op tensors of its true dtypes, then return to carriers."""
+    template = pytree.tree_leaves((step.args, step.kwargs))
+    values, structure = pytree.tree_flatten((args, kwargs))
+    true = [_as_in_graph(*pair) for pair in zip(template, values, strict=True)]
+    true_args, true_kwargs = pytree.tree_unflatten(true, structure)
+    op = overload_of(step.target)
+    assert op is not None
+    if isinstance(step.target, OnCopy):
+        true_args = (true_args[0].clone(), *true_args[1:])
+    result = call_in_low_precision(op, true_args, true_kwargs)
+    for position in step.mutates:
+        args[position].copy_(true_args[position])
+    if step.mutates:
+        return args[step.mutates[0]]
+    dtypes = iter(step.dtypes)
+    return pytree.tree_map(
+        lambda item: rounded(item, next(dtypes)) if isinstance(item, torch.Tensor) else item, result
+    )
+
+
+def _as_in_graph(template: Any, value: Any) -> Any:
+    """A carrier of real numbers in the dtype of its node; a constant as the graph has it."""
+    if not isinstance(template, fx.Node):
+        return template
+    dtype = getattr(template.meta.get("val"), "dtype", None)
+    real = isinstance(value, torch.Tensor) and not value.is_complex()
+    return value.to(dtype) if real and dtype in LOWER else value

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ampaudit.run.backends import Backend
+from ampaudit.run.components import components
 from ampaudit.run.lockstep import StepCall
 from ampaudit.run.step import Step
 from ampaudit.trace.graph import Role
@@ -53,8 +54,8 @@ def local_error(
     if result.shape != expected.shape:
         return None
     # infinities make the sums infinite, and such a row is left out when the numbers are fetched
-    signal = expected.reshape(-1)
-    error = result.to(signal.dtype).reshape(-1) - signal
+    signal = components(expected).reshape(-1)
+    error = components(result).to(signal.dtype).reshape(-1) - signal
     return torch.stack([torch.dot(error, error), torch.dot(signal, signal)]), expected.numel()
 
 

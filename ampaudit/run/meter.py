@@ -11,7 +11,9 @@ import torch
 from torch._ops import HigherOrderOperator
 
 from ampaudit.formats import NumberFormat
+from ampaudit.run.accumulation import multiplies
 from ampaudit.run.backends import Backend
+from ampaudit.run.components import components
 from ampaudit.run.decisions import differing_choices
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.inside import inside_peak
@@ -21,6 +23,7 @@ from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.samples import Samples
 from ampaudit.run.step import Step
 from ampaudit.sites import SiteId
+from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Role
 
 __all__ = ["Measured", "Meter", "float_outputs"]
@@ -66,7 +69,7 @@ class Meter:
         """Single CPU outputs are measured while they are rounded."""
         if self.deferred or not isinstance(reference, torch.Tensor):
             return None
-        if step.observed and reference.device.type == "cpu":
+        if step.observed and reference.device.type == "cpu" and not reference.is_complex():
             return BlockMeasure(reference, self._near)
         return None
 
@@ -142,8 +145,9 @@ class Meter:
     def _note_uncovered(self, step: Step) -> None:
         if step.site is None:
             return
-        if any(d is not None and d.is_complex for d in step.dtypes):
-            self.uncovered[step.site.op] = "complex numbers are not audited"
+        op = overload_of(step.target)
+        if op is not None and step.lowered and multiplies(op, step.args, step.kwargs):
+            self.uncovered[step.site.op] = "16 bits round after each factor; here the product is rounded once"
         if isinstance(step.target, HigherOrderOperator):
             self.uncovered[step.site.op] = "control flow: only its outputs are looked at, not its branches"
 
@@ -173,9 +177,9 @@ class Meter:
 
 
 def float_outputs(reference: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of floating-point tensors among an op's outputs."""
+    """Pairs of real tensors among an op's outputs; a complex one as its components."""
     single = not isinstance(value, list | tuple)
     pairs = zip((reference,), (value,)) if single else zip(reference, value)  # noqa: B905
     for first, second in pairs:
-        if isinstance(second, torch.Tensor) and second.is_floating_point():
-            yield first, second
+        if isinstance(second, torch.Tensor) and (second.is_floating_point() or second.is_complex()):
+            yield components(first), components(second)

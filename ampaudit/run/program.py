@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from ampaudit.run.aliases import written_nodes
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.low_precision import differs_from_one_rounding
+from ampaudit.run.step import LOWER, WIDE, Step
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import (
@@ -104,6 +106,8 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
     args, kwargs = _placed(node.args, device), _placed(dict(node.kwargs), device)
     on_copy = isinstance(target, OnCopy)
     mutates = written_arguments(overload, node.args, dict(node.kwargs)) if overload and not on_copy else ()
+    dtypes = tuple(getattr(item, "dtype", None) for item in outputs)
+    random = overload is not None and _draws(overload, args, kwargs) and not _shows(site)
     return Step(
         node=node,
         target=_Zeroed(overload)
@@ -114,11 +118,11 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
         kwargs=kwargs,
         wide_args=widened(args),
         wide_kwargs=widened(kwargs),
-        dtypes=tuple(getattr(item, "dtype", None) for item in outputs),
+        dtypes=dtypes,
         mutates=mutates,
         updates=_updates(node, overload, mutates) if overload else (),
-        random=overload is not None and _draws(overload, args, kwargs) and not _shows(site),
-        bitwise=overload is not None and str(overload) in ("aten.view.dtype", "aten.nextafter.default"),
+        random=random,
+        low_precision=overload is not None and not random and _in_low_precision(node, overload),
         frees=frees,
         decides=overload is not None and _decides(node, overload, outputs),
     )
@@ -148,9 +152,18 @@ def _updates(
     return tuple(sorted(found, key=lambda item: item[0]))
 
 
+def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
+    """Whether the emulated run must call the op on 16-bit tensors."""
+    values = (source.meta.get("val") for source in (node, *node.all_input_nodes))
+    if not any(getattr(v, "dtype", None) in LOWER for v in pytree.tree_leaves(list(values))):
+        return False
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    return differs_from_one_rounding(op, args, kwargs)
+
+
 def widened(value: Any) -> Any:
-    """Arguments with float32 in the place of every 16-bit dtype constant; tensors and nodes pass."""
-    return _mapped(value, lambda v: torch.float32 if isinstance(v, torch.dtype) and v in LOWER else v)
+    """Arguments with the carrier of every 16-bit dtype constant in its place; tensors and nodes pass."""
+    return _mapped(value, lambda v: WIDE[v] if isinstance(v, torch.dtype) and v in LOWER else v)
 
 
 class _Zeroed:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ampaudit.run.components import as_complex, components
 from ampaudit.run.lockstep import StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.meter import Meter, float_outputs
@@ -55,6 +56,8 @@ class RepairingMeter:
         single = isinstance(reference, torch.Tensor) and reference.shape == value.shape
         affected = self._affected(step, reference) if single else None
         wrong = next((m for r, v in float_outputs(reference, value) if (m := _wrong(r, v)) is not None), None)
+        if wrong is not None and single and reference.is_complex():
+            wrong = wrong.any(-1)  # one component of a complex number is enough
         if wrong is not None and step.site is not None and self._is_origin(step, wrong, affected):
             self.origins.append(step.site.id)
         if wrong is None and affected is None:
@@ -110,7 +113,7 @@ class RepairingMeter:
 
         def mark_of(node: fx.Node) -> Any:
             given = call.inputs[node][1]
-            if isinstance(given, torch.Tensor) and given.is_floating_point():
+            if isinstance(given, torch.Tensor) and (given.is_floating_point() or given.is_complex()):
                 return self._repaired.get(node, torch.zeros_like(given, dtype=torch.bool))
             return given
 
@@ -138,7 +141,7 @@ def _repaired_list(reference: Any, value: Any, step: Step) -> Any:
     items = []
     for first, second, dtype in zip(reference, value, step.dtypes, strict=True):
         mask = None
-        if isinstance(second, torch.Tensor) and second.is_floating_point():
+        if isinstance(second, torch.Tensor) and (second.is_floating_point() or second.is_complex()):
             mask = _wrong(first, second)
         items.append(second if mask is None else _replace(first, second, mask, dtype, False))
     return type(value)(items)
@@ -156,6 +159,11 @@ def _replace(
     in_place: bool,
 ) -> torch.Tensor:
     """The reference's value, limited to the format and rounded to it, where the mask says so."""
+    if value.is_complex():
+        real = torch.float16 if dtype is torch.complex32 else dtype
+        parts = components(reference), components(value), mask.unsqueeze(-1), real
+        repaired = as_complex(_replace(*parts, in_place=False))
+        return value.copy_(repaired) if in_place else repaired
     limit = _limit(dtype, value.dtype)
     mask = mask & reference.isfinite()
     replacement = reference.clamp(-limit, limit)

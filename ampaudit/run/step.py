@@ -14,9 +14,16 @@ from ampaudit.trace.caster import META_KEY
 from ampaudit.trace.graph import Role, Site
 from ampaudit.trace.opnames import written_values
 
-__all__ = ["LOWER", "Step", "differentiable"]
+__all__ = ["LOWER", "WIDE", "Step", "differentiable", "widened_tensor"]
 
-LOWER = (torch.float16, torch.bfloat16)
+# the 16-bit dtypes (per component), and what carries them in emulation
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+LOWER = tuple(WIDE)
+
+
+def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A 16-bit tensor in float32, or complex64; another one as it is."""
+    return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
 
 
 def differentiable(node: fx.Node) -> bool:
@@ -44,7 +51,7 @@ class Step:
         mutates: positions of the arguments that it writes to.
         updates: those that its result does not show, such as running statistics, with their dtypes.
         random: whether it draws random numbers.
-        bitwise: whether it looks at the bits of a float, so that emulation cannot run it.
+        low_precision: whether one float32 call and one rounding is not what it does in 16 bits.
         frees: nodes whose value nobody needs after this step.
         decides: whether it turns floats into integers, booleans or whole numbers.
     """
@@ -60,7 +67,7 @@ class Step:
     mutates: tuple[int, ...]
     updates: tuple[tuple[int, torch.dtype], ...]
     random: bool
-    bitwise: bool
+    low_precision: bool
     frees: tuple[fx.Node, ...]
     decides: bool = False
 
@@ -91,7 +98,7 @@ class Step:
 
     @property
     def observed(self) -> bool:
-        """Whether the step makes floating-point values that have not been seen yet."""
+        """Whether the step makes real or complex values that have not been seen yet."""
         if self.site is None or not self.makes_values:
             return False
-        return any(dtype is not None and dtype.is_floating_point for dtype in self.dtypes)
+        return any(d is not None and (d.is_floating_point or d.is_complex) for d in self.dtypes)

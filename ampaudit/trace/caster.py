@@ -20,6 +20,7 @@ from ampaudit.sites import SiteId, SiteNumbering
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region
 from ampaudit.trace.edits import Edit, History, OpCalled
 from ampaudit.trace.facts import FactFinder
+from ampaudit.trace.inner import InnerOps
 from ampaudit.trace.opnames import (
     CASTABLE,
     argument_names,
@@ -32,7 +33,7 @@ from ampaudit.trace.opnames import (
     written_values,
 )
 
-__all__ = ["META_KEY", "NO_KERNEL", "Call", "Caster", "OpRecord"]
+__all__ = ["HALF_FOURIER", "META_KEY", "NO_KERNEL", "Call", "Caster", "OpRecord"]
 
 META_KEY = "ampaudit"  # of a node's metadata: its OpRecord
 
@@ -44,6 +45,12 @@ INSIDE = Decision(
 )
 NO_KERNEL = Decision(
     Cast.FORBID, None, "no-kernel", "torch has no 16-bit kernel for it; the audit went on in float32"
+)
+HALF_FOURIER = Decision(
+    Cast.FOLLOW,
+    None,
+    "no-kernel",
+    "a CPU has no float16 kernel for it; the audit does what CUDA's does",
 )
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
@@ -107,6 +114,7 @@ class Caster:
         self._facts = facts
         self._planned = planned
         self._numbering: defaultdict[int, SiteNumbering] = defaultdict(SiteNumbering)
+        self._inner = InnerOps()
         self._casts: dict[tuple[int, int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
@@ -131,13 +139,19 @@ class Caster:
             if isinstance(written, torch.Tensor):
                 self._writes[_storage(written)] += 1
 
-    def splits(self, op: OpOverload) -> bool:
-        """Whether to trace what a composite op consists of: a rule may mention its parts."""
-        if not is_composite(op) or kept_whole(op):
-            return False
+    def splits(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether to trace what an op consists of: a rule may mention its parts.
+
+        Autocast sees what a kernel calls as it sees what the model calls: a rule about ``bmm`` is one about
+        ``einsum``, and about an op whose kernel is the same on every device and multiplies matrices.
+        """
         region = self.region()
         rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
-        return op_name(op) not in rules.op_names
+        if is_composite(op) and not kept_whole(op):
+            return op_name(op) not in rules.op_names
+        if not rules.file.autocast or region.kind is RegionKind.DISABLED or op_name(op) in rules.op_names:
+            return False
+        return self._inner.mentioned(op, args, kwargs, rules.op_names)
 
     def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
         """The id of the op that is traced next."""
@@ -203,6 +217,8 @@ class Caster:
             kwargs = _lowered_dtype(op, kwargs, dtype)
 
         def convert(value: Any, to: torch.dtype | None) -> Any:
+            if kind is Cast.FORBID and getattr(value, "dtype", None) is torch.complex32:
+                return cast(value, torch.complex64)
             if to is None or not _castable(value) or value.dtype == to or any(value is w for w in written):
                 return value
             key = (id(value), self._writes[_storage(value)], to, tracer_id)

@@ -29,9 +29,11 @@ from torch.fx.proxy import TracerBase
 
 from ampaudit.replay import INSERTED, replayed_meta
 from ampaudit.sites import SiteId
-from ampaudit.trace.caster import IMPLICIT_CAST, META_KEY, NO_KERNEL, Call, Caster, OpRecord
+from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, META_KEY, NO_KERNEL, Call, Caster, OpRecord
 from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
+from ampaudit.trace.fourier import is_fourier, record_half_fourier
+from ampaudit.trace.opnames import composite_kernel, is_composite
 from ampaudit.trace.out_variants import returning, written_into
 from ampaudit.trace.stack import is_tool_file
 
@@ -107,14 +109,19 @@ def interposed(caster: Caster) -> Iterator[None]:
             # it pins the dtype of the trace that made it; under a policy the dtypes are ours to say
             return None
 
-        def record(what: OpRecord, target: OpOverload, *call_args: Any, **call_kwargs: Any) -> Any:
+        def record(
+            what: OpRecord, target: OpOverload, *call_args: Any, by: Call | None = None, **call_kwargs: Any
+        ) -> Any:
             # the flags that the author's code reads must not make autocast act below the tracer
             what = replace(what, no_grad=not _with_gradients())
             nodes = self.tracer.graph.nodes
             last = next(iter(reversed(nodes)), None)
             try:
                 with torch._C._DisableAutocast():
-                    result = original(self, target, types, call_args, call_kwargs)
+                    if by is not None:
+                        result = by(self, target, call_args, call_kwargs)
+                    else:
+                        result = original(self, target, types, call_args, call_kwargs)
             except (RuntimeError, NotImplementedError):
                 for node in list(itertools.takewhile(lambda n: n is not last, reversed(nodes))):
                     self.tracer.graph.erase_node(node)
@@ -125,7 +132,7 @@ def interposed(caster: Caster) -> Iterator[None]:
                     node.meta[META_KEY] = what
             return result
 
-        if caster.splits(op):
+        if caster.splits(op, args, kwargs):
             parts = _parts(self, op, args, kwargs)
             if parts is not NotImplemented:
                 return parts
@@ -155,9 +162,14 @@ def interposed(caster: Caster) -> Iterator[None]:
         except (RuntimeError, NotImplementedError) as error:
             if not _NO_KERNEL.search(str(error)):
                 raise
-            made = replace(made, decision=NO_KERNEL)
-            op, args, kwargs = caster.apply(NO_KERNEL, dtype, op, args, kwargs, cast, id(self.tracer))
-            result = _recorded(made, OpCalled(op, args, kwargs), record)
+            result = NotImplemented
+            if is_fourier(op):
+                half = replace(made, decision=HALF_FOURIER)
+                result = record(half, op, *args, by=record_half_fourier, **kwargs)
+            if result is NotImplemented:
+                made = replace(made, decision=NO_KERNEL)
+                op, args, kwargs = caster.apply(NO_KERNEL, dtype, op, args, kwargs, cast, id(self.tracer))
+                result = _recorded(made, OpCalled(op, args, kwargs), record)
         caster.note(result, OpCalled(op, args, kwargs))
         limit = made.decision.clamp
         if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
@@ -215,8 +227,10 @@ def _parts(
 ) -> Any:
     """What a composite op consists of; ``NotImplemented`` where it refuses 16 bits as a whole."""
     try:
+        kernel = op.decompose if is_composite(op) else composite_kernel(op)
+        assert kernel is not None
         with mode:
-            return op.decompose(*args, **kwargs)
+            return kernel(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
         if not _NO_KERNEL.search(str(error)):
             raise

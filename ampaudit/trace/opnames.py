@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from ampaudit.policy.opset import inner_op
@@ -15,7 +17,9 @@ __all__ = [
     "CAST_OPS",
     "argument_names",
     "base_name",
+    "composite_kernel",
     "converts",
+    "has_kernel",
     "is_composite",
     "is_view",
     "kept_whole",
@@ -23,6 +27,7 @@ __all__ = [
     "named_arguments",
     "op_name",
     "returned_arguments",
+    "rounds_once",
     "selects",
     "short_name",
     "written_arguments",
@@ -45,9 +50,13 @@ _ONE_KERNEL = frozenset(
     broadcast_tensors broadcast_to atleast_1d atleast_2d atleast_3d hstack vstack dstack column_stack
     item size dim numel is_floating_point is_complex is_nonzero conj resolve_conj resolve_neg real imag
     mT mH adjoint matrix_H numpy_T data requires_grad_ result_type promote_types isfinite isreal isclose
-    argsort argwhere sum_to_size fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix
+    argsort argwhere sum_to_size fill_diagonal_ cdist stft istft lift_fresh arctan2 absolute fix convolution
+    _convolution
     """.split()
 )
+
+# Kept whole as well, but what they consist of rounds several times on every device.
+_SEVERAL_ROUNDINGS = frozenset({"cdist", "einsum", "rnn_relu_cell", "rnn_tanh_cell"})
 
 # Ops whose outputs are elements of their inputs, or zero: nothing can overflow or be rounded there.
 _SELECTING = frozenset(
@@ -121,6 +130,35 @@ def is_composite(op: OpOverload) -> bool:
 def kept_whole(op: OpOverload) -> bool:
     """Whether a composite op stays one site when no rule mentions it."""
     return base_name(op) in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
+
+
+_COMPOSITE_KEYS = (
+    ("CompositeImplicitAutograd", DispatchKey.CompositeImplicitAutograd),
+    ("CompositeExplicitAutograd", DispatchKey.CompositeExplicitAutograd),
+    ("CompositeExplicitAutogradNonFunctional", DispatchKey.CompositeExplicitAutogradNonFunctional),
+)
+
+
+@cache
+def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
+    """The kernel of an op that only calls others, whatever the device; a mode can see these calls."""
+    if has_kernel(op, "CPU"):
+        return None
+    for alias, key in _COMPOSITE_KEYS:
+        if has_kernel(op, alias):
+            return lambda *args, key=key, **kwargs: op._op_dk(key, *args, **kwargs)
+    return None
+
+
+def has_kernel(op: OpOverload, key: str) -> bool:
+    """Whether a kernel is registered for a dispatch key, or alias of several."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+@cache
+def rounds_once(op: OpOverload) -> bool:
+    """Whether a composite op ends in one kernel, whose result is rounded once."""
+    return base_name(op) in _ONE_KERNEL - _SEVERAL_ROUNDINGS
 
 
 @cache

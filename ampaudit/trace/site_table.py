@@ -51,6 +51,14 @@ def float_value(value: Any) -> torch.Tensor | None:
     return None
 
 
+def _number(value: Any) -> torch.Tensor | None:
+    """The first floating-point tensor, or the first complex one where there is none."""
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.Tensor) and item.is_complex():
+            return float_value(value) or item
+    return float_value(value)
+
+
 def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumbering) -> Site:
     record: OpRecord | None = node.meta.get(META_KEY)
     weight = _cast_weight(node, weights)
@@ -66,7 +74,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
     elif role is Role.INSERTED_CAST:
         short = "cast"
     given = record.site if record is not None and role is not Role.WEIGHT_CAST else None
-    value = float_value(node.meta.get("val"))
+    value = _number(node.meta.get("val"))
     source, caller = source_lines(meta.get("stack_trace"))
     return Site(
         id=given or numbering.next_id(layer, short),

@@ -1,0 +1,198 @@
+"""Calls ops on 16-bit tensors where one float32 call and one rounding is not what a device does.
+
+Three kinds of op are like that. A composite op calls others, and each of these rounds: ``logsumexp`` holds a
+sum of exponentials in 16 bits. An accumulating op (``scatter_add``) rounds after each addition. And some ops
+depend on the format itself: ``nan_to_num`` replaces infinity by the format's largest number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampaudit.run.accumulation import accumulated, accumulates
+from ampaudit.run.fourier import half_fourier
+from ampaudit.run.step import LOWER
+from ampaudit.trace.fourier import is_fourier
+from ampaudit.trace.inner import on_meta
+from ampaudit.trace.opnames import (
+    base_name,
+    composite_kernel,
+    is_view,
+    mutated_arguments,
+    named_arguments,
+    rounds_once,
+    selects,
+)
+
+__all__ = ["call_in_low_precision", "differs_from_one_rounding"]
+
+# aten's kernels for the CPU and for CUDA are one function here, and it calls ops that round
+_SHARED_KERNELS = frozenset(
+    """
+    addbmm addbmm_ huber_loss linalg_matrix_exp mse_loss smooth_l1_loss
+    """.split()
+)
+# kernels that compute in the tensor's own type on every device, or look at its bits or its limits
+_IN_OWN_TYPE = frozenset(
+    """
+    _index_put_impl_ addr addr_ cross floor_divide floor_divide_ index_put index_put_ linalg_cross
+    nan_to_num nan_to_num_ nextafter nextafter_ put put_ segment_reduce
+    """.split()
+)
+
+
+def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call with these (fake) arguments must see 16-bit tensors to come out as on a device."""
+    if op.namespace != "aten":
+        return False
+    if is_fourier(op) or str(op) == "aten.view.dtype" or _runs_natively(op) or accumulates(op, args, kwargs):
+        return True
+    if is_view(op) or _parts(op) is None:
+        return False
+    if base_name(op) in _SHARED_KERNELS:
+        return True
+    counter = _InnerOps(run=False)
+    try:
+        with torch.no_grad():
+            counter.call(op, *pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs)))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return True  # what it calls depends on values
+    return counter.roundings > 1
+
+
+def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op's result on tensors in their true dtypes, each op inside computed in float32 and rounded.
+
+    Complex numbers are complex64 here whatever they are in the graph.
+    """
+    if is_fourier(op):
+        return half_fourier(op, args, kwargs)
+    return _InnerOps().call(op, args, kwargs)
+
+
+class _InnerOps(TorchDispatchMode):
+    """Sees every op that a kernel calls, and runs it in float32.
+
+    Args:
+        run: whether to compute; if not, tensors are on the meta device and only ``roundings`` counts.
+    """
+
+    def __init__(self, run: bool = True) -> None:
+        super().__init__()
+        self.roundings = 0
+        self._run = run
+        self._within: tuple[OpOverload, ...] = ()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """One inner op."""
+        del types
+        return self.call(func, args, kwargs or {})
+
+    def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op, by its parts where it has some; a kernel that calls itself again is a leaf."""
+        if self._run and accumulates(op, args, kwargs):
+            return accumulated(op, args, kwargs)
+        parts = None if op in self._within else _parts(op)
+        on_meta_only = not self._run and base_name(op) in _SHARED_KERNELS
+        self.roundings += on_meta_only
+        if parts is None or on_meta_only:
+            return self._leaf(op, args, kwargs)
+        outer, self._within = self._within, (*self._within, op)
+        try:
+            with self:
+                return parts(*args, **kwargs)
+        finally:
+            self._within = outer
+
+    def _leaf(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        low = [t for t in _tensors((args, kwargs)) if t.dtype in LOWER]
+        moves = is_view(op) or selects(op) or base_name(op) in _MOVES
+        if not low or moves or _runs_natively(op) or not self._run:
+            result = op(*args, **kwargs)
+            self.roundings += not moves and any(t.dtype in LOWER for t in _tensors(result))
+            return result
+        return _rounded_once(op, args, kwargs)
+
+
+# nothing is computed: memory is made, resized, filled or copied
+_MOVES = frozenset(
+    """
+    as_strided_ copy_ empty empty_like empty_strided fill_ full full_like masked_fill_ new_empty
+    new_empty_strided new_full new_zeros ones ones_like resize_ resize_as_ set_ squeeze_ unsqueeze_ zero_
+    zeros zeros_like
+    """.split()
+)
+
+
+def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A leaf: float32 inside, as kernels accumulate; its 16-bit results rounded."""
+    wide: dict[int, torch.Tensor] = {}
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype in LOWER:
+            return wide.setdefault(id(value), value.float())
+        return torch.float32 if isinstance(value, torch.dtype) and value in LOWER else value
+
+    result = op(*pytree.tree_map(widen, args), **pytree.tree_map(widen, kwargs))
+    written = [args[p] if p < len(args) else None for p in mutated_arguments(op)]
+    written += [kwargs[n] for n in _written_names(op) if n in kwargs]
+    for original in (t for t in written if isinstance(t, torch.Tensor) and id(t) in wide):
+        if original.shape != wide[id(original)].shape:
+            original.resize_(wide[id(original)].shape)
+        original.copy_(wide[id(original)])
+    originals = {id(wide[id(t)]): t for t in _tensors((args, kwargs)) if id(t) in wide}
+    dtype = _result_dtype(op, args, kwargs)
+
+    def narrow(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in originals:
+            return originals[id(value)]
+        return value.to(dtype) if value.dtype is torch.float32 and dtype in LOWER else value
+
+    return pytree.tree_map(narrow, result)
+
+
+def _result_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """The explicit dtype, or what type promotion gives: a tensor without dimensions yields to others."""
+    given = named_arguments(op, args, kwargs).get("dtype")
+    if isinstance(given, torch.dtype):
+        return given
+    floats = [t for t in _tensors((args, kwargs)) if t.is_floating_point()]
+    ranked = [t for t in floats if t.ndim] or floats
+    dtype = ranked[0].dtype
+    for tensor in ranked[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@cache
+def _written_names(op: OpOverload) -> tuple[str, ...]:
+    return tuple(op._schema.arguments[position].name for position in mutated_arguments(op))
+
+
+@cache
+def _runs_natively(op: OpOverload) -> bool:
+    return base_name(op) in _IN_OWN_TYPE or op._overloadname.endswith("_mode")  # div, rounded to an integer
+
+
+@cache
+def _parts(op: OpOverload) -> Callable[..., Any] | None:
+    """The kernel of an op that consists of others, called so that these are dispatched; else ``None``."""
+    if base_name(op) in _SHARED_KERNELS:
+        return lambda *args, **kwargs: op._op_dk(DispatchKey.CPU, *args, **kwargs)
+    return None if rounds_once(op) else composite_kernel(op)

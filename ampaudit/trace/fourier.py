@@ -1,0 +1,85 @@
+"""Fourier transforms in float16: cuFFT has them for sizes that are powers of two, a CPU has none.
+
+So a trace on CPU tensors cannot ask torch for their result: the meta device, which stands for any device,
+describes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, fetch_object_proxy, track_tensor_tree
+from torch.utils import _pytree as pytree
+
+from ampaudit.trace.inner import on_meta
+from ampaudit.trace.opnames import argument_names, base_name, named_arguments
+
+__all__ = ["TRANSFORMS", "is_fourier", "record_half_fourier", "signal_sizes"]
+
+# what every Fourier op ends in; their second argument is the transformed dimensions
+TRANSFORMS = ("_fft_r2c", "_fft_c2c", "_fft_c2r")
+_TO_REAL = ("fft_irfft", "fft_irfft2", "fft_irfftn", "fft_hfft", "fft_hfft2", "fft_hfftn")
+
+
+def is_fourier(op: OpOverload) -> bool:
+    """Whether an op transforms: ``fft_rfft``, ``stft``."""
+    base = base_name(op)
+    return op.namespace == "aten" and (base in ("stft", "istft") or base.startswith(("fft_", "_fft_")))
+
+
+def signal_sizes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """The sizes that an op transforms; of a transform to real numbers, those of its output."""
+    base, named = base_name(op), named_arguments(op, args, kwargs)
+    if "n_fft" in named:
+        return [int(named["n_fft"])]
+    shape = [int(size) for size in named["self"].shape]
+    to_real = base in _TO_REAL
+    if base == "_fft_c2r":
+        return [*(shape[d] for d in named["dim"][:-1]), int(named["last_dim_size"])]
+    given = named.get("s", named.get("n"))
+    dims = named.get("dim", (-2, -1) if base.endswith("2") else -1 if "n" in argument_names(op) else None)
+    if dims is None:
+        dims = range(-len(given), 0) if given is not None else range(len(shape))
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    sizes = [shape[d] for d in dims]
+    if to_real and sizes:
+        sizes[-1] = 2 * (sizes[-1] - 1)
+    given = [given] if isinstance(given, int) else given or [-1] * len(sizes)
+    return [size if wanted == -1 else int(wanted) for size, wanted in zip(sizes, given, strict=True)]
+
+
+def record_half_fourier(
+    mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Record a transform of float16 that CUDA has; ``NotImplemented`` where it has none either."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+    if not fakes or any(size & (size - 1) for size in signal_sizes(op, args, kwargs)):
+        return NotImplemented
+    try:
+        with unset_fake_temporarily():
+            given = [on_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            meta_args, meta_kwargs = pytree.tree_unflatten(given, structure)
+            described = op(*meta_args, **meta_kwargs)
+    except (RuntimeError, NotImplementedError):
+        return NotImplemented
+    result = _like(described, fakes[0].fake_mode, fakes[0].device)
+    proxies = [_proxy(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    proxy_args, proxy_kwargs = pytree.tree_unflatten(proxies, structure)
+    made = mode.tracer.create_proxy("call_function", op, proxy_args, proxy_kwargs, name=base_name(op))
+    return track_tensor_tree(result, made, constant=None, tracer=mode.tracer)
+
+
+def _proxy(mode: ProxyTorchDispatchMode, tensor: torch.Tensor) -> Any:
+    """The tensor's proxy, or a constant of the graph as it is."""
+    found = fetch_object_proxy(mode.tracer, tensor)
+    return found if isinstance(found, torch.Tensor) else found.proxy
+
+
+def _like(described: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    with mode:
+        shape, strides = tuple(described.shape), described.stride()
+        return torch.empty_strided(shape, strides, dtype=described.dtype, device=device)
