@@ -58,7 +58,11 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
     if isinstance(node.target, OpOverload) and is_fourier(node.target):
         return _fourier(node, node.target, site, form)
     if site.decision is NO_KERNEL:
-        return f"torch has no {form} kernel for {base}; the audit went on in float32", Severity.ERROR
+        where = context.record.device
+        cause = (
+            f"torch has no {form} kernel for {base} on this device ({where}); the audit went on in float32"
+        )
+        return cause, Severity.ERROR
     if base in _HAVE_ONE or not (base in _NAMES or base.startswith(_PREFIXES)):
         return None
     if any(_is_lowered(context, source) for source in node.all_input_nodes):

@@ -53,4 +53,5 @@ def memory_errors(device: torch.device) -> Iterator[None]:
         text = first_line(error)
         if "allocate memory" in text:
             raise RunFailed(f"out of memory: {text}", hint="use a smaller batch, or --ranges") from error
-        raise RunFailed(f"the converted model could not be run on {device}: {text}") from error
+        where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+        raise RunFailed(f"{where}the converted model could not be run on {device}: {text}") from error

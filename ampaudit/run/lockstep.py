@@ -181,9 +181,18 @@ class LockStep:
             if state is not None:
                 restore_random_state(state, self.device)
             call.measure = watch.expects(step, reference)
-            result = self.backend.call(step, call.args, call.kwargs, call.measure)
+            result = self._call(step, call)
             value = self._unaliased(step, call, result)
         return reference, watch.seen(step, reference, value, call)
+
+    def _call(self, step: Step, call: StepCall) -> Any:
+        """The converted run's result; an error of torch's gets the line of the model's code."""
+        try:
+            return self.backend.call(step, call.args, call.kwargs, call.measure)
+        except (RuntimeError, NotImplementedError) as error:
+            if step.site is not None and step.site.source is not None:
+                error.add_note(f"{step.site.source.file}:{step.site.source.line}")
+            raise
 
     def _rounds(self, step: Step) -> bool:
         """Whether the converted run gives a step another result than the reference, on equal inputs."""
