@@ -81,7 +81,7 @@ def _finding(context: CheckContext, culprit: Culprit, seen: OutputComparison, na
     what = f"{names[0]} {accuracy_text(seen, dtype)}; {_required(context, seen)}"
     if len(names) > 1:
         what += f" ({some_sites(names[1:])} too)"
-    code, why, advice = _explained(context, culprit, seen)
+    code, why, advice = _explained(context, culprit, seen, names[0])
     site = _site(context, culprit, names[0])
     finding = finding_at(context, site, code, f"{what}; {why}", advice)
     return replace(finding, poisons=tuple(culprit.sites[1:]))
@@ -102,22 +102,29 @@ def _site(context: CheckContext, culprit: Culprit, output: str) -> Site:
     return context.site[made] if made is not None else context.graph_sites[-1]
 
 
-def _explained(context: CheckContext, culprit: Culprit, seen: OutputComparison) -> tuple[str, str, str]:
+def _explained(
+    context: CheckContext, culprit: Culprit, seen: OutputComparison, output: str
+) -> tuple[str, str, str]:
     """Code, cause and advice."""
     if not culprit.sites:
         why = "no op or line stands out: the error is spread over the model"
         return "AMP207", why, "use --dtype float16, or a policy that keeps more ops in float32"
     where, proof = _where(culprit), _proof(context, culprit, seen)
     if culprit.decision is not None:
-        why = f"{where} flips the choices of {culprit.decision}: {_detail(context, culprit.detail)}; {proof}"
+        itself = (
+            "its own choices" if culprit.decision in culprit.sites else f"the choices of {culprit.decision}"
+        )
+        why = f"{where} flips {itself}: {_detail(context, culprit.detail)}; {proof}"
         return "AMP209", why, f"compute what {culprit.decision} compares in float32"
     if culprit.stalled >= STALLS:
         why = f"the sum stalls: {culprit.stalled:.0%} of the additions at {where} change nothing, since "
         why += f"x + y rounds to x once y is below half of {context.number_format.name}'s step at x; {proof}"
         return "AMP210", why, "keep the sum in float32, or count in integers"
-    grows = amplified(context, culprit.sites[-1])
+    grows = amplified(context, culprit.sites[-1], output)
     growth = f", and grows at {grows.site} from {grows.before:.0f} to {grows.after:.0f} dB" if grows else ""
     advice = "keep this op in float32"
+    if culprit.without_db is not None and culprit.without_db < context.min_sqnr:
+        advice += " together with those that round its values again; alone it does not suffice"
     if grows is not None and grows.cancels:
         advice += f", and rewrite {grows.site}, a difference of nearly equal values"
     return "AMP207", f"the error enters at {where}{growth}; {proof}", advice
@@ -152,6 +159,8 @@ def _detail(context: CheckContext, detail: DecisionDetail | None) -> str:
     text = f"{detail.differing} of {detail.elements} differ"
     if detail.ties:
         text += f", {detail.ties} of them ties in {form.name}"
+    if detail.error is not None:
+        text += f"; what they are made from is off by {number(detail.error)} (median)"
     if detail.margin is not None and detail.magnitude is not None:
         step = spacing(detail.magnitude, form.fraction_bits)
         text += f"; the median margin in FP32 is {number(detail.margin)}"

@@ -4,6 +4,10 @@ A site's own error says little about an output: every op of a healthy model roun
 of an output's error is there when that op alone rounds. Errors of independent ops add up as squares, so a
 best-first search over halves of the graph finds the largest contribution in about 2 log2(n) runs.
 
+An op whose error only counts together with that of others does not stand out alone; then the search is for
+the part whose absence mends most. Where several ops would each spoil the output, the first is the culprit:
+what comes after rounds the same values again.
+
 Where a decision comes out differently (``decisions``), it is pinned to FP32's choice; if that mends the
 output, the culprit is what flips the decision.
 """
@@ -13,11 +17,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import fx
 
+from ampaudit.errors import RunFailed
 from ampaudit.run.decisions import DecisionDetail
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import LockStep
@@ -27,11 +33,12 @@ from ampaudit.run.probe import Probe
 from ampaudit.run.units import RoundingUnit, rounding_units
 from ampaudit.sites import SiteId
 
-__all__ = ["Attribution", "Culprit"]
+__all__ = ["Attribution", "Culprit", "accumulates"]
 
-MAX_RUNS = 64
+MAX_RUNS = 96
 STANDS_OUT = 0.25  # share of an output's error from which an op is called its culprit
 COMPARABLE = 0.5  # contributions this close to the largest are as good a candidate
+MAX_DECISIONS = 8
 MENDED = 0.25  # share of the error that may be left when a cause is taken away
 
 Items = Sequence[frozenset[int]]
@@ -121,7 +128,7 @@ class Attribution:
             run = self._run(units)
             return run.outputs[name].energy if decision is None else float(run.flips.get(decision, 0))
 
-        chosen = self._search(energy, everything, latest=decision is not None)
+        chosen = self._search(energy, everything)
         if not chosen:
             return Culprit((name,))
         return self._described(name, chosen, everything, decision)
@@ -137,6 +144,7 @@ class Attribution:
         self._execute(everything, probe)
         alone, rest = self._run(chosen).outputs[name], self._run(everything - chosen).outputs[name]
         deciding = {s.node: s.id for s in self.executor.program.traced.sites}
+        nodes = {node for index in chosen for node in self._units[index].nodes}
         return Culprit(
             (name,),
             sites,
@@ -145,35 +153,42 @@ class Attribution:
             rest.accuracy_db,
             deciding.get(decision) if decision is not None else None,
             probe.detail,
-            probe.stalled,
+            probe.stalled if accumulates(nodes) else 0.0,
         )
 
-    def _search(self, energy: Energy, everything: frozenset[int], *, latest: bool) -> frozenset[int]:
+    def _search(self, energy: Energy, everything: frozenset[int]) -> frozenset[int]:
         """One unit, or all units of one line; empty where nothing stands out."""
         singles = [frozenset((index,)) for index in sorted(everything)]
         total = energy(everything)
-        for items in (singles, self._lines()):
-            found = self._strongest(items, energy, total)
+
+        def mended(units: frozenset[int]) -> float:
+            return max(total - energy(everything - units), 0.0)
+
+        for items, size, share in (
+            (singles, energy, STANDS_OUT),
+            (singles, mended, 1 - MENDED),
+            (self._lines(), energy, STANDS_OUT),
+        ):
+            found = self._strongest(items, size, share * total)
             if found:
-                return max(found, key=min) if latest else found[0]
+                return min(found, key=min)
         return frozenset()
 
-    def _strongest(self, items: Items, energy: Energy, total: float) -> list[frozenset[int]]:
-        """The items with the largest contributions, the largest first, as long as they are comparable."""
+    def _strongest(self, items: Items, size: Energy, least: float) -> list[frozenset[int]]:
+        """The items with the largest contributions, as long as they are comparable."""
         counter = itertools.count()
-        heap = [(-total, next(counter), items)]
+        heap = [(-math.inf, next(counter), items)]
         found: list[tuple[float, frozenset[int]]] = []
         while heap and self._left > 0:
             negative, _, part = heapq.heappop(heap)
-            if -negative < STANDS_OUT * total or (found and -negative < COMPARABLE * found[0][0]):
+            if -negative < least or (found and -negative < COMPARABLE * found[0][0]):
                 break
             if len(part) == 1:
                 found.append((-negative, part[0]))
                 continue
             middle = len(part) // 2
             for half in (part[:middle], part[middle:]):
-                size = energy(frozenset().union(*half))
-                heapq.heappush(heap, (-size, next(counter), half))
+                heapq.heappush(heap, (-size(frozenset().union(*half)), next(counter), half))
         return [item for _, item in found]
 
     def _lines(self) -> list[frozenset[int]]:
@@ -209,24 +224,35 @@ class Attribution:
 
         if not flipped or left(frozenset(n.name for n in flipped)) > MENDED * total:
             return None
-        if len(flipped) == 1:
-            return flipped[0].name
-        tried = [(left(frozenset((node.name,))), node.name) for node in flipped[:8]]
-        return min(tried, key=lambda pair: pair[0])[1]
+        tried: list[tuple[float, str]] = []
+        for node in flipped[:MAX_DECISIONS]:  # the first that mends it: later ones may flip because of it
+            tried.append((left(frozenset((node.name,))), node.name))
+            if tried[-1][0] <= MENDED * total:
+                break
+        return min(tried)[1]
 
     def _run(self, units: frozenset[int]) -> _Run:
         if units not in self._runs:
             self._runs[units] = self._execute(units, Probe())
         return self._runs[units]
 
-    def _execute(
-        self, units: frozenset[int], probe: Probe, extra: frozenset[torch.fx.Node] = frozenset()
-    ) -> _Run:
+    def _execute(self, units: frozenset[int], probe: Probe, extra: frozenset[fx.Node] = frozenset()) -> _Run:
         self._left -= 1
         rounding = extra.union(*(self._units[index].nodes for index in units))
         partial = PartialLockStep(self.executor, rounding)
-        with guarded(self.executor.device):
-            torch.manual_seed(self.seed)
-            pairs = partial.run(self.tensors, probe)
+        try:
+            with guarded(self.executor.device):
+                torch.manual_seed(self.seed)
+                pairs = partial.run(self.tensors, probe)
+        except (RunFailed, IndexError):  # an index out of range: nothing is right
+            lost = OutputComparison("float", mismatch="no output")
+            return _Run(dict.fromkeys(self.executor.program.traced.outputs, lost), {})
         named = dict(zip(self.executor.program.traced.outputs, pairs, strict=True))
         return _Run(compare_outputs(named, 0), probe.flips())
+
+
+def accumulates(nodes: Collection[fx.Node]) -> bool:
+    """Whether these are a running sum: each takes in what another has made, or one op sums along an axis."""
+    if any(str(node.target).startswith("aten.cumsum") for node in nodes):
+        return True
+    return sum(any(source in nodes for source in node.all_input_nodes) for node in nodes) * 2 >= len(nodes)

@@ -9,6 +9,8 @@ from torch import fx
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.step import LOWER
 from ampaudit.sites import SiteId
+from ampaudit.trace.functional import overload_of
+from ampaudit.trace.opnames import base_name
 
 __all__ = ["BufferUpdate", "buffer_updates"]
 
@@ -49,14 +51,22 @@ def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
     return found
 
 
+_ARITHMETIC = frozenset(
+    """
+    add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_ copy_ batch_norm instance_norm _native_batch_norm_legit
+    """.split()
+)
+
+
 def _writer(executor: LockStep, buffer: fx.Node) -> SiteId | None:
-    """The last op that writes to a buffer, or to a view of it."""
+    """The last op that computes what it writes to a buffer, or to a view of it."""
     shown, writer = {buffer}, None
     for step in executor.program.steps:
         written = [step.node.args[p] for p in step.mutates if p < len(step.node.args)]
         if step.site is not None and any(node in shown for node in written):
             shown.add(step.node)
-            writer = step.site.id
+            op = overload_of(step.target)
+            writer = step.site.id if op is not None and base_name(op) in _ARITHMETIC else None
         elif not step.makes_values and shown.intersection(step.node.all_input_nodes):
             shown.add(step.node)
     return writer

@@ -97,8 +97,9 @@ class DecisionDetail:
         differing: choices that differ.
         elements: choices made.
         ties: those among them whose candidates are equal in 16 bits.
-        margin: median distance in FP32 between the two candidates of a choice that differs; for rounding
-            and casts to integers, the error of what is rounded.
+        margin: median distance in FP32 between the two candidates of a choice that differs.
+        error: for rounding, casts to integers and buckets, which have no candidates, the median error of
+            what is decided on.
         magnitude: typical magnitude of the candidates.
     """
 
@@ -107,6 +108,7 @@ class DecisionDetail:
     elements: int = 0
     ties: int = 0
     margin: float | None = None
+    error: float | None = None
     magnitude: float | None = None
 
     def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
@@ -135,7 +137,10 @@ class DecisionDetail:
             return
         flat = flipped.reshape(ours.shape)
         distance = (ours - theirs).abs()[flat].double()
-        self.margin = float(distance.median())
+        if ours16 is None:
+            self.error = float(distance.median())
+        else:
+            self.margin = float(distance.median())
         self.magnitude = float(ours.abs()[flat].double().median())
         if ours16 is not None and theirs16 is not None:
             self.ties = int((ours16 == theirs16)[flat].sum())

@@ -100,6 +100,7 @@ class _InnerOps(TorchDispatchMode):
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op, by its parts where it has some; a kernel that calls itself again is a leaf."""
+        args = _with_tensors(op, args)
         if self._run and accumulates(op, args, kwargs):
             return accumulated(op, args, kwargs)
         parts = None if op in self._within else _parts(op)
@@ -161,6 +162,24 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
         return value.to(dtype) if value.dtype is torch.float32 and dtype in LOWER else value
 
     return pytree.tree_map(narrow, result)
+
+
+def _with_tensors(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments in which numbers are tensors where the op wants these: a kernel hands numbers on so."""
+    wants = _tensor_arguments(op)
+    low = next((t.dtype for t in _tensors(args) if t.dtype in LOWER), None)
+    return tuple(
+        torch.tensor(value, dtype=low if isinstance(value, float) else None)
+        if position in wants and isinstance(value, int | float)
+        else value
+        for position, value in enumerate(args)
+    )
+
+
+@cache
+def _tensor_arguments(op: OpOverload) -> frozenset[int]:
+    kinds = enumerate(str(argument.type) for argument in op._schema.arguments)
+    return frozenset(position for position, kind in kinds if kind in ("Tensor", "Optional[Tensor]"))
 
 
 def _result_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
