@@ -142,7 +142,7 @@ class Returns(nn.Module):
         (lambda x: x[:0], 0, "output is empty"),
         (lambda x: (x * 0 + 100).long(), 0, "outputs are exact"),
         (lambda x: x.argsort(-1)[..., :1] * 0, 0, "outputs are exact"),
-        (lambda x: torch.complex(x, x * 2), 0, "output has 5"),
+        (lambda x: torch.complex(x.float(), x.float() * 2), 0, "output has 5"),
         (lambda x: x * 0 + 1 + 2**-10 - 1 - 2**-10, 1, "output is 0 in FP32 and not in bfloat16"),
     ],
 )

@@ -269,7 +269,8 @@ def test_a_scan_follows_a_counter(policy: str) -> None:
     model = Model(big(1e6, at=3))
     assert ampaudit.scan(model, batches=[X] * 2, policy=policy).exit_code == 0
     report = ampaudit.scan(model, batches=[X] * 3, policy=policy)
-    assert report.exit_code == (1 if policy == "half" else 0)
+    # a converter clips the factor, which makes the output wrong
+    assert report.exit_code == (0 if policy == "ampaudit" else 1)
     assert any("steps" in note for note in report.notes)
     peak = next(site.forward.peak for site in report.sites if site.site == "(top)/mul")
     assert peak > 1e5

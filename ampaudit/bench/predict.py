@@ -21,6 +21,7 @@ from ampaudit.bench.estimate import Counter, Op
 from ampaudit.bench.memory import storage_bytes
 from ampaudit.bench.modes import Built, Subject
 from ampaudit.report.bench import Memory
+from ampaudit.trace.keys import TraceCache
 from ampaudit.trace.shadow import named_tensors, shadow_of
 from ampaudit.training.runs import optimizer_of, state_of
 
@@ -100,7 +101,7 @@ def _shadow(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     with _without(model) as shared:
         made = shadow_of(model, mode, {})
     for name, value in shared.items():
-        setattr(made, name, value)
+        setattr(made, name, value.fixed() if isinstance(value, TraceCache) else value)
     wants = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(wants[name])

@@ -12,9 +12,11 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Finding
 from ampaudit.run.step import LOWER
 from ampaudit.trace import Site
+from ampaudit.trace.graph import Slot
 
 __all__ = ["CHECK"]
 
@@ -28,6 +30,8 @@ _LARGEST = 1 << 20  # elements of an argument that is made to try a kernel
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """Sites whose op, called natively on zeros of the same dtypes and shapes, complains of the dtypes."""
+    if _islands_among_16_bit_weights(context):
+        return
     tried: dict[tuple[object, ...], str | None] = {}
     for site in context.graph_sites:
         node = context.flow.node(site)
@@ -40,6 +44,17 @@ def find(context: CheckContext) -> Iterator[Finding]:
         said = tried[key]
         if said is not None:
             yield _finding(context, site, said)
+
+
+def _islands_among_16_bit_weights(context: CheckContext) -> bool:
+    """Whether the policy itself mixes dtypes: it keeps ops in float32, and what follows has 16-bit weights.
+
+    That is not what the model's code does; a converter casts there.
+    """
+    places = context.flow.traced.placeholders
+    stored = any(place.slot is Slot.PARAMETER and place.dtype in LOWER for place in places)
+    kept = any(site.decision.cast is Cast.FLOAT32 and site.decision.explicit for site in context.graph_sites)
+    return stored and kept
 
 
 def _finding(context: CheckContext, site: Site, said: str) -> Finding:

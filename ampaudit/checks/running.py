@@ -6,21 +6,33 @@ import traceback
 from collections.abc import Iterable
 
 from ampaudit.checks.interface import Check, CheckContext, finding_about
-from ampaudit.report.finding import CRASHED, Finding
+from ampaudit.report.finding import CRASHED, Finding, Severity
 from ampaudit.sites import SiteId
 
 __all__ = ["run_checks"]
 
 
 def run_checks(context: CheckContext, checks: Iterable[Check]) -> tuple[Finding, ...]:
-    """All findings: the gravest first; of those that are about precision the worst first; in graph order."""
+    """All findings: the gravest first, in graph order.
+
+    Errors about finite values come after others, which may be their cause; of warnings about precision the
+    worst comes first.
+    """
     order = {site.id: position for position, site in enumerate(context.sites)}
     found = [finding for check in checks for finding in _found(check, context)]
 
-    def rank(finding: Finding) -> tuple[float, float, int, str, str]:
+    def rank(finding: Finding) -> tuple[float, bool, float, int, str, str]:
         own = finding.evidence.local_sqnr_db if finding.kind == "precision" else None
         accuracy = own if own is not None else 1e3
-        return -finding.severity.rank, accuracy, order.get(finding.site, -1), finding.code, finding.layer
+        wrong = finding.severity is Severity.ERROR and finding.finite
+        return (
+            -finding.severity.rank,
+            wrong,
+            accuracy,
+            order.get(finding.site, -1),
+            finding.code,
+            finding.layer,
+        )
 
     return tuple(sorted(found, key=rank))
 

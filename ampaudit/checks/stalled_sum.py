@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampaudit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.checks.output_error import findings_with
-from ampaudit.report.finding import Finding
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.words import number
 
 __all__ = ["CHECK"]
@@ -15,7 +15,10 @@ MOST = 0.5  # share of a buffer's elements to be changed that stay as they were
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Sums that make an output wrong, and buffers that stay as they were although FP32 changes them."""
+    """Sums that make an output wrong, and buffers that stay as they were although FP32 changes them.
+
+    A counter that stands still is an error. Other values may have converged: that is a note.
+    """
     yield from findings_with("AMP210", context)
     for update in context.record.buffers.values():
         if update.stalled < MOST * update.moved:
@@ -26,7 +29,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
             f"leaves {update.stalled} of them as they were, such as {number(update.example)}"
         )
         advice = "keep the buffer in float32, or count in integers"
-        yield finding_at(context, context.site[update.site], "AMP210", cause, advice)
+        severity = Severity.ERROR if update.counts else Severity.NOTE
+        yield finding_at(context, context.site[update.site], "AMP210", cause, advice, severity=severity)
 
 
 CHECK = Check("AMP210", find)

@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -33,8 +34,9 @@ from ampaudit.run.probe import Probe
 from ampaudit.run.units import RoundingUnit, rounding_units
 from ampaudit.sites import SiteId
 
-__all__ = ["Attribution", "Culprit", "accumulates"]
+__all__ = ["Attribution", "Culprit", "accumulates", "find_culprits"]
 
+MAX_OUTPUTS = 3  # of a batch, whose errors are traced back; the culprit of one is mostly that of the others
 MAX_RUNS = 96
 STANDS_OUT = 0.25  # share of an output's error from which an op is called its culprit
 COMPARABLE = 0.5  # contributions this close to the largest are as good a candidate
@@ -77,7 +79,7 @@ class _Run:
     flips: Mapping[str, int]
 
 
-@dataclass(slots=True)
+@dataclass
 class Attribution:
     """Runs one batch again and again, each time with other places in 16 bits.
 
@@ -85,25 +87,23 @@ class Attribution:
         executor: of the whole program.
         tensors: of the batch.
         seed: of the batch's random numbers.
-        least: accuracy in dB below which an output is wrong.
     """
 
     executor: LockStep
     tensors: list[torch.Tensor]
     seed: int
-    least: float
-    _units: tuple[RoundingUnit, ...] = ()
     _runs: dict[frozenset[int], _Run] = field(default_factory=dict)
     _left: int = MAX_RUNS
 
-    def __post_init__(self) -> None:
-        self._units = rounding_units(self.executor)
+    @cached_property
+    def _units(self) -> tuple[RoundingUnit, ...]:
+        return rounding_units(self.executor)
 
-    def culprits(self, outputs: Sequence[str]) -> list[Culprit]:
-        """The culprit of each output; outputs with the same one together."""
+    def culprits(self, outputs: Sequence[str], least: float) -> list[Culprit]:
+        """The culprit of each output that is below an accuracy in dB; outputs with the same one together."""
         found: dict[tuple[SiteId, ...], Culprit] = {}
         for name in outputs:
-            culprit = self._culprit(name)
+            culprit = self._culprit(name, least)
             known = found.get(culprit.sites)
             if known is not None:
                 explained = culprit if known.decision is None else known
@@ -112,13 +112,13 @@ class Attribution:
             found[culprit.sites] = culprit
         return list(found.values())
 
-    def _culprit(self, name: str) -> Culprit:
+    def _culprit(self, name: str, least: float) -> Culprit:
         everything = frozenset(range(len(self._units)))
         whole = self._run(everything)
         total, accuracy = whole.outputs[name].energy, whole.outputs[name].accuracy_db
         if (
             accuracy is None
-            or accuracy >= self.least
+            or accuracy >= least
             or self._run(frozenset()).outputs[name].energy > MENDED * total
         ):
             return Culprit((name,))
@@ -256,3 +256,15 @@ def accumulates(nodes: Collection[fx.Node]) -> bool:
     if any(str(node.target).startswith("aten.cumsum") for node in nodes):
         return True
     return sum(any(source in nodes for source in node.all_input_nodes) for node in nodes) * 2 >= len(nodes)
+
+
+def find_culprits(
+    outputs: Mapping[str, OutputComparison], worst: Mapping[str, Attribution], least: float
+) -> list[Culprit]:
+    """The culprits of outputs below an accuracy in dB, each in its worst batch; the worst outputs first."""
+    wrong = {n: db for n, seen in outputs.items() if (db := seen.accuracy_db) is not None and db < least}
+    batches: dict[int, list[str]] = {}
+    for name in sorted(wrong, key=wrong.__getitem__):
+        batches.setdefault(outputs[name].batch, []).append(name)
+    found = (worst[names[0]].culprits(names[:MAX_OUTPUTS], least) for names in batches.values())
+    return [culprit for culprits in found for culprit in culprits]

@@ -24,13 +24,15 @@ class BufferUpdate:
         site: the op that writes it.
         moved: elements that FP32 changes.
         stalled: those among them that are as before in 16 bits.
-        example: value of the first of these.
+        counts: whether what is there before and after is whole numbers.
+        example: value of the first that stalls.
     """
 
     name: str
     site: SiteId
     moved: int
     stalled: int
+    counts: bool
     example: float
 
 
@@ -47,7 +49,9 @@ def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
         count = int(stalled.sum())
         if count:
             moved = int((reference != before).sum())
-            found.append(BufferUpdate(place.name, site, moved, count, float(value[stalled][0])))
+            whole = bool((before == before.round()).all() & (reference == reference.round()).all())
+            example = float(value[stalled][0])
+            found.append(BufferUpdate(place.name, site, moved, count, whole, example))
     return found
 
 

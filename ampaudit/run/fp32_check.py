@@ -83,6 +83,14 @@ class Fp32Check:
         apart = {difference.name for difference in found if difference.problem is not None}
         return {name: tensor for name, tensor in fp32.items() if name in named and name not in apart}
 
+    def unedited(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor] | None:
+        """The FP32 model's outputs, for a run of edited code; ``None`` if there are none that are finite."""
+        try:
+            found = self._eager.outputs(model, batch, number)
+        except Exception:
+            return None
+        return None if any(map(is_broken, found.values())) else dict(found)
+
     def _note_failure(self, error: Exception, traced: TracedModel) -> None:
         cause = error.__cause__ if isinstance(error, AuditError) and error.__cause__ is not None else error
         self._record.failure = self._record.failure or f"{type(cause).__name__}: {first_line(cause)}"

@@ -12,9 +12,17 @@ import torch
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
 
-__all__ = ["OutputComparison", "OutputKind", "against_fp32", "compare_outputs", "merge_outputs"]
+__all__ = [
+    "OutputComparison",
+    "OutputKind",
+    "against_fp32",
+    "better_outputs",
+    "compare_outputs",
+    "merge_outputs",
+]
 
 OutputKind = Literal["float", "complex", "integer"]
+_MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MIN_SPREAD_ELEMENTS = 16  # fewer numbers have no distribution to speak of
 
 
@@ -117,6 +125,13 @@ def merge_outputs(into: dict[str, OutputComparison], batch: Mapping[str, OutputC
     return worse
 
 
+def better_outputs(
+    first: Mapping[str, OutputComparison], second: Mapping[str, OutputComparison]
+) -> dict[str, OutputComparison]:
+    """The more accurate of two comparisons of each output."""
+    return {name: max(first[name], second[name], key=_rank) for name in first}
+
+
 def _rank(comparison: OutputComparison) -> tuple[float, float]:
     accuracy, variation = comparison.accuracy_db, comparison.variation_db
     return (
@@ -142,6 +157,7 @@ def _mismatch(reference: Any, value: Any) -> str:
 
 
 def _differing(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    reference, value = reference.to(torch.int64), value.to(torch.int64)
     low, high = reference.min().double(), reference.max().double()
     count = (reference != value).sum().double()
     zero = torch.zeros_like(count)
@@ -155,6 +171,8 @@ def _float_numbers(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor
             torch.view_as_real(side.to(torch.complex64) if side.dtype is torch.complex32 else side)
             for side in (reference, value)
         )
+    if reference.dtype not in _MEASURED:  # float8 has hardly any kernel
+        reference, value = reference.float(), value.float()
     same = reference is value
     first, second = flat_pair(reference, reference if same else value.to(reference.dtype))
     on_cpu = reference.device.type == "cpu"

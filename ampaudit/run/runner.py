@@ -12,7 +12,7 @@ from torch import nn
 from ampaudit.convert import ConvertedModel, convert
 from ampaudit.errors import InputError, ReferenceBroken
 from ampaudit.policy import Measurement, plain_fp32
-from ampaudit.run.attribution import Attribution
+from ampaudit.run.attribution import Attribution, find_culprits
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.blame import Faults
 from ampaudit.run.buffers import buffer_updates
@@ -23,7 +23,7 @@ from ampaudit.run.fp32_check import Fp32Check, is_broken
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import LockStep, Pair
 from ampaudit.run.meter import Measured, Meter
-from ampaudit.run.outputs import against_fp32, compare_outputs, merge_outputs
+from ampaudit.run.outputs import against_fp32, better_outputs, compare_outputs, merge_outputs
 from ampaudit.run.plan import Plan
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.record import RunRecord
@@ -40,8 +40,6 @@ from ampaudit.trace.state import PythonState, hand_over
 from ampaudit.trace.structure import structural_copy
 
 __all__ = ["Plan", "Prepared", "Runner"]
-
-MAX_OUTPUTS = 3  # whose errors are traced back; the culprit of one is mostly that of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class Runner:
         self.record = record
         self._backend = plan.backend or choose_backend(plan.device)
         self._executors: TraceCache[LockStep] = TraceCache()
-        self._worst: dict[str, Prepared] = {}  # by output, for attribution
+        self._worst: dict[str, Attribution] = {}  # by output, of its worst batch
         self._programs: dict[int, Program] = {}  # by identity, for the policy's second phase
         self.sites: dict[str, Site] = {}
         self.parameter_free: set[str] = set()
@@ -138,10 +136,16 @@ class Runner:
             self._add_seconds("backward", started)
 
     def _compare(self, ready: Prepared, named: dict[str, Pair], fp32: dict[str, torch.Tensor] | None) -> None:
-        """Compare the outputs with the FP32 model's, and keep the worst batch of each."""
+        """Compare the outputs with the FP32 model's, and keep the worst batch of each.
+
+        Edited code may be as right as the code before, or right about values that it meant to change.
+        """
         found = compare_outputs(against_fp32(named, fp32), ready.number)
+        if self.plan.edits and fp32 is not None:
+            found = better_outputs(found, compare_outputs(named, ready.number))
+        attribution = Attribution(ready.executor, ready.tensors, self.plan.seed + ready.number)
         for name in merge_outputs(self.record.outputs, found):
-            self._worst[name] = ready
+            self._worst[name] = attribution
         self.record.buffers |= {update.name: update for update in buffer_updates(ready.executor)}
 
     def attribute(self) -> None:
@@ -150,16 +154,8 @@ class Runner:
         if least is None or any(origin.harms for origin in self.record.origins):
             return
         started = time.perf_counter()
-        wrong: dict[int, list[str]] = {}
-        for name, seen in self.record.outputs.items():
-            if seen.accuracy_db is not None and seen.accuracy_db < least:
-                wrong.setdefault(seen.batch, []).append(name)
-        for names in wrong.values():
-            names.sort(key=lambda name: self.record.outputs[name].accuracy_db or 0.0)
-            ready = self._worst[names[0]]
-            found = Attribution(ready.executor, ready.tensors, self.plan.seed + ready.number, least)
-            self.record.culprits += found.culprits(names[:MAX_OUTPUTS])
-        if wrong:
+        self.record.culprits = find_culprits(self.record.outputs, self._worst, least)
+        if self.record.culprits:
             self._add_seconds("attribution", started)
 
     def executor(self, batch: Batch, number: int) -> LockStep:
@@ -216,10 +212,15 @@ class Runner:
 
         Outputs that have no counterpart in FP32 are left out.
         """
-        if self._reference_only or not ready.executor.program.traced.reads:
+        reads, edited = ready.executor.program.traced.reads, bool(self.plan.edits)
+        if self._reference_only or not (reads or edited):
             return None
         started = time.perf_counter()
-        found = self._fp32.outputs(ready.model, ready.executor.program, ready.batch, ready.number, outputs)
+        call = ready.model, ready.batch, ready.number
+        if edited:  # the reference has the edits in it, and the user's model has not
+            found = self._fp32.unedited(*call)
+        else:
+            found = self._fp32.outputs(ready.model, ready.executor.program, *call[1:], outputs)
         self._add_seconds("fp32", started)
         return found
 

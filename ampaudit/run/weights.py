@@ -54,6 +54,7 @@ def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[W
     parameters = {p.node for p in converted.traced.placeholders if p.slot is Slot.PARAMETER}
     for copy in converted.copies.values():
         master = converted.masters[copy.placeholder].detach()
+        master = master.float() if master.dtype.itemsize == 1 else master  # float8 has hardly any kernel
         if copy.name in ranges or master.numel() == 0:
             continue
         peak = known.get(copy.name, math.nan)

@@ -47,15 +47,12 @@ NO_KERNEL = Decision(
     Cast.FORBID, None, "no-kernel", "torch has no 16-bit kernel for it; the audit went on in float32"
 )
 HALF_FOURIER = Decision(
-    Cast.FOLLOW,
-    None,
-    "no-kernel",
-    "a CPU has no float16 kernel for it; the audit does what CUDA's does",
+    Cast.FOLLOW, None, "no-kernel", "a CPU has no float16 kernel for it; the audit does what CUDA's does"
 )
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
 Call = Callable[..., Any]
-# arguments that would be tensors if they were not constants; eps and p are attributes
+# what would be tensors if they were not constants; eps and p are attributes
 _OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
 
 
@@ -85,8 +82,8 @@ class OpRecord:
 class Caster:
     """Applies a rule set to each op as it is traced.
 
-    One cast is made per tensor, state and dtype: later uses share it until the tensor is written. The cache
-    keeps the tensors alive, so an id is never used twice.
+    One cast is made per tensor, state and dtype, and shared until the tensor is written. The cache keeps the
+    tensors alive, so an id is never used twice.
 
     Args:
         rules: the policy.
@@ -121,7 +118,7 @@ class Caster:
         self._region: Region | None = None
 
     def region(self) -> Region:
-        """The autocast region of the model's code; inside ``vmap`` the one around its op."""
+        """The autocast region of the model's code, or of the op around ``vmap``."""
         return self._region or current_region(self.rules.file.autocast, self.dtype)
 
     @contextmanager
@@ -140,11 +137,7 @@ class Caster:
                 self._writes[_storage(written)] += 1
 
     def splits(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether to trace what an op consists of: a rule may mention its parts.
-
-        Autocast sees what a kernel calls as it sees what the model calls: a rule about ``bmm`` is one about
-        ``einsum``, and about an op whose kernel is the same on every device and multiplies matrices.
-        """
+        """Whether to trace an op's parts: autocast casts what a kernel calls, as ``bmm`` in ``einsum``."""
         region = self.region()
         rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
         if is_composite(op) and not kept_whole(op):

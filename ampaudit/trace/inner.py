@@ -33,6 +33,8 @@ class InnerOps:
         A kernel that is no composite of autograd's may ask for memory that a trace has not: of what it
         calls, products alone count.
         """
+        if torch.Tag.nondeterministic_seeded in op.tags:  # a call would draw from the user's generator
+            return False
         if composite_kernel(op) is None or is_view(op) or inner_op(op_name(op)) is not None:
             return False
         key = (op, repr(pytree.tree_map_only(torch.Tensor, lambda t: t.ndim, (args, kwargs))))

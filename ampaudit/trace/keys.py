@@ -97,11 +97,18 @@ class TraceCache(Generic[Traced]):
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[tuple[PythonState, Traced]]] = {}
+        self._fixed = False
 
     def find(self, key: tuple[Any, ...]) -> Traced | None:
         """The trace that is valid now for such a call."""
         found = self._kept.get(key, ())
-        return next((traced for state, traced in found if state.unchanged()), None)
+        return next((traced for state, traced in found if self._fixed or state.unchanged()), None)
+
+    def fixed(self) -> TraceCache[Traced]:
+        """The same traces for a copy of the model under a tool that hooks its modules: no state is read."""
+        made: TraceCache[Traced] = TraceCache()
+        made._kept, made._fixed = self._kept, True
+        return made
 
     def keep(self, key: tuple[Any, ...], state: PythonState, traced: Traced) -> None:
         """Remember a trace with the state before it was made."""
