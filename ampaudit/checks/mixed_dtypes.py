@@ -30,7 +30,7 @@ _LARGEST = 1 << 20  # elements of an argument that is made to try a kernel
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """Sites whose op, called natively on zeros of the same dtypes and shapes, complains of the dtypes."""
-    if _islands_among_16_bit_weights(context):
+    if _mixed_by_policy(context):
         return
     tried: dict[tuple[object, ...], str | None] = {}
     for site in context.graph_sites:
@@ -46,15 +46,15 @@ def find(context: CheckContext) -> Iterator[Finding]:
             yield _finding(context, site, said)
 
 
-def _islands_among_16_bit_weights(context: CheckContext) -> bool:
-    """Whether the policy itself mixes dtypes: it keeps ops in float32, and what follows has 16-bit weights.
+def _mixed_by_policy(context: CheckContext) -> bool:
+    """Whether the policy itself mixes dtypes: it keeps ops or weights in float32 beside 16-bit weights.
 
-    That is not what the model's code does; a converter casts there.
+    That is not what the model's code does; a converter, or a library, casts there.
     """
     places = context.flow.traced.placeholders
-    stored = any(place.slot is Slot.PARAMETER and place.dtype in LOWER for place in places)
+    stored = {place.dtype for place in places if place.slot is Slot.PARAMETER}
     kept = any(site.decision.cast is Cast.FLOAT32 and site.decision.explicit for site in context.graph_sites)
-    return stored and kept
+    return not stored.isdisjoint(LOWER) and (kept or torch.float32 in stored)
 
 
 def _finding(context: CheckContext, site: Site, said: str) -> Finding:
