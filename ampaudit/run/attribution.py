@@ -5,11 +5,11 @@ of an output's error is there when that op alone rounds. Errors of independent o
 best-first search over halves of the graph finds the largest contribution in about 2 log2(n) runs.
 
 An op whose error only counts together with that of others does not stand out alone; then the search is for
-the part whose absence mends most. Where several ops would each spoil the output, the first is the culprit:
-what comes after rounds the same values again.
+the part whose absence mends most.
 
 Where a decision comes out differently (``decisions``), it is pinned to FP32's choice; if that mends the
-output, the culprit is what flips the decision.
+output, the culprit is what flips the decision. Where several ops would each flip it, that is the first: what
+comes after rounds the same values again.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Attribution:
             run = self._run(units)
             return run.outputs[name].energy if decision is None else float(run.flips.get(decision, 0))
 
-        chosen = self._search(energy, everything)
+        chosen = self._search(energy, everything, first=decision is not None)
         if not chosen:
             return Culprit((name,))
         return self._described(name, chosen, everything, decision)
@@ -156,8 +156,11 @@ class Attribution:
             probe.stalled if accumulates(nodes) else 0.0,
         )
 
-    def _search(self, energy: Energy, everything: frozenset[int]) -> frozenset[int]:
-        """One unit, or all units of one line; empty where nothing stands out."""
+    def _search(self, energy: Energy, everything: frozenset[int], *, first: bool) -> frozenset[int]:
+        """One unit, or all units of one line; empty where nothing stands out.
+
+        Of comparable ones the largest, or the first in the graph.
+        """
         singles = [frozenset((index,)) for index in sorted(everything)]
         total = energy(everything)
 
@@ -171,7 +174,7 @@ class Attribution:
         ):
             found = self._strongest(items, size, share * total)
             if found:
-                return min(found, key=min)
+                return min(found, key=min) if first else found[0]
         return frozenset()
 
     def _strongest(self, items: Items, size: Energy, least: float) -> list[frozenset[int]]:
