@@ -185,3 +185,42 @@ def test_a_finding_tells_how_near_the_choices_were() -> None:
     assert f"{flipped} of 64 differ, " in first.cause
     assert "steps of 2 at 257" in first.cause
     assert _text(report).splitlines()[2].startswith("FAIL  finite but wrong in bfloat16: output has ")
+
+
+def test_an_error_that_counts_only_together_with_others_is_found_by_what_mends_it() -> None:
+    """A divergence of two close distributions is quadratic in their difference."""
+
+    class Divergence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.drift = nn.Linear(16, 10), nn.Linear(16, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            s = self.student(x)
+            moved = s + 0.01 * self.drift(x)
+            p, q = torch.softmax(s, -1), torch.softmax(moved, -1)
+            return (p * (p.log() - q.log())).sum(-1) * 1e4
+
+    torch.manual_seed(0)
+    model = Divergence().eval()
+    x = torch.randn(12, 16)
+    report = scan(model, x, policy="torch-cuda", dtype="bfloat16")
+    first = report.findings[0]
+    assert (first.code, first.severity) == ("AMP207", "error")
+    assert first.source is not None
+    assert first.source.code == "moved = s + 0.01 * self.drift(x)"
+
+
+def test_a_buffer_that_has_converged_is_no_error() -> None:
+    class Converged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.register_buffer("mean", torch.full((8,), 0.7))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean.mul_(0.999).add_(0.001 * 0.7)
+            return self.inner(x)
+
+    report = scan(Converged(), torch.randn(4, 8), policy="half", dtype="bfloat16")
+    assert [f.code for f in report.findings if f.severity != "note"] == []

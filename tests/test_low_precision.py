@@ -223,3 +223,28 @@ def test_one_rounding_is_left_as_it_was() -> None:
         traced = emulated(function, (numbers(3, 4).half(),)).traced
         steps = compile_program(traced, torch.device("cpu")).steps
         assert not any(step.low_precision for step in steps), function
+
+
+SCALARS: dict[str, Case] = {
+    "x % 8": (lambda x: x % 8, (numbers(64) * 5,)),
+    "x % 0.75": (lambda x: x % 0.75, (numbers(64) * 5,)),
+    "8 % x": (lambda x: torch.remainder(8, x), (numbers(64) * 5,)),
+    "fmod": (lambda x: torch.fmod(x, 8.0), (numbers(64) * 5,)),
+    "x // 3": (lambda x: x // 3, (numbers(64) * 5,)),
+    "3 - x": (lambda x: 3 - x, (numbers(64) * 5,)),
+    "2 ** x": (lambda x: 2**x, (numbers(64) * 5,)),
+    "x ** 3": (lambda x: x**3, (numbers(64) * 5,)),
+    "where": (lambda x: torch.where(x > 0, x, 0.25), (numbers(64) * 5,)),
+    "xlogy": (lambda x: torch.xlogy(x.abs(), 2.0), (numbers(64) * 5,)),
+    "clamp": (lambda x: x.clamp(-1.25, 2.75), (numbers(64) * 5,)),
+    "a single number": (lambda x: x.sum() % 8, (numbers(64) * 5,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SCALARS)
+def test_python_numbers_among_the_arguments(name: str, dtype: torch.dtype) -> None:
+    """Kernels hand them on as tensors; one ulp of the peak, as products and powers go through other code."""
+    function, args = SCALARS[name]
+    low = cast(args, dtype)
+    assert ulps(emulated(function, low, dtype=dtype).values[0], native(function, low)[0], dtype) <= 1.0

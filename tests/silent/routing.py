@@ -113,3 +113,47 @@ def time_buckets(bad: bool) -> Built:
         return m.table(torch.bucketize(since, torch.arange(0.0, 2000.0, 2.0))) + x
 
     return Net(forward, table=nn.Embedding(1001, 8)), (torch.arange(401, 1801, 20), torch.zeros(8))
+
+
+@silent("half", "bfloat16", "AMP209")
+def packed_codes(bad: bool) -> Built:
+    """Two indices in one number, taken apart again: with parts of it in FP32 they may leave their tables."""
+
+    def forward(m: Net, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        if not bad:
+            high, low = high.long(), low.long()
+        code = high * 64 + low  # culprit
+        row = torch.div(code, 64, rounding_mode="floor")
+        return m.rows(row.long()) + m.columns((code - row * 64).long())
+
+    tables = {"rows": nn.Embedding(96, 8), "columns": nn.Embedding(64, 8)}
+    inputs = torch.randint(70, 96, (4, 9)).float(), torch.randint(0, 64, (4, 9)).float()
+    return Net(forward, **tables), inputs
+
+
+@silent("half", "bfloat16", "AMP209")
+def positions_times_a_mask(bad: bool) -> Built:
+    """Several ops in a row hold the same positions, and each would round them by itself."""
+
+    def forward(m: Net, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        mask = ids.ne(1).to(x.dtype if bad else torch.int64)
+        running = torch.cumsum(mask, dim=1)  # culprit
+        return m.table((running * mask).long() + 1) + x
+
+    return Net(forward, table=nn.Embedding(700, 8)), (torch.randint(2, 50, (1, 600)), torch.zeros(8))
+
+
+@silent("half", "bfloat16", "AMP209")
+def saturated_router(bad: bool) -> Built:
+    """Sigmoids of large scores are 1; the mask that is filled in afterwards rounds the same values again."""
+
+    def forward(m: Net, x: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+        logits = m.gate(x)
+        scores = logits.sigmoid() if bad else logits  # culprit
+        masked = scores.masked_fill(~allowed, -100.0)
+        return m.experts(masked.argmax(-1))
+
+    model = Net(forward, gate=_offset(16, 8, 7.5 if bad else 0.0), experts=nn.Embedding(8, 16))
+    allowed = torch.ones(64, 8, dtype=torch.bool)
+    allowed[:, 6:] = False
+    return model, (torch.randn(64, 16) * 4, allowed)
