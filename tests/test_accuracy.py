@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.errors import InputError
 from ampaudit.report.model import Report
 from ampaudit.report.text import print_report
 from ampaudit.report.verdict import verdict_words
@@ -224,3 +225,10 @@ def test_a_buffer_that_has_converged_is_no_error() -> None:
 
     report = scan(Converged(), torch.randn(4, 8), policy="half", dtype="bfloat16")
     assert [f.code for f in report.findings if f.severity != "note"] == []
+
+
+@pytest.mark.parametrize("make", [lambda x: None, lambda x: 3, lambda x: {"n": len(x)}])
+def test_a_model_that_returns_no_tensor_is_refused(make: object) -> None:
+    with pytest.raises(InputError, match="returns no tensor") as refused:
+        scan(Returns(make), torch.randn(4, 16))
+    assert refused.value.exit_code == 2

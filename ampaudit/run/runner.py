@@ -180,6 +180,11 @@ class Runner:
         traced = trace(
             self._model, batch.args, batch.kwargs, *setting, differentiated=differentiated, seed=seed
         )
+        if not traced.outputs:
+            raise InputError(
+                f"{type(self._model).__name__} returns no tensor: there is nothing to compare",
+                hint="return the tensors that are used",
+            )
         traced = functionalized(traced) if differentiated else traced
         converted = convert(traced, plan.release)
         self._add_seconds("trace", started)
