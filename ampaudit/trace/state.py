@@ -22,6 +22,12 @@ from torch.nn.modules import module as global_hooks
 __all__ = ["PythonState", "StateChange", "hand_over"]
 
 _TABLES = ("_parameters", "_buffers")  # of tensors: their values are inputs of a graph
+# hooks that no forward pass calls; FSDP's hold its own state, which changes with each pass
+_IDLE = frozenset(
+    """
+    _state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks _load_state_dict_post_hooks
+    """.split()
+)
 _CONTAINERS = (list, dict, set, collections.deque)
 _PLAIN = (types.NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _SKIPPED = (type, types.ModuleType, types.BuiltinFunctionType, *_PLAIN)
@@ -112,7 +118,7 @@ class PythonState:
                 self._tables_then.append(dict(value))
             elif name == "_modules":  # each has its own turn
                 self._add(value, dict(value), path)
-            else:
+            elif name not in _IDLE:
                 self._visit(value, f"{path}.{name}" if path else name)
 
     def _add(self, now: Any, then: Any, name: str) -> None:
