@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-portable lint check browser charts schema docs aten bench clean
+.PHONY: demo test test-slow test-portable lint check browser charts schema docs aten bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -m slow
 
 test-portable: $(VENV)/.dev
 	tools/portable.sh $(BIN)

@@ -10,7 +10,7 @@ parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(numeric threads text orders)
 
 # what computes, so that the processor and its libraries could matter; what is written for people
-numeric=(tests/test_{bounds,evidence,findings,gradients,measure,models,oracle_ops,origins,prepare,proofs,run,scaler,storage,tail,unusual_models}.py)
+numeric=(tests/test_{accuracy,bounds,buffers,evidence,findings,gradients,half,low_precision,measure,models,oracle_ops,origins,prepare,proofs,run,scaler,silent,storage,tail,unusual_models}.py)
 memory=(tests/test_bench.py -k "predicted or kernel or peak or bytes")
 text=(tests/test_{bad_input,cli,files,golden,outputs,report,rules_cli,saved,terminal}.py)
 home=$(mktemp -d)
