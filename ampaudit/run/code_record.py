@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ampaudit.run.observation import ratio_db
 from ampaudit.sites import SourceLine
 from ampaudit.trace.compare import CodePlace
 
@@ -38,12 +38,12 @@ class OutputDifference:
     @property
     def sqnr_db(self) -> float:
         """Accuracy of the 16-bit run; infinite where it is exact."""
-        return _decibel(self.ref_sq, self.err_sq)
+        return ratio_db(self.ref_sq, self.err_sq)
 
     @property
     def code_sqnr_db(self) -> float:
         """Accuracy of the code that 16 bits take, in FP32."""
-        return _decibel(self.ref_sq, self.code_err_sq)
+        return ratio_db(self.ref_sq, self.code_err_sq)
 
     @property
     def agrees(self) -> bool:
@@ -90,11 +90,3 @@ class CodeRecord:
                 self.outputs[difference.name].merge(difference)
             else:
                 self.outputs[difference.name] = difference
-
-
-def _decibel(signal: float, error: float) -> float:
-    if error == 0.0:
-        return math.inf
-    if signal == 0.0 or not math.isfinite(error):
-        return -math.inf
-    return 10.0 * math.log10(signal / error)

@@ -14,7 +14,6 @@ import torch
 from torch._ops import OpOverload
 
 from ampaudit.run.lockstep import StepCall
-from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.step import Step
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name, named_arguments
@@ -90,7 +89,7 @@ def _axis(step: Step, call: StepCall) -> int | None:
 
 @dataclass(slots=True)
 class DecisionDetail:
-    """A watch that looks closely at one decision.
+    """A close look at one decision.
 
     Attributes:
         node: name of the node.
@@ -111,18 +110,8 @@ class DecisionDetail:
     error: float | None = None
     magnitude: float | None = None
 
-    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Nothing."""
-        del step, reference
-        return None
-
-    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    def look(self, step: Step, reference: Any, value: Any, call: StepCall) -> None:
         """Measure the margins of the node's choices."""
-        if step.node.name == self.node:
-            self._look(step, reference, value, call)
-        return value
-
-    def _look(self, step: Step, reference: Any, value: Any, call: StepCall) -> None:
         first, second = _choice(reference), _choice(value)
         if first is None or second is None or first.shape != second.shape:
             return

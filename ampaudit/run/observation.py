@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ampaudit.run.measure import FIELDS
 from ampaudit.run.samples import SampleStatistics
 
-__all__ = ["Observation", "decibel"]
+__all__ = ["Observation", "decibel", "ratio_db"]
 
 _MAXIMA = ("ref_peak", "peak", "bad_ref_peak")
 
@@ -71,9 +71,18 @@ class Observation:
 
 def decibel(signal: float, error: float) -> float | None:
     """10 log10(signal / error); ``None`` without error, or without signal."""
-    if error == 0.0 or signal == 0.0 or not math.isfinite(signal / error):
-        return None
-    return 10.0 * math.log10(signal / error)
+    found = ratio_db(signal, error)
+    return found if math.isfinite(found) else None
+
+
+def ratio_db(signal: float, error: float) -> float:
+    """The same; infinite without error, -inf without signal, or where the error is not finite."""
+    if error == 0.0:
+        return math.inf
+    ratio = signal / error if math.isfinite(error) else 0.0
+    if ratio == 0.0:
+        return -math.inf
+    return 10.0 * math.log10(ratio) if math.isfinite(ratio) else math.inf
 
 
 assert set(FIELDS) <= set(Observation.__dataclass_fields__), "an observation holds every measured field"

@@ -11,6 +11,7 @@ import torch
 
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+from ampaudit.run.observation import ratio_db
 
 __all__ = [
     "OutputComparison",
@@ -83,9 +84,7 @@ class OutputComparison:
 
 
 def _decibel(signal: float, error: float) -> float | None:
-    if error == 0.0:
-        return None
-    return 10.0 * math.log10(signal / error) if signal > 0.0 else -math.inf
+    return None if error == 0.0 else ratio_db(signal, error)
 
 
 def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[str, OutputComparison]:

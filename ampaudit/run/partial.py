@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ class PartialLockStep(LockStep):
         inner = whole.backend if isinstance(whole.backend, Emulated) else Emulated()
         self._partial = _PartialBackend(inner, rounding)
         self._rounding = rounding
-        super().__init__(whole.program, whole.converted, self._partial, whole.device)
+        # weights that are on the device already are not moved there again for each run
+        converted = replace(whole.converted, masters=whole._masters)
+        super().__init__(whole.program, converted, self._partial, whole.device)
 
     def _rounds(self, step: Step) -> bool:
         return self._partial.rounds(step)

@@ -59,8 +59,8 @@ class Probe:
             counted = differing_choices(reference, value)
             if counted is not None:
                 self._flips[name] = counted[0]
-            if self.detail is not None:
-                self.detail.seen(step, reference, value, call)
+            if self.detail is not None and name == self.detail.node:
+                self.detail.look(step, reference, value, call)
             if name in self.pins:
                 return pinned(step, reference, value, call)
         if self.additions:

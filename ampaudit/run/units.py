@@ -39,6 +39,7 @@ def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
     program = executor.program
     steps = {step.node: step for step in program.steps}
     weights = _given(executor)
+    inputs = {place.node for place in program.traced.placeholders if place.slot is Slot.INPUT}
     nodes: dict[fx.Node, list[fx.Node]] = {}
     for node in _rounding_nodes(program, executor):
         step = steps.get(node)
@@ -47,9 +48,7 @@ def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
             nodes.setdefault(node, []).append(node)
             continue
         readers = list(_readers(node, steps))
-        shared = node.name not in weights or program_slot(executor, node) is Slot.INPUT
-        if role is Role.WEIGHT_CAST:
-            shared = False
+        shared = role is not Role.WEIGHT_CAST and (node.name not in weights or node.name in inputs)
         owner = node if not readers or (shared and len(readers) > 1) else readers[0].node
         nodes.setdefault(owner, []).append(node)
     order = {node: index for index, node in enumerate(program.traced.graph.nodes)}
@@ -62,17 +61,13 @@ def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
     return tuple(unit for _, unit in sorted(units, key=lambda pair: pair[0]))
 
 
-def program_slot(executor: LockStep, node: fx.Node) -> Slot | None:
-    """The slot of a placeholder; ``None`` for a step."""
-    places = {place.node: place.slot for place in executor.program.traced.placeholders}
-    return places.get(node.name)
-
-
 def _rounding_nodes(program: Program, executor: LockStep) -> Iterator[fx.Node]:
     copies = executor.converted.copies
-    for place in program.traced.placeholders:
+    places = {place.node: place for place in program.traced.placeholders}
+    for node in program.inputs:
+        place = places[node.name]
         if place.dtype in LOWER and (place.slot is Slot.INPUT or place.node in copies):
-            yield next(node for node in program.inputs if node.name == place.node)
+            yield node
     for step in program.steps:
         if step.lowered and step.makes_values:
             yield step.node
