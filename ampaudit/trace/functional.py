@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.opnames import mutated_arguments
 
-__all__ = ["OnCopy", "functionalized", "overload_of"]
+__all__ = ["OnCopy", "WriteThrough", "functionalized", "overload_of"]
 
 
 class OnCopy:
@@ -148,13 +148,13 @@ class _Rewriter:
             chain.insert(0, seen.step)
             seen = self._views[seen.source]
         base = self._now[view.base]
-        writer = _WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain))
+        writer = WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain))
         made = self.graph.create_node("call_function", writer, (base, value), {})
         made.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
         return made
 
 
-class _WriteThrough:
+class WriteThrough:
     """A copy of the base in which the part that a chain of views shows has a new value."""
 
     __name__ = "write_through"
@@ -163,6 +163,7 @@ class _WriteThrough:
         self._chain = chain
 
     def __call__(self, base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The changed copy."""
         whole = base.clone()
         part: Any = whole
         for target, args, kwargs in self._chain:
