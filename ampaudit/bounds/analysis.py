@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.bounds import elements, elementwise, functions, norms, products, reductions, shapes
+from ampaudit.bounds.memory import memory_of, without_visible_writes, written_memory
 from ampaudit.bounds.span import Span, between, symmetric
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, anything, format_of, stored
 from ampaudit.bounds.table import Bound, SpanTable
@@ -20,9 +21,9 @@ from ampaudit.bounds.weights import Weights
 from ampaudit.formats import NumberFormat
 from ampaudit.ranges import Assumption
 from ampaudit.sites import SiteId
-from ampaudit.trace.functional import OnCopy, WriteThrough, functionalized, overload_of
+from ampaudit.trace.functional import WriteThrough, overload_of
 from ampaudit.trace.graph import Placeholder, Role, Slot, TracedModel
-from ampaudit.trace.opnames import CAST_OPS, base_name, may_write, written_values
+from ampaudit.trace.opnames import CAST_OPS, base_name
 from ampaudit.trace.sizes import UNKNOWN_SIZE, sizes_of
 
 __all__ = ["bound"]
@@ -56,7 +57,7 @@ class _Pass:
     """
 
     def __init__(self, traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> None:
-        self._traced = functionalized(traced)
+        self._traced = without_visible_writes(traced)
         self._domain = domain
         self._form = form
         self._sites = traced.site_of_node
@@ -66,8 +67,8 @@ class _Pass:
         self._uncovered: dict[str, None] = {}
         self._failed: dict[str, None] = {}
         # values of these memories change between calls, or behind the graph's back
-        self._written = frozenset(_written_memory(traced.graph))
-        self._hidden = frozenset(_written_memory(self._traced.graph, copies=False))
+        self._written = written_memory(traced.graph)
+        self._hidden = written_memory(self._traced.graph, in_place=False)
 
     def run(self) -> SpanTable:
         places = {place.node: place for place in self._traced.placeholders}
@@ -87,11 +88,11 @@ class _Pass:
     def _placeholder(self, node: fx.Node, place: Placeholder) -> None:
         value = node.meta["val"]
         shape, dtype = sizes_of(value), value.dtype
-        hidden = not self._hidden.isdisjoint(_memory(value))
+        hidden = not self._hidden.isdisjoint(memory_of(value))
         if place.slot is Slot.INPUT and not hidden:
             given = self._domain[node.name]
             self._spans[node] = stored(between(shape, given.low, given.high), dtype)
-        elif place.slot is Slot.INPUT or not self._written.isdisjoint(_memory(value)):
+        elif place.slot is Slot.INPUT or not self._written.isdisjoint(memory_of(value)):
             self._spans[node] = anything(shape, dtype)
         else:
             tensor = self._traced.tensors[node.name].detach()
@@ -107,7 +108,7 @@ class _Pass:
             return
         op = overload_of(node.target)
         entry = TRANSFERS.get(op) if op is not None else None
-        hidden = bool(self._hidden) and not self._hidden.isdisjoint(_memory(value))
+        hidden = bool(self._hidden) and not self._hidden.isdisjoint(memory_of(value))
         if entry is not None and not hidden and self._weights.follow(node, entry):
             self._prove(node, [self._weights.peak(node)])
             return
@@ -242,18 +243,3 @@ def _items(value: Any) -> Iterator[torch.Tensor]:
 
 def _dtypes(value: Any) -> list[torch.dtype | None]:
     return [item.dtype for item in _items(value)] or [None]
-
-
-def _memory(value: Any) -> Iterable[int]:
-    return {int(item.untyped_storage()._cdata) for item in _items(value)}
-
-
-def _written_memory(graph: fx.Graph, *, copies: bool = True) -> Iterator[int]:
-    """Memory that some op of a graph writes to, or would without ``functionalized``."""
-    for node in graph.nodes:
-        if copies and isinstance(node.target, OnCopy):
-            yield from _memory(node.args[0].meta.get("val"))
-        elif isinstance(node.target, OpOverload) and may_write(node.target):
-            for written in written_values(node.target, node.args, dict(node.kwargs)):
-                if isinstance(written, fx.Node):
-                    yield from _memory(written.meta.get("val"))

@@ -117,7 +117,10 @@ class OpCall:
 
     def has(self, name: str) -> bool:
         """Whether an argument is given and not None."""
-        return self.given.get(name) is not None
+        if self.given.get(name) is not None:
+            return True
+        self.read.add(name)
+        return False
 
     def number(self, name: str) -> float | None:
         """A Python number; ``None`` where the argument is a value of the graph."""
