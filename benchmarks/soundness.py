@@ -1,0 +1,106 @@
+"""Random programs against their bounds: no value may leave its own. Prints what is found, cut down.
+
+    python -m benchmarks.soundness [--graphs 100000] [--seed 0] [--processes 2] [--rounds 7] [--json FILE]
+
+Each seed makes 40 branches of up to six steps (``tests/soundness``), which are traced as one model,
+bounded, and run on hostile inputs in their true dtypes and as a scan emulates them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import re
+import time
+import warnings
+from collections import Counter, defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from tests.soundness.fuzz import BRANCHES, SETTINGS, Counterexample, Report, examine_seed, shrunk
+
+SHOWN = 2  # of each class
+
+
+def kind_of(example: Counterexample) -> str:
+    """The class of a counterexample: the op at which a value first escapes, or what is raised."""
+    if example.problem.startswith("bound raises"):
+        return re.sub(r"\d+", "N", example.problem)[:100]
+    target = re.search(r"target=([\w.:]+)", example.problem) or re.search(r"(\w+) :", example.problem)
+    kind = "not finite" if "was proved" in example.problem else "escapes"
+    return f"{target[1] if target else '?'} {kind}"
+
+
+def one(task: tuple[int, int]) -> Report:
+    """One seed, in a process of its own."""
+    seed, rounds = task
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    return examine_seed(seed, SETTINGS[seed % len(SETTINGS)], rounds=rounds)
+
+
+def run(graphs: int, seed: int, processes: int, rounds: int) -> Report:
+    """Examine at least as many graphs; progress is printed."""
+    total, started, shown = Report(), time.perf_counter(), 0.0
+    tasks = [(seed + index, rounds) for index in range(-(-graphs // BRANCHES))]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
+        for report in pool.map(one, tasks):
+            total.add(report)
+            passed = time.perf_counter() - started
+            if passed - shown > 20:
+                shown = passed
+                print(f"{total.branches} graphs, {len(total.found)} found, {passed:.0f} s", flush=True)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--graphs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    started = time.perf_counter()
+    total = run(options.graphs, options.seed, options.processes, options.rounds)
+    seconds = time.perf_counter() - started
+    classes: defaultdict[str, list[Counterexample]] = defaultdict(list)
+    for example in total.found:
+        classes[kind_of(example)].append(example)
+    for kind, examples in sorted(classes.items(), key=lambda item: -len(item[1])):
+        print(f"\n== {kind}: {len(examples)}")
+        smallest = sorted(examples, key=lambda e: len(e.branch.lines))[:SHOWN]
+        for example in smallest:
+            print(shrunk(example), end="\n\n", flush=True)
+    values, bounded = total.values.total(), total.bounded.total()
+    print(
+        f"{total.branches} graphs in {seconds:.0f} s ({total.untraced} not traced, {total.not_run} not run); "
+        f"{values} values, {bounded / max(values, 1):.0%} with finite bounds; "
+        f"{len(total.found)} counterexamples"
+    )
+    if options.json:
+        data = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "torch": torch.__version__,
+            "seed": options.seed,
+            "rounds": options.rounds,
+            "graphs": total.branches,
+            "untraced": total.untraced,
+            "not_run": total.not_run,
+            "values": values,
+            "bounded": bounded,
+            "seconds": round(seconds, 1),
+            "counterexamples": len(total.found),
+            "classes": dict(Counter(kind_of(example) for example in total.found).most_common()),
+            "ops": {op: [total.bounded[op], count] for op, count in sorted(total.values.items())},
+        }
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Examines random branches: trace, bounds, runs; and cuts down what is found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from ampaudit.bounds import SpanTable, bound
+from ampaudit.errors import AuditError
+from ampaudit.formats import format_named
+from ampaudit.policy import load_policy
+from ampaudit.ranges import Assumption
+from ampaudit.trace import TracedModel, trace
+from ampaudit.trace.graph import Slot
+from tests.soundness.check import checked
+from tests.soundness.generate import branch_of
+from tests.soundness.inputs import hostile
+from tests.soundness.program import Branch, BranchModel
+
+__all__ = ["SETTINGS", "Counterexample", "Report", "Setting", "examine", "examine_seed", "shrunk"]
+
+BRANCHES = 40  # of one trace
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A policy and a 16-bit format."""
+
+    policy: str
+    dtype: str
+
+    @property
+    def lower(self) -> torch.dtype | None:
+        """The dtype of inputs and parameters, if the policy stores them in 16 bits."""
+        stored: torch.dtype = getattr(torch, self.dtype)
+        return stored if self.policy == "half" else None
+
+    def __str__(self) -> str:
+        return f"{self.policy} {self.dtype}"
+
+
+SETTINGS = (
+    Setting("half", "float16"),
+    Setting("torch-cuda", "float16"),
+    Setting("half", "bfloat16"),
+    Setting("as-is", "float16"),  # FP32, and the casts of the program's own
+    Setting("torch-cuda", "bfloat16"),
+)
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """A branch with a value outside its bound, or one for which the bound pass raises."""
+
+    branch: Branch
+    setting: Setting
+    seed: int
+    rounds: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}, seed {self.seed}\n{self.branch}\n    {self.problem}"
+
+
+@dataclass
+class Report:
+    """What was examined and found.
+
+    Attributes:
+        branches: how many were checked; ``untraced`` and ``not_run`` are those that were not.
+        values: by op, how many values were checked; ``bounded`` those with finite bounds.
+        found: the counterexamples.
+    """
+
+    branches: int = 0
+    untraced: int = 0
+    not_run: int = 0
+    values: Counter[str] = field(default_factory=Counter)
+    bounded: Counter[str] = field(default_factory=Counter)
+    found: list[Counterexample] = field(default_factory=list)
+
+    def add(self, other: Report) -> None:
+        """Join the results of another run."""
+        self.branches += other.branches
+        self.untraced += other.untraced
+        self.not_run += other.not_run
+        self.values.update(other.values)
+        self.bounded.update(other.bounded)
+        self.found += other.found
+
+
+def examine_seed(seed: int, setting: Setting, *, branches: int = BRANCHES, rounds: int = 7) -> Report:
+    """Examine as many random branches; each has a seed of its own."""
+    made = [branch_of(seed * branches + index, setting.lower) for index in range(branches)]
+    return examine(made, setting, seed, rounds)
+
+
+def examine(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int = 7) -> Report:
+    """Examine branches in one trace; where the bound pass or a run raises, half of them at a time."""
+    report = Report()
+    traced, model = _traced(branches, setting, seed)
+    if traced is None:
+        if len(branches) > 1:
+            return _halved(branches, setting, seed, rounds)
+        report.untraced += 1
+        return report
+    report.untraced += len(model.failed)
+    if len(model.failed) == len(branches):
+        return report
+    try:
+        table = table_of(traced, model, setting)
+    except Exception as error:
+        if len(branches) > 1:
+            return _halved(branches, setting, seed, rounds)
+        problem = f"bound raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        report.found.append(Counterexample(branches[0], setting, seed, rounds, problem))
+        return report
+    owners = _owners(traced, model)
+    first: dict[int, Counterexample] = {}
+    for number in range(rounds):
+        inputs = [item.tensor(hostile(item, number, seed)) for item in model.inputs]
+        for native in (True, False):
+            found = checked(traced, table, inputs, native=native)
+            if found.failed is not None:
+                if len(branches) > 1:
+                    return _halved(branches, setting, seed, rounds)
+                report.not_run += 1
+                return report
+            report.values.update(found.values)
+            report.bounded.update(found.bounded)
+            for escape in found.escapes:
+                owner = owners.get(escape.node, 0)
+                first.setdefault(owner, Counterexample(branches[owner], setting, seed, rounds, str(escape)))
+    report.found += first.values()
+    report.branches += len(branches) - len(model.failed)
+    return report
+
+
+def _halved(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int) -> Report:
+    middle = len(branches) // 2
+    report = examine(branches[:middle], setting, seed, rounds)
+    report.add(examine(branches[middle:], setting, seed, rounds))
+    return report
+
+
+def _traced(
+    branches: Sequence[Branch], setting: Setting, seed: int
+) -> tuple[TracedModel | None, BranchModel]:
+    model = BranchModel(branches).eval()
+    inputs = tuple(item.tensor(hostile(item, 0, seed)) for item in model.inputs)
+    rules, author = load_policy(setting.policy), load_policy("torch-cuda")
+    try:
+        return trace(model, inputs, {}, rules, author, format_named(setting.dtype)), model
+    except AuditError:
+        return None, model
+
+
+def table_of(traced: TracedModel, model: BranchModel, setting: Setting) -> SpanTable:
+    """Bounds for the ranges that the branches state."""
+    places = [place for place in traced.placeholders if place.slot is Slot.INPUT]
+    domain = {
+        place.node: Assumption(place.name, item.low, item.high, "stated")
+        for place, item in zip(places, model.inputs, strict=True)
+    }
+    return bound(traced, domain, format_named(setting.dtype))
+
+
+def _owners(traced: TracedModel, model: BranchModel) -> dict[str, int]:
+    """The branch of each node: that of the inputs and weights that it reads, or that of its readers."""
+    given = iter(i for i, branch in enumerate(model.branches) for _ in branch.inputs)
+    owners: dict[fx.Node, int] = {}
+    places = {place.node: place for place in traced.placeholders}
+    nodes = list(traced.graph.nodes)
+    for node in nodes:
+        if node.op == "placeholder":
+            place = places[node.name]
+            if place.slot is Slot.INPUT:
+                owners[node] = next(given)
+            elif place.name.startswith("b") and "_" in place.name:
+                owners[node] = int(place.name[1:].split("_")[0])
+    for _ in range(2):
+        for node in nodes:
+            near = [owners[n] for n in node.all_input_nodes if n in owners]
+            if node.op != "output" and near:
+                owners.setdefault(node, near[0])
+        for node in reversed(nodes):
+            for source in node.all_input_nodes:
+                if node in owners:
+                    owners.setdefault(source, owners[node])
+    return {node.name: owner for node, owner in owners.items()}
+
+
+def shrunk(example: Counterexample, budget: int = 60) -> Counterexample:
+    """The smallest branch found that still has a problem of the same kind."""
+    raises = example.problem.startswith("bound raises")
+    current, progress = example, True
+    while progress and budget > 0:
+        progress = False
+        for simpler in current.branch.simpler():
+            budget -= 1
+            problem = _problem(replace(current, branch=simpler), raises)
+            if problem is not None:
+                current, progress = problem, True
+                break
+            if budget <= 0:
+                break
+    return current
+
+
+def _problem(example: Counterexample, raises: bool) -> Counterexample | None:
+    try:
+        found = examine([example.branch], example.setting, example.seed, example.rounds).found
+    except Exception:  # what a shortened program does wrong is its own matter
+        return None
+    alike = [item for item in found if item.problem.startswith("bound raises") == raises]
+    return alike[0] if alike else None
