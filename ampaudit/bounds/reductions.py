@@ -12,6 +12,7 @@ from ampaudit.bounds.span import Span, between, unbounded
 from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, accumulated, transfer
 from ampaudit.formats import FLOAT32
+from ampaudit.trace.sizes import sizes_of
 
 __all__: list[str] = []
 
@@ -129,7 +130,7 @@ def _index(call: OpCall) -> Span:
 def index_of_extreme(call: OpCall) -> Span:
     """A position along an axis, or in the whole."""
     call.ignore("self", "dim", "keepdim")
-    size = call.arg("self").meta["val"].numel()
+    size = math.prod(sizes_of(call.arg("self").meta["val"]))
     return between(call.shape, 0.0, float(max(size - 1, 0)))
 
 
