@@ -130,7 +130,8 @@ class _Pass:
             return self._hull(node)
         shapes = [sizes_of(item) for item in _items(value)]
         taken = [size for source in node.all_input_nodes for size in self._sizes(source)]
-        if op is None or entry is None or not shapes or UNKNOWN_SIZE in taken or any(UNKNOWN_SIZE in s for s in shapes):
+        varies = UNKNOWN_SIZE in taken or any(UNKNOWN_SIZE in shape for shape in shapes)
+        if op is None or entry is None or not shapes or varies:
             return self._cover(str(op or node.target), value)
         if all(0 in shape for shape in shapes):
             zeros = [symmetric(shape, 0.0) for shape in shapes]

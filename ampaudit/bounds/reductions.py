@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -240,17 +241,31 @@ def _dimensions(call: OpCall) -> int:
     return int(call.name.partition("pool")[2][0])
 
 
+def _may_miss(call: OpCall) -> bool:
+    """Whether a window may lie in the padding alone, as one with gaps can; its maximum is -inf."""
+    call.ignore("kernel_size", "stride", "ceil_mode")
+    gaps, padding = call.arg("dilation") or 1, call.arg("padding") or 0
+    return not (_all_are(1, gaps) or _all_are(0, padding))
+
+
+def _all_are(number: int, given: Any) -> bool:
+    return all(item == number for item in (given if isinstance(given, list | tuple) else [given]))
+
+
 @transfer("max_pool1d", "max_pool2d", "max_pool3d", exact=True)
 def max_pool(call: OpCall) -> Span:
     """Elements of the input, which padding never replaces."""
-    call.ignore("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+    if _may_miss(call):
+        return unbounded(call.shape)
     return Span(call.shape, *_per_channel(call, _dimensions(call)))
 
 
 @transfer("max_pool1d_with_indices", *_WITH_INDICES, *(n for n in _MAX_POOLS if n.startswith("adaptive")))
 def max_pool_with_indices(call: OpCall) -> list[Span]:
     """Elements of the input, and where they lie among the positions of a channel."""
-    call.ignore("kernel_size", "stride", "padding", "dilation", "ceil_mode", "output_size")
+    call.ignore("output_size")
+    if _may_miss(call):
+        return [unbounded(shape) for shape in call.shapes]
     dimensions = _dimensions(call)
     values, indices = call.shapes
     positions = math.prod(call.arg("self").meta["val"].shape[-dimensions:])
