@@ -21,7 +21,17 @@ from tests.soundness.generate import branch_of
 from tests.soundness.inputs import hostile
 from tests.soundness.program import Branch, BranchModel
 
-__all__ = ["SETTINGS", "Counterexample", "Report", "Setting", "examine", "examine_seed", "shrunk"]
+__all__ = [
+    "SETTINGS",
+    "Counterexample",
+    "Report",
+    "Setting",
+    "examine",
+    "examine_seed",
+    "shrunk",
+    "table_of",
+    "traced_branches",
+]
 
 BRANCHES = 40  # of one trace
 
@@ -102,7 +112,7 @@ def examine_seed(seed: int, setting: Setting, *, branches: int = BRANCHES, round
 def examine(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int = 7) -> Report:
     """Examine branches in one trace; where the bound pass or a run raises, half of them at a time."""
     report = Report()
-    traced, model = _traced(branches, setting, seed)
+    traced, model = traced_branches(branches, setting, seed)
     if traced is None:
         if len(branches) > 1:
             return _halved(branches, setting, seed, rounds)
@@ -147,7 +157,7 @@ def _halved(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int
     return report
 
 
-def _traced(
+def traced_branches(
     branches: Sequence[Branch], setting: Setting, seed: int
 ) -> tuple[TracedModel | None, BranchModel]:
     model = BranchModel(branches).eval()
