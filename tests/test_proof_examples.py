@@ -10,7 +10,7 @@ import torch
 
 from ampaudit.bounds import Span, SpanTable
 from ampaudit.trace import TracedModel
-from tests.soundness.check import checked
+from tests.soundness.check import Runs, check
 from tests.soundness.fuzz import Setting, table_of, traced_branches
 from tests.soundness.inputs import extreme_values
 from tests.soundness.program import NAMESPACE, Branch, BranchModel, Input, Stored
@@ -302,11 +302,7 @@ def test_an_example_of_the_issue_stays_inside(name: str) -> None:
     inputs = [example.branch.inputs[0].tensor(example.value)]
     shape, low, high = tuple(example.value.shape), example.low, example.high
     more = [example.branch.inputs[0].tensor(t) for t in extreme_values(shape, low, high, 5)]
-    for given in (inputs[0], *more):
-        for native in (True, False):
-            found = checked(traced, table, [given], native=native)
-            assert found.failed is None
-            assert not found.escapes, "\n".join(map(str, found.escapes))
+    check(traced, table, ([given] for given in (inputs[0], *more)))
 
 
 CRASHES = {
@@ -343,8 +339,9 @@ CRASHES = {
 def test_an_odd_shape_is_no_crash(name: str, setting: Setting) -> None:
     example = Example(CRASHES[name], "torch.ones(2, 6)", -1, 1, 0.0, ("torch.ones(3, 6)",), setting)
     traced, table = made(example)
+    runs = Runs(traced)  # float16 has no native kernel for all of them
     for value in extreme_values((2, 6), -1.0, 1.0, 3):
-        found = checked(traced, table, [example.branch.inputs[0].tensor(value)], native=False)
+        found = runs.checked(table, [example.branch.inputs[0].tensor(value)], native=False)
         assert not found.escapes, "\n".join(map(str, found.escapes))
 
 
@@ -418,6 +415,5 @@ def _(x: torch.Tensor) -> torch.Tensor:
 def test_an_op_of_another_library_is_known_by_its_whole_name(op: str) -> None:
     text = f"v0 = torch.ops.ampaudit_soundness.{op}(x0)"
     traced, table = made(Example(text, "torch.ones(3)", -1, 1, 0.0))
-    found = checked(traced, table, [torch.ones(3)], native=False)
-    assert not found.escapes, "\n".join(map(str, found.escapes))
+    check(traced, table, [[torch.ones(3)]])
     assert any(op in name for name in table.uncovered)

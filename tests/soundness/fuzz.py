@@ -16,7 +16,7 @@ from ampaudit.policy import load_policy
 from ampaudit.ranges import Assumption
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.graph import Slot
-from tests.soundness.check import checked
+from tests.soundness.check import Runs
 from tests.soundness.generate import branch_of
 from tests.soundness.inputs import hostile
 from tests.soundness.program import Branch, BranchModel
@@ -129,12 +129,12 @@ def examine(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int
         problem = f"bound raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         report.found.append(Counterexample(branches[0], setting, seed, rounds, problem))
         return report
-    owners = _owners(traced, model)
+    owners, runs = _owners(traced, model), Runs(traced)
     first: dict[int, Counterexample] = {}
     for number in range(rounds):
         inputs = [item.tensor(hostile(item, number, seed)) for item in model.inputs]
         for native in (True, False):
-            found = checked(traced, table, inputs, native=native)
+            found = runs.checked(table, inputs, native=native)
             if found.failed is not None:
                 if len(branches) > 1:
                     return _halved(branches, setting, seed, rounds)
