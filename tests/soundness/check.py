@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -113,8 +113,10 @@ class _Checker:
 
     def _inside(self, node: fx.Node, item: torch.Tensor, bounds: Span | None) -> None:
         self.found.values[_name(node)] += 1
-        if bounds is None or not item.numel() or (-1 in bounds.shape and not bounds.bounded):
+        if bounds is None or not item.numel():
             return
+        if -1 in bounds.shape:  # a size that the values decide: one pair of ends for all
+            bounds = replace(bounds, shape=tuple(item.shape), norms={}, sums={}, mean=None)
         self.found.bounded[_name(node)] += bounds.bounded
         if not bounds.contains(item):
             seen = item.double()
