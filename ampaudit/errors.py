@@ -13,6 +13,7 @@
         TraceFailed     3  torch.export refused the model
         RunFailed       3  the run broke (out of memory, an op without a kernel)
         ReferenceBroken 3  the FP32 model itself is not finite
+        ProofBroken     3  a run computed what was proved to be impossible: a defect of ampaudit
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "InputError",
     "OutputError",
     "PolicyError",
+    "ProofBroken",
     "ReferenceBroken",
     "RunFailed",
     "SourceError",
@@ -116,3 +118,7 @@ class ReferenceBroken(CouldNotAudit):
     """The FP32 model produces NaN or infinity by itself, so there is nothing to compare with."""
 
     default_hint = "repair the FP32 model or its inputs first; ampaudit compares 16 bits with FP32"
+
+
+class ProofBroken(CouldNotAudit):
+    """A run computed a value that a proof rules out: the proof is wrong, and so ampaudit is."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ampaudit.bounds.analysis import SpanTable, bound
+from ampaudit.bounds.analysis import bound
 from ampaudit.bounds.span import Span
+from ampaudit.bounds.table import Bound, SpanTable
 
-__all__ = ["Span", "SpanTable", "bound"]
+__all__ = ["Bound", "Span", "SpanTable", "bound"]

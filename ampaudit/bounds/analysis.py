@@ -5,67 +5,30 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.bounds import elementwise, functions, norms, products, reductions, shapes
-from ampaudit.bounds.memory import overwritten
-from ampaudit.bounds.span import Span, between, exactly, symmetric, unbounded
-from ampaudit.bounds.transfers import FLOAT32_ULP, TRANSFERS, OpCall
-from ampaudit.formats import FORMATS, LOWER_FORMATS, NumberFormat
+from ampaudit.bounds import elements, elementwise, functions, norms, products, reductions, shapes
+from ampaudit.bounds.memory import memory_of, without_visible_writes, written_memory
+from ampaudit.bounds.span import Span, between, symmetric
+from ampaudit.bounds.stored import UNIT_ROUNDOFF, anything, format_of, stored
+from ampaudit.bounds.table import Bound, SpanTable
+from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered, arguments_of
+from ampaudit.bounds.weights import Weights
+from ampaudit.formats import NumberFormat
 from ampaudit.ranges import Assumption
 from ampaudit.sites import SiteId
-from ampaudit.trace.flow import Flow
-from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
-from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, mutated_arguments, named_arguments
-from ampaudit.trace.sizes import sizes_of, sizes_vary
+from ampaudit.trace.functional import WriteThrough, overload_of
+from ampaudit.trace.graph import Placeholder, Role, Slot, TracedModel
+from ampaudit.trace.opnames import CAST_OPS, base_name
+from ampaudit.trace.sizes import UNKNOWN_SIZE, sizes_of
 
-__all__ = ["Bound", "SpanTable", "bound"]
+__all__ = ["bound"]
 
-_REGISTERED = (elementwise, functions, norms, products, reductions, shapes)
-_NAMES = {form.name for form in LOWER_FORMATS}
-FOLDED = 1 << 22  # elements up to which a constant is computed
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """What is proved about one site.
-
-    Attributes:
-        peak: no finite input of the site makes a larger value before it is rounded; infinity if unknown.
-        proved: whether that is within the format of the site.
-        inside: of a norm or variance, a bound on the largest square that it computes; ``None`` of other ops.
-    """
-
-    peak: float
-    proved: bool
-    inside: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SpanTable:
-    """The result of a bound pass.
-
-    Attributes:
-        bounds: by site.
-        spans: by node name, for tests and for the search of ``--stress``.
-        assumed: what the proof rests on.
-        uncovered: ops without a transfer function; their values are taken to be anything.
-    """
-
-    bounds: dict[SiteId, Bound]
-    spans: dict[str, Span | list[Span]]
-    assumed: tuple[Assumption, ...]
-    uncovered: tuple[str, ...]
-
-    @property
-    def proved(self) -> frozenset[SiteId]:
-        """Sites that do not overflow unless one before them has."""
-        return frozenset(site for site, found in self.bounds.items() if found.proved)
+_REGISTERED = (elements, elementwise, functions, norms, products, reductions, shapes)
 
 
 def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> SpanTable:
@@ -84,135 +47,149 @@ def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFor
         return _Pass(traced, domain, form).run()
 
 
-@dataclass(slots=True)
 class _Pass:
-    traced: TracedModel
-    domain: Mapping[str, Assumption]
-    form: NumberFormat
-    flow: Flow = field(init=False)
-    spans: _Spans = field(init=False)
-    sites: dict[str, Site] = field(init=False)
-    bounds: dict[SiteId, Bound] = field(default_factory=dict)
-    uncovered: dict[str, None] = field(default_factory=dict)
-    constant: set[fx.Node] = field(default_factory=set)
-    spoiled: set[fx.Node] = field(default_factory=set)
+    """One walk through a graph without writes in place.
 
-    def __post_init__(self) -> None:
-        self.flow = Flow(self.traced)
-        self.spans = _Spans()
-        self.sites = self.traced.site_of_node
-        self.spoiled = set(overwritten(self.traced.graph))
+    Args:
+        traced: the graph.
+        domain: ranges of its inputs.
+        form: the 16-bit format.
+    """
+
+    def __init__(self, traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> None:
+        self._traced = without_visible_writes(traced)
+        self._domain = domain
+        self._form = form
+        self._sites = traced.site_of_node
+        self._weights = Weights()
+        self._spans = _Spans(self._weights)
+        self._bounds: dict[SiteId, Bound] = {}
+        self._uncovered: dict[str, None] = {}
+        self._failed: dict[str, None] = {}
+        # values of these memories change between calls, or behind the graph's back
+        self._written = written_memory(traced.graph)
+        self._hidden = written_memory(self._traced.graph, in_place=False)
 
     def run(self) -> SpanTable:
-        places = {place.node: place for place in self.traced.placeholders}
-        for node in self.traced.graph.nodes:
+        places = {place.node: place for place in self._traced.placeholders}
+        for node in self._traced.graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node, places[node.name])
             elif node.op == "call_function":
                 self._call(node)
         return SpanTable(
-            self.bounds, self.spans.by_name(), tuple(self.domain.values()), tuple(sorted(self.uncovered))
+            self._bounds,
+            {node.name: found for node, found in self._spans.items()},
+            tuple(self._domain.values()),
+            tuple(sorted(self._uncovered)),
+            tuple(self._failed),
         )
 
     def _placeholder(self, node: fx.Node, place: Placeholder) -> None:
-        shape = _shape(node)
-        if node in self.spoiled:
-            self.spans[node] = unbounded(shape)
-            return
-        if place.slot is Slot.INPUT:
-            given = self.domain[node.name]
-            self.spans[node] = _rounded(between(shape, given.low, given.high), place.dtype)
-            return
-        self.spans.tensors[node] = self.traced.tensors[node.name].detach()
-        if place.slot is not Slot.PARAMETER:
-            self.constant.add(node)
+        value = node.meta["val"]
+        shape, dtype = sizes_of(value), value.dtype
+        hidden = not self._hidden.isdisjoint(memory_of(value))
+        if place.slot is Slot.INPUT and not hidden:
+            given = self._domain[node.name]
+            self._spans[node] = stored(between(shape, given.low, given.high), dtype)
+        elif place.slot is Slot.INPUT or not self._written.isdisjoint(memory_of(value)):
+            self._spans[node] = anything(shape, dtype)
+        else:
+            tensor = self._traced.tensors[node.name].detach()
+            self._weights.given(node, tensor, dtype, constant=place.slot is not Slot.PARAMETER)
 
     def _call(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
         if node.target is operator.getitem:
             source, index = node.args
-            items = self.spans[source]  # type: ignore[index]
-            self.spans[node] = items[index] if isinstance(items, list) else unbounded(_shape(node))  # type: ignore[index]
+            items = self._spans[source]  # type: ignore[index]
+            known = isinstance(items, list) and isinstance(index, int)
+            self._spans[node] = items[index] if known else _unknown(value)
             return
-        if self._fold(node):
-            self._prove(node, [self.spans.peak(node)])
+        op = overload_of(node.target)
+        entry = TRANSFERS.get(op) if op is not None else None
+        hidden = bool(self._hidden) and not self._hidden.isdisjoint(memory_of(value))
+        if entry is not None and not hidden and self._weights.follow(node, entry):
+            self._prove(node, [self._weights.peak(node)])
             return
-        found = self._transferred(node)
-        self._prove(node, [item.peak for item in (found if isinstance(found, list) else [found])])
-        self.spans[node] = (
-            [_rounded(item, d) for item, d in zip(found, _dtypes(node), strict=False)]
-            if isinstance(found, list)
-            else _rounded(found, _dtypes(node)[0])
-        )
+        found = _unknown(value) if hidden else self._transferred(node, op, entry)
+        spans = found if isinstance(found, list) else [found]
+        self._prove(node, [span.peak for span in spans])
+        if entry is None or not entry.moves:
+            exact = entry is not None and entry.exact and base_name(op) not in CAST_OPS  # type: ignore[arg-type]
+            spans = [_kept(s, d, exact=exact) for s, d in zip(spans, _dtypes(value), strict=False)]
+        self._spans[node] = spans if isinstance(found, list) else spans[0]
 
-    def _fold(self, node: fx.Node) -> bool:
-        """Compute what depends on constants alone; keep the value of a view or cast of a weight."""
-        target, sources = node.target, node.all_input_nodes
-        if not isinstance(target, OpOverload) or mutated_arguments(target) or node in self.spoiled:
-            return False
-        casts = base_name(target) in CAST_OPS
-        handed_on = casts or is_view(target)
-        known = all(source in self.spans.tensors for source in sources)
-        constant = known and all(source in self.constant for source in sources)
-        computed = constant and math.prod(_shape(node)) <= FOLDED and len(_dtypes(node)) == 1
-        seeded = torch.Tag.nondeterministic_seeded in target.tags
-        if seeded or not (computed or (handed_on and known and sources)):
-            return False
-        if casts and not constant:
-            self.spans.tensors[node] = self.spans.tensors[sources[0]]  # rounding is added where it is used
-            return True
-        try:
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.spans.tensors.__getitem__)
-            value = target(*args, **kwargs)
-        except (RuntimeError, NotImplementedError, TypeError, IndexError):
-            return False
-        if not isinstance(value, torch.Tensor):
-            return False
-        self.spans.tensors[node] = value
-        if constant:
-            self.constant.add(node)
-        return True
-
-    def _transferred(self, node: fx.Node) -> Span | list[Span]:
-        target = node.target
+    def _transferred(
+        self, node: fx.Node, op: OpOverload | None, entry: Registered | None
+    ) -> Span | list[Span]:
         value = node.meta.get("val")
-        if not isinstance(target, OpOverload):
-            if next(_items(value), None) is not None:
-                self.uncovered[str(target)] = None
+        if isinstance(node.target, WriteThrough):
+            return self._hull(node)
+        shapes = [sizes_of(item) for item in _items(value)]
+        taken = [size for source in node.all_input_nodes for size in self._sizes(source)]
+        if op is None or entry is None or UNKNOWN_SIZE in taken or any(UNKNOWN_SIZE in s for s in shapes):
+            return self._cover(str(op or node.target), value)
+        if all(0 in shape for shape in shapes):
+            zeros = [symmetric(shape, 0.0) for shape in shapes]
+            return zeros if isinstance(value, list | tuple) else zeros[0]
+        if 0 in taken and not entry.empty:
             return _unknown(value)
-        function = TRANSFERS.get(base_name(target).rstrip("_"))
-        if function is None:
-            if any(getattr(item, "dtype", torch.int64).is_floating_point for item in _items(value)):
-                self.uncovered[str(target)] = None
+        if not entry.integers and not any(d is None or d.is_floating_point for d in _dtypes(value)):
             return _unknown(value)
-        if node in self.spoiled or any(source in self.spoiled for source in node.all_input_nodes):
-            return _unknown(value)
-        if any(sizes_vary(near.meta.get("val")) for near in (node, *node.all_input_nodes)):
-            self.uncovered[str(target)] = None
-            return _unknown(value)
-        given = named_arguments(target, node.args, dict(node.kwargs))
-        call = OpCall(node, given, self.spans, self.spans.tensors, self.flow, self.form.max)
-        return function(call)
+        call = OpCall(node, op, arguments_of(op, node), self._spans, self._weights, self._form.max, shapes)
+        try:
+            found = entry.function(call)
+        except (ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            self._failed[f"{op}: {error}"] = None
+            return self._cover(str(op), value)
+        if call.unread:
+            return self._cover(f"{op} with {', '.join(call.unread)}", value)
+        if not _fits(found, shapes, several=isinstance(value, list | tuple)):
+            self._failed[f"{op}: a span does not fit the value"] = None
+            return self._cover(str(op), value)
+        return found
+
+    def _sizes(self, node: fx.Node) -> Iterator[int]:
+        found = self._spans.get(node)
+        spans = found if isinstance(found, list) else [found]
+        for span in spans:
+            yield from span.shape if span is not None else self._weights[node].tensor.shape
+
+    def _cover(self, name: str, value: Any) -> Span | list[Span]:
+        """Count an op that is not covered, where it makes numbers that could overflow."""
+        if any(item.is_floating_point() or item.is_complex() for item in _items(value)):
+            self._uncovered[name] = None
+        return _unknown(value)
+
+    def _hull(self, node: fx.Node) -> Span:
+        """A value of which a part was written: within the ends of both."""
+        both = [self._spans[source] for source in node.all_input_nodes]
+        filled = [span for span in both if isinstance(span, Span) and 0 not in span.shape]
+        low = min((float(span.low.amin()) for span in filled), default=0.0)
+        high = max((float(span.high.amax()) for span in filled), default=0.0)
+        return between(sizes_of(node.meta["val"]), low, high)
 
     def _prove(self, node: fx.Node, peaks: list[float]) -> None:
-        site = self.sites.get(node.name)
+        site = self._sites.get(node.name)
         if site is None or site.dtype is None:
             return
-        form = FORMATS.get(str(site.dtype).removeprefix("torch."))
+        form = format_of(site.dtype)
         peak = max(peaks, default=0.0)
-        computed = peak * (1 + 8 * FLOAT32_ULP)
+        computed = peak * (1 + 8 * UNIT_ROUNDOFF)
         limit = form.overflow_at if form is not None else math.inf
         if site.role in (Role.VIEW, Role.SELECT):  # no new values
             limit = math.inf if math.isfinite(peak) else limit
-        self.bounds[site.id] = Bound(computed, bool(computed < limit), self._inside(node))
+        self._bounds[site.id] = Bound(computed, bool(computed < limit), self._inside(node))
 
     def _inside(self, node: fx.Node) -> float | None:
         """(x - mean)^2 of a centring norm is at most the spread, squared; x^2 of another the squared peak."""
-        target = node.target
-        name = base_name(target) if isinstance(target, OpOverload) else ""
+        op = overload_of(node.target)
+        name = base_name(op) if op is not None else ""
         if name not in norms.CENTRED and name not in norms.PLAIN:
             return None
-        x = self.spans[node.all_input_nodes[0]]
-        if not isinstance(x, Span) or not x.low.numel():
+        x = self._spans[node.all_input_nodes[0]]
+        if not isinstance(x, Span) or 0 in x.shape:
             return None
         reach = float(x.high.amax() - x.low.amin()) if name in norms.CENTRED else x.peak
         return reach * reach * (1 + 2.0**-7)
@@ -221,50 +198,40 @@ class _Pass:
 class _Spans(dict[fx.Node, Any]):
     """Spans by node; those of weights are worked out when somebody asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Weights) -> None:
         super().__init__()
-        self.tensors: dict[fx.Node, torch.Tensor] = {}
-
-    def peak(self, node: fx.Node) -> float:
-        """The largest magnitude of a weight or constant, before it is rounded."""
-        tensor = self.tensors[node]
-        if not tensor.numel() or tensor.is_complex():
-            return 0.0 if not tensor.numel() else math.inf
-        low, high = torch.aminmax(tensor.to(torch.int8) if tensor.dtype is torch.bool else tensor)
-        return max(-float(low), float(high))
-
-    def raw(self, node: fx.Node) -> Span:
-        """A weight or constant before it is rounded to what the graph holds."""
-        tensor = self.tensors[node]
-        if tensor.is_complex():
-            return unbounded(tuple(tensor.shape))
-        found = exactly(tensor)
-        if tensor.ndim != 2 or not tensor.is_floating_point() or not tensor.numel():
-            return found
-        lengths = {axis: torch.linalg.vector_norm(tensor, dim=axis, keepdim=True) for axis in (0, 1)}
-        wide = {axis: length.double() * (1 + 2.0**-10) for axis, length in lengths.items()}
-        return Span(found.shape, found.low, found.high, wide)
+        self._weights = weights
 
     def __missing__(self, node: fx.Node) -> Span:
-        self[node] = _rounded(self.raw(node), _dtypes(node)[0])
-        found: Span = self[node]
+        self[node] = found = self._weights.span(node)
         return found
 
-    def by_name(self) -> dict[str, Span | list[Span]]:
-        return {node.name: found for node, found in self.items()}
+
+def _kept(span: Span, dtype: torch.dtype | None, *, exact: bool) -> Span:
+    """A result as it is stored; one that is made of its op's inputs as they are is not rounded again."""
+    form = format_of(dtype)
+    return span.clipped(form.max) if exact and form is not None else stored(span, dtype)
 
 
-def _rounded(span: Span, dtype: torch.dtype | None) -> Span:
-    """A value as it is stored: rounded to its format, and within it."""
-    form = FORMATS.get(str(dtype).removeprefix("torch."))
-    if form is None:
-        return span
-    loose = form.eps / 2 if form.name in _NAMES else 8 * FLOAT32_ULP
-    return span.widened(loose, form.min_subnormal / 2).clipped(form.max)
+def _fits(found: Span | list[Span], shapes: list[tuple[int, ...]], *, several: bool) -> bool:
+    """Whether spans are as many, and as large, as the values, and have ends in order."""
+    spans = found if isinstance(found, list) else [found]
+    if [span.shape for span in spans] != shapes or isinstance(found, list) != several:
+        return False
+    return all(map(_sound, spans))
+
+
+def _sound(span: Span) -> bool:
+    for ends in (span.low, span.high, *span.norms.values(), *span.sums.values()):
+        if ends.ndim != len(span.shape):
+            return False
+        if any(n not in (1, m) for n, m in zip(ends.shape, span.shape, strict=True)):
+            return False
+    return bool((span.low <= span.high).all())
 
 
 def _unknown(value: Any) -> Span | list[Span]:
-    items = [unbounded(sizes_of(item)) for item in _items(value)]
+    items = [anything(sizes_of(item), item.dtype) for item in _items(value)]
     return items if isinstance(value, list | tuple) else (items or [symmetric((), math.inf)])[0]
 
 
@@ -274,10 +241,5 @@ def _items(value: Any) -> Iterator[torch.Tensor]:
             yield item
 
 
-def _dtypes(node: fx.Node) -> list[torch.dtype | None]:
-    value = node.meta.get("val")
-    return [getattr(item, "dtype", None) for item in (value if isinstance(value, list | tuple) else (value,))]
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return sizes_of(node.meta.get("val"))
+def _dtypes(value: Any) -> list[torch.dtype | None]:
+    return [item.dtype for item in _items(value)] or [None]

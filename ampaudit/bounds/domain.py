@@ -11,7 +11,7 @@ from ampaudit.errors import UsageError, did_you_mean
 from ampaudit.ranges import Assumption, parse_assumption
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 
-__all__ = ["assumptions"]
+__all__ = ["assumptions", "contains"]
 
 
 def assumptions(
@@ -56,6 +56,20 @@ def _of(
     ends = [_range(tensors[index]) for tensors in batches if tensors[index].numel()]
     low, high = min((e[0] for e in ends), default=0.0), max((e[1] for e in ends), default=0.0)
     return Assumption(place.name, low, high, "batches")
+
+
+def contains(
+    assumed: Iterable[Assumption], traced: TracedModel, batches: Sequence[Sequence[torch.Tensor]]
+) -> bool:
+    """Whether batches stay within what is assumed about a graph's inputs."""
+    by_name = {each.name: each for each in assumed}
+    names = [place.name for place in traced.placeholders if place.slot is Slot.INPUT]
+    for name, tensors in ((name, [batch[i] for batch in batches]) for i, name in enumerate(names)):
+        ends = [_range(tensor) for tensor in tensors if tensor.numel()]
+        given = by_name.get(name)
+        if given is None or any(low < given.low or high > given.high for low, high in ends):
+            return False
+    return True
 
 
 def _range(tensor: torch.Tensor) -> tuple[float, float]:

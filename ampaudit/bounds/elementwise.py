@@ -8,8 +8,9 @@ from functools import reduce
 
 import torch
 
-from ampaudit.bounds.patterns import normalized_row, shifted_by_maximum
-from ampaudit.bounds.span import Span, between, symmetric
+from ampaudit.bounds.patterns import is_normalized, is_shifted_by_maximum
+from ampaudit.bounds.span import Span, between, unbounded
+from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import ELEMENTARY, OpCall, shaped, transfer
 
 __all__: list[str] = []
@@ -41,81 +42,149 @@ def _norm_of(call: OpCall, span: Span, axis: int) -> torch.Tensor:
     return norm if span.shape[place] == size else norm * math.sqrt(size)
 
 
-@transfer("add", "sub", "rsub")
-def add(call: OpCall) -> Span:
-    """Ends add up; so do norms, by the triangle inequality."""
-    a, b = call.span("self"), call.span("other")
-    if "rsub" in str(call.node.target):
-        a, b = b, a
-    alpha = float(call.given.get("alpha", 1))
-    alpha = alpha if "add" in str(call.node.target) else -alpha
-    scaled_low, scaled_high = (
-        (b.low * alpha, b.high * alpha) if alpha >= 0 else (b.high * alpha, b.low * alpha)
-    )
+def _sum(call: OpCall, a: Span, b: Span, factor: float) -> Span:
+    """``a + factor * b``: ends add up; so do norms, by the triangle inequality."""
+    scaled = sorted_ends(b.low * factor, b.high * factor) if factor else (b.low * 0, b.low * 0)
     axes = set(_aligned(call, a)) | set(_aligned(call, b))
-    norms = {axis: _norm_of(call, a, axis) + abs(alpha) * _norm_of(call, b, axis) for axis in axes}
-    result = shaped(call, a.low + scaled_low, a.high + scaled_high, norms)
-    if a.mean is not None or b.mean is not None:
-        result = replace(result, mean=_mean_of(call, a) + abs(alpha) * _mean_of(call, b))
-    if "sub" in str(call.node.target) and shifted_by_maximum(call):
-        result = Span(result.shape, result.low, result.high.clamp(max=0.0), result.norms)
+    size = abs(factor)
+    norms = {axis: _norm_of(call, a, axis) + size * _norm_of(call, b, axis) for axis in axes}
+    result = shaped(call, a.low + scaled[0], a.high + scaled[1], norms)
+    if (a.mean is not None or b.mean is not None) and call.shape:
+        result = replace(result, mean=_mean_of(call, a) + size * _mean_of(call, b))
     return result
 
 
-@transfer("mul")
+def sorted_ends(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lower and the upper of two ends, per element."""
+    return torch.minimum(first, second), torch.maximum(first, second)
+
+
+@transfer("add.Tensor", "add.Scalar", integers=True)
+def add(call: OpCall) -> Span:
+    """``self + alpha * other``."""
+    alpha = call.number("alpha")
+    if alpha is None:
+        return unbounded(call.shape)
+    return _scaled_rounding(call, _sum(call, call.span("self"), call.span("other"), alpha), "other", alpha)
+
+
+@transfer("sub.Tensor", "sub.Scalar", "subtract.Tensor", integers=True)
+def subtract(call: OpCall) -> Span:
+    """``self - alpha * other``, which is at most 0 if other is self's maximum."""
+    alpha = call.number("alpha")
+    if alpha is None:
+        return unbounded(call.shape)
+    result = _sum(call, call.span("self"), call.span("other"), -alpha)
+    result = _scaled_rounding(call, result, "other", alpha)
+    if alpha == 1 and is_shifted_by_maximum(call.node, call.arg("self"), call.arg("other")):
+        result = replace(result, high=result.high.clamp(max=0.0))
+    return result
+
+
+@transfer("rsub.Tensor", "rsub.Scalar", integers=True)
+def reversed_subtract(call: OpCall) -> Span:
+    """``other - alpha * self``."""
+    alpha = call.number("alpha")
+    if alpha is None:
+        return unbounded(call.shape)
+    result = _sum(call, call.span("other"), call.span("self"), -alpha)
+    return _scaled_rounding(call, result, "self", alpha)
+
+
+def _scaled_rounding(call: OpCall, result: Span, operand: str, alpha: float) -> Span:
+    """``alpha * x`` may be rounded by itself, to float32 or to 16 bits, before it is added."""
+    if alpha in (1, -1, 0):
+        return result
+    scaled = abs(alpha) * call.span(operand).peak
+    if not call.dtype.is_floating_point:
+        return result if float(alpha).is_integer() else unbounded(call.shape)
+    return result.widened(0.0, scaled * 2.0**-8) if scaled < call.limit else unbounded(call.shape)
+
+
+@transfer("mul.Tensor", "mul.Scalar", "multiply.Tensor", integers=True)
 def multiply(call: OpCall) -> Span:
     """The extremes are among the four products of ends; a norm grows by the other factor's peak."""
-    if (row := normalized_row(call)) is not None:
-        return row
+    first, second = call.arg("self"), call.arg("other")
+    for value, factor in ((first, second), (second, first)):
+        if (row := is_normalized(call.node, value, factor)) is not None:
+            return row
     a, b = call.span("self"), call.span("other")
-    low, high = _extremes(a, b.low, b.high)
-    if call.given["self"] is call.given["other"]:
+    low, high = extremes(a, b.low, b.high)
+    if first is second:
         low = low.clamp(min=0.0)
-    norms = {axis: norm * float(b.peak) for axis, norm in _aligned(call, a).items()}
-    norms |= {axis: norm * float(a.peak) for axis, norm in _aligned(call, b).items() if axis not in norms}
+    norms = {axis: product(norm, b.magnitude.amax()) for axis, norm in _aligned(call, a).items()}
+    for axis, norm in _aligned(call, b).items():
+        norms.setdefault(axis, product(norm, a.magnitude.amax()))
     return shaped(call, low, high, norms)
 
 
-def _extremes(a: Span, *factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def extremes(a: Span, *factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The least and the largest product of an end of a span and a factor."""
-    products = [_product(end, factor) for end in (a.low, a.high) for factor in factors]
+    products = [product(end, factor) for end in (a.low, a.high) for factor in factors]
     return reduce(torch.minimum, products), reduce(torch.maximum, products)
 
 
-def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Zero times an infinite end is zero: the end stands for large finite numbers."""
     return torch.where((x == 0) | (y == 0), torch.zeros((), dtype=torch.float64), x * y)
 
 
-@transfer("div")
+_DIVISIONS = "div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode divide.Tensor true_divide.Tensor"
+
+
+@transfer(*_DIVISIONS.split(), "floor_divide", "floor_divide.Scalar", integers=True)
 def divide(call: OpCall) -> Span:
-    """Times the reciprocal, where the denominator keeps away from zero; rounding modes may add one."""
+    """Times the reciprocal, where the denominator keeps away from zero; rounding to whole adds one."""
+    mode = call.arg("rounding_mode") if "rounding_mode" in call.given else None
+    whole = mode is not None or call.name == "floor_divide"
+    if not whole and (row := is_normalized(call.node, call.arg("self"), call.arg("other"), divided=True)):
+        return row
     a, b = call.span("self"), call.span("other")
     if bool(((b.low <= 0) & (b.high >= 0)).any()):
-        return symmetric(call.shape, math.inf)
-    low, high = _extremes(a, 1.0 / b.low, 1.0 / b.high)
-    step = 1.0 if call.has("rounding_mode") else 0.0
-    smallest = float(torch.minimum(b.low.abs(), b.high.abs()).amin())
-    norms = {axis: norm / smallest for axis, norm in _aligned(call, a).items()} if not step else {}
-    return shaped(call, low - step, high + step, norms)
+        return unbounded(call.shape)
+    low, high = extremes(a, 1.0 / b.low, 1.0 / b.high)
+    if whole:
+        return shaped(call, low - 1.0, high + 1.0).widened(ELEMENTARY)
+    smallest = torch.minimum(b.low.abs(), b.high.abs()).amin()
+    norms = {axis: product(norm, 1.0 / smallest) for axis, norm in _aligned(call, a).items()}
+    return shaped(call, low, high, norms)
 
 
-@transfer("pow")
+@transfer("pow.Tensor_Scalar")
 def power(call: OpCall) -> Span:
     """Whole exponents of any base, and any exponent of a positive base."""
-    if not isinstance(call.given.get("exponent"), int | float) or not call.has("self"):
-        return symmetric(call.shape, math.inf)
-    exponent, x = float(call.given["exponent"]), call.span("self")
-    positive = bool((x.low > 0).all())
-    if exponent < 0 and not positive:
-        return symmetric(call.shape, math.inf)
-    if not positive and not (exponent.is_integer() or bool((x.low >= 0).all())):
-        return symmetric(call.shape, math.inf)
-    ends = (x.low.pow(exponent), x.high.pow(exponent))
-    low, high = torch.minimum(*ends), torch.maximum(*ends)
+    exponent, x = call.number("exponent"), call.span("self")
+    if exponent is None:
+        return unbounded(call.shape)
+    positive, natural = bool((x.low > 0).all()), bool((x.low >= 0).all())
+    if not positive and (exponent < 0 or not (exponent.is_integer() or natural)):
+        return unbounded(call.shape)
+    low, high = sorted_ends(x.low.pow(exponent), x.high.pow(exponent))
     if exponent > 0 and exponent % 2 == 0:
-        low = torch.where((x.low <= 0) & (x.high >= 0), torch.zeros_like(low), low)
-    return shaped(call, low, high).widened(ELEMENTARY)
+        low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, low)
+    if exponent < 0:  # 1 / (x * x) in 16 bits: the square may overflow, and the result be 0
+        low = low.clamp(max=0.0)
+    # an error of log(x) counts as often as the exponent is large; some kernels round x * x and go on
+    slack = ELEMENTARY * max(abs(exponent), 1.0) + 4 * rounding(call.dtype)[0]
+    return _kept_sign(shaped(call, low, high), slack)
+
+
+@transfer("pow.Scalar")
+def power_of_number(call: OpCall) -> Span:
+    """base^x of a positive base grows, or falls, with x."""
+    base, x = call.number("self"), call.span("exponent")
+    if base is None or base <= 0:
+        return unbounded(call.shape)
+    wide = torch.tensor(base, dtype=torch.float64)
+    low, high = sorted_ends(wide.pow(x.low), wide.pow(x.high))
+    # the base is rounded to float32 at worst, which x powers make x times as much
+    slack = ELEMENTARY * max(x.peak, 1.0) if x.bounded else 0.0
+    return _kept_sign(shaped(call, low, high), slack)
+
+
+def _kept_sign(result: Span, slack: float) -> Span:
+    wide = result.widened(slack)
+    return replace(wide, low=torch.where(result.low >= 0, wide.low.clamp(min=0.0), wide.low))
 
 
 @transfer("square")
@@ -126,14 +195,14 @@ def square(call: OpCall) -> Span:
     return shaped(call, low, x.magnitude.square())
 
 
-@transfer("neg")
+@transfer("neg", "negative", exact=True)
 def negate(call: OpCall) -> Span:
     """Ends swap."""
     x = call.span("self")
     return shaped(call, -x.high, -x.low, x.norms)
 
 
-@transfer("abs")
+@transfer("abs", "absolute", exact=True)
 def absolute(call: OpCall) -> Span:
     """From the end nearer to zero, or zero, to the farther one."""
     x = call.span("self")
@@ -141,48 +210,73 @@ def absolute(call: OpCall) -> Span:
     return shaped(call, low, x.magnitude, x.norms)
 
 
-@transfer("clamp", "clip", "hardtanh", "clamp_min", "clamp_max")
+_CLAMPS = "clamp clamp.Tensor clip clip.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor"
+
+
+@transfer(*_CLAMPS.split(), exact=True)
 def clamp(call: OpCall) -> Span:
-    """Both ends are moved inside."""
+    """Both ends are moved inside; where the limits cross, the upper one counts."""
     x = call.span("self")
     low, high = x.low, x.high
-    names = ("min_val", "max_val") if "hardtanh" in str(call.node.target) else ("min", "max")
-    defaults = (-1.0, 1.0) if "hardtanh" in str(call.node.target) else (None, None)
-    for name, default, limit in zip(names, defaults, (torch.maximum, torch.minimum), strict=True):
-        if call.has(name) or default is not None:
-            by = call.span(name) if call.has(name) else None
-            first, second = (
-                (by.low, by.high) if by is not None else (torch.tensor(default), torch.tensor(default))
-            )
-            low, high = limit(low, first.double()), limit(high, second.double())
+    if call.has("min"):
+        least = call.span("min")
+        low, high = torch.maximum(low, least.low), torch.maximum(high, least.high)
+    if call.has("max"):
+        most = call.span("max")
+        low, high = torch.minimum(low, most.low), torch.minimum(high, most.high)
     return shaped(call, low, high)
 
 
-@transfer("maximum", "minimum")
-def extreme(call: OpCall) -> Span:
-    """The larger, or smaller, of both ends."""
+@transfer("hardtanh")
+def hard_tanh(call: OpCall) -> Span:
+    """A clamp, to -1 and 1 unless it is told otherwise."""
+    x, least, most = call.span("self"), call.number("min_val"), call.number("max_val")
+    if least is None or most is None or least > most:
+        return unbounded(call.shape)
+    limits = call.span("min_val"), call.span("max_val")
+    low, high = torch.maximum(x.low, limits[0].low), torch.maximum(x.high, limits[0].high)
+    return shaped(call, torch.minimum(low, limits[1].low), torch.minimum(high, limits[1].high))
+
+
+@transfer("maximum", "max.other", exact=True)
+def maximum(call: OpCall) -> Span:
+    """The larger of both ends."""
     a, b = call.span("self"), call.span("other")
-    pick = torch.maximum if "maximum" in str(call.node.target) else torch.minimum
-    return shaped(call, pick(a.low, b.low), pick(a.high, b.high))
+    return shaped(call, torch.maximum(a.low, b.low), torch.maximum(a.high, b.high))
 
 
-@transfer("where")
+@transfer("minimum", "min.other", exact=True)
+def minimum(call: OpCall) -> Span:
+    """The smaller of both ends."""
+    a, b = call.span("self"), call.span("other")
+    return shaped(call, torch.minimum(a.low, b.low), torch.minimum(a.high, b.high))
+
+
+@transfer("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar", exact=True)
 def where(call: OpCall) -> Span:
     """Either branch."""
-    if not call.has("self"):
-        return symmetric(call.shape, math.inf)
-    a, b = call.span("self"), call.span("other")
-    return shaped(call, torch.minimum(a.low, b.low), torch.maximum(a.high, b.high))
+    call.ignore("condition")
+    return _either(call, "self", "other")
 
 
-@transfer("masked_fill")
+@transfer("masked_fill.Scalar", "masked_fill.Tensor", exact=True)
 def masked_fill(call: OpCall) -> Span:
     """The input or the fill."""
-    a, b = call.span("self"), call.span("value")
+    call.ignore("mask")
+    return _either(call, "self", "value")
+
+
+def _either(call: OpCall, first: str, second: str) -> Span:
+    a, b = call.span(first), call.span(second)
     return shaped(call, torch.minimum(a.low, b.low), torch.maximum(a.high, b.high))
 
 
-@transfer(*"eq ne lt le gt ge logical_and logical_or logical_not isinf isnan isfinite bitwise_not".split())
+_COMPARISONS = [f"{op}.{kind}" for op in "eq ne lt le gt ge".split() for kind in ("Tensor", "Scalar")]
+
+
+@transfer(*_COMPARISONS, "logical_and", "logical_or", "logical_xor", "logical_not", exact=True)
+@transfer("isinf", "isnan", "isfinite", exact=True)
 def truth(call: OpCall) -> Span:
     """0 or 1."""
+    call.ignore("self", "other")
     return between(call.shape, 0.0, 1.0)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from torch.nn import functional as F
 
-from ampaudit.bounds.span import Span, symmetric
+from ampaudit.bounds.elementwise import sorted_ends
+from ampaudit.bounds.span import Span, symmetric, unbounded
 from ampaudit.bounds.transfers import ELEMENTARY, OpCall, shaped, transfer
+from ampaudit.formats import FLOAT32
 
 __all__: list[str] = []
 
@@ -21,25 +25,34 @@ def _monotone(
     low: float = -math.inf,
     high: float = math.inf,
     *,
+    start: float = -math.inf,
     shrinks: bool = False,
     absolute: float = 0.0,
+    exact: bool = False,
 ) -> None:
-    """A function that grows everywhere: ends map to ends; ``low`` and ``high`` are its own limits.
+    """Register a function that grows everywhere: ends map to ends.
 
-    ``shrinks``: nowhere larger in magnitude than its input, so that norms stay. ``absolute``: error of a
-    library's polynomial near 0.
+    Args:
+        op: its overload.
+        function: it.
+        low: the least of its values.
+        high: the largest.
+        start: where it begins: below, it is NaN.
+        shrinks: whether it is nowhere larger in magnitude than its input, so that norms stay.
+        absolute: error of a library's polynomial near 0.
+        exact: whether its values are exact.
     """
 
-    @transfer(op)
+    @transfer(op, exact=exact)
     def grows(call: OpCall) -> Span:
         x = call.span("self")
-        if len(call.given) > 1:  # a slope, a threshold or digits: another function
-            return symmetric(call.shape, math.inf)
+        if bool((x.low < start).any()):
+            return unbounded(call.shape)
         lowest = function(x.low).nan_to_num(low, math.inf, -math.inf).clamp(low, high)
         highest = function(x.high).nan_to_num(high, math.inf, -math.inf).clamp(low, high)
-        norms = x.norms if shrinks else {}
-        wide = shaped(call, lowest, highest, norms).widened(ELEMENTARY, absolute)
-        return Span(wide.shape, wide.low.clamp(min=low), wide.high.clamp(max=_above(high)), wide.norms)
+        found = shaped(call, lowest, highest, x.norms if shrinks else {})
+        wide = found if exact else found.widened(ELEMENTARY, absolute)
+        return replace(wide, low=wide.low.clamp(min=low), high=wide.high.clamp(max=_above(high)))
 
 
 def _above(limit: float) -> float:
@@ -54,67 +67,140 @@ _monotone("sigmoid", torch.sigmoid, 0.0, 1.0)
 _monotone("tanh", torch.tanh, -1.0, 1.0, shrinks=True)
 _monotone("erf", torch.erf, -1.0, 1.0, absolute=ELEMENTARY)
 _monotone("atan", torch.atan, -math.pi / 2, math.pi / 2)
-_monotone("softplus", torch.nn.functional.softplus, 0.0)
-_monotone("log_sigmoid", torch.nn.functional.logsigmoid, -math.inf, 0.0)
-_monotone("log", torch.log)
-_monotone("log2", torch.log2)
-_monotone("log10", torch.log10)
-_monotone("log1p", torch.log1p)
-_monotone("sqrt", torch.sqrt, 0.0)
+_monotone("log_sigmoid", F.logsigmoid, -math.inf, 0.0)
+_monotone("log", torch.log, start=0.0, absolute=ELEMENTARY)
+_monotone("log2", torch.log2, start=0.0, absolute=ELEMENTARY)
+_monotone("log10", torch.log10, start=0.0, absolute=ELEMENTARY)
+_monotone("log1p", torch.log1p, start=-1.0, absolute=ELEMENTARY)
+_monotone("sqrt", torch.sqrt, 0.0, start=0.0)
 _monotone("sinh", torch.sinh)
-_monotone("asinh", torch.asinh)
-_monotone("hardsigmoid", torch.nn.functional.hardsigmoid, 0.0, 1.0)
+_monotone("asinh", torch.asinh, absolute=ELEMENTARY)
+_monotone("hardsigmoid", F.hardsigmoid, 0.0, 1.0)
 for _name in ("floor", "ceil", "round", "trunc", "sign"):
-    _monotone(_name, getattr(torch, _name))
-_monotone("relu", torch.relu, 0.0, shrinks=True)
-_monotone("relu6", torch.nn.functional.relu6, 0.0, 6.0, shrinks=True)
+    _monotone(_name, getattr(torch, _name), exact=True)
+_monotone("relu", torch.relu, 0.0, shrinks=True, exact=True)
+_monotone("relu6", F.relu6, 0.0, 6.0, shrinks=True, exact=True)
 
 
-@transfer("rsqrt", "reciprocal")
-def reciprocal(call: OpCall) -> Span:
-    """1/x and 1/sqrt(x) of what is away from zero."""
+@transfer("softplus")
+def softplus(call: OpCall) -> Span:
+    """Of the usual slope and threshold: from 0, at most log 2 above max(x, 0)."""
+    if call.number("beta") != 1 or call.number("threshold") != 20:
+        return unbounded(call.shape)
     x = call.span("self")
-    root = "rsqrt" in str(call.node.target)
-    if bool((x.low <= 0).any()) and (root or bool((x.high >= 0).any())):
-        return symmetric(call.shape, math.inf) if not root else shaped(call, x.low * 0, x.low * 0 + math.inf)
-    ends = (torch.rsqrt(x.low), torch.rsqrt(x.high)) if root else (1 / x.low, 1 / x.high)
-    return shaped(call, torch.minimum(*ends), torch.maximum(*ends)).widened(ELEMENTARY)
+    low, high = torch.log1p(x.low.exp()), torch.maximum(torch.log1p(x.high.exp()), x.high)
+    wide = shaped(call, torch.maximum(low.nan_to_num(0.0, math.inf), x.low.clamp(min=0.0)), high)
+    wide = wide.widened(ELEMENTARY, ELEMENTARY)
+    return replace(wide, low=wide.low.clamp(min=0.0))
+
+
+@transfer("rsqrt")
+def reciprocal_root(call: OpCall) -> Span:
+    """1/sqrt(x) of what is above zero."""
+    x = call.span("self")
+    if bool((x.low <= 0).any()):
+        return unbounded(call.shape)
+    return shaped(call, torch.rsqrt(x.high), torch.rsqrt(x.low)).widened(ELEMENTARY)
+
+
+@transfer("reciprocal")
+def reciprocal(call: OpCall) -> Span:
+    """1/x of what is away from zero."""
+    x = call.span("self")
+    if bool(((x.low <= 0) & (x.high >= 0)).any()):
+        return unbounded(call.shape)
+    return shaped(call, 1 / x.high, 1 / x.low).widened(ELEMENTARY)
 
 
 # activations x * s(x) with 0 <= s <= 1: no larger than x, and with a least value of their own
-_LEAST = {"gelu": -0.1701, "silu": -0.2785, "mish": -0.3089, "hardswish": -0.3751}
+_MINIMA = {"gelu": -0.1701, "silu": -0.2785, "mish": -0.3089, "hardswish": -0.3751}
 
 
-@transfer(*_LEAST)
+@transfer(*_MINIMA)
 def gated(call: OpCall) -> Span:
-    """GELU, SiLU, Mish, hard swish: |f(x)| <= |x|, f(x) <= max(x, 0), f >= its minimum."""
+    """GELU (either form), SiLU, Mish, hard swish: |f(x)| <= |x|, f(x) <= max(x, 0), f >= its minimum."""
+    call.ignore("approximate")
     x = call.span("self")
-    name = str(call.node.target).removeprefix("aten.").split(".")[0].rstrip("_")
-    low = torch.maximum(x.low.clamp(max=0.0), torch.tensor(_LEAST[name], dtype=torch.float64))
-    return shaped(call, low, x.high.clamp(min=0.0), x.norms).widened(ELEMENTARY)
+    if x.peak > FLOAT32.max / 8:  # hardswish multiplies by 6 first
+        return unbounded(call.shape)
+    low = torch.maximum(x.low.clamp(max=0.0), torch.tensor(_MINIMA[call.name], dtype=torch.float64))
+    return shaped(call, low, x.high.clamp(min=0.0), x.norms).widened(ELEMENTARY, ELEMENTARY)
 
 
-@transfer("leaky_relu", "elu", "celu", "selu", "prelu")
-def leaky(call: OpCall) -> Span:
-    """Between 0 or the scaled lower end and the upper end, slopes being at most 1 in magnitude, or known."""
+@transfer("leaky_relu")
+def leaky_relu(call: OpCall) -> Span:
+    """``x`` above 0, and ``slope * x`` below."""
+    slope, x = call.number("negative_slope"), call.span("self")
+    return unbounded(call.shape) if slope is None else _bent(call, x, slope, slope)
+
+
+@transfer("prelu")
+def prelu(call: OpCall) -> Span:
+    """A leaky relu with a known slope per channel."""
+    slope, x = call.weight("weight"), call.span("self")
+    if slope is None:
+        return unbounded(call.shape)
+    low, high = (float(end) for end in torch.aminmax(slope.tensor))
+    off = max(abs(low), abs(high)) * slope.relative + slope.absolute
+    return _bent(call, x, low - off, high + off)
+
+
+def _bent(call: OpCall, x: Span, least: float, most: float) -> Span:
+    """max(x, 0) plus min(x, 0) times a slope between ``least`` and ``most``."""
+    below, above = x.low.clamp(max=0.0), x.high.clamp(max=0.0)
+    products = [end * slope for end in (below, above) for slope in (least, most)]
+    low, high = products[0], products[0]
+    for each in products[1:]:
+        low, high = torch.minimum(low, each), torch.maximum(high, each)
+    passes = x.high > 0
+    low = torch.where(x.low >= 0, x.low, torch.where(passes, low.clamp(max=0.0), low))
+    high = torch.where(passes, torch.maximum(high, x.high), high)
+    return shaped(call, low, high).widened(ELEMENTARY)
+
+
+@transfer("elu")
+def elu(call: OpCall) -> Span:
+    """``scale * x`` above 0, and ``scale * alpha * expm1(input_scale * x)`` below."""
+    alpha, scale, inner = (call.number(name) for name in ("alpha", "scale", "input_scale"))
+    if alpha is None or scale is None or inner is None or inner < 0:
+        return unbounded(call.shape)
+    return _exponential(call, alpha * scale, inner, scale)
+
+
+@transfer("celu")
+def celu(call: OpCall) -> Span:
+    """max(x, 0) + alpha * (exp(min(x, 0) / alpha) - 1), whatever the sign of alpha."""
+    alpha = call.number("alpha")
+    if not alpha:
+        return unbounded(call.shape)
+    return _exponential(call, alpha, 1 / alpha, 1.0)
+
+
+@transfer("selu")
+def selu(call: OpCall) -> Span:
+    """An elu with constants of its own (Klambauer and others, 2017)."""
+    return _exponential(call, 1.7580993408473768, 1.0, 1.0507009873554805)
+
+
+def _exponential(call: OpCall, alpha: float, inner: float, scale: float) -> Span:
+    """``scale * x`` above 0, ``alpha * expm1(inner * x)`` below, which is monotone in x."""
     x = call.span("self")
-    name = str(call.node.target)
-    scale = 1.0508 if "selu" in name else 1.0
-    slope = call.given.get("negative_slope", call.given.get("alpha", 1.0))
-    if call.given.get("scale", 1) != 1 or call.given.get("input_scale", 1) != 1:
-        return symmetric(call.shape, math.inf)
-    weight = call.tensor("weight") if "weight" in call.given else None
-    if weight is not None:
-        slope = float(weight.abs().amax()) * (1 + 2.0**-7)
-    elif "prelu" in name:
-        return symmetric(call.shape, math.inf)
-    least = max(abs(float(slope)), 1.0, 1.7581 if "selu" in name else 0.0)
-    turned = least if weight is not None else max(-float(slope), 0.0)
-    high = torch.maximum(x.high.clamp(min=0.0), x.low.clamp(max=0.0).abs() * turned)
-    return shaped(call, x.low.clamp(max=0.0) * least, high * scale).widened(ELEMENTARY)
+    if not x.bounded:
+        return unbounded(call.shape)
+    low, high = sorted_ends(
+        *(
+            torch.where(end > 0, end * scale, alpha * torch.expm1(end.clamp(max=0.0) * inner))
+            for end in (x.low, x.high)
+        )
+    )
+    if alpha * inner < 0 or scale < 0:  # it may turn at 0
+        low = torch.where((x.low < 0) & (x.high > 0), low.clamp(max=0.0), low)
+        high = torch.where((x.low < 0) & (x.high > 0), high.clamp(min=0.0), high)
+    return shaped(call, low, high).widened(ELEMENTARY, abs(alpha) * ELEMENTARY)
 
 
 @transfer("sin", "cos")
-def wave(call: OpCall) -> Span:
-    """At most 1."""
-    return symmetric(call.shape, 1.0 + ELEMENTARY)
+def sin_cos(call: OpCall) -> Span:
+    """At most 1; NaN of an infinite argument."""
+    x = call.span("self")
+    return symmetric(call.shape, 1.0 + ELEMENTARY) if x.bounded else unbounded(call.shape)

@@ -3,150 +3,205 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 
-from ampaudit.bounds.span import Span, symmetric
-from ampaudit.bounds.transfers import ELEMENTARY, FLOAT32_ULP, OpCall, accumulated, transfer
+from ampaudit.bounds.span import Span, unbounded
+from ampaudit.bounds.stored import UNIT_ROUNDOFF
+from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, Known, OpCall, accumulated, transfer
 
 __all__ = ["CENTRED", "PLAIN"]
 
 CENTRED = ("layer_norm", "group_norm", "var", "std", "var_mean", "std_mean")
 PLAIN = ("rms_norm", "linalg_vector_norm", "norm", "cosine_similarity")
 LOOSE = 2.0**-7  # of a float32 variance, where its row is not all but constant
+INNER = 1 + 2.0**-8 + ELEMENTARY  # a normalized value may be rounded to 16 bits before it is scaled
 
 
 @transfer("layer_norm")
 def layer_norm(call: OpCall) -> Span:
-    """|y_i| <= sqrt(n - 1) and |y| <= sqrt(n) before the affine part (Samuelson, 1968).
+    """|y_i| <= |y| <= sqrt(n) before the affine part.
 
-    A row whose elements are all but equal is rounding error divided by sqrt(eps): ``x * scale - mean *
-    scale`` is off by up to two roundings of the mean, which matters where eps is 1e-12.
+    Samuelson (1968) gives sqrt(n - 1) around the exact mean. A mean off by d adds d^2 to the variance, and
+    so, by Cauchy and Schwarz, no more than the one that is missing. Besides, ``x * scale - mean * scale`` is
+    off by two roundings of the mean, which matters where a row is all but constant and eps is 1e-12.
     """
-    size = math.prod(call.given["normalized_shape"])
-    axes = len(call.given["normalized_shape"])
+    call.ignore("cudnn_enable")
+    normalized, eps = call.arg("normalized_shape"), call.number("eps")
+    size, axes = math.prod(normalized), len(normalized)
     x = call.span("input")
-    off = _mean_error(x.row_mean if axes == 1 else x.peak, float(call.given.get("eps", 1e-5)))
-    core = math.sqrt(max(size - 1, 0)) * (1 + LOOSE) + off
-    length = math.sqrt(size) * (1 + LOOSE) + off * math.sqrt(size)
-    return _affine(call, core, length if axes == 1 else None, (1,) * (len(call.shape) - axes), off)
+    if eps is None or eps <= 0 or not size or x.peak * math.sqrt(size) >= MAX_ROOT:
+        return unbounded(call.shape)
+    mean = x.row_mean if axes == 1 else x.peak
+    length = math.sqrt(size) * (1 + LOOSE)
+    off = _cancelled(mean, eps)
+    if axes > 1:
+        return _affine(call, length + off, None, axes)
+    row = _Row(length + off * math.sqrt(size), off + min(1.0, accumulated(size) * mean / math.sqrt(eps)))
+    return _affine(call, length + off, row, axes)
 
 
 @transfer("rms_norm")
 def rms_norm(call: OpCall) -> Span:
     """|y_i| <= |y| <= sqrt(n) before the scale."""
-    size = math.prod(call.given["normalized_shape"])
-    length = math.sqrt(size) * (1 + ELEMENTARY + accumulated(size))
-    axes = len(call.given["normalized_shape"])
-    return _affine(call, length, length if axes == 1 else None, (1,) * (len(call.shape) - axes), None)
+    call.ignore("input")
+    normalized, eps = call.arg("normalized_shape"), call.number("eps")
+    size, axes = math.prod(normalized), len(normalized)
+    if (eps is not None and eps <= 0) or not size:  # a row of zeros is NaN
+        return unbounded(call.shape)
+    length = math.sqrt(size) * (1 + ELEMENTARY + accumulated(size + 4))
+    return _affine(call, length, _Row(length) if axes == 1 else None, axes)
 
 
 @transfer("group_norm")
 def group_norm(call: OpCall) -> Span:
     """As a layer norm over the elements of a group; the affine part is per channel."""
-    shape = call.shape
-    size = math.prod(shape[1:]) // int(call.given["num_groups"])
-    off = _mean_error(call.span("input").peak, float(call.given.get("eps", 1e-5)))
-    return _per_channel(call, math.sqrt(max(size - 1, 0)) * (1 + LOOSE) + off)
+    call.ignore("cudnn_enabled")
+    groups, eps, x = call.number("num_groups"), call.number("eps"), call.span("input")
+    if not groups or eps is None or eps <= 0 or not math.prod(call.shape[1:]):
+        return unbounded(call.shape)
+    size = math.prod(call.shape[1:]) // int(groups)
+    if x.peak * math.sqrt(size) >= MAX_ROOT:
+        return unbounded(call.shape)
+    core = math.sqrt(size) * (1 + LOOSE) + _cancelled(x.peak, eps)
+    if not call.arg("input").meta["val"].is_contiguous():
+        # a kernel for channels last takes the mean of squares less the square of the mean, which cancel
+        core *= math.sqrt(1 + 2 * accumulated(size + 4) * x.peak * x.peak / eps)
+    return _per_channel(call, core)
 
 
-def _mean_error(mean: float, eps: float) -> float:
-    return 2 * FLOAT32_ULP * mean / math.sqrt(eps) if eps > 0 else math.inf
+def _cancelled(mean: float, eps: float) -> float:
+    return 2 * UNIT_ROUNDOFF * mean / math.sqrt(eps)
 
 
-def _affine(
-    call: OpCall, core: float, length: float | None, leading: tuple[int, ...], off: float | None = None
-) -> Span:
-    """``core * weight + bias`` over the last axes, both known; a core with mean 0 where ``off`` is given."""
-    weight, bias = _known(call, "weight"), _known(call, "bias")
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What is known of a normalized row: its L2 norm, and the magnitude of its mean."""
+
+    length: float
+    mean: float | None = None
+
+
+def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Span:
+    """``core * weight + bias`` over the last axes, both known."""
+    weight, bias = _known(call, "weight", 1.0), _known(call, "bias", 0.0)
     if weight is None or bias is None:
-        return symmetric(call.shape, math.inf)
-    scale, shift = (
-        t.double().reshape(leading + tuple(t.shape)) if t.ndim else t.double() for t in (weight, bias)
-    )
-    # the affine part is rounded with the weights, to 8 bits at worst
-    reach = core * scale.abs() * (1 + 2.0**-7)
-    edge = shift.abs() * 2.0**-7 + 2.0**-24
-    low, high = shift - reach - edge, shift + reach + edge
+        return unbounded(call.shape)
     rank = len(call.shape)
+    leading = (1,) * (rank - axes)
+    scale, shift = (
+        k.tensor.double().reshape(leading + tuple(k.tensor.shape)) if k.tensor.ndim else k.tensor.double()
+        for k in (weight, bias)
+    )
+    widest, reach, edge = _scaled(core, scale, shift, weight, bias)
+    low, high = shift - reach - edge, shift + reach + edge
     low, high = (ends.reshape((1,) * (rank - ends.ndim) + tuple(ends.shape)) for ends in (low, high))
-    norms = {}
-    if length is not None:
-        spread = 1.0 if bias.ndim else math.sqrt(call.shape[-1])
-        total = float(scale.abs().amax()) * length + float(shift.square().sum().sqrt()) * spread
-        norms[rank - 1] = torch.tensor(total * (1 + 2.0**-7) + 2.0**-24 * call.shape[-1], dtype=torch.float64)
-        norms[rank - 1] = norms[rank - 1].reshape((1,) * rank)
-    mean = None if length is None or off is None else _mean(scale, shift, length, off)
-    return Span(call.shape, low, high, norms, mean=mean)
+    found = Span(call.shape, low, high)
+    if row is None:
+        return found
+    repeated = 1.0 if bias.tensor.ndim else math.sqrt(call.shape[-1])
+    total = float(widest.amax()) * row.length * INNER + float((shift.abs() + edge).norm()) * repeated
+    norm = torch.full((1,) * rank, total, dtype=torch.float64)
+    mean = None if row.mean is None else _mean(widest, scale, shift, row) + float(edge.amax())
+    return replace(found, norms={rank - 1: norm}, mean=mean)
 
 
-def _mean(scale: torch.Tensor, shift: torch.Tensor, length: float, off: float) -> float:
+def _scaled(
+    core: float, scale: torch.Tensor, shift: torch.Tensor, weight: Known, bias: Known
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest scale that the graph may hold, what the core becomes, and how far the shift may be off."""
+    widest = scale.abs() * (1 + weight.relative) + weight.absolute
+    edge = shift.abs() * (bias.relative + ELEMENTARY) + bias.absolute + 2.0**-24
+    return widest, core * widest * INNER, edge
+
+
+def _mean(widest: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, row: _Row) -> float:
     """|mean(scale * core + shift)|: as core sums to 0, only what the scale differs from its mean counts."""
     size = max(scale.numel(), 1)
     uneven = float((scale - scale.mean()).square().sum().sqrt()) / size
-    rounded = 2.0**-7 * float(scale.abs().amax()) * length / math.sqrt(size) + 2.0**-24
-    steady = float(scale.abs().amax()) * off
-    return uneven * length + rounded + steady + float(shift.mean().abs()) * (1 + 2.0**-7)
+    rounded = 2.0**-6 * float(widest.amax()) * row.length / math.sqrt(size)
+    steady = float(widest.amax()) * (row.mean or 0.0)
+    return uneven * row.length + rounded + steady + float(shift.mean().abs())
 
 
-def _known(call: OpCall, name: str) -> torch.Tensor | None:
+def _known(call: OpCall, name: str, default: float) -> Known | None:
     """A weight's value; 1 or 0 where there is none."""
     if not call.has(name):
-        return torch.tensor(1.0 if name == "weight" else 0.0)
-    return call.tensor(name)
+        return Known(torch.tensor(default))
+    found = call.weight(name)
+    return found if found is None or bool(found.tensor.isfinite().all()) else None
 
 
 def _per_channel(call: OpCall, core: float) -> Span:
-    weight, bias = _known(call, "weight"), _known(call, "bias")
+    weight, bias = _known(call, "weight", 1.0), _known(call, "bias", 0.0)
     if weight is None or bias is None:
-        return symmetric(call.shape, math.inf)
+        return unbounded(call.shape)
     shape = (1, -1) + (1,) * (len(call.shape) - 2)
-    scale, shift = (t.double().reshape(shape) for t in (weight, bias))
-    reach = core * scale.abs() * (1 + 2.0**-7) + shift.abs() * 2.0**-7 + 2.0**-24
-    return Span(call.shape, shift - reach, shift + reach)
+    scale, shift = (k.tensor.double().reshape(shape) for k in (weight, bias))
+    _, reach, edge = _scaled(core, scale, shift, weight, bias)
+    return Span(call.shape, shift - reach - edge, shift + reach + edge)
 
 
 @transfer("batch_norm")
 def batch_norm(call: OpCall) -> Span:
     """With stored statistics, a scale and a shift per channel; in training, a norm over the batch."""
-    shape = call.shape
-    if call.given.get("training"):
-        size = math.prod(shape) // shape[1]
-        off = _mean_error(call.span("input").peak, float(call.given.get("eps", 1e-5)))
-        return _per_channel(call, math.sqrt(max(size - 1, 0)) * (1 + LOOSE) + off)
-    known = [_known(call, name) for name in ("weight", "bias", "running_mean", "running_var")]
-    if any(tensor is None for tensor in known):
-        return symmetric(shape, math.inf)
-    ends = (1, -1) + (1,) * (len(shape) - 2)
-    weight, bias, mean, variance = (t.double().reshape(ends) for t in known if t is not None)
-    eps = float(call.given.get("eps", 1e-5))
-    # stored in 16 bits, a variance may be off by half an ulp, or flushed to zero
-    low_variance = (variance * (1 - 2.0**-8) - 2.0**-24).clamp(min=0.0)
-    scale = weight.abs() / (low_variance + eps).sqrt()
+    call.ignore("cudnn_enabled", "momentum")
+    shape, eps, training = call.shape, call.number("eps"), call.arg("training")
+    if eps is None or eps <= 0 or len(shape) < 2:
+        return unbounded(shape)
     x = call.span("input")
+    if not training:
+        return _stored_statistics(call, x, eps)
+    call.ignore("running_mean", "running_var")  # written, and not read
+    size = math.prod(shape) // max(shape[1], 1)
+    if x.peak * math.sqrt(size) >= MAX_ROOT:
+        return unbounded(shape)
+    return _per_channel(call, math.sqrt(size) * (1 + LOOSE) + _cancelled(x.peak, eps))
+
+
+def _stored_statistics(call: OpCall, x: Span, eps: float) -> Span:
+    shape = call.shape
+    names = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
+    found = [k for name, default in names.items() if (k := _known(call, name, default)) is not None]
+    if len(found) < len(names) or not call.has("running_mean") or not call.has("running_var"):
+        return unbounded(shape)
+    ends = (1, -1) + (1,) * (len(shape) - 2)
+    weight, bias, mean, variance = (k.tensor.double().reshape(ends) for k in found)
+    if bool((variance < 0).any()):
+        return unbounded(shape)
+    # stored in 16 bits, a variance may be off by half an ulp, or flushed to zero
+    least = (variance * (1 - found[3].relative) - found[3].absolute).clamp(min=0.0) + eps
+    # computed as x * scale + (bias - mean * scale): each term is rounded by itself
+    rounded = (x.magnitude + mean.abs()) * 4 * UNIT_ROUNDOFF
     shifted = torch.maximum((x.low - mean).abs(), (x.high - mean).abs())
-    distance = shifted + mean.abs() * 2.0**-7
-    reach = distance * scale * (1 + 2.0**-6) + bias.abs() * 2.0**-7 + 2.0**-24
-    return Span(shape, bias - reach, bias + reach)
+    distance = shifted + mean.abs() * found[2].relative + found[2].absolute + rounded
+    _, reach, edge = _scaled(1.0, weight, bias, found[0], found[1])
+    reach = reach * distance / least.sqrt()
+    return Span(shape, bias - reach - edge, bias + reach + edge)
 
 
-@transfer("softmax")
+@transfer("softmax.int", "_softmax")
 def softmax(call: OpCall) -> Span:
     """Between 0 and 1, with a sum of 1 along its axis: computed with n roundings."""
+    dim, x = call.number("dim"), call.span("self" if "self" in call.given else "input")
+    if dim is None or not x.bounded:  # of an infinite row it is NaN
+        return unbounded(call.shape)
     shape = call.shape
-    axis = int(call.given["dim"]) % len(shape) if shape else 0
+    axis = int(dim) % max(len(shape), 1)
     one = torch.ones((1,) * len(shape), dtype=torch.float64)
     slack = 1 + accumulated(shape[axis] + 16 if shape else 1) + ELEMENTARY
-    sums = {axis: one * slack} if shape else {}
-    return Span(shape, one * 0, one * (1 + ELEMENTARY), sums=sums)
+    return Span(shape, one * 0, one * (1 + ELEMENTARY), sums={axis: one * slack} if shape else {})
 
 
-@transfer("log_softmax")
+@transfer("log_softmax.int")
 def log_softmax(call: OpCall) -> Span:
     """Never positive; at least the spread of the input and log n below."""
-    x = call.span("self")
-    axis = int(call.given["dim"])
-    rows = x.over(axis)
-    spread = rows.high - rows.low + math.log(max(x.shape[axis], 1)) if x.shape else rows.high * 0
-    low = -(spread * (1 + ELEMENTARY) + 1e-3)
-    return Span(call.shape, low.nan_to_num(-math.inf, math.inf, -math.inf), spread * 0 + 1e-6)
+    dim, x = call.number("dim"), call.span("self")
+    if dim is None or not x.bounded:
+        return unbounded(call.shape)
+    rows = x.over(int(dim)) if x.shape else x
+    terms = x.shape[int(dim)] if x.shape else 1
+    spread = rows.high - rows.low + math.log(max(terms, 1))
+    off = x.peak * 4 * UNIT_ROUNDOFF + spread * ELEMENTARY + 1e-3
+    return Span(call.shape, -(spread + off), spread * 0 + 1e-6)

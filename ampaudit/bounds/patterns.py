@@ -1,87 +1,184 @@
-"""Norms and stable exponentials that are written out in several ops, recognised by how values flow."""
+"""Norms and stable exponentials written out in several ops, proved from the graph around them.
+
+A pattern matches only if the graph says so: the same value (behind casts that lose nothing), the same axes,
+kept as axes of size 1 so that broadcasting brings each row its own statistic, a factor of one, and eps
+where it belongs. Everything else does not match.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
+import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ampaudit.bounds.span import Span, symmetric
-from ampaudit.bounds.transfers import OpCall
-from ampaudit.trace import Site
+from ampaudit.bounds.stored import format_of
+from ampaudit.bounds.transfers import accumulated, arguments_of
 from ampaudit.trace.sizes import sizes_of
 
-__all__ = ["normalized_row", "shifted_by_maximum"]
+__all__ = ["is_normalized", "is_shifted_by_maximum"]
 
 SLACK = 2.0**-6
-LEAST_EPS = 1e-14
+MIN_EPS = 1e-10  # what a float16 value is rounded by, 2^-25, times 1/sqrt(eps) must stay below the slack
+
+aten = torch.ops.aten
+_COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
+_CASTS = (
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
 
 
-def normalized_row(call: OpCall) -> Span | None:
-    """``x * rsqrt(mean(x^2) + eps)``: as in an RMS norm, |y_i| <= |y| <= sqrt(n).
+def is_shifted_by_maximum(node: fx.Node, value: Any, shift: Any) -> bool:
+    """Whether ``value - shift`` subtracts from each element a maximum over a set that contains it."""
+    if not isinstance(value, fx.Node) or not isinstance(shift, fx.Node):
+        return False
+    dtypes = {_dtype(each) for each in (node, value)}
+    found = _reduced(_exact(shift), (aten.amax.default, aten.max.dim, aten.max.default))
+    # the difference of two numbers, rounded, is not positive if the exact one is not
+    return found is not None and len(dtypes) == 1 and _exact(found) is _exact(value)
+
+
+def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = False) -> Span | None:
+    """``x * rsqrt(mean(x^2) + eps)``, or ``x / sqrt(mean(x^2) + eps)``: |y_i| <= |y| <= sqrt(n).
 
     With m the mean as computed in float32, y_i^2 <= x_i^2 / m and m >= (1 - error) sum(x^2) / n. The factor,
     and x beside it, may be rounded to 16 bits, each by at most 2^-8; eps bounds what vanishing squares do.
     """
-    for value, factor in (("self", "other"), ("other", "self")):
-        found = _mean_square(call, call.given[value], call.given[factor])
-        if found is None:
-            continue
-        axis, size = found
-        rank = len(call.shape)
-        if rank == 0 or call.shape[axis] != size:
-            return None
-        span = symmetric(call.shape, math.sqrt(size) * (1.0 + SLACK) + SLACK)
-        return Span(span.shape, span.low, span.high, {axis % rank: span.high})
-    return None
+    if not isinstance(value, fx.Node) or not isinstance(factor, fx.Node):
+        return None
+    shape = sizes_of(node.meta["val"])
+    root = _rounded(factor, beside=value)
+    added = _operand(root, aten.sqrt.default if divided else aten.rsqrt.default)
+    mean = _plus_eps(added) if added is not None and _dtype(root) is torch.float32 else None
+    squares = _reduced(mean, (aten.mean.dim,)) if mean is not None and _is_float32(mean) else None
+    source = _square_of(squares) if squares is not None and _is_float32(squares) else None
+    if source is None or mean is None or _rounded(source) is not _rounded(value):
+        return None
+    if sizes_of(value.meta["val"]) != shape or sizes_of(factor.meta["val"]) != sizes_of(mean.meta["val"]):
+        return None
+    kept = sizes_of(mean.meta["val"]) or (1,) * len(shape)
+    axes = [axis for axis, size in enumerate(shape) if size != kept[axis]]
+    terms = math.prod(shape[axis] for axis in axes)
+    reach = math.sqrt(terms) * (1.0 + SLACK + accumulated(terms + 4)) + SLACK
+    span = symmetric(shape, reach)
+    return Span(span.shape, span.low, span.high, {axes[0]: span.high} if len(axes) == 1 else {})
 
 
-def _mean_square(call: OpCall, value: Any, factor: Any) -> tuple[int, int] | None:
-    """The axis and length of the mean in ``rsqrt(mean(value^2) + eps)``."""
-    flow = call.flow
-    root = flow.made_by(factor, "rsqrt") if isinstance(factor, fx.Node) else None
-    if root is None or not isinstance(value, fx.Node):
-        return None
-    inner = flow.node(root).all_input_nodes[0]
-    added = flow.made_by(inner, "add")
-    mean = flow.made_by(flow.node(added).all_input_nodes[0] if added else inner, "mean")
-    eps = flow.arguments(added).get("other") if added else None
-    if mean is None or not isinstance(eps, float) or eps < LEAST_EPS:
-        return None
-    if any(site is not None and not _is_float32(site) for site in (root, added, mean)):
-        return None
-    given = flow.arguments(mean)
-    axes = given.get("dim")
-    if not isinstance(axes, list | tuple) or len(axes) != 1:
-        return None
-    squared = flow.maker(given["self"])
-    if squared is None or not _is_float32(squared) or not _squares(call, squared, value):
-        return None
-    return int(axes[0]), sizes_of(given["self"].meta["val"])[axes[0]]
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    return arguments_of(node.target, node) if isinstance(node.target, OpOverload) else {}
 
 
-def _is_float32(site: Site) -> bool:
+def _dtype(node: fx.Node | None) -> torch.dtype | None:
+    value = node.meta.get("val") if node is not None else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _is_float32(node: fx.Node) -> bool:
     """In 16 bits a square may vanish, and the bound with it."""
-    return str(site.dtype) == "torch.float32"
+    return _dtype(node) is torch.float32
 
 
-def _squares(call: OpCall, site: Site, value: fx.Node) -> bool:
-    flow = call.flow
-    given = flow.arguments(site)
-    source = flow.root(value)
-    if flow.base(site) == "pow":
-        return given.get("exponent") in (2, 2.0) and flow.root(given["self"]) is source
-    if flow.base(site) == "square":
-        return flow.root(given["self"]) is source
-    both = (given.get("self"), given.get("other"))
-    return flow.base(site) == "mul" and all(flow.root(node) is source for node in both)
+def _exact(node: fx.Node) -> fx.Node:
+    """The value behind copies, and casts that change no element."""
+    while node.op == "call_function" and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        copied = node.target in _COPIES or _is_idle_dropout(node)
+        if not copied and not (node.target in _CASTS and _keeps_all(_dtype(source), _dtype(node))):
+            return node
+        node = source
+    return node
 
 
-def shifted_by_maximum(call: OpCall) -> bool:
-    """``x - amax(x)``, which is never positive."""
-    flow, x, other = call.flow, call.given["self"], call.given["other"]
-    if not isinstance(x, fx.Node) or not isinstance(other, fx.Node):
+def _is_idle_dropout(node: fx.Node) -> bool:
+    return node.target is aten.dropout.default and _arguments(node).get("train") is False
+
+
+def _keeps_all(source: torch.dtype | None, target: torch.dtype | None) -> bool:
+    if source is target:
+        return source is not None
+    narrow, wide = format_of(source), format_of(target)
+    return narrow is not None and target is torch.float32 and wide is not None
+
+
+def _rounded(node: fx.Node, beside: fx.Node | None = None) -> fx.Node:
+    """The same behind casts to 16 bits as well: each element is off by up to 2^-8.
+
+    A factor may only be rounded to float16 beside a value in float16, which keeps the factor above float16's
+    smallest normal number.
+    """
+    while True:
+        node = _exact(node)
+        narrow = _dtype(node) is torch.bfloat16 or (
+            _dtype(node) is torch.float16 and (beside is None or _dtype(beside) is torch.float16)
+        )
+        if node.target not in _CASTS or not narrow or _dtype(node.all_input_nodes[0]) is not torch.float32:
+            return node
+        node = node.all_input_nodes[0]
+
+
+def _operand(node: fx.Node | None, op: OpOverload) -> fx.Node | None:
+    found = node.args[0] if node is not None and node.target is op else None
+    return found if isinstance(found, fx.Node) else None
+
+
+def _plus_eps(node: fx.Node) -> fx.Node | None:
+    """The mean in ``mean + eps``."""
+    if node.target not in (aten.add.Tensor, aten.add.Scalar) or not _is_float32(node):
+        return None
+    given = _arguments(node)
+    mean, eps = given["self"], given["other"]
+    small = isinstance(eps, float) and eps >= MIN_EPS and given["alpha"] == 1
+    return _exact(mean) if small and isinstance(mean, fx.Node) else None
+
+
+def _reduced(node: fx.Node, ops: tuple[OpOverload, ...]) -> fx.Node | None:
+    """What was reduced to ``node``, if the reduced axes are kept as axes of size 1, or all were reduced."""
+    kept = node
+    if kept.target is aten.unsqueeze.default and isinstance(kept.args[0], fx.Node):
+        node = _exact(kept.args[0])
+    if node.target is operator.getitem and node.args[1] == 0 and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    if node.target not in ops:
+        return None
+    given = _arguments(node)
+    source = given["self"]
+    if not isinstance(source, fx.Node) or given.get("dtype") not in (None, _dtype(source)):
+        return None
+    shape, dims = sizes_of(source.meta["val"]), given.get("dim", [])
+    listed = list(dims) if isinstance(dims, list | tuple) else [] if dims is None else [dims]
+    axes = {axis % max(len(shape), 1) for axis in listed} or set(range(len(shape)))
+    expected = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+    over_all = len(axes) == len(shape) and sizes_of(kept.meta["val"]) == ()
+    return source if over_all or _kept_shape(node, kept, shape, axes, expected) else None
+
+
+def _kept_shape(
+    node: fx.Node, kept: fx.Node, shape: tuple[int, ...], axes: set[int], expected: tuple[int, ...]
+) -> bool:
+    """Whether each row finds its own statistic where it broadcasts."""
+    if sizes_of(kept.meta["val"]) != expected:
         return False
-    maximum = flow.made_by(other, "amax", "max")
-    return maximum is not None and flow.root(flow.node(maximum).all_input_nodes[0]) is flow.root(x)
+    if kept.target is aten.unsqueeze.default and kept is not node:
+        place = kept.args[1]
+        return isinstance(place, int) and axes == {place % len(shape)}
+    return bool(_arguments(node).get("keepdim"))
+
+
+def _square_of(node: fx.Node) -> fx.Node | None:
+    given = _arguments(node)
+    value = given.get("self")
+    squared = (
+        node.target is aten.square.default
+        or (node.target is aten.pow.Tensor_Scalar and given["exponent"] in (2, 2.0))
+        or (node.target is aten.mul.Tensor and given["other"] is value)
+    )
+    return value if squared and isinstance(value, fx.Node) else None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
-from ampaudit.bounds.span import Span, finite, symmetric
-from ampaudit.bounds.transfers import OpCall, accumulated, transfer
+from ampaudit.bounds.elementwise import product as times
+from ampaudit.bounds.span import Span, finite, symmetric, unbounded
+from ampaudit.bounds.transfers import VANISHING, Known, OpCall, accumulated, transfer
+from ampaudit.formats import FLOAT32
 
 __all__: list[str] = []
 
@@ -19,69 +22,57 @@ def linear(call: OpCall) -> Span:
     The row's norm is at most |W|_F |x| + |b|. Of the two bounds the second is sought where the first is not
     known from a norm, or does not suffice.
     """
-    x, weight = call.span("input"), call.tensor("weight")
-    if weight is None or weight.ndim != 2 or not x.shape:
-        return symmetric(call.shape, math.inf)
-    bias = call.tensor("bias") if call.has("bias") else None
-    if call.has("bias") and bias is None:
-        return symmetric(call.shape, math.inf)
-    return _affine_rows(call, x, weight, bias, "weight")
+    x, weight, bias = call.span("input"), call.weight("weight"), _bias(call, "bias")
+    if weight is None or bias is None or weight.tensor.ndim != 2 or not x.shape:
+        return unbounded(call.shape)
+    return _affine_rows(call, x, weight, bias)
 
 
 @transfer("addmm")
 def addmm(call: OpCall) -> Span:
     """Linear with the weight transposed."""
-    x, weight, bias = call.span("mat1"), call.tensor("mat2"), call.tensor("self")
-    plain = call.given.get("beta", 1) == 1 and call.given.get("alpha", 1) == 1
-    if weight is None or bias is None or bias.ndim != 1 or not plain:
-        return symmetric(call.shape, math.inf)
-    return _affine_rows(call, x, weight.t(), bias, "mat2")
+    x, weight, bias = call.span("mat1"), call.weight("mat2"), call.weight("self")
+    plain = call.number("beta") == 1 and call.number("alpha") == 1
+    if weight is None or bias is None or bias.tensor.ndim != 1 or not plain:
+        return unbounded(call.shape)
+    return _affine_rows(call, x, replace(weight, tensor=weight.tensor.t()), bias)
 
 
-def _affine_rows(call: OpCall, x: Span, weight: torch.Tensor, bias: torch.Tensor | None, name: str) -> Span:
-    relative, absolute = call.loose(name)
-    size = weight.shape[1]
-    rows = torch.linalg.vector_norm(weight, dim=1).double() * (1 + accumulated(size) + relative)
-    rows = rows + absolute * math.sqrt(size)
-    shift = bias.double() if bias is not None else torch.zeros((), dtype=torch.float64)
+_NO_BIAS = Known(torch.zeros(()))
+
+
+def _bias(call: OpCall, name: str) -> Known | None:
+    return call.weight(name) if call.has(name) else _NO_BIAS
+
+
+def _affine_rows(call: OpCall, x: Span, weight: Known, bias: Known) -> Span:
+    rows_of, size = weight.tensor, weight.tensor.shape[1]
+    rows = torch.linalg.vector_norm(rows_of, dim=1).double()
+    rows = rows * (1 + accumulated(size) + weight.relative) + (weight.absolute + VANISHING) * math.sqrt(size)
+    shift = bias.tensor.double()
+    edge = shift.abs() * bias.relative + bias.absolute
     norm = x.norm(-1)
-    reach = _times(rows, norm)
-    edge = _edge(call, shift, bias)
+    reach = times(rows, norm)
     result = Span(call.shape, *_around(shift, reach * (1 + accumulated(size + 1)) + edge))
     # end by end is sharper where nothing is known of norms but what the ends say themselves
     known = x.norms.get(len(x.shape) - 1)
     if known is None or (result.peak > call.limit and bool((x.only().norm(-1) <= known).all())):
-        result = result.within(_by_ends(call, x, weight, (shift, edge), (relative, absolute)))
-    mean = float((_times(_average(weight, rows, relative), norm) + shift.mean().abs() + edge.mean()).amax())
-    length = _times(rows.square().sum().sqrt(), norm) + (shift.abs() + edge).square().sum().sqrt() * _spread(
-        bias, weight
-    )
+        result = result.within(_by_ends(call, x, weight, shift, edge))
+    repeated = 1.0 if bias is _NO_BIAS or bias.tensor.numel() == len(rows) else math.sqrt(len(rows))
+    length = times(rows.square().sum().sqrt(), norm) + (shift.abs() + edge).square().sum().sqrt() * repeated
     length = length * (1 + accumulated(size + 1))
-    mean += float(length.amax()) * accumulated(size + 1) + absolute * float(x.sum(-1).amax())
+    mean = float((times(_average(weight, rows), norm) + shift.mean().abs() + edge.mean()).amax())
+    mean += float(length.amax()) * accumulated(size + 1) + weight.absolute * float(x.sum(-1).amax())
     return Span(call.shape, result.low, result.high, {len(call.shape) - 1: length}, mean=mean)
 
 
-def _average(weight: torch.Tensor, rows: torch.Tensor, relative: float) -> torch.Tensor:
+def _average(weight: Known, rows: torch.Tensor) -> torch.Tensor:
     """The norm of the mean of a weight's rows, with the errors of float32 and of rounding the weight."""
-    count = weight.shape[0]
-    found = (weight.t() @ weight.new_ones(count)).double().norm() / count
+    tensor, count = weight.tensor, len(rows)
+    found = (tensor.t() @ tensor.new_ones(count)).double().norm() / count
     found = found + accumulated(count) * rows.square().sum().sqrt() / math.sqrt(count)
-    total: torch.Tensor = found + relative * rows.mean()
+    total: torch.Tensor = found + weight.relative * rows.mean()
     return total
-
-
-def _edge(call: OpCall, shift: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """How far the bias that the graph adds may be from the known one."""
-    if bias is None:
-        return torch.zeros((), dtype=torch.float64)
-    name = "bias" if "bias" in call.given else "self"
-    relative, absolute = call.loose(name)
-    return shift.abs() * relative + absolute
-
-
-def _spread(bias: torch.Tensor | None, weight: torch.Tensor) -> float:
-    """A bias with one element per row is counted once; a scalar one as often as there are rows."""
-    return 1.0 if bias is None or bias.numel() == weight.shape[0] else math.sqrt(weight.shape[0])
 
 
 def _around(middle: torch.Tensor, reach: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,25 +80,21 @@ def _around(middle: torch.Tensor, reach: torch.Tensor) -> tuple[torch.Tensor, to
     return middle - reach - extra, middle + reach + extra
 
 
-def _by_ends(
-    call: OpCall,
-    x: Span,
-    weight: torch.Tensor,
-    bias: tuple[torch.Tensor, torch.Tensor],
-    loose: tuple[float, float],
-) -> Span:
+def _by_ends(call: OpCall, x: Span, weight: Known, shift: torch.Tensor, edge: torch.Tensor) -> Span:
     if not x.bounded:
-        return symmetric(call.shape, math.inf)
-    size = weight.shape[1]
+        return unbounded(call.shape)
+    size = weight.tensor.shape[1]
     low, high = (ends.expand(*ends.shape[:-1], size) for ends in (x.low, x.high))
-    centre, radius = ((low + high) / 2).float(), ((high - low) / 2).float()
-    magnitude = weight.abs()
-    middle = (centre @ weight.t()).double()
+    magnitude = weight.tensor.abs()
+    dtype = weight.tensor.dtype
+    centre, radius = ((low + high) / 2).to(dtype), ((high - low) / 2).to(dtype)
+    middle = (centre @ weight.tensor.t()).double()
     reach = (radius @ magnitude.t()).double()
-    total = (torch.maximum(low.abs(), high.abs()).float() @ magnitude.t()).double()
+    total = (torch.maximum(low.abs(), high.abs()).to(dtype) @ magnitude.t()).double()
     # float32 products here and in the model, and the rounding of the weights
-    off = total * (3 * accumulated(size + 2) + loose[0]) + loose[1] * x.sum(-1)
-    low_end, high_end = _around(middle + bias[0], reach + off + bias[1])
+    off = total * (3 * accumulated(size + 2) + weight.relative) + weight.absolute * x.sum(-1)
+    off = torch.where(total < FLOAT32.max / 2, off, torch.inf)
+    low_end, high_end = _around(middle + shift, reach + off + edge)
     return Span(call.shape, finite(low_end, -1), finite(high_end, 1))
 
 
@@ -118,81 +105,75 @@ def product(call: OpCall) -> Span:
     The second makes attention provable: probabilities add up to 1, so the result is no larger than V, and a
     row's norm no larger than the largest of V's rows.
     """
-    a = call.span("self")
-    b = call.span("other" if call.has("other") else "mat2")
+    a, b = call.span("self"), call.span("mat2" if "mat2" in call.given else "other")
     if len(a.shape) < 2 or len(b.shape) < 2:
-        return symmetric(call.shape, math.inf)
-    return product_of(call.shape, a, b)
+        return unbounded(call.shape)
+    return _product_of(call.shape, a, b)
 
 
-def product_of(shape: tuple[int, ...], a: Span, b: Span) -> Span:
+def _product_of(shape: tuple[int, ...], a: Span, b: Span) -> Span:
     """The span of ``a @ b`` for operands of two or more dimensions."""
     inner, last = a.shape[-1], len(b.shape) - 1
-    by_norm = _times(a.norm(-1), b.norm(-2))
-    by_sum = _times(a.sum(-1), b.magnitude.amax(-2, keepdim=True))
+    by_norm = times(a.norm(-1), b.norm(-2))
+    by_sum = times(a.sum(-1), b.magnitude.amax(-2, keepdim=True))
     reach = torch.minimum(by_norm, by_sum) * (1 + accumulated(inner))
     result = symmetric(shape, reach)
     norms = {}
     if last in b.norms or (len(a.shape) - 1) in a.sums:
         longest = b.norm(-1).amax(-2, keepdim=True)
-        row = _times(a.sum(-1), longest) * (1 + accumulated(inner))
-        norms[len(shape) - 1] = row.reshape((1,) * (len(shape) - row.ndim) + tuple(row.shape))
+        row = times(a.sum(-1), longest) * (1 + accumulated(inner))
+        if shape[-1] == b.shape[-1]:
+            norms[len(shape) - 1] = row.reshape((1,) * (len(shape) - row.ndim) + tuple(row.shape))
     return Span(shape, result.low, result.high, norms)
-
-
-def _times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """An infinite bound times zero is zero: the value is finite."""
-    return torch.where((x == 0) | (y == 0), torch.zeros((), dtype=torch.float64), x * y)
 
 
 @transfer("scaled_dot_product_attention")
 def attention(call: OpCall) -> Span:
     """A weighted mean of the rows of V: within V's ends, and no longer than its longest row."""
+    call.ignore("query", "key", "attn_mask", "is_causal", "scale", "enable_gqa")
     value = call.span("value")
-    dropout = call.given.get("dropout_p", 0.0)
-    if len(value.shape) != len(call.shape) or not isinstance(dropout, float | int) or dropout:
-        return symmetric(call.shape, math.inf)
-    heads = call.shape[-3] // value.shape[-3] if len(call.shape) > 2 and value.shape[-3] else 1
+    rank = len(call.shape)
+    if rank < 2 or len(value.shape) != rank or call.number("dropout_p") != 0:
+        return unbounded(call.shape)
     rows = value.over(-2)
     slack = 1 + accumulated(value.shape[-2] + 8)
-    axis = len(call.shape) - 1
     longest = value.norm(-1).amax(-2, keepdim=True) * slack
     low, high = rows.low, rows.high
-    if heads > 1:  # grouped queries: each head of V serves several of Q
-        low, high, longest = (
-            low.amin(-3, keepdim=True),
-            high.amax(-3, keepdim=True),
-            longest.amax(-3, keepdim=True),
-        )
-    off = torch.maximum(low.abs(), high.abs()) * (slack - 1)
+    if rank > 2 and value.shape[:-2] != call.shape[:-2]:  # grouped queries: a head of V serves several of Q
+        others = tuple(range(rank - 2))
+        low, high = low.amin(others, keepdim=True), high.amax(others, keepdim=True)
+        longest = longest.amax(others, keepdim=True)
+    off = torch.maximum(low.abs(), high.abs()) * (slack - 1 + 2.0**-7)  # probabilities in 16 bits
+    longest = longest * (1 + 2.0**-7)
     # a row that is masked completely may come out as zeros
-    return Span(call.shape, (low - off).clamp(max=0.0), (high + off).clamp(min=0.0), {axis: longest})
+    return Span(call.shape, (low - off).clamp(max=0.0), (high + off).clamp(min=0.0), {rank - 1: longest})
 
 
-@transfer("conv1d", "conv2d", "conv3d")
+@transfer("conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding")
 def convolution(call: OpCall) -> Span:
     """Per output channel: the sum over input channels of W+ high + W- low, where padding adds zeros."""
-    x, weight = call.span("input"), call.tensor("weight")
-    bias = call.tensor("bias") if call.has("bias") else None
-    if weight is None or (call.has("bias") and bias is None) or len(x.shape) != weight.ndim or not x.bounded:
-        return symmetric(call.shape, math.inf)
-    kernel = tuple(range(2, weight.ndim))
-    positive = weight.clamp(min=0).sum(kernel).double()
-    negative = weight.clamp(max=0).sum(kernel).double()
+    call.ignore("stride", "padding", "dilation")
+    x, weight, bias = call.span("input"), call.weight("weight"), _bias(call, "bias")
+    groups = call.arg("groups")
+    if weight is None or bias is None or len(x.shape) != weight.tensor.ndim or not x.bounded:
+        return unbounded(call.shape)
+    kernel = tuple(range(2, weight.tensor.ndim))
+    positive = weight.tensor.clamp(min=0).sum(kernel).double()
+    negative = weight.tensor.clamp(max=0).sum(kernel).double()
     low, high = _channels(x)
-    groups = int(call.given.get("groups", 1))
-    out = weight.shape[0]
+    out = weight.tensor.shape[0]
     low, high = (ends.reshape(groups, -1).repeat_interleave(out // groups, 0) for ends in (low, high))
     top = (positive * high + negative * low).sum(1)
     bottom = (positive * low + negative * high).sum(1)
-    relative, absolute = call.loose("weight")
-    terms = math.prod(weight.shape[1:])
+    terms = math.prod(weight.tensor.shape[1:])
     largest = torch.maximum(low.abs(), high.abs())
     total = ((positive - negative) * largest).sum(1)
-    off = total * (3 * accumulated(terms + 2) + relative) + absolute * largest.sum(1) * terms
-    shift = bias.double() if bias is not None else torch.zeros(out, dtype=torch.float64)
+    relative = 3 * accumulated(terms + 2) + weight.relative
+    off = total * relative + weight.absolute * largest.sum(1) * math.prod(weight.tensor.shape[2:])
+    off = torch.where(total < FLOAT32.max / 2, off, torch.inf)
+    shift = bias.tensor.double().expand(out)
+    off = off + shift.abs() * (accumulated(2) + bias.relative) + bias.absolute
     shape = (1, out) + (1,) * (len(call.shape) - 2)
-    off = off + shift.abs() * accumulated(2) + _edge(call, shift, bias)
     return Span(call.shape, (bottom + shift - off).reshape(shape), (top + shift + off).reshape(shape))
 
 
@@ -206,14 +187,16 @@ def _channels(x: Span) -> tuple[torch.Tensor, torch.Tensor]:
 @transfer("embedding")
 def embedding(call: OpCall) -> Span:
     """A row of the table: within the ends of each column, and no longer than the longest row."""
-    table = call.tensor("weight")
-    if table is None or table.ndim != 2:
-        return symmetric(call.shape, math.inf)
-    low, high = torch.aminmax(table, dim=0)
-    relative, absolute = call.loose("weight")
-    longest = torch.linalg.vector_norm(table, dim=1).amax().double() * (1 + accumulated(table.shape[1]))
+    call.ignore("indices", "padding_idx", "scale_grad_by_freq", "sparse")
+    table = call.weight("weight")
+    if table is None or table.tensor.ndim != 2 or not table.tensor.numel():
+        return unbounded(call.shape)
+    low, high = torch.aminmax(table.tensor, dim=0)
+    longest = torch.linalg.vector_norm(table.tensor, dim=1).amax().double()
+    length = table.tensor.shape[1]
+    longest = longest * (1 + accumulated(length)) + VANISHING * math.sqrt(length)
     axis = len(call.shape) - 1
-    ends = (1,) * axis + (table.shape[1],)
+    ends = (1,) * axis + (table.tensor.shape[1],)
     norm = {axis: longest.reshape((1,) * (axis + 1))}
     span = Span(call.shape, low.double().reshape(ends), high.double().reshape(ends), norm)
-    return span.widened(relative, absolute)
+    return span.widened(table.relative, table.absolute)

@@ -1,35 +1,60 @@
-"""Transfers of sums, means and extremes."""
+"""Transfers of sums, means, extremes and pools."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
-from ampaudit.bounds.span import Span, symmetric
-from ampaudit.bounds.transfers import OpCall, accumulated, transfer
+from ampaudit.bounds.span import Span, between, unbounded
+from ampaudit.bounds.stored import rounding
+from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, accumulated, transfer
+from ampaudit.formats import FLOAT32
 
 __all__: list[str] = []
 
 
-def _axes(call: OpCall, x: Span) -> list[int]:
-    axes = call.given.get("dim")
-    if axes is None or axes == []:
-        return list(range(len(x.shape)))
-    return [axis % max(len(x.shape), 1) for axis in (axes if isinstance(axes, list | tuple) else [axes])]
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """An operand and the axes along which it is reduced; a scalar is a row of one element."""
+
+    x: Span
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def terms(self) -> int:
+        """How many elements go into one."""
+        return math.prod(self.x.shape[axis] for axis in self.axes)
+
+    def result(self, low: torch.Tensor, high: torch.Tensor) -> Span:
+        """The span of the output from ends that keep the reduced axes."""
+        return Span(self.shape, self._fit(low), self._fit(high))
+
+    def _fit(self, ends: torch.Tensor) -> torch.Tensor:
+        if ends.ndim == len(self.shape):
+            return ends
+        return ends.reshape([size for axis, size in enumerate(ends.shape) if axis not in self.axes])
 
 
-def _reduced(call: OpCall, ends: torch.Tensor, axes: list[int]) -> torch.Tensor:
-    kept = len(call.shape) == ends.ndim
-    return ends if kept else ends.squeeze(tuple(axes)) if axes else ends
+def _rows(call: OpCall, shape: tuple[int, ...] | None = None) -> _Rows:
+    x, shape = call.span("self"), call.shape if shape is None else shape
+    call.ignore("keepdim")  # the output's shape shows it
+    if not x.shape:
+        x = Span((1,), x.low.reshape(1), x.high.reshape(1))
+    dims = call.arg("dim") if "dim" in call.given else None
+    listed = list(dims) if isinstance(dims, list | tuple) else [] if dims is None else [dims]
+    axes = tuple(sorted({int(axis) % len(x.shape) for axis in listed})) or tuple(range(len(x.shape)))
+    return _Rows(x, axes, shape)
 
 
-@transfer("sum", "nansum")
+@transfer("sum", "sum.dim_IntList", integers=True)
 def total(call: OpCall) -> Span:
     """Ends times the number of terms; or what is known of the sum along one axis."""
-    x = call.span("self")
-    axes = _axes(call, x)
-    terms = math.prod(x.shape[axis] for axis in axes)
+    rows = _rows(call)
+    x, axes = rows.x, rows.axes
     low, high = x.low, x.high
     for axis in axes:
         repeat = x.shape[axis] if low.shape[axis] == 1 else 1
@@ -37,83 +62,217 @@ def total(call: OpCall) -> Span:
     if len(axes) == 1:
         known = x.sum(axes[0])
         low, high = torch.maximum(low, -known), torch.minimum(high, known)
-    off = torch.maximum(low.abs(), high.abs()) * accumulated(terms)
-    size = x.peak * terms * accumulated(terms)
-    off = torch.maximum(off, torch.full_like(off, size)) if math.isfinite(size) else off
-    return Span(call.shape, _reduced(call, low - off, axes), _reduced(call, high + off, axes))
+    if not call.dtype.is_floating_point:
+        return rows.result(low, high)
+    if x.peak * rows.terms >= FLOAT32.max:
+        return unbounded(call.shape)
+    off = x.peak * rows.terms * accumulated(rows.terms)
+    return _signed(x, rows.result(low - off, high + off))
 
 
-@transfer("mean")
+def _signed(x: Span, result: Span) -> Span:
+    """A sum of numbers that are not negative is not negative, however it is rounded."""
+    natural, negative = bool((x.low >= 0).all()), bool((x.high <= 0).all())
+    low = result.low.clamp(min=0.0) if natural else result.low
+    return replace(result, low=low, high=result.high.clamp(max=0.0) if negative else result.high)
+
+
+@transfer("mean", "mean.dim")
 def mean(call: OpCall) -> Span:
     """Within the ends."""
-    x = call.span("self")
-    axes = _axes(call, x)
-    low, high = x.low, x.high
-    for axis in axes:
+    rows = _rows(call)
+    x, low, high = rows.x, rows.x.low, rows.x.high
+    for axis in rows.axes:
         low, high = low.mean(axis, keepdim=True), high.mean(axis, keepdim=True)
-    off = x.peak * accumulated(math.prod(x.shape[a] for a in axes) + 1)
-    return Span(call.shape, _reduced(call, low - off, axes), _reduced(call, high + off, axes))
+    if x.peak * rows.terms >= FLOAT32.max:
+        return unbounded(call.shape)
+    off = x.peak * accumulated(rows.terms + 1)
+    return _signed(x, rows.result(low - off, high + off))
 
 
-@transfer(*(f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg") for n in (1, 2, 3)))
-def pooled(call: OpCall) -> Span:
-    """Elements, or means of elements and of zeros of padding: within the ends of their channel."""
-    x, name = call.span("self"), str(call.node.target)
-    batched = len(x.shape) == int(name[name.index("pool") + 4]) + 2
-    if call.has("divisor_override"):
-        return symmetric(call.shape, math.inf)
-    others = [axis for axis in range(len(x.shape)) if axis != 1 or not batched]
-    low, high = x.low.amin(others, keepdim=True), x.high.amax(others, keepdim=True)
-    if "max" in name:
-        return Span(call.shape, low, high)
-    off = x.peak * 2.0**-12
-    return Span(call.shape, low.clamp(max=0.0) - off, high.clamp(min=0.0) + off)
+@transfer("amax", "max", exact=True)
+def largest(call: OpCall) -> Span:
+    """The largest of the ends."""
+    return _extremes(call, call.shape, torch.amax)
 
 
-@transfer("amax", "amin")
-def extreme(call: OpCall) -> Span:
-    """The extremes of the ends."""
+@transfer("amin", "min", exact=True)
+def smallest(call: OpCall) -> Span:
+    """The smallest of the ends."""
+    return _extremes(call, call.shape, torch.amin)
+
+
+def _extremes(call: OpCall, shape: tuple[int, ...], pick: Callable[..., torch.Tensor]) -> Span:
+    rows = _rows(call, shape)
+    low, high = (pick(ends, rows.axes, keepdim=True) for ends in (rows.x.low, rows.x.high))
+    return rows.result(low, high)
+
+
+@transfer("max.dim")
+def largest_and_index(call: OpCall) -> list[Span]:
+    """The largest along an axis, and where it is."""
+    return [_extremes(call, call.shapes[0], torch.amax), _index(call)]
+
+
+@transfer("min.dim")
+def smallest_and_index(call: OpCall) -> list[Span]:
+    """The smallest along an axis, and where it is."""
+    return [_extremes(call, call.shapes[0], torch.amin), _index(call)]
+
+
+def _index(call: OpCall) -> Span:
+    rows = _rows(call, call.shapes[1])
+    return between(rows.shape, 0.0, float(max(rows.terms - 1, 0)))
+
+
+@transfer("argmax", "argmin", integers=True)
+def index_of_extreme(call: OpCall) -> Span:
+    """A position along an axis, or in the whole."""
+    call.ignore("self", "dim", "keepdim")
+    size = call.arg("self").meta["val"].numel()
+    return between(call.shape, 0.0, float(max(size - 1, 0)))
+
+
+@transfer("sort", "sort.stable", "topk")
+def ordered(call: OpCall) -> list[Span]:
+    """Elements of the input, and positions along an axis."""
+    call.ignore("descending", "stable", "k", "largest", "sorted")
     x = call.span("self")
-    axes = _axes(call, x)
-    pick = torch.amax if "amax" in str(call.node.target) else torch.amin
-    if not axes:
-        return x.only()
-    low, high = pick(x.low, axes, keepdim=True), pick(x.high, axes, keepdim=True)
-    return Span(call.shape, _reduced(call, low, axes), _reduced(call, high, axes))
+    axis = int(call.arg("dim"))
+    values, indices = call.shapes
+    rows = x.over(axis) if x.shape else x
+    positions = x.shape[axis] if x.shape else 1
+    return [Span(values, rows.low, rows.high), between(indices, 0.0, float(max(positions - 1, 0)))]
 
 
-@transfer("cumsum")
+@transfer("cumsum", integers=True)
 def running_sum(call: OpCall) -> Span:
-    """At most the whole sum, at least nothing."""
-    x = call.span("self")
-    axis = int(call.given["dim"]) % max(len(x.shape), 1)
-    reach = x.sum(axis) * (1 + accumulated(x.shape[axis] if x.shape else 1))
-    return symmetric(call.shape, reach)
+    """At most the whole sum; on a GPU it is added up in the dtype of the output."""
+    x, dim = call.span("self"), call.number("dim")
+    if dim is None:
+        return unbounded(call.shape)
+    terms = x.shape[int(dim)] if x.shape else 1
+    unit = rounding(call.dtype)[0] if call.dtype.is_floating_point else 0.0
+    if terms * unit >= 0.5:
+        return unbounded(call.shape)
+    reach = (x.sum(int(dim)) if x.shape else x.magnitude) * (1 + terms * unit / (1 - terms * unit))
+    zero = torch.zeros((), dtype=torch.float64)
+    low = zero if bool((x.low >= 0).all()) else -reach
+    high = zero if bool((x.high <= 0).all()) else reach
+    wide = torch.broadcast_tensors(low, high)
+    ends = (1,) * (len(call.shape) - wide[0].ndim)
+    return Span(call.shape, *(end.reshape(ends + tuple(end.shape)) for end in wide))
 
 
-@transfer("linalg_vector_norm", "norm")
+@transfer("linalg_vector_norm")
 def vector_norm(call: OpCall) -> Span:
-    """The L2 norm, from 0 to the root of the summed squares."""
-    order = call.given.get("ord", call.given.get("p", 2))
-    x = call.span("self")
-    axes = _axes(call, x)
-    if order not in (2, 2.0) or len(axes) != 1:
-        return symmetric(call.shape, math.inf)
-    reach = _reduced(call, x.norm(axes[0]) * (1 + accumulated(x.shape[axes[0]])), axes)
-    return Span(call.shape, reach * 0, reach)
+    """The L2 norm of one axis, from 0 to the root of the summed squares."""
+    if call.number("ord") != 2:
+        return unbounded(call.shape)
+    return _length(call)
 
 
-@transfer("var", "std")
+@transfer("norm.ScalarOpt_dim", "norm.Scalar", "norm.ScalarOpt_dim_dtype")
+def norm(call: OpCall) -> Span:
+    """The same under its older name."""
+    if call.arg("p") not in (2, 2.0, None):
+        return unbounded(call.shape)
+    return _length(call)
+
+
+def _length(call: OpCall) -> Span:
+    rows = _rows(call)
+    if len(rows.axes) == 1:
+        reach = rows.x.norm(rows.axes[0]) * (1 + accumulated(rows.terms))
+    else:
+        reach = torch.full((1,) * len(rows.x.shape), rows.x.peak * math.sqrt(rows.terms), dtype=torch.float64)
+        reach = reach * (1 + accumulated(rows.terms))
+    if not bool((reach < MAX_ROOT).all()):
+        return unbounded(call.shape)
+    return rows.result(reach * 0, reach)
+
+
+@transfer("var.correction", "std.correction", "var.dim", "std.dim", "var", "std")
 def variance(call: OpCall) -> Span:
-    """At most half of the spread, squared, times n/(n-1) (Popoviciu, 1935)."""
+    """At most half of the spread, squared, times n/(n - correction) (Popoviciu, 1935)."""
+    return _variance(call, call.shape, root=call.name == "std")
+
+
+@transfer("var_mean.correction", "std_mean.correction", "var_mean.dim", "std_mean.dim")
+def variance_and_mean(call: OpCall) -> list[Span]:
+    """A variance, and a mean within the ends."""
+    first, rows = _variance(call, call.shapes[0], root=call.name == "std_mean"), _rows(call, call.shapes[1])
+    if not first.bounded:
+        return [first, unbounded(rows.shape)]
+    off = rows.x.peak * accumulated(rows.terms + 1)
+    low, high = float(rows.x.low.amin()) - off, float(rows.x.high.amax()) + off
+    return [first, between(rows.shape, low, high)]
+
+
+def _variance(call: OpCall, shape: tuple[int, ...], *, root: bool) -> Span:
+    rows = _rows(call, shape)
+    if "correction" in call.given:
+        correction = call.number("correction") if call.has("correction") else 1.0
+    else:
+        correction = float(bool(call.arg("unbiased")))
+    freedom = rows.terms - (1.0 if correction is None else correction)
+    if freedom <= 0 or rows.x.peak * math.sqrt(rows.terms) >= MAX_ROOT:
+        return unbounded(shape)
+    # the mean is off by a few roundings, which is all that a constant row has
+    spread = float(rows.x.high.amax() - rows.x.low.amin()) / 2 + rows.x.peak * accumulated(rows.terms + 4)
+    reach = spread * math.sqrt(rows.terms / freedom) * (1 + accumulated(rows.terms + 4) + ELEMENTARY)
+    return between(shape, 0.0, reach if root else reach * reach)
+
+
+_MAX_POOLS = [f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
+_WITH_INDICES = [f"max_pool{n}d_with_indices" for n in (2, 3)]
+
+
+def _per_channel(call: OpCall, dimensions: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = call.span("self")
-    axes = call.given.get("dim")
-    if axes is not None and not isinstance(axes, list | tuple | int):
-        return symmetric(call.shape, math.inf)
-    chosen = _axes(call, x)
-    terms = math.prod(x.shape[axis] for axis in chosen)
-    low, high = float(x.low.amin()), float(x.high.amax())
-    largest = ((high - low) / 2) ** 2 * (terms / (terms - 1) if terms > 1 else math.inf)
-    reach = largest if "var" in str(call.node.target) else math.sqrt(largest)
-    found = symmetric(call.shape, reach * (1 + accumulated(terms + 4)))
-    return Span(found.shape, found.low * 0, found.high)
+    batched = len(x.shape) == dimensions + 2
+    others = [axis for axis in range(len(x.shape)) if axis != 1 or not batched]
+    return x.low.amin(others, keepdim=True), x.high.amax(others, keepdim=True)
+
+
+def _dimensions(call: OpCall) -> int:
+    return int(call.name.partition("pool")[2][0])
+
+
+@transfer("max_pool1d", "max_pool2d", "max_pool3d", exact=True)
+def max_pool(call: OpCall) -> Span:
+    """Elements of the input, which padding never replaces."""
+    call.ignore("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+    return Span(call.shape, *_per_channel(call, _dimensions(call)))
+
+
+@transfer("max_pool1d_with_indices", *_WITH_INDICES, *(n for n in _MAX_POOLS if n.startswith("adaptive")))
+def max_pool_with_indices(call: OpCall) -> list[Span]:
+    """Elements of the input, and where they lie among the positions of a channel."""
+    call.ignore("kernel_size", "stride", "padding", "dilation", "ceil_mode", "output_size")
+    dimensions = _dimensions(call)
+    values, indices = call.shapes
+    positions = math.prod(call.arg("self").meta["val"].shape[-dimensions:])
+    return [
+        Span(values, *_per_channel(call, dimensions)),
+        between(indices, 0.0, float(max(positions - 1, 0))),
+    ]
+
+
+_MEAN_POOLS = [f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
+
+
+@transfer(*_MEAN_POOLS)
+def mean_pool(call: OpCall) -> Span:
+    """Means of elements and of the zeros of padding, or of elements alone."""
+    call.ignore("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "output_size")
+    low, high = _per_channel(call, _dimensions(call))
+    x = call.span("self")
+    given = call.arg("self").meta["val"].shape[-_dimensions(call) :]
+    window = call.arg("kernel_size") if "kernel_size" in call.given else given
+    sizes = list(window) if isinstance(window, list | tuple | torch.Size) else [window]
+    terms = math.prod(sizes) if len(sizes) == len(given) else int(sizes[0]) ** len(given)
+    off = x.peak * max(accumulated(terms + 2), 2.0**-12)
+    natural = bool((x.low >= 0).all())
+    low = low.clamp(max=0.0) - off
+    return Span(call.shape, low.clamp(min=0.0) if natural else low, high.clamp(min=0.0) + off)

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import fx
 
-from ampaudit.bounds.span import Axes, Span, between, exactly, symmetric, unbounded
+from ampaudit.bounds.span import Axes, Span
 from ampaudit.bounds.transfers import OpCall, transfer
 
 __all__ = ["reshaped"]
@@ -21,47 +20,63 @@ def _permuted(x: Span, order: Sequence[int]) -> Span:
     def moved(axes: Axes) -> Axes:
         return {place[axis]: norm.permute(*order) for axis, norm in axes.items()}
 
+    if not order:
+        return x
     return Span(shape, x.low.permute(*order), x.high.permute(*order), moved(x.norms), moved(x.sums))
 
 
-@transfer("transpose", "swapaxes", "swapdims")
+def _swapped(x: Span, first: int, second: int) -> Span:
+    order = list(range(len(x.shape)))
+    if order:
+        order[first], order[second] = order[second], order[first]
+    return _permuted(x, order)
+
+
+@transfer("transpose.int", "swapdims", moves=True)
 def transpose(call: OpCall) -> Span:
     """Two axes change places."""
+    return _swapped(call.span("self"), int(call.arg("dim0")), int(call.arg("dim1")))
+
+
+@transfer("swapaxes", moves=True)
+def swap_axes(call: OpCall) -> Span:
+    """Two axes change places."""
+    return _swapped(call.span("self"), int(call.arg("axis0")), int(call.arg("axis1")))
+
+
+@transfer("t", "mT", moves=True)
+def transpose_last(call: OpCall) -> Span:
+    """The last two axes change places."""
     x = call.span("self")
-    names = [name for name in ("dim0", "dim1", "axis0", "axis1") if name in call.given]
-    first, second = (int(call.given[name]) % len(x.shape) for name in names)
-    order = list(range(len(x.shape)))
-    order[first], order[second] = second, first
-    return _permuted(x, order)
+    return _swapped(x, -1, -2) if len(x.shape) > 1 else x
 
 
-@transfer("t", "numpy_T", "mT")
-def turned(call: OpCall) -> Span:
-    """The last two axes change places, or all are reversed."""
+@transfer("numpy_T", moves=True)
+def transpose_all(call: OpCall) -> Span:
+    """All axes are reversed."""
     x = call.span("self")
-    order = list(range(len(x.shape)))
-    if "numpy_T" in str(call.node.target):
-        order.reverse()
-    elif len(order) > 1:
-        order[-1], order[-2] = order[-2], order[-1]
-    return _permuted(x, order)
+    return _permuted(x, list(reversed(range(len(x.shape)))))
 
 
-@transfer("permute", "movedim")
+@transfer("permute", moves=True)
 def permute(call: OpCall) -> Span:
     """Axes are reordered."""
     x = call.span("self")
-    if not call.has("dims"):
-        return symmetric(call.shape, x.peak)
-    return _permuted(x, [int(axis) % len(x.shape) for axis in call.given["dims"]])
+    return _permuted(x, [int(axis) % len(x.shape) for axis in call.arg("dims")])
 
 
-@transfer("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as")
-@transfer("reshape_as", "expand_as", "ravel", "atleast_2d")
+_RESHAPES = """
+view reshape _unsafe_view flatten.using_ints unflatten.int unsqueeze squeeze squeeze.dim squeeze.dims view_as
+reshape_as ravel atleast_1d atleast_2d atleast_3d
+"""
+
+
+@transfer(*_RESHAPES.split(), moves=True)
 def reshape(call: OpCall) -> Span:
-    """Axes are split or merged."""
-    name = "self"
-    return reshaped(call.span(name), call.shape) if "expand" not in str(call.node.target) else _expanded(call)
+    """Axes are split or merged, in the order of the elements."""
+    # the output's shape shows what they say
+    call.ignore("size", "shape", "sizes", "start_dim", "end_dim", "dim", "other")
+    return reshaped(call.span("self"), call.shape)
 
 
 def reshaped(x: Span, shape: tuple[int, ...]) -> Span:
@@ -115,7 +130,10 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     return groups
 
 
-def _expanded(call: OpCall) -> Span:
+@transfer("expand", "broadcast_to", "expand_as", moves=True)
+def expand(call: OpCall) -> Span:
+    """Axes of size 1 are repeated."""
+    call.ignore("size", "implicit", "other")
     x, shape = call.span("self"), call.shape
     shift = len(shape) - len(x.shape)
 
@@ -128,145 +146,78 @@ def _expanded(call: OpCall) -> Span:
     return Span(shape, fit(x.low), fit(x.high), norms, sums)
 
 
-@transfer("expand", "broadcast_to")
-def expand(call: OpCall) -> Span:
-    """Axes of size 1 are repeated."""
-    return _expanded(call)
+_COPIES = "contiguous clone detach alias lift_fresh_copy positive lift_fresh detach_copy"
 
 
-@transfer("contiguous", "clone", "detach", "alias", "lift_fresh_copy", "dropout", "_to_copy", "to", "type_as")
-@transfer("feature_dropout", "positive", "real", "lift_fresh", "detach_copy")
-def same(call: OpCall) -> Span:
-    """The same values; in training, dropout scales them up."""
-    x = call.span("input" if "input" in call.given else "self")
-    if "dropout" in str(call.node.target) and call.given.get("train"):
-        rate = float(call.given["p"])
-        return symmetric(call.shape, x.peak / (1 - rate) if rate < 1 else 0.0)
-    value = call.node.meta["val"]
-    return x if value.is_floating_point() else _whole(call, x, value.dtype)
+@transfer(*_COPIES.split(), moves=True)
+def identity(call: OpCall) -> Span:
+    """The same values."""
+    return call.span("self")
 
 
-def _whole(call: OpCall, x: Span, dtype: torch.dtype) -> Span:
-    """A cast to integers drops the fraction; what infinity becomes is not defined, and truth is 0 or 1."""
-    if dtype is torch.bool:
-        return between(call.shape, 0.0, 1.0)
-    if x.peak >= call.limit or dtype.is_complex or x.peak > torch.iinfo(dtype).max:
-        return unbounded(call.shape)
-    return Span(call.shape, x.low.trunc(), x.high.trunc())
+@transfer("slice.Tensor", "narrow", moves=True)
+def slice_along(call: OpCall) -> Span:
+    """A part of an axis: within the ends over that axis; a norm along it stays a bound."""
+    call.ignore("start", "end", "step", "length")
+    x, axis = call.span("self"), int(call.arg("dim"))
+    shape = call.shape
+    if x.shape == shape:
+        return x
+    low, high = x.low.amin(axis, keepdim=True), x.high.amax(axis, keepdim=True)
+    norms, sums = ({a: n.amax(axis, keepdim=True) for a, n in axes.items()} for axes in (x.norms, x.sums))
+    return Span(shape, low, high, norms, sums)
 
 
-@transfer("slice", "select", "narrow", "index_select", "gather", "index", "roll", "flip", "repeat", "tile")
-@transfer("take_along_dim", "diagonal", "tril", "triu", "constant_pad_nd", "pad", "unfold")
-@transfer("repeat_interleave", "upsample_nearest2d", "pixel_shuffle")
-def chosen(call: OpCall) -> Span:
-    """Some of the elements, and perhaps zeros or a fill value: within the ends over the axes that change."""
-    name = "input" if "input" in call.given else "self"
-    x, shape = call.span(name), call.shape
-    fill = call.given.get("value", 0.0)
-    reach = abs(float(fill)) if isinstance(fill, int | float) else 0.0
-    if len(shape) == len(x.shape):
-        axes = [axis for axis in range(len(shape)) if shape[axis] != x.shape[axis]]
-        moves = str(call.node.target).split(".")[1].rstrip("_")
-        if moves not in ("slice", "narrow"):
-            return _hull(x, shape, reach)
-        low, high = x.low, x.high
-        for axis in axes:
-            low, high = low.amin(axis, keepdim=True), high.amax(axis, keepdim=True)
-        # a norm along an axis of which a part is taken stays a bound
-        norms = {axis: _shared(norm, axes) for axis, norm in x.norms.items()}
-        return Span(shape, low, high, norms, {axis: _shared(norm, axes) for axis, norm in x.sums.items()})
-    if "select" in str(call.node.target) and "dim" in call.given and len(shape) == len(x.shape) - 1:
-        axis = int(call.given["dim"]) % len(x.shape)
-        low, high = x.low.amin(axis), x.high.amax(axis)
-        norms = {a - (a > axis): n.amax(axis) for a, n in x.norms.items() if a != axis}
-        return Span(shape, low, high, norms)
-    return _hull(x, shape, reach)
+@transfer("select.int", moves=True)
+def select(call: OpCall) -> Span:
+    """One place of an axis: within the ends over that axis."""
+    call.ignore("index")
+    return _without_axis(call.span("self"), int(call.arg("dim")), call.shape)
 
 
-def _shared(norm: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-    for axis in axes:
-        norm = norm.amax(axis, keepdim=True)
-    return norm
+def _without_axis(x: Span, dim: int, shape: tuple[int, ...]) -> Span:
+    axis = dim % len(x.shape)
+    norms = {a - (a > axis): n.amax(axis) for a, n in x.norms.items() if a != axis}
+    return Span(shape, x.low.amin(axis), x.high.amax(axis), norms)
 
 
-def _hull(x: Span, shape: tuple[int, ...], reach: float) -> Span:
-    low, high = x.low.amin().clamp(max=-reach), x.high.amax().clamp(min=reach)
-    ends = (1,) * len(shape)
-    return Span(shape, low.clamp(max=0.0).reshape(ends), high.clamp(min=0.0).reshape(ends))
-
-
-@transfer("cat", "concat", "stack", "hstack", "vstack")
-def joined(call: OpCall) -> Span:
-    """Within the ends of all."""
-    spans = [_span_of(call, item) for item in call.given["tensors"]]
-    low = min((float(s.low.amin()) for s in spans if math.prod(s.shape)), default=0.0)
-    high = max((float(s.high.amax()) for s in spans if math.prod(s.shape)), default=0.0)
-    return between(call.shape, low, high)
-
-
-def _span_of(call: OpCall, item: object) -> Span:
-    assert isinstance(item, fx.Node)
-    found: Span = call.spans[item]
-    return found
-
-
-@transfer("chunk", "split", "split_with_sizes", "unbind", "tensor_split", "unsafe_chunk", "unsafe_split")
-def parts(call: OpCall) -> list[Span]:
-    """Each part is within the ends; one of a row is no longer than the row."""
+@transfer("unbind.int", moves=True)
+def unbind(call: OpCall) -> list[Span]:
+    """The places of an axis, one by one."""
     x = call.span("self")
-    value = call.node.meta["val"]
+    return [_without_axis(x, int(call.arg("dim")), shape) for shape in call.shapes]
+
+
+_SPLITS = """
+chunk split.Tensor split.sizes split_with_sizes unsafe_chunk unsafe_split.Tensor unsafe_split_with_sizes
+tensor_split.sections
+"""
+
+
+@transfer(*_SPLITS.split(), moves=True)
+def split(call: OpCall) -> list[Span]:
+    """Consecutive parts of an axis, each within its ends; a part of a row is no longer than the row."""
+    call.ignore("chunks", "split_size", "split_sizes", "sections")
+    x, axis = call.span("self"), int(call.arg("dim"))
+    axis %= max(len(x.shape), 1)
     found: list[Span] = []
-    start: dict[int, int] = {}
-    for item in value:
-        shape = tuple(int(n) for n in item.shape)
-        if len(shape) != len(x.shape):
-            axis = int(call.given.get("dim", 0)) % len(x.shape)
-            norms = {a - (a > axis): n.amax(axis) for a, n in x.norms.items() if a != axis}
-            found.append(Span(shape, x.low.amin(axis), x.high.amax(axis), norms))
-            continue
-        axis = int(call.given.get("dim", 0)) % len(x.shape)
-        at = start.get(axis, 0)
-        start[axis] = at + shape[axis]
-        low, high = (
-            ends if ends.shape[axis] == 1 else ends.narrow(axis, at, shape[axis]) for ends in (x.low, x.high)
-        )
-        norms = {a: n if n.shape[axis] == 1 else n.narrow(axis, at, shape[axis]) for a, n in x.norms.items()}
+    start = 0
+    for shape in call.shapes:
+        low, high = (_part(ends, axis, start, shape[axis]) for ends in (x.low, x.high))
+        norms = {a: _part(n, axis, start, shape[axis]) for a, n in x.norms.items()}
         found.append(Span(shape, low, high, norms))
+        start += shape[axis]
     return found
 
 
-@transfer(
-    "zeros",
-    "ones",
-    "full",
-    "new_zeros",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_full",
-    "new_ones",
-    "scalar_tensor",
-)
-def filled(call: OpCall) -> Span:
-    """One value everywhere."""
-    name = str(call.node.target)
-    value = 0.0 if "zeros" in name else 1.0
-    for key in ("fill_value", "s"):
-        if key in call.given:
-            return _hull_exact(call, call.span(key))
-    return _hull_exact(call, exactly(torch.tensor(value)))
+def _part(ends: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
+    return ends if ends.shape[axis] == 1 else ends.narrow(axis, start if size else 0, max(size, 1))
 
 
-def _hull_exact(call: OpCall, x: Span) -> Span:
-    ends = (1,) * len(call.shape)
-    return Span(call.shape, x.low.amin().reshape(ends), x.high.amax().reshape(ends))
-
-
-@transfer("arange")
-def counted(call: OpCall) -> Span:
-    """From the start to the end."""
-    numbers = [
-        float(v) for k, v in call.given.items() if k in ("start", "end") and isinstance(v, int | float)
-    ]
-    low, high = min((*numbers, 0.0)), max((*numbers, 0.0))
-    return between(call.shape, low, high)
+@transfer("tensor_split.indices", moves=True)
+def split_at(call: OpCall) -> list[Span]:
+    """Parts of an axis that may overlap: within the ends over that axis."""
+    call.ignore("indices")
+    x, axis = call.span("self"), int(call.arg("dim"))
+    low, high = x.low.amin(axis, keepdim=True), x.high.amax(axis, keepdim=True)
+    return [Span(shape, low, high) for shape in call.shapes]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -20,7 +21,7 @@ Axes = Mapping[int, torch.Tensor]
 OUTWARD = 2.0**-40
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that what is asked for again and again can be kept
 class Span:
     """What is known about a value of the given shape.
 
@@ -41,12 +42,12 @@ class Span:
     sums: Axes = field(default_factory=dict)
     mean: float | None = None
 
-    @property
+    @cached_property
     def magnitude(self) -> torch.Tensor:
         """Largest |x|, per element."""
         return torch.maximum(self.low.abs(), self.high.abs())
 
-    @property
+    @cached_property
     def peak(self) -> float:
         """Largest |x| of all."""
         return float(self.magnitude.amax()) if self.magnitude.numel() else 0.0
@@ -103,13 +104,13 @@ class Span:
 
     def widened(self, relative: float, absolute: float = 0.0) -> Span:
         """For values that are each off by up to ``relative * |x| + absolute``."""
-        off = self.magnitude * relative + absolute
+        off = self.magnitude * relative + absolute if relative else absolute
         grown = 1.0 + relative + OUTWARD
 
         def more(axes: Axes, per: float) -> Axes:
             return {a: finite(n * grown + per * absolute * self.shape[a], 1) for a, n in axes.items()}
 
-        low, high = finite(self.low - off, -1), finite(self.high + off, 1)
+        low, high = self.low - off, self.high + off
         mean = None if self.mean is None else self.mean + self._mean_size() * relative + absolute
         return Span(self.shape, low, high, more(self.norms, 1.0), more(self.sums, 1.0), mean)
 

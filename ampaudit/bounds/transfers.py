@@ -1,26 +1,68 @@
-"""The registry of transfer functions: from the spans of an op's inputs to the span of its output."""
+"""The registry of transfer functions: from the spans of an op's inputs to the span of its output.
+
+A transfer function is registered for exact overloads. It takes its arguments from an ``OpCall`` by the names
+of ATen's schema; if it leaves one unread that differs from its default, its result counts for nothing. So an
+argument that nobody thought of makes a value unbounded, and never wrong.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
-from ampaudit.bounds.span import Axes, Span, exactly, finite
-from ampaudit.formats import FORMATS
-from ampaudit.trace.flow import Flow
+from ampaudit.bounds.span import Axes, Span, finite
+from ampaudit.bounds.stored import UNIT_ROUNDOFF, converted, number, rounding
+from ampaudit.trace.opnames import base_name, named_arguments
 
-__all__ = ["FLOAT32_ULP", "TRANSFERS", "DuplicateTransfer", "OpCall", "accumulated", "shaped", "transfer"]
+__all__ = [
+    "ELEMENTARY",
+    "MAX_ROOT",
+    "TRANSFERS",
+    "VANISHING",
+    "DuplicateTransfer",
+    "Known",
+    "OpCall",
+    "Registered",
+    "accumulated",
+    "arguments_of",
+    "shaped",
+    "transfer",
+]
 
-FLOAT32_ULP = 2.0**-24  # half of an ulp, relative: the unit roundoff of float32
-ELEMENTARY = 2.0**-20  # sixteen of them: what libraries promise for exp, tanh and the like, and more
+ELEMENTARY = 2.0**-20  # relative: sixteen roundoffs, more than libraries promise for exp, tanh and the like
+VANISHING = 2.0**-63  # below, a square may vanish in float32
+MAX_ROOT = 2.0**63  # a sum of squares of so long a row is finite in float32
+_IRRELEVANT = frozenset({"layout", "device", "pin_memory", "memory_format", "non_blocking", "copy"})
 
 
 class DuplicateTransfer(Exception):
     """Two transfer functions for one op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A weight or constant whose value is known.
+
+    Attributes:
+        tensor: the value, before the graph rounds it.
+        relative: with ``absolute``, how far the graph's value may be from it.
+    """
+
+    tensor: torch.Tensor
+    relative: float = 0.0
+    absolute: float = 0.0
+
+    def rounded_to(self, dtype: torch.dtype) -> Known:
+        """The same value after a cast to a floating-point dtype."""
+        relative, absolute = rounding(dtype)
+        grown = self.relative + relative + self.relative * relative
+        return Known(self.tensor, grown, self.absolute * (1 + relative) + absolute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,76 +71,177 @@ class OpCall:
 
     Attributes:
         node: of the graph.
-        given: arguments by ATen's names; nodes where a value is meant.
+        op: the overload that it calls.
+        given: its arguments by name, defaults included; nodes where a value is meant.
         spans: what is known about each node.
-        tensors: weights and constants whose values are known, by node, before the graph rounds them.
-        flow: the graph around it.
+        known: weights and constants by node.
         limit: largest finite value of the 16-bit format: sharper bounds are sought beyond it only.
+        shapes: of its outputs.
+        read: names of the arguments that were asked for.
     """
 
     node: fx.Node
+    op: OpOverload
     given: Mapping[str, Any]
     spans: Mapping[fx.Node, Any]
-    tensors: Mapping[fx.Node, torch.Tensor]
-    flow: Flow
+    known: Mapping[fx.Node, Known]
     limit: float
+    shapes: list[tuple[int, ...]]
+    read: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """The op without overload and in-place mark: ``add``."""
+        return base_name(self.op).rstrip("_")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the output, the first of several."""
-        value = self.node.meta["val"]
-        first = value[0] if isinstance(value, list | tuple) else value
-        return tuple(int(n) for n in first.shape)
+        return self.shapes[0]
 
-    def span(self, name: str) -> Span:
-        """Of an argument: a node's, or the one of a Python number, which some kernels round first."""
-        value = self.given[name]
-        if isinstance(value, fx.Node):
-            found: Span = self.spans[value]
-            return found
-        number = exactly(torch.tensor(float(value), dtype=torch.float64))
-        dtype = getattr(self.node.meta["val"], "dtype", None)
-        form = FORMATS.get(str(dtype).removeprefix("torch."))
-        return number if form is None else number.widened(form.eps / 2, form.min_subnormal / 2)
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the op computes: what it is told, or that of its output."""
+        told = self.arg("dtype") if "dtype" in self.given else None
+        found: torch.dtype = told if told is not None else _first(self.node.meta["val"]).dtype
+        return found
+
+    def arg(self, name: str) -> Any:
+        """An argument as it stands in the graph."""
+        self.read.add(name)
+        return self.given.get(name)
+
+    def ignore(self, *names: str) -> None:
+        """Say that the result holds whatever these arguments are."""
+        self.read.update(names)
 
     def has(self, name: str) -> bool:
         """Whether an argument is given and not None."""
-        return self.given.get(name) is not None
+        if self.given.get(name) is not None:
+            return True
+        self.read.add(name)
+        return False
 
-    def loose(self, name: str) -> tuple[float, float]:
-        """How far a known tensor may be from what the graph uses: relative and absolute, by its rounding."""
-        dtype = self.given[name].meta["val"].dtype
-        form = FORMATS.get(str(dtype).removeprefix("torch."))
-        if form is None or self.tensors[self.given[name]].dtype is dtype:
-            return 0.0, 0.0
-        return form.eps / 2, form.min_subnormal / 2
+    def number(self, name: str) -> float | None:
+        """A Python number; ``None`` where the argument is a value of the graph."""
+        value = self.arg(name)
+        return float(value) if isinstance(value, int | float) else None
 
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """The known value of an argument."""
-        value = self.given.get(name)
-        return self.tensors.get(value) if isinstance(value, fx.Node) else None
+    def span(self, name: str) -> Span:
+        """Of an argument, in the dtype in which the op computes."""
+        value, dtype = self.arg(name), self.dtype
+        if isinstance(value, fx.Node):
+            return converted(self.spans[value], _first(value.meta["val"]).dtype, dtype)
+        return number(float(value), dtype)
+
+    def items(self, name: str) -> list[Span]:
+        """Of each tensor of a list, in the dtype in which the op computes."""
+        nodes = [item for item in self.arg(name) if isinstance(item, fx.Node)]
+        return [converted(self.spans[n], _first(n.meta["val"]).dtype, self.dtype) for n in nodes]
+
+    def weight(self, name: str) -> Known | None:
+        """The value of an argument, where it is a known weight or constant."""
+        value = self.arg(name)
+        found = self.known.get(value) if isinstance(value, fx.Node) else None
+        if found is None or not found.tensor.is_floating_point():
+            return None
+        dtype = _first(self.node.meta["val"]).dtype
+        given: torch.dtype = value.meta["val"].dtype
+        return found if given is dtype or not dtype.is_floating_point else found.rounded_to(dtype)
+
+    @property
+    def unread(self) -> list[str]:
+        """Arguments that matter and that nobody asked for."""
+        defaults = _defaults(self.op)
+        return [
+            name
+            for name, value in self.given.items()
+            if name not in self.read
+            and name not in _IRRELEVANT
+            and not (name in defaults and _same(value, defaults[name]))
+        ]
 
 
-Transfer = Callable[[OpCall], Span | list[Span]]
-TRANSFERS: dict[str, Transfer] = {}
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) else value
 
 
-def transfer(*ops: str) -> Callable[[Transfer], Transfer]:
-    """Register a function for ops by base name (``add`` covers every overload and ``add_``)."""
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(value, fx.Node) or isinstance(default, fx.Node):
+        return False
+    return bool(value == default) and type(value) is type(default)
+
+
+@cache
+def _defaults(op: OpOverload) -> dict[str, Any]:
+    return {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+
+
+def arguments_of(op: OpOverload, node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, those left at their default included."""
+    return {**_defaults(op), **named_arguments(op, node.args, dict(node.kwargs))}
+
+
+Transfer = Callable[[OpCall], "Span | list[Span]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A transfer function, and where else it applies.
+
+    Attributes:
+        function: the transfer.
+        integers: whether it also describes the op on integers, apart from their wrap-around.
+        exact: whether the op gives the same bits on every device, so that constants can be computed.
+        moves: whether every output element is an element of the input: a weight stays known through it.
+        empty: whether it can take operands without elements.
+    """
+
+    function: Transfer
+    integers: bool = False
+    exact: bool = False
+    moves: bool = False
+    empty: bool = False
+
+
+TRANSFERS: dict[OpOverload, Registered] = {}
+
+
+def transfer(
+    *ops: str, integers: bool = False, exact: bool = False, moves: bool = False, empty: bool = False
+) -> Callable[[Transfer], Transfer]:
+    """Register a function for overloads of ATen: ``add.Tensor``, ``linear``; also for their in-place forms.
+
+    Raises:
+        DuplicateTransfer: there is one for an overload already.
+        AttributeError: there is no such overload.
+    """
 
     def register(function: Transfer) -> Transfer:
+        exactly_same = exact or moves
+        entry = Registered(function, integers or exactly_same, exactly_same, moves, empty)
         for op in ops:
-            if op in TRANSFERS:
-                raise DuplicateTransfer(op)
-            TRANSFERS[op] = function
+            name, _, overload = op.partition(".")
+            target = getattr(getattr(torch.ops.aten, name), overload or "default")
+            for each in (target, *_in_place(target)):
+                if each in TRANSFERS:
+                    raise DuplicateTransfer(str(each))
+                TRANSFERS[each] = entry
         return function
 
     return register
 
 
+def _in_place(op: OpOverload) -> list[OpOverload]:
+    """``add_.Tensor`` for ``add.Tensor``, if it takes the same arguments."""
+    twin = getattr(getattr(torch.ops.aten, f"{base_name(op)}_", None), op._overloadname or "default", None)
+    names = [[a.name for a in each._schema.arguments] for each in (op, twin) if each is not None]
+    return [twin] if twin is not None and names[0] == names[1] else []
+
+
 def accumulated(terms: int) -> float:
     """n*u / (1 - n*u): relative error of a float32 sum of n terms in any order (Higham 2002, 3.1)."""
-    product = terms * FLOAT32_ULP
+    product = terms * UNIT_ROUNDOFF
     return product / (1.0 - product) if product < 0.5 else float("inf")
 
 
@@ -108,6 +251,6 @@ def shaped(call: OpCall, low: torch.Tensor, high: torch.Tensor, norms: Axes | No
     rank = len(shape)
 
     def fit(ends: torch.Tensor) -> torch.Tensor:
-        return ends.reshape((1,) * (rank - ends.ndim) + tuple(ends.shape[max(ends.ndim - rank, 0) :]))
+        return ends.reshape((1,) * (rank - ends.ndim) + tuple(ends.shape))
 
     return Span(shape, finite(fit(low), -1), finite(fit(high), 1), dict(norms or {}))

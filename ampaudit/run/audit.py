@@ -37,7 +37,7 @@ class Audit:
     """The record of a run with the sites it is about, in graph order.
 
     ``raised`` are the sites where the policy's measured rules decided, after a first pass had measured them;
-    ``others`` are the graphs of later batches that have sites of their own.
+    ``others`` are the graphs of later batches that have sites of their own, or all of them.
     """
 
     record: RunRecord

@@ -49,6 +49,7 @@ class Plan:
         measured: what an earlier run saw, for the policy's second phase.
         reference_only: run FP32 alone, on the graph that the policy makes.
         edits: ops to rewrite, by site, to try a change of the model's code.
+        keep_graphs: whether each graph is kept, also one without a site of its own: proofs are about all.
         keep_outputs: told the outputs of each batch; of a second phase, again.
         release: gives the memory of a weight back until it is needed again.
         differentiator: makes what audits the gradients of a run; the model's last output is then the loss.
@@ -65,6 +66,7 @@ class Plan:
     measured: Mapping[SiteId, Measurement] = field(default_factory=dict)
     reference_only: bool = False
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
+    keep_graphs: bool = False
     keep_outputs: KeepOutputs | None = None
     release: Release | None = None
     differentiator: Callable[[Plan], Differentiator] | None = None

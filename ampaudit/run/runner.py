@@ -194,7 +194,7 @@ class Runner:
         )
         if rules.measured:
             self._programs[id(program)] = program
-        if any(site.id not in self.sites for site in traced.sites) or not self.converted:
+        if plan.keep_graphs or any(s.id not in self.sites for s in traced.sites) or not self.converted:
             self.converted.append(converted)
         for site in traced.sites:
             self.sites.setdefault(site.id, site)

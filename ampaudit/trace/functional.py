@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.opnames import mutated_arguments
 
-__all__ = ["OnCopy", "functionalized", "overload_of"]
+__all__ = ["OnCopy", "WriteThrough", "functionalized", "overload_of", "writes_in_place"]
 
 
 class OnCopy:
@@ -48,7 +48,7 @@ def functionalized(traced: TracedModel, *, write_back: bool = False) -> TracedMo
         traced: the model.
         write_back: whether buffers that the model writes to get their new values at the end.
     """
-    if not any(_written(node) for node in traced.graph.nodes):
+    if not any(writes_in_place(node) for node in traced.graph.nodes):
         return traced
     buffers = {p.node for p in traced.placeholders if p.slot is Slot.BUFFER} if write_back else set[str]()
     return replace(traced, graph=_Rewriter(traced.graph, buffers).graph)
@@ -84,7 +84,7 @@ class _Rewriter:
                     if version and base.name in buffers:
                         self.graph.call_function(_set_buffer, (self._inputs[base], self._now[base]))
                 self.graph.output(fx.node.map_arg(node.args[0], self._value))
-            elif _written(node):
+            elif writes_in_place(node):
                 self._write(node)
             else:
                 self._copy(node)
@@ -148,13 +148,13 @@ class _Rewriter:
             chain.insert(0, seen.step)
             seen = self._views[seen.source]
         base = self._now[view.base]
-        writer = _WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain))
+        writer = WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain))
         made = self.graph.create_node("call_function", writer, (base, value), {})
         made.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
         return made
 
 
-class _WriteThrough:
+class WriteThrough:
     """A copy of the base in which the part that a chain of views shows has a new value."""
 
     __name__ = "write_through"
@@ -163,6 +163,7 @@ class _WriteThrough:
         self._chain = chain
 
     def __call__(self, base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The changed copy."""
         whole = base.clone()
         part: Any = whole
         for target, args, kwargs in self._chain:
@@ -171,8 +172,8 @@ class _WriteThrough:
         return whole
 
 
-def _written(node: fx.Node) -> bool:
-    """Whether the node is an in-place op: one that writes to its first argument."""
+def writes_in_place(node: fx.Node) -> bool:
+    """Whether a node is an in-place op: one that writes to its first argument."""
     return (
         node.op == "call_function"
         and isinstance(node.target, OpOverload)

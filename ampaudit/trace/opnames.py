@@ -23,6 +23,7 @@ __all__ = [
     "is_composite",
     "is_view",
     "kept_whole",
+    "may_write",
     "mutated_arguments",
     "named_arguments",
     "op_name",
@@ -179,6 +180,12 @@ def written_values(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     names, given = argument_names(op), named_arguments(op, args, kwargs)
     found = [given.get(names[position]) for position in written_arguments(op, args, kwargs)]
     return [item for value in found for item in (value if isinstance(value, list | tuple) else (value,))]
+
+
+@cache
+def may_write(op: OpOverload) -> bool:
+    """Whether some call of the op writes to an argument."""
+    return bool(mutated_arguments(op)) or any(name in _STATISTICS for name in argument_names(op))
 
 
 @cache

@@ -2,46 +2,90 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ampaudit.bounds import SpanTable, bound
-from ampaudit.bounds.domain import assumptions
+import torch
+
+from ampaudit import __version__
+from ampaudit.bounds import Bound, SpanTable, bound
+from ampaudit.bounds.domain import assumptions, contains
+from ampaudit.bounds.stored import format_of
+from ampaudit.checks import CheckContext
 from ampaudit.convert import convert
-from ampaudit.errors import InputError
+from ampaudit.errors import InputError, ProofBroken
 from ampaudit.policy import RuleSet
 from ampaudit.run.audit import Audit, Plan
 from ampaudit.run.backends import choose_backend
+from ampaudit.run.observation import Observation
 from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch, ModelSource
-from ampaudit.trace import TracedModel, trace
+from ampaudit.trace import Site, TracedModel, trace
 from ampaudit.trace.capture import input_signature
 from ampaudit.trace.entry import tensor_leaves
+from ampaudit.words import number
 from ampaudit.workflows.settings import Settings
 
-__all__ = ["prove", "static_audit"]
+__all__ = ["compare_with_run", "prove", "static_audit"]
+
+Leaves = list[list[torch.Tensor]]
 
 
 def prove(audit: Audit, batches: Sequence[Batch], plan: Plan, settings: Settings) -> SpanTable:
-    """Bounds for the graph of an audit's first batch; those of other shapes state ranges, too.
+    """Bounds that hold in every graph of an audit: a site is proved if it is in each.
 
     Raises:
         UsageError: an assumption about an input that the model does not have.
     """
     started = time.perf_counter()
-    traced = audit.converted.traced
-    inputs = [tensor_leaves(batch.args, batch.kwargs) for batch in _alike(traced, batches)]
-    domain = assumptions(traced, inputs, settings.assume)
-    table = bound(traced, domain, plan.number_format)
+    tables = []
+    for converted in audit.every:
+        traced = converted.traced
+        domain = assumptions(traced, _inputs(traced, batches), settings.assume)
+        tables.append(bound(traced, domain, plan.number_format))
     audit.record.seconds["prove"] = time.perf_counter() - started
-    return table
+    return functools.reduce(SpanTable.joined, tables)
 
 
-def _alike(traced: TracedModel, batches: Sequence[Batch]) -> list[Batch]:
-    """Batches with as many inputs as the graph, whatever their shapes."""
-    first = len(traced.signature)
-    return [batch for batch in batches if len(input_signature(batch.args, batch.kwargs)) == first]
+def _inputs(traced: TracedModel, batches: Sequence[Batch]) -> Leaves:
+    """Inputs of the batches with as many tensors as the graph takes, whatever their shapes."""
+    taken = len(traced.signature)
+    alike = [batch for batch in batches if len(input_signature(batch.args, batch.kwargs)) == taken]
+    return [tensor_leaves(batch.args, batch.kwargs) for batch in alike]
+
+
+def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
+    """Compare each bound with what the run computed, as long as the batches are what the proofs assume.
+
+    Sites after the first that went wrong are left out: proofs speak of values that no overflow has touched.
+
+    Raises:
+        ProofBroken: a run computed what was proved to be impossible.
+    """
+    table = context.bounds
+    assert table is not None
+    if not all(contains(table.assumed, traced, _inputs(traced, batches)) for traced in context.flow.every):
+        return
+    for site in itertools.takewhile(lambda site: site.id not in context.origin_sites, context.sites):
+        found, seen = table.bounds.get(site.id), context.record.observations.get(site.id)
+        form = format_of(site.dtype)
+        if found is None or seen is None or form is None:
+            continue
+        largest = found.peak * (1 + form.eps) + form.min_subnormal
+        if seen.peak > largest or (found.proved and seen.bad):
+            raise _broken(site, found, seen)
+
+
+def _broken(site: Site, found: Bound, seen: Observation) -> ProofBroken:
+    computed = f"{seen.bad} values that are inf or NaN" if seen.bad else f"a value of {number(seen.peak)}"
+    what = f"{site.id} is proved to stay below {number(found.peak)}, but the run computed {computed}"
+    versions = f"ampaudit {__version__}, torch {torch.__version__}"
+    where = f"{site.op}, output {tuple(site.shape)} in {site.dtype}, {versions}"
+    hint = f"this is a defect of ampaudit; please report these lines ({where}) and, if possible, the model"
+    return ProofBroken(f"internal error: {what}", hint=hint)
 
 
 def static_audit(source: ModelSource, plan: Plan) -> Audit:

@@ -25,7 +25,7 @@ from ampaudit.workflows.backward import differentiated
 from ampaudit.workflows.context import context_of
 from ampaudit.workflows.device import environment_of, pick_device
 from ampaudit.workflows.inputs import Inputs, source_of
-from ampaudit.workflows.proofs import prove, static_audit
+from ampaudit.workflows.proofs import compare_with_run, prove, static_audit
 from ampaudit.workflows.settings import ScanOptions, Settings
 from ampaudit.workflows.stress import stressed
 
@@ -111,6 +111,7 @@ def audit_policies(
             where,
             settings.seed,
             settings.backend,
+            keep_graphs=settings.prove or settings.stress > 0,
             keep_outputs=settings.keep_outputs,
             release=source.release,
             min_sqnr=settings.min_sqnr,
@@ -134,6 +135,8 @@ def audit_policies(
         asked = settings.prove or settings.static or settings.stress > 0
         table = prove(audit, source.batches, plan, settings) if asked else None
         context = context_of(audit, form, settings, table)
+        if table is not None and not settings.static and not contract.words:
+            compare_with_run(context, source.batches)
         found = run_checks(context, ALL_CHECKS)
         hiding = (*hidden, *comments_in(context.sites))
         shown = suppressed(found, hiding)

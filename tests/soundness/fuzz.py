@@ -142,9 +142,10 @@ def examine(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int
                 return report
             report.values.update(found.values)
             report.bounded.update(found.bounded)
+            how = "native" if native else "emulated"
             for escape in found.escapes:
                 owner = owners.get(escape.node, 0)
-                first.setdefault(owner, Counterexample(branches[owner], setting, seed, rounds, str(escape)))
+                first.setdefault(owner, Counterexample(branches[owner], setting, seed, rounds, f"{escape} ({how})"))
     report.found += first.values()
     report.branches += len(branches) - len(model.failed)
     return report

@@ -1,0 +1,129 @@
+"""What becomes of a span when its value is stored in a dtype, or converted to one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ampaudit.bounds.span import OUTWARD, Span, between, finite, symmetric
+from ampaudit.formats import FORMATS, LOWER_FORMATS, NumberFormat
+
+__all__ = [
+    "UNIT_ROUNDOFF",
+    "anything",
+    "converted",
+    "format_of",
+    "holds",
+    "loosened",
+    "number",
+    "rounding",
+    "stored",
+]
+
+UNIT_ROUNDOFF = 2.0**-24  # of float32: half of an ulp, relative
+_UNDERFLOW = 2.0**-110  # terms of a float32 sum may each be flushed to zero
+_EXACT_INTEGERS = 2.0**53  # up to here float64 holds every integer, and so do our ends
+
+
+def format_of(dtype: torch.dtype | None) -> NumberFormat | None:
+    """The number format of a dtype; ``None`` for float64, integers and complex numbers."""
+    return FORMATS.get(str(dtype).removeprefix("torch."))
+
+
+def number(value: float, dtype: torch.dtype) -> Span:
+    """A Python number beside a tensor: some kernels round it to the tensor's format, others do not."""
+    if dtype is torch.bool:
+        return between((), 0.0, 1.0)
+    if not dtype.is_floating_point:
+        return _as_integer(between((), value, value), dtype)
+    if math.isnan(value):
+        return symmetric((), math.inf)
+    form, (relative, absolute) = format_of(dtype), rounding(dtype)
+    off = abs(value) * relative + absolute if value and math.isfinite(value) else 0.0
+    beyond = form is not None and abs(value) >= form.overflow_at
+    low = -math.inf if beyond and value < 0 else value - off if value < 0 else max(value - off, 0.0)
+    high = math.inf if beyond and value > 0 else value + off if value > 0 else min(value + off, 0.0)
+    return between((), low, high)
+
+
+def anything(shape: tuple[int, ...], dtype: torch.dtype | None) -> Span:
+    """Any value of a dtype: an integer has ends all the same."""
+    if dtype is None or dtype.is_floating_point or dtype.is_complex:
+        return symmetric(shape, torch.inf)
+    if dtype is torch.bool:
+        return between(shape, 0.0, 1.0)
+    limits = torch.iinfo(dtype)
+    return between(shape, float(limits.min), float(limits.max))
+
+
+def rounding(dtype: torch.dtype) -> tuple[float, float]:
+    """Relative and absolute error of one rounding to a floating-point dtype."""
+    form = format_of(dtype)
+    return (OUTWARD, 0.0) if form is None else (form.eps / 2, form.min_subnormal / 2)
+
+
+def stored(span: Span, dtype: torch.dtype | None) -> Span:
+    """The span of an op's result, computed in float32 and rounded to its dtype.
+
+    A result beyond the format is infinite, which is the fault of that op alone; what follows is bounded for
+    finite values. Integers wrap around: a range that leaves the dtype is all of it.
+    """
+    if dtype is None or dtype.is_complex:
+        return anything(span.shape, dtype)
+    if not dtype.is_floating_point:
+        return _as_integer(span, dtype)
+    form = format_of(dtype)
+    if form is None:
+        return span.widened(OUTWARD) if dtype is torch.float64 else anything(span.shape, dtype)
+    relative = form.eps / 2 if form in LOWER_FORMATS else 8 * UNIT_ROUNDOFF
+    return loosened(span, relative, form.min_subnormal / 2 + _UNDERFLOW).clipped(form.max)
+
+
+def converted(span: Span, source: torch.dtype, dtype: torch.dtype) -> Span:
+    """The span of an operand as an op that computes in ``dtype`` takes it; infinite where it overflows.
+
+    Args:
+        span: of the operand.
+        source: its own dtype.
+        dtype: what it is converted to.
+    """
+    if source is dtype:
+        return span
+    if not dtype.is_floating_point:
+        return anything(span.shape, dtype) if source.is_floating_point else _as_integer(span, dtype)
+    form = format_of(dtype)
+    if form is None or holds(dtype, source):
+        return span.widened(OUTWARD) if form is None else span
+    wide = loosened(span, *rounding(dtype))
+    low = torch.where(wide.low <= -form.overflow_at, -torch.inf, wide.low)
+    high = torch.where(wide.high >= form.overflow_at, torch.inf, wide.high)
+    return Span(span.shape, low, high, wide.norms, wide.sums, wide.mean)
+
+
+def holds(dtype: torch.dtype, source: torch.dtype | None) -> bool:
+    """Whether every value of a dtype is one of another."""
+    form, other = format_of(dtype), format_of(source)
+    if source is torch.bool:
+        return True
+    if form is None or other is None:
+        return False
+    return other.eps >= form.eps and other.max <= form.max and other.min_subnormal >= form.min_subnormal
+
+
+def loosened(span: Span, relative: float, absolute: float) -> Span:
+    """For values that are rounded once, which moves none of them across zero."""
+    wide = span.widened(relative, absolute)
+    low = torch.where(span.low >= 0, wide.low.clamp(min=0.0), wide.low)
+    high = torch.where(span.high <= 0, wide.high.clamp(max=0.0), wide.high)
+    return Span(wide.shape, low, high, wide.norms, wide.sums, wide.mean)
+
+
+def _as_integer(span: Span, dtype: torch.dtype) -> Span:
+    if dtype is torch.bool:
+        return between(span.shape, 0.0, 1.0)
+    limits = torch.iinfo(dtype)
+    low, high = finite(span.low, -1), finite(span.high, 1)
+    if not bool(((low >= limits.min) & (high <= limits.max)).all()) or span.peak > _EXACT_INTEGERS:
+        return anything(span.shape, dtype)
+    return Span(span.shape, low, high, span.norms, span.sums, span.mean)

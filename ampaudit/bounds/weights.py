@@ -1,0 +1,116 @@
+"""Weights and constants: what the graph holds of them, exactly or up to its rounding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from ampaudit.bounds.span import Span, exactly
+from ampaudit.bounds.stored import anything, format_of, holds, loosened
+from ampaudit.bounds.transfers import VANISHING, Known, Registered
+from ampaudit.trace.functional import overload_of
+from ampaudit.trace.opnames import CAST_OPS, base_name
+
+__all__ = ["Weights"]
+
+MAX_COMPUTED = 1 << 22  # elements up to which a constant is computed
+
+
+class Weights(dict[fx.Node, Known]):
+    """Known values by node, followed through copies, views and casts; constants through every exact op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._constants: set[fx.Node] = set()
+
+    def given(self, node: fx.Node, tensor: torch.Tensor, dtype: torch.dtype, *, constant: bool) -> None:
+        """Note a placeholder's tensor, which the graph holds in a dtype that may be another."""
+        if constant and tensor.numel() <= MAX_COMPUTED:
+            self[node] = Known(tensor.to(dtype))
+            self._constants.add(node)
+        else:
+            self[node] = _cast(Known(tensor), tensor.dtype, dtype) or Known(tensor.to(dtype))
+
+    def follow(self, node: fx.Node, entry: Registered) -> bool:
+        """Work out a node's value, if that can be done without error; say whether it is known."""
+        sources, value = node.all_input_nodes, node.meta.get("val")
+        op = overload_of(node.target)
+        if op is None or not isinstance(value, torch.Tensor) or not all(source in self for source in sources):
+            return False
+        if self._computable(node, entry) and value.numel() <= MAX_COMPUTED:
+            return self._compute(node)
+        if base_name(op) in CAST_OPS and sources:
+            found = _cast(self[sources[0]], sources[0].meta["val"].dtype, value.dtype)
+            if found is not None:
+                self[node] = found
+            return found is not None
+        return entry.moves and len(sources) == 1 and self._move(node)
+
+    def _computable(self, node: fx.Node, entry: Registered) -> bool:
+        """Whether it is a constant, and the same on every device."""
+        if not all(source in self._constants for source in node.all_input_nodes):
+            return False
+        floats = [near.meta["val"].is_floating_point() for near in (node, *node.all_input_nodes)]
+        return entry.exact or (entry.integers and not any(floats))
+
+    def _compute(self, node: fx.Node) -> bool:
+        found = self._result(node)
+        if found is None:
+            return False
+        self[node] = Known(found)
+        self._constants.add(node)
+        return True
+
+    def _move(self, node: fx.Node) -> bool:
+        found = self._result(node)
+        if found is None:
+            return False
+        self[node] = replace(self[node.all_input_nodes[0]], tensor=found)
+        return True
+
+    def _result(self, node: fx.Node) -> torch.Tensor | None:
+        try:
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: self[source].tensor)
+            found = node.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, NotImplementedError, TypeError, IndexError):
+            return None
+        return found if isinstance(found, torch.Tensor) else None
+
+    def peak(self, node: fx.Node) -> float:
+        """The largest magnitude of a known value, before it is rounded; infinite of NaN."""
+        tensor = self[node].tensor
+        if not tensor.numel():
+            return 0.0
+        if tensor.is_complex():
+            return math.inf
+        low, high = torch.aminmax(tensor.to(torch.int8) if tensor.dtype is torch.bool else tensor)
+        found = max(-float(low), float(high))
+        return math.inf if math.isnan(found) else found
+
+    def span(self, node: fx.Node) -> Span:
+        """The span of a known value as the graph holds it."""
+        known, dtype = self[node], node.meta["val"].dtype
+        tensor = known.tensor
+        if tensor.is_complex():
+            return anything(tuple(tensor.shape), dtype)
+        found = exactly(tensor)
+        if tensor.ndim == 2 and tensor.is_floating_point() and tensor.numel():
+            lengths = {axis: torch.linalg.vector_norm(tensor, dim=axis, keepdim=True) for axis in (0, 1)}
+            wide = {a: n.double() * (1 + 2.0**-10) + VANISHING * tensor.shape[a] for a, n in lengths.items()}
+            found = replace(found, norms=wide)
+        if known.relative or known.absolute:
+            found = loosened(found, known.relative, known.absolute)
+        form = format_of(dtype)
+        return found.clipped(form.max) if form is not None else found
+
+
+def _cast(known: Known, source: torch.dtype, dtype: torch.dtype) -> Known | None:
+    """A weight after a cast between floating-point dtypes; ``None`` of other casts."""
+    if source is dtype or holds(dtype, source):
+        return known
+    if not (source.is_floating_point and dtype.is_floating_point):
+        return None
+    return known.rounded_to(dtype)
