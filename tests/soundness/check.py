@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ampaudit.run.program import compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace import TracedModel
 
-__all__ = ["Checked", "Escape", "check", "checked"]
+__all__ = ["Checked", "Escape", "Runs", "check"]
 
 _CPU = torch.device("cpu")
 _GARBAGE = 12345.0  # what uninitialized memory shows; bfloat16 holds it, too, rounded
@@ -113,8 +113,10 @@ class _Checker:
 
     def _inside(self, node: fx.Node, item: torch.Tensor, bounds: Span | None) -> None:
         self.found.values[_name(node)] += 1
-        if bounds is None or not item.numel() or (-1 in bounds.shape and not bounds.bounded):
+        if bounds is None or not item.numel():
             return
+        if -1 in bounds.shape:  # a size that the values decide: one pair of ends for all
+            bounds = replace(bounds, shape=tuple(item.shape), norms={}, sums={}, mean=None)
         self.found.bounded[_name(node)] += bounds.bounded
         if not bounds.contains(item):
             seen = item.double()
@@ -129,29 +131,39 @@ class _Checker:
             self.found.escapes.append(Escape(node.name, text))
 
 
-def checked(
-    traced: TracedModel, table: SpanTable, inputs: Sequence[torch.Tensor], *, native: bool
-) -> Checked:
-    """Run the converted graph once, in its true dtypes or as a scan emulates them, and check every value."""
-    found, program = Checked(), compile_program(traced, _CPU)
-    executor = LockStep(program, convert(traced), Native() if native else Emulated(), _CPU)
-    watch = _Checker(traced, table, program.written, found)
-    group: tuple[Step, ...] = ()
-    try:
-        with torch.no_grad():
-            for steps in executor.steps([tensor.clone() for tensor in inputs], watch):
-                group = steps  # that is about to run
-    except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
-        found.failed = tuple(step.node.name for step in group), str(error).partition("\n")[0]
-    return found
+class Runs:
+    """Runs of one converted graph, natively and as a scan emulates them; every value is checked."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self.traced, self.program = traced, compile_program(traced, _CPU)
+        converted = convert(traced)
+        self._executors = {
+            native: LockStep(self.program, converted, Native() if native else Emulated(), _CPU)
+            for native in (True, False)
+        }
+
+    def checked(self, table: SpanTable, inputs: Sequence[torch.Tensor], *, native: bool) -> Checked:
+        """Run once, in the graph's true dtypes or emulated."""
+        found = Checked()
+        watch = _Checker(self.traced, table, self.program.written, found)
+        group: tuple[Step, ...] = ()
+        try:
+            with torch.no_grad():
+                for steps in self._executors[native].steps([tensor.clone() for tensor in inputs], watch):
+                    group = steps  # that is about to run
+        except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
+            found.failed = tuple(step.node.name for step in group), str(error).partition("\n")[0]
+        return found
 
 
-def check(traced: TracedModel, table: SpanTable, *inputs: torch.Tensor) -> None:
-    """Demand that every value of a run is inside, natively and emulated."""
-    for native in (True, False):
-        found = checked(traced, table, inputs, native=native)
-        assert found.failed is None, found.failed
-        assert not found.escapes, "\n".join(map(str, found.escapes))
+def check(traced: TracedModel, table: SpanTable, batches: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Demand that every value of every run is inside, natively and emulated."""
+    runs = Runs(traced)
+    for inputs in batches:
+        for native in (True, False):
+            found = runs.checked(table, inputs, native=native)
+            assert found.failed is None, found.failed
+            assert not found.escapes, "\n".join(map(str, found.escapes))
 
 
 def _name(node: fx.Node) -> str:

@@ -62,6 +62,7 @@ class Draft:
         self.stored: list[Stored] = []
         self.lines: list[str] = []
         self.values: dict[str, Any] = {}
+        self.given: dict[str, torch.Tensor] = {}  # inputs and weights as they were
         self.last: torch.Tensor = torch.zeros(())  # the operand that a template chose last
         self.axis, self.width, self.groups = -1, 1, 1  # of the template that is being filled
         for _ in range(self.random.choice((1, 1, 2))):
@@ -88,7 +89,7 @@ class Draft:
         self.inputs.append(Input(name, shape, own, float(low), float(high), layout))
         generator = torch.Generator().manual_seed(self.random.randrange(1 << 20))
         spread = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
-        self.values[name] = self.inputs[-1].tensor(spread)
+        self._give(name, self.inputs[-1].tensor(spread))
         return name
 
     def store(self, text: str, kind: str | None = None) -> str:
@@ -99,8 +100,11 @@ class Draft:
         tensor = self.stored[-1].tensor()
         if self.lower is not None and tensor.dtype is torch.float32 and kind != "attribute":
             tensor = tensor.to(self.lower)
-        self.values[name] = tensor
+        self._give(name, tensor)
         return name
+
+    def _give(self, name: str, tensor: torch.Tensor) -> None:
+        self.values[name], self.given[name] = tensor, tensor.clone()
 
     def weight(self, shape: Sequence[int], kind: str | None = None) -> str:
         """A stored tensor: of normal numbers, or large, tiny, constant, transposed, repeated."""
@@ -211,6 +215,10 @@ class Draft:
                 ZeroDivisionError, OverflowError, AssertionError) as error:  # fmt: skip
             del self.inputs[before[0] :], self.stored[before[1] :], self.lines[before[2] :]
             self.values = before[3]
+            changed = [
+                n for n, t in self.given.items() if n in self.values and self.values[n].shape != t.shape
+            ]
+            self.values.update((name, self.given[name].clone()) for name in changed)
             raise Refused(str(error)) from error
 
     def _run(self, part: str, names: dict[str, str]) -> None:
@@ -235,6 +243,9 @@ class Draft:
             warnings.simplefilter("ignore")
             exec(line, NAMESPACE, self.values)
         self.values.pop("__builtins__", None)
+        for name, given in self.given.items():  # torch.export has no inputs that change their shape
+            if name in self.values and self.values[name].shape != given.shape:
+                raise Refused(f"{line}: {name} has another shape")
 
     # tokens of templates
 

@@ -16,12 +16,22 @@ from ampaudit.policy import load_policy
 from ampaudit.ranges import Assumption
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.graph import Slot
-from tests.soundness.check import checked
+from tests.soundness.check import Runs
 from tests.soundness.generate import branch_of
 from tests.soundness.inputs import hostile
 from tests.soundness.program import Branch, BranchModel
 
-__all__ = ["SETTINGS", "Counterexample", "Report", "Setting", "examine", "examine_seed", "shrunk"]
+__all__ = [
+    "SETTINGS",
+    "Counterexample",
+    "Report",
+    "Setting",
+    "examine",
+    "examine_seed",
+    "shrunk",
+    "table_of",
+    "traced_branches",
+]
 
 BRANCHES = 40  # of one trace
 
@@ -102,7 +112,7 @@ def examine_seed(seed: int, setting: Setting, *, branches: int = BRANCHES, round
 def examine(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int = 7) -> Report:
     """Examine branches in one trace; where the bound pass or a run raises, half of them at a time."""
     report = Report()
-    traced, model = _traced(branches, setting, seed)
+    traced, model = traced_branches(branches, setting, seed)
     if traced is None:
         if len(branches) > 1:
             return _halved(branches, setting, seed, rounds)
@@ -119,12 +129,12 @@ def examine(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int
         problem = f"bound raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         report.found.append(Counterexample(branches[0], setting, seed, rounds, problem))
         return report
-    owners = _owners(traced, model)
+    owners, runs = _owners(traced, model), Runs(traced)
     first: dict[int, Counterexample] = {}
     for number in range(rounds):
         inputs = [item.tensor(hostile(item, number, seed)) for item in model.inputs]
         for native in (True, False):
-            found = checked(traced, table, inputs, native=native)
+            found = runs.checked(table, inputs, native=native)
             if found.failed is not None:
                 if len(branches) > 1:
                     return _halved(branches, setting, seed, rounds)
@@ -132,9 +142,10 @@ def examine(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int
                 return report
             report.values.update(found.values)
             report.bounded.update(found.bounded)
+            how = "native" if native else "emulated"
             for escape in found.escapes:
                 owner = owners.get(escape.node, 0)
-                first.setdefault(owner, Counterexample(branches[owner], setting, seed, rounds, str(escape)))
+                first.setdefault(owner, Counterexample(branches[owner], setting, seed, rounds, f"{escape} ({how})"))
     report.found += first.values()
     report.branches += len(branches) - len(model.failed)
     return report
@@ -147,7 +158,7 @@ def _halved(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int
     return report
 
 
-def _traced(
+def traced_branches(
     branches: Sequence[Branch], setting: Setting, seed: int
 ) -> tuple[TracedModel | None, BranchModel]:
     model = BranchModel(branches).eval()
