@@ -1,0 +1,173 @@
+"""Finds what a rewrite is about in the text of a file, and says how it is written instead.
+
+Nothing is guessed: the statement on the line must hold exactly one place that looks like the op that was
+run, names of torch must be the file's own imports, and what moves to another line must mean the same there.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from ampaudit.advice.interface import LineChange
+from ampaudit.advice.scaling import scaled_first
+from ampaudit.advice.statements import File, parenthesized, replacement
+from ampaudit.lint.found import Repair
+
+__all__ = ["replacements"]
+
+_MODULES = ("torch", "torch.nn.functional", "torch.special")
+
+
+def replacements(text: str, change: LineChange) -> list[Repair]:
+    """The repairs that make a change; none where its place is not the only one.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError: the text cannot be parsed.
+    """
+    file = File(text)
+    if change.pattern == "scale":
+        return scaled_first(file, change)
+    statement = file.statement(change.line.line)
+    if statement is None:
+        return []
+    find = {"log_softmax": _log_softmax, "log_sigmoid": _log_sigmoid, "number": _number}[change.pattern]
+    found = [repair for node in file.expressions(statement) if (repair := find(file, node, change))]
+    return found if len(found) == 1 else []
+
+
+def _log_softmax(file: File, node: ast.expr, change: LineChange) -> Repair | None:
+    """``torch.log(torch.softmax(x, -1))``, and the same with functions of other modules or with methods."""
+    del change
+    inner = _log_of(file, node)
+    if not isinstance(inner, ast.Call):
+        return None
+    arguments = file.text[file.after(inner.func) : file.end(inner)]
+    name = file.dotted(inner.func)
+    module, _, function = name.rpartition(".")
+    if function == "softmax" and module in _MODULES:
+        written = file.code(inner.func)
+        fresh = f"{written.removesuffix('softmax')}log_softmax" if "." in written else None
+        torch = file.name_of("torch")
+        fresh = fresh or (f"{torch}.log_softmax" if torch and "_stacklevel" not in arguments else None)
+        return replacement(file, node, fresh + arguments) if fresh else None
+    if isinstance(inner.func, ast.Attribute) and inner.func.attr == "softmax" and _is_dim(inner):
+        return replacement(file, node, f"{file.code(inner.func.value)}.log_softmax{arguments}")
+    return None
+
+
+def _log_sigmoid(file: File, node: ast.expr, change: LineChange) -> Repair | None:
+    """``torch.log(torch.sigmoid(x))`` and ``torch.log(1 - torch.sigmoid(x))``, and the same with methods."""
+    del change
+    inner, minus = _log_of(file, node), False
+    if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub):
+        if not (isinstance(inner.left, ast.Constant) and inner.left.value == 1):
+            return None
+        inner, minus = inner.right, True
+    given = _argument(file, inner, "sigmoid")
+    functional = file.name_of("torch.nn.functional") or _joined(file.name_of("torch"), "nn.functional")
+    functional = functional or _joined(file.name_of("torch.nn"), "functional")
+    if given is None or functional is None:
+        return None
+    x = f"-{parenthesized(file, given)}" if minus else file.code(given)
+    return replacement(file, node, f"{functional}.logsigmoid({x})")
+
+
+def _joined(name: str | None, rest: str) -> str | None:
+    return f"{name}.{rest}" if name else None
+
+
+def _number(file: File, node: ast.expr, change: LineChange) -> Repair | None:
+    """The number as it is written, with its sign."""
+    if file.number(node) != change.old or isinstance(file.parent.get(node), ast.UnaryOp):
+        return None
+    if change.new:
+        return replacement(file, node, change.new)
+    torch, dtype = file.name_of("torch"), _dtype_of(file, node, change)
+    if torch is None or dtype is None:
+        return None
+    end = "min" if change.old < 0 else "max"
+    return replacement(file, node, f"{torch}.finfo({dtype}).{end}")
+
+
+def _dtype_of(file: File, node: ast.expr, change: LineChange) -> str | None:
+    """How the 16-bit dtype is written: that of a tensor beside the number, or what its result is cast to."""
+    beside = _operand_beside(file, node)
+    if change.held and beside is not None:
+        if (name := _name(file, beside)) is not None:
+            return f"{name}.dtype"
+        if (name := _only_name(beside)) is not None:
+            return f"{name}.dtype"
+    later = file.statement(change.second.line) if change.second is not None else None
+    here = file.statement(change.line.line)
+    if later is None or here is None or file.function(later) is not file.function(here):
+        return None
+    found = {
+        file.code(e)
+        for e in file.expressions(later)
+        if isinstance(e, ast.Attribute) and e.attr == "dtype" and _name(file, e.value)
+    }
+    dtype = found.pop() if len(found) == 1 else None
+    return dtype if dtype is not None and file.is_given(here, dtype.partition(".")[0]) else None
+
+
+def _operand_beside(file: File, node: ast.expr) -> ast.expr | None:
+    """The tensor that an op with this number is called on."""
+    call = file.parent.get(node)
+    call = file.parent.get(call) if isinstance(call, ast.keyword) else call
+    if isinstance(call, ast.BinOp):
+        return call.left if call.right is node else call.right
+    if not isinstance(call, ast.Call):
+        return None
+    function = file.dotted(call.func)
+    if function == "torch.where":
+        return next((argument for argument in call.args[1:] if argument is not node), None)
+    if function.startswith("torch."):
+        return call.args[0] if call.args else None
+    return call.func.value if isinstance(call.func, ast.Attribute) else None
+
+
+def _only_name(node: ast.expr) -> str | None:
+    """The one name in an arithmetic expression of it and of numbers, which has its dtype."""
+    parts = list(ast.walk(node))
+    names = {part.id for part in parts if isinstance(part, ast.Name)}
+    arithmetic = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Name, ast.Constant, ast.Load)
+    return names.pop() if len(names) == 1 and all(isinstance(p, arithmetic) for p in parts) else None
+
+
+def _name(file: File, node: ast.expr) -> str | None:
+    """A name, or attributes of one: reading it again does nothing."""
+    simple = node
+    while isinstance(simple, ast.Attribute):
+        simple = simple.value
+    is_module = node is simple and isinstance(node, ast.Name) and node.id == "self"
+    return file.code(node) if isinstance(simple, ast.Name) and not is_module else None
+
+
+def _log_of(file: File, node: ast.expr) -> ast.expr | None:
+    """What the natural logarithm is taken of."""
+    return _argument(file, node, "log")
+
+
+def _argument(file: File, node: ast.expr | None, function: str) -> ast.expr | None:
+    """The only argument of a function of torch, or the tensor whose method it is."""
+    if not isinstance(node, ast.Call) or node.keywords or any(isinstance(a, ast.Starred) for a in node.args):
+        return None
+    name = file.dotted(node.func)
+    if len(node.args) == 1 and name in {f"{module}.{function}" for module in _MODULES}:
+        return node.args[0]
+    method = isinstance(node.func, ast.Attribute) and node.func.attr == function and not node.args
+    return node.func.value if method and isinstance(node.func, ast.Attribute) else None
+
+
+def _is_dim(call: ast.Call) -> bool:
+    """Whether a call has a dimension and nothing else: so is a tensor's method called, not a module."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    named = all(keyword.arg == "dim" for keyword in call.keywords)
+    return named and len(values) == 1 and isinstance(_literal(values[0]), int)
+
+
+def _literal(node: ast.expr) -> object:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None

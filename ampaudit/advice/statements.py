@@ -1,0 +1,144 @@
+"""A file's text as a syntax tree: statements by line, expressions as they are written, imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cached_property
+
+from ampaudit.lint.flow.script import characters, lines_of
+from ampaudit.lint.found import Repair
+
+__all__ = ["File", "parenthesized", "replacement"]
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+
+
+class File:
+    """One Python file.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError: its text cannot be parsed.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.lines = lines_of(text)
+        self.tree = ast.parse(text)
+        self.parent: dict[ast.AST, ast.AST] = {
+            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
+        }
+        self._starts = [0]
+        for line in text.split("\n"):
+            self._starts.append(self._starts[-1] + len(line) + 1)
+
+    def statement(self, line: int) -> ast.stmt | None:
+        """The innermost statement that a line is part of; ``None`` if there are several, or none."""
+        around = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+        ]
+        holders = {self.parent.get(node) for node in around}
+        innermost = [node for node in around if node not in holders]
+        return innermost[0] if len(innermost) == 1 else None
+
+    def expressions(self, statement: ast.stmt) -> Iterator[ast.expr]:
+        """The expressions of a statement itself, without those of statements inside it."""
+        frontier: list[ast.AST] = [statement]
+        while frontier:
+            for child in ast.iter_child_nodes(frontier.pop()):
+                if isinstance(child, ast.expr):
+                    yield child
+                if not isinstance(child, ast.stmt):
+                    frontier.append(child)
+
+    def function(self, node: ast.AST) -> ast.AST | None:
+        """The function that a node is in."""
+        found = self.parent.get(node)
+        while found is not None and not isinstance(
+            found, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ):
+            found = self.parent.get(found)
+        return found
+
+    def is_given(self, node: ast.AST, name: str) -> bool:
+        """Whether a name is an argument of the function that a node is in, and is never bound again in it."""
+        function = self.function(node)
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            return False
+        given = function.args
+        names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        inside = (part for part in ast.walk(function) if isinstance(part, ast.Name))
+        return name in names and all(p.id != name or isinstance(p.ctx, ast.Load) for p in inside)
+
+    def code(self, node: ast.expr) -> str:
+        """An expression as it is written, without parentheses around it."""
+        return self.text[self.start(node) : self.end(node)]
+
+    def start(self, node: ast.expr) -> int:
+        """Where an expression begins in the text."""
+        return self._offset(node.lineno, node.col_offset)
+
+    def end(self, node: ast.expr) -> int:
+        """Where an expression ends in the text."""
+        return self._offset(node.end_lineno or node.lineno, node.end_col_offset or 0)
+
+    def after(self, function: ast.expr) -> int:
+        """Where the parenthesis of a call opens."""
+        return self.text.index("(", self.end(function))
+
+    def _offset(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + characters(self.lines[line - 1], column)
+
+    def number(self, node: ast.expr) -> float | None:
+        """The value of a number that is written out, with its sign."""
+        sign = 1.0
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            node, sign = node.operand, -1.0
+        value = node.value if isinstance(node, ast.Constant) else None
+        return sign * value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def dotted(self, node: ast.expr) -> str:
+        """The full name of what an expression names, by the file's imports; empty for anything else."""
+        if isinstance(node, ast.Attribute):
+            base = self.dotted(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        return self.imports.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+    def name_of(self, module: str) -> str | None:
+        """The name that the file gives a module."""
+        return next((name for name, full in self.imports.items() if full == module), None)
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
+        """Full names by the names in the file, of what it imports at its top and never binds again."""
+        found: dict[str, str] = {}
+        for node in self.tree.body:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    first = alias.name.partition(".")[0]
+                    found[alias.asname or first] = alias.name if alias.asname else first
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        names = (node for node in ast.walk(self.tree) if isinstance(node, ast.Name | ast.arg))
+        bound = {
+            node.arg if isinstance(node, ast.arg) else node.id
+            for node in names
+            if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)
+        }
+        return {name: full for name, full in found.items() if name not in bound}
+
+
+def replacement(file: File, node: ast.expr, code: str) -> Repair:
+    """The repair that writes other code for an expression."""
+    last = node.end_lineno or node.lineno
+    column = characters(file.lines[last - 1], node.end_col_offset or 0)
+    return Repair("replace expression", node.lineno, node.col_offset, (code, str(last), str(column)))
+
+
+def parenthesized(file: File, node: ast.expr) -> str:
+    """An expression as the operand of a sign or a product."""
+    code = file.code(node)
+    return code if isinstance(node, _ATOMS) else f"({code})"
