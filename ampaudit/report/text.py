@@ -8,8 +8,15 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.report.evidence import evidence_text, poisons_text, ran_on, relative_path, title_of
-from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.evidence import (
+    evidence_text,
+    poisons_text,
+    ran_on,
+    relative_path,
+    title_of,
+    trial_text,
+)
+from ampaudit.report.finding import Finding, Severity, Trial
 from ampaudit.report.gradient_tables import gradient_tables
 from ampaudit.report.grid import hanging
 from ampaudit.report.model import Report
@@ -111,16 +118,24 @@ def finding_text(finding: Finding, position: int, named: str = "(top module)") -
 
 
 def _advice(finding: Finding) -> Iterable[tuple[Text, RenderableType]]:
-    """What was tried and cures; or, where nothing was tried, what may."""
+    """What was tried and cures, or fixes this finding alone; where nothing was tried, what may."""
     if not finding.tried:
         can_try = finding.severity is Severity.ERROR and finding.phase != "backward"
         untried = " (not tried; --advise tries)" if can_try else ""
         yield Text("next", "dim"), Text.assemble(plain(finding.advice), (untried, "dim"))
     for trial in finding.tried:
-        paste = (Text(plain(line), "cyan") for line in trial.paste.splitlines())
         tried = [("before", trial.before), ("after", trial.after)]
         runs = hanging((Text(label, "dim"), Text(plain(text))) for label, text in tried)
-        yield Text("cure", "bold green"), Group(Text(plain(trial.change)), *paste, runs)
+        label = Text("cure", "bold green") if trial.outcome == "cure" else Text("fix", "bold yellow")
+        yield label, Group(Text(plain(trial_text(trial))), *_to_copy(trial), runs)
+
+
+def _to_copy(trial: Trial) -> Iterable[Text]:
+    """The diff, line by line and never wrapped, so that ``patch`` takes it; or else what to paste."""
+    for line in (trial.diff or trial.paste).splitlines():
+        style = "cyan" if not trial.diff else {"+": "green", "-": "red"}.get(line[:1], "dim")
+        shown = "".join(char if char == "\t" else plain(char) for char in line)
+        yield Text(shown, style, no_wrap=bool(trial.diff), overflow="ignore" if trial.diff else "fold")
 
 
 def _source_line(file: str, line: int, code: str) -> Text:
