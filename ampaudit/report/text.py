@@ -16,7 +16,7 @@ from ampaudit.report.evidence import (
     title_of,
     trial_text,
 )
-from ampaudit.report.finding import Finding, Severity, Trial
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.gradient_tables import gradient_tables
 from ampaudit.report.grid import hanging
 from ampaudit.report.model import Report
@@ -41,7 +41,7 @@ SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Sever
 
 def print_report(report: Report, console: Console, *, verbosity: int = 0, nearest: int = 5) -> None:
     """Print to a console; ``verbosity`` -1 is the verdict line alone, 1 adds every site."""
-    console.print(render(report, verbosity=verbosity, nearest=nearest))
+    console.print(render(report, verbosity=verbosity, nearest=nearest), crop=False)
 
 
 def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> RenderableType:
@@ -114,7 +114,7 @@ def finding_text(finding: Finding, position: int, named: str = "(top module)") -
     if finding.poisons:
         said.append((Text("then", "dim"), Text(poisons_text(finding))))
     body.append(hanging([*said, *_advice(finding)]))
-    return Group(*lines, Padding(Group(*body), (0, 0, 0, 4), expand=False))
+    return Group(*lines, Padding(Group(*body), (0, 0, 0, 4), expand=False), *_diff_lines(finding))
 
 
 def _advice(finding: Finding) -> Iterable[tuple[Text, RenderableType]]:
@@ -127,15 +127,16 @@ def _advice(finding: Finding) -> Iterable[tuple[Text, RenderableType]]:
         tried = [("before", trial.before), ("after", trial.after)]
         runs = hanging((Text(label, "dim"), Text(plain(text))) for label, text in tried)
         label = Text("cure", "bold green") if trial.outcome == "cure" else Text("fix", "bold yellow")
-        yield label, Group(Text(plain(trial_text(trial))), *_to_copy(trial), runs)
+        copied = () if trial.diff else (Text(plain(line), "cyan") for line in trial.paste.splitlines())
+        yield label, Group(Text(plain(trial_text(trial))), *copied, runs)
 
 
-def _to_copy(trial: Trial) -> Iterable[Text]:
-    """The diff, line by line and never wrapped, so that ``patch`` takes it; or else what to paste."""
-    for line in (trial.diff or trial.paste).splitlines():
-        style = "cyan" if not trial.diff else {"+": "green", "-": "red"}.get(line[:1], "dim")
-        shown = "".join(char if char == "\t" else plain(char) for char in line)
-        yield Text(shown, style, no_wrap=bool(trial.diff), overflow="ignore" if trial.diff else "fold")
+def _diff_lines(finding: Finding) -> Iterable[Text]:
+    """The diffs of what was tried, as ``patch`` takes them: indented alike, and never wrapped or cut off."""
+    for trial in finding.tried:
+        for line in trial.diff.splitlines():
+            style = {"+": "green", "-": "red"}.get(line[:1], "dim")
+            yield Text(f"    {plain(line)}", style, no_wrap=True, overflow="ignore")
 
 
 def _source_line(file: str, line: int, code: str) -> Text:
