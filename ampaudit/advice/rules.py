@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+import torch
+from torch import fx
 
 from ampaudit.advice.interface import Proposal, Subject
 from ampaudit.checks.interface import some_sites
@@ -11,12 +14,17 @@ from ampaudit.pages import page_of
 from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Cast, KeepFp32, Match, Reason, Rule
 from ampaudit.report.finding import Finding
+from ampaudit.run.step import LOWER
 from ampaudit.sites import SiteId
-from ampaudit.trace import Site
+from ampaudit.trace import Role, Site
+from ampaudit.trace.flow import Flow
+from ampaudit.trace.functional import overload_of
+from ampaudit.trace.opnames import base_name
 
 __all__ = ["keep_in_float32"]
 
 BACK = (1, 2, 4, 8)  # steps
+_PROMOTING = ("cat", "concat", "stack", "where")
 _SOURCE = "ampaudit scan --advise"
 
 
@@ -78,23 +86,43 @@ def _island(subject: Subject, first: Sequence[Site]) -> dict[SiteId, Site]:
 
 
 def _border(subject: Subject, kept: Mapping[SiteId, Site]) -> list[SiteId]:
-    """Those that read a kept value, where weights are stored in 16 bits: float32 must not meet them.
+    """Where weights are stored in 16 bits: the first ops that refuse float32 beside them.
 
-    Kernels refuse mixed dtypes, so each reader takes the value in 16 bits again. An op that writes in place
-    keeps the dtype of what it writes to, so its readers count as well.
+    Elementwise ops promote, so float32 flows on through them; a product or a norm with 16-bit weights takes
+    what it reads in 16 bits again.
     """
     if subject.rules.file.weights.storage != "lower":
         return []
-    flow, found, frontier = subject.context.flow, dict[SiteId, Site](), list(kept.values())
-    while frontier:
-        for reader in flow.readers(frontier.pop()):
-            known = reader.id in kept or reader.id in found or reader.decision.cast is Cast.FLOAT32
-            if known or reader.facts is None:
-                continue
-            found[reader.id] = reader
-            if flow.writes(reader):
-                frontier.append(reader)
-    return _in_order(subject, found)
+    flow, border = subject.context.flow, dict[SiteId, Site]()
+    for graph in (traced.graph for traced in flow.every):
+        wide: set[fx.Node] = set()
+        for node in graph.nodes:
+            site = flow.site(node)
+            if site is not None and site.id in kept:
+                wide.add(node)
+            elif not wide.isdisjoint(node.all_input_nodes) and not _stays(flow, node, site, wide):
+                if site is None or site.role is Role.VIEW or _promotes(node, wide):
+                    wide.add(node)
+                elif site.facts is not None:
+                    border[site.id] = site
+    return _in_order(subject, border)
+
+
+def _stays(flow: Flow, node: fx.Node, site: Site | None, wide: Set[fx.Node]) -> bool:
+    """Whether an op gives what it gave before, although something that it reads is float32 now."""
+    if site is None:
+        return False
+    if site.role.converts or site.decision.cast is Cast.FLOAT32:
+        return True
+    return flow.writes(site) and node.args[0] not in wide
+
+
+def _promotes(node: fx.Node, wide: Set[fx.Node]) -> bool:
+    """Whether an op takes float32 beside what else it reads."""
+    values = [other.meta.get("val") for other in node.all_input_nodes if other not in wide]
+    narrow = any(isinstance(value, torch.Tensor) and value.dtype in LOWER for value in values)
+    op = overload_of(node.target)
+    return not narrow or op is None or torch.Tag.pointwise in op.tags or base_name(op) in _PROMOTING
 
 
 def _in_order(subject: Subject, sites: Mapping[SiteId, Site]) -> list[SiteId]:
@@ -125,8 +153,11 @@ def _keep_weight(subject: Subject, weight: str) -> Proposal:
         source=_SOURCE,
     )
     context = subject.context
-    users = {s.id: s for s in context.graph_sites if weight in context.users.get(s.id, ())}
-    rules = [rule, *_returning(_border(subject, users))]
+    users = [s for s in context.graph_sites if weight in context.users.get(s.id, ())]
+    island = _island(subject, users)
+    others = _in_order(subject, {site: island[site] for site in island.keys() - {s.id for s in users}})
+    rules = [rule, *([_rule("keep", others, Cast.FLOAT32, why)] if others else [])]
+    rules += _returning(_border(subject, island))
     changed = _with(subject.rules, rules)
     paste = "\n".join(map(_paste, rules))
     weights = subject.rules.file.weights

@@ -73,6 +73,14 @@ class File:
         inside = (part for part in ast.walk(function) if isinstance(part, ast.Name))
         return name in names and all(p.id != name or isinstance(p.ctx, ast.Load) for p in inside)
 
+    def indentation(self, node: ast.AST) -> str:
+        """Of the block that a node stands in."""
+        statement = node
+        while not isinstance(statement, ast.stmt):
+            statement = self.parent[statement]
+        line = self.lines[statement.lineno - 1]
+        return line[: len(line) - len(line.lstrip())]
+
     def code(self, node: ast.expr) -> str:
         """An expression as it is written, without parentheses around it."""
         return self.text[self.start(node) : self.end(node)]
@@ -132,10 +140,24 @@ class File:
 
 
 def replacement(file: File, node: ast.expr, code: str) -> Repair:
-    """The repair that writes other code for an expression."""
+    """The repair that writes other code for an expression.
+
+    Raises:
+        ValueError: the code goes over several lines, and they do not follow the block's indentation.
+    """
     last = node.end_lineno or node.lineno
     column = characters(file.lines[last - 1], node.end_col_offset or 0)
+    code = _outdented(code, file.indentation(node))
     return Repair("replace expression", node.lineno, node.col_offset, (code, str(last), str(column)))
+
+
+def _outdented(code: str, indentation: str) -> str:
+    """Code without the indentation of the block that it stands in, which a repair adds again."""
+    first, *others = code.split("\n")
+    blank = all(line.startswith(indentation) or not line.strip() for line in others)
+    if others and (not blank or '"""' in code or "'''" in code):
+        raise ValueError("lines that cannot be indented anew")
+    return "\n".join([first, *(line.removeprefix(indentation) for line in others)])
 
 
 def parenthesized(file: File, node: ast.expr) -> str:
