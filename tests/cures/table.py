@@ -502,10 +502,17 @@ RULES = [
         kinds=("rule",),
     ),
     Case(
-        "variance by squares",
-        "return (x.square().mean(-1) - x.mean(-1).square()) * 2",
+        "a rounded angle",
+        "return torch.sin(x * 5000.3)",
         "",
-        f"{ONES} + 30",
+        "torch.randint(-8, 8, (4, 16)) / 8",
+        kinds=("rule",),
+        never=("dtype",),
+    ),
+    Case(
+        "a rounded angle, and a layer after it",
+        "return self.inner(torch.sin(x * 5000.3))",
+        inputs="torch.randint(-8, 8, (4, 16)) / 8",
         kinds=("rule",),
     ),
     Case(
