@@ -8,7 +8,7 @@ other op computes with the number itself, which is then left alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -90,8 +90,15 @@ def _reads(flow: Flow, user: fx.Node, value: fx.Node) -> str:
         return "orders"
     if base in _HANDING_ON or (base == "baddbmm" and _is(given.get("self"), value)):
         return "hands on"
+    keeps_order = base in ("mul", "div", "sub") and _is(given.get("self"), value) and _is_positive(given)
     masks = base == "mul" and _other_is_constant(flow, site, value)
-    return "hands on" if masks else "computes"
+    return "hands on" if keeps_order or masks else "computes"
+
+
+def _is_positive(given: Mapping[str, Any]) -> bool:
+    """Whether the other operand is a positive Python number, which leaves the order as it is."""
+    other = given.get("other")
+    return isinstance(other, int | float) and other > 0
 
 
 def _is(argument: Any, value: fx.Node) -> bool:

@@ -30,6 +30,8 @@ __all__ = [
     "log_sigmoid",
     "log_softmax",
     "of_the_line",
+    "reads_from",
+    "scaled_at",
     "scaled_first",
     "scaling_edits",
     "siblings",
@@ -37,20 +39,24 @@ __all__ = [
 
 Edits = dict[SiteId, Edit]
 Proof = Callable[[Flow, Site], Edits | None]
+Likeness = Callable[[Flow, Site], bool]
 _PRODUCTS = ("matmul", "bmm", "mm", "einsum")
 
 
-def of_the_line(context: CheckContext, site: Site, proof: Proof) -> Edits | None:
+def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness) -> Edits | None:
     """The edits at all sites that a line of code makes; ``None`` if one of them fails the proof.
 
     Args:
         context: of the audit.
         site: where the finding is.
         proof: gives the edits at one site of one graph, or ``None``.
+        alike: whether another op of the line can be the same piece of its code.
     """
     edits: Edits = {}
     for sibling in siblings(context, site):
         for flow in flows_with(context, sibling):
+            if sibling.id != site.id and not alike(flow, sibling):
+                continue
             found = proof(flow, sibling)
             if found is None:
                 return None
@@ -68,6 +74,19 @@ def siblings(context: CheckContext, site: Site) -> list[Site]:
         for other in context.graph_sites
         if other.source == site.source and flow.base(other) == flow.base(site) and not other.role.inserted
     ]
+
+
+def reads_from(op: str) -> Likeness:
+    """Whether an op reads what another one made, at most two steps before."""
+    return lambda flow, site: flow.comes_from(flow.node(site).all_input_nodes[0], op, within=2) is not None
+
+
+def scaled_at(scaling: Site) -> Likeness:
+    """Whether an op is scaled on the same line as another one."""
+    return lambda flow, site: any(
+        reader.source == scaling.source and flow.base(reader) == flow.base(scaling)
+        for reader in flow.readers(site)
+    )
 
 
 def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
@@ -129,7 +148,7 @@ def _logarithm_of(flow: Flow, site: Site, op: str) -> Site | None:
     """What a natural logarithm reads, if it is this op's own value and its input stays as it is."""
     if flow.base(site) != "log" or flow.writes(site):
         return None
-    maker = _maker(flow, flow.node(site).args[0])
+    maker = _maker(flow, flow.arguments(site).get("self"))
     return maker if maker is not None and _is_untouched(flow, maker, op) else None
 
 
@@ -137,8 +156,7 @@ def _is_untouched(flow: Flow, site: Site, op: str) -> bool:
     """Whether a site has this op, is written by nothing, and its input neither."""
     if flow.base(site) != op or flow.writes(site):
         return False
-    node = flow.node(site)
-    source = node.args[0]
+    node, source = flow.node(site), flow.arguments(site).get("self")
     written = _is_written(flow, node) or (isinstance(source, fx.Node) and _is_written(flow, source))
     return not written
 
@@ -154,14 +172,20 @@ def _maker(flow: Flow, node: Any) -> Site | None:
 
 
 def _is_written(flow: Flow, node: fx.Node) -> bool:
-    """Whether an op writes in place to a value, or to a view of it."""
+    """Whether an op writes in place to a value, to a view of it or to what it is a view of."""
+    while (site := flow.site(node)) is not None and site.role is Role.VIEW and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return _writes_below(flow, node)
+
+
+def _writes_below(flow: Flow, node: fx.Node) -> bool:
     for user in node.users:
         site = flow.site(user)
         if site is None:
             continue
         if flow.writes(site) and user.args and user.args[0] is node:
             return True
-        if site.role is Role.VIEW and _is_written(flow, user):
+        if site.role is Role.VIEW and _writes_below(flow, user):
             return True
     return False
 

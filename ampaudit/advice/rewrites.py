@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
+
 from ampaudit.advice.constants import is_limit, large_constants
 from ampaudit.advice.interface import LineChange, Proposal, Subject
 from ampaudit.advice.proofs import (
@@ -12,6 +14,8 @@ from ampaudit.advice.proofs import (
     log_sigmoid,
     log_softmax,
     of_the_line,
+    reads_from,
+    scaled_at,
     scaled_first,
     scaling_edits,
     siblings,
@@ -41,7 +45,7 @@ def rewrites(subject: Subject, finding: Finding) -> Iterator[Alternatives]:
 
 
 def _log_softmax(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    edits = of_the_line(context, site, log_softmax)
+    edits = of_the_line(context, site, log_softmax, reads_from("softmax"))
     if edits is not None:
         code = "torch.log_softmax(x, dim)"
         source = LineChange("log_softmax", site.source) if site.source else None
@@ -50,7 +54,7 @@ def _log_softmax(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 
 def _log_sigmoid(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    edits = of_the_line(context, site, log_sigmoid)
+    edits = of_the_line(context, site, log_sigmoid, reads_from("sigmoid"))
     if edits is not None:
         minus = context.flow.made_by(context.flow.node(site).all_input_nodes[0], "rsub")
         code = "F.logsigmoid(-x)" if minus else "F.logsigmoid(x)"
@@ -61,11 +65,13 @@ def _log_sigmoid(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
     """Where every reader of the scores divides them by, or multiplies them with, one Python number."""
-    edits = of_the_line(context, site, scaling_edits)
-    found = scaled_first(context.flow, site) if edits is not None else None
-    if edits is None or found is None:
+    found = scaled_first(context.flow, site)
+    if found is None:
         return
     factor, (scaling, *others) = found
+    edits = of_the_line(context, site, scaling_edits, scaled_at(scaling))
+    if edits is None:
+        return
     lines = site.source, scaling.source
     source = LineChange("scale", lines[0], lines[1]) if lines[0] and lines[1] and not others else None
     code = f"(q * {factor:.6g}) @ k.transpose(-2, -1)"
@@ -109,7 +115,7 @@ def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
                 return {}
             return {other.id: Constant(value, limit)} if is_limit(context, flow, other, value) else None
 
-        edits = of_the_line(context, step, as_limit)
+        edits = of_the_line(context, step, as_limit, lambda flow, other: True)
         if edits is None:
             continue
         code = "torch.finfo(x.dtype).min" if value < 0 else "torch.finfo(x.dtype).max"
@@ -122,10 +128,10 @@ def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 def _is_held(flow: Flow, step: Site) -> bool:
     """Whether the tensors that an op is called on have the 16-bit dtype themselves, without a cast."""
-    nodes = [n for n in flow.node(step).all_input_nodes if n.meta["val"].is_floating_point()]
-    sites = [flow.site(node) for node in nodes]
-    held = all(node.meta["val"].dtype in LOWER for node in nodes)
-    return bool(nodes) and held and not any(site is not None and site.role.inserted for site in sites)
+    given = [(flow.site(node), node.meta.get("val")) for node in flow.node(step).all_input_nodes]
+    floats = [(s, v) for s, v in given if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    held = all(value.dtype in LOWER for _, value in floats)
+    return bool(floats) and held and not any(s is not None and s.role.inserted for s, _ in floats)
 
 
 _BY_CODE: dict[str, Callable[[CheckContext, Site], Iterator[Alternatives]]] = {

@@ -31,8 +31,19 @@ def replacements(text: str, change: LineChange) -> list[Repair]:
     if statement is None:
         return []
     find = {"log_softmax": _log_softmax, "log_sigmoid": _log_sigmoid, "number": _number}[change.pattern]
-    found = [repair for node in file.expressions(statement) if (repair := find(file, node, change))]
-    return found if len(found) == 1 else []
+    places = [node for node in file.expressions(statement) if _may_be(file, node, change)]
+    repair = find(file, places[0], change) if len(places) == 1 else None
+    return [repair] if repair is not None else []
+
+
+def _may_be(file: File, node: ast.expr, change: LineChange) -> bool:
+    """Whether an expression may be the op that was run, however it is written."""
+    if change.pattern == "number":
+        return file.number(node) == change.old and not isinstance(file.parent.get(node), ast.UnaryOp)
+    if not isinstance(node, ast.Call) or file.dotted(node.func).startswith("math."):
+        return False
+    function = node.func.attr if isinstance(node.func, ast.Attribute) else file.dotted(node.func)
+    return function.rpartition(".")[2] == "log"
 
 
 def _log_softmax(file: File, node: ast.expr, change: LineChange) -> Repair | None:
@@ -78,8 +89,6 @@ def _joined(name: str | None, rest: str) -> str | None:
 
 def _number(file: File, node: ast.expr, change: LineChange) -> Repair | None:
     """The number as it is written, with its sign."""
-    if file.number(node) != change.old or isinstance(file.parent.get(node), ast.UnaryOp):
-        return None
     if change.new:
         return replacement(file, node, change.new)
     torch, dtype = file.name_of("torch"), _dtype_of(file, node, change)

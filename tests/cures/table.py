@@ -147,6 +147,25 @@ SCALE = [
         rewrite=(("q @ k.transpose(-2, -1) / 1e5", "(q / 1e5) @ k.transpose(-2, -1)"),),
     ),
     Case(
+        "attention in one line",
+        f"{SCORES}return torch.softmax(q @ k.transpose(-2, -1) / 1e5, -1) @ x",
+        QK,
+        LARGE,
+        rewrite=(("q @ k.transpose(-2, -1) / 1e5", "(q / 1e5) @ k.transpose(-2, -1)"),),
+    ),
+    Case(
+        "one line, read by others in another layer",
+        """
+        y = x
+        for layer in (self.q, self.k):
+            s = layer(y) @ y.transpose(-2, -1)
+            y = torch.softmax(s / 1e5, -1) @ x
+        return y, torch.tanh(s)
+        """,
+        QK,
+        LARGE,
+    ),
+    Case(
         "matmul times a number",
         f"{SCORES}s = torch.matmul(q, k.transpose(-2, -1)) * 1e-5\nreturn torch.softmax(s, -1)",
         QK,
