@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ampaudit.advice import Proposal
 from ampaudit.convert import convert
 from ampaudit.convert.fold import deploy, weights_of
 from ampaudit.convert.program import GraphModel
@@ -190,3 +191,29 @@ def test_what_is_printed_is_what_the_change_does(name: str, tmp_path: Path) -> N
             else:
                 assert near(printed, rescanned), (printed, rescanned, trial)
             assert near(printed, real), (printed, real, trial)
+
+
+PROVED = [
+    name
+    for name, case in CASES.items()
+    if "rescale" in case.never
+    or (name.startswith(("log_", "scale", "constant")) and case.rewrite is None and not case.by_runs)
+]
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_without_proof_a_change_is_not_even_tried(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run shows that these inputs do not tell the difference; the proof, that none do."""
+    offered: list[str] = []
+
+    def noted(advisor: object, proposal: Proposal, finding: Finding) -> None:
+        offered.append(proposal.kind)
+
+    monkeypatch.setattr("ampaudit.workflows.advise._Advisor._tried", noted)
+    case = CASES[name]
+    source = opened(case.source, tmp_path / "model.py", case.count)
+    scan_source(source, policy=case.policy, dtype="float16", advise=True)
+    assert offered
+    assert not {"rewrite", "rescale"} & set(offered)

@@ -47,6 +47,7 @@ class Case:
         inputs: an expression; ``number`` is that of the batch.
         rewrite: the change of the source that the rewrite means; ``None`` where none is safe.
         by_hand: whether the line is nobody's to rewrite but the author's: there is no diff.
+        by_runs: whether it takes runs to see that no rewrite is safe: there is no proof about the values.
         kinds: other kinds of proposals that must be there.
         never: kinds that must not be there.
     """
@@ -58,6 +59,7 @@ class Case:
     arguments: str = "x"
     rewrite: Change | None = None
     by_hand: bool = False
+    by_runs: bool = False
     kinds: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
     policy: str = "half"
