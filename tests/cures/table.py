@@ -465,7 +465,7 @@ RESCALE = [
     Case("a bias in between", "return self.down(torch.relu(self.up(x) + 3.0))", PAIR, never=("rescale",)),
     Case(
         "the hidden values are returned",
-        "h = torch.relu(self.up(x))\nreturn self.down(h), h > 1e5",
+        "h = torch.relu(self.up(x))\nreturn self.down(h), h.flatten()",
         PAIR,
         never=("rescale",),
     ),
