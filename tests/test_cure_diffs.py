@@ -241,6 +241,15 @@ def test_the_printed_report_can_be_piped_to_patch(tmp_path: Path, cli: Cli) -> N
     assert "+++" not in again.stdout
 
 
+def test_two_findings_of_a_line_have_one_diff(tmp_path: Path, cli: Cli) -> None:
+    case = CASES["log_softmax: one line in a loop"]
+    twice = case.source.replace("(self.b, 0.01)", "(self.b, 0.5)")
+    (tmp_path / "model.py").write_text(twice, encoding="utf-8")
+    done = cli("scan", "model.py", "--policy", "half", "--diff", cwd=tmp_path)
+    assert "2 places break" in done.stdout
+    assert done.stdout.count("+++") == 1
+
+
 def test_reports_carry_the_diff(tmp_path: Path, cli: Cli) -> None:
     path = model(tmp_path / "model.py", CASES["log_softmax: log of softmax"])
     done = cli("scan", path.name, "--policy", "half", "--diff", "--format", "json", cwd=tmp_path)

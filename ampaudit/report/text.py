@@ -52,8 +52,9 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
     active = [f for f in report.findings if f.suppressed is None]
     shown = [f for f in active if verbosity > 0 or f.severity is not Severity.NOTE]
     told = shown if verbosity > 0 else shown[:_FINDINGS]
+    diffs: set[str] = set()
     for position, finding in enumerate(told, 1):
-        parts += [Text(), finding_text(finding, position)]
+        parts += [Text(), finding_text(finding, position), *_diff_lines(finding, diffs)]
     if len(shown) > len(told):
         parts += [Text(), Text(f"and {len(shown) - len(told):,} more findings; -v shows all", "bold")]
     hidden = len(active) - len(shown)
@@ -114,7 +115,7 @@ def finding_text(finding: Finding, position: int, named: str = "(top module)") -
     if finding.poisons:
         said.append((Text("then", "dim"), Text(poisons_text(finding))))
     body.append(hanging([*said, *_advice(finding)]))
-    return Group(*lines, Padding(Group(*body), (0, 0, 0, 4), expand=False), *_diff_lines(finding))
+    return Group(*lines, Padding(Group(*body), (0, 0, 0, 4), expand=False))
 
 
 def _advice(finding: Finding) -> Iterable[tuple[Text, RenderableType]]:
@@ -131,10 +132,11 @@ def _advice(finding: Finding) -> Iterable[tuple[Text, RenderableType]]:
         yield label, Group(Text(plain(trial_text(trial))), *copied, runs)
 
 
-def _diff_lines(finding: Finding) -> Iterable[Text]:
-    """The diffs of what was tried, as ``patch`` takes them: indented alike, and never wrapped or cut off."""
-    for trial in finding.tried:
-        for line in trial.diff.splitlines():
+def _diff_lines(finding: Finding, printed: set[str]) -> Iterable[Text]:
+    """The diffs of what was tried, as ``patch`` takes them: each once, indented alike, and never wrapped."""
+    for diff in (trial.diff for trial in finding.tried if trial.diff not in printed):
+        printed.add(diff)
+        for line in diff.splitlines():
             style = {"+": "green", "-": "red"}.get(line[:1], "dim")
             yield Text(f"    {plain(line)}", style, no_wrap=True, overflow="ignore")
 
