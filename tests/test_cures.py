@@ -75,17 +75,20 @@ def decibels(reference: torch.Tensor, value: torch.Tensor) -> float:
     return 10 * math.log10(float(reference.double().square().sum() / error)) if error else math.inf
 
 
-def worst(source: ModelSource, model: nn.Module, dtype: torch.dtype) -> float:
-    """Accuracy of the worst output, on all batches, of a 16-bit model against the user's FP32 model."""
+def worst(source: ModelSource, model: nn.Module, policy: str, dtype: torch.dtype) -> float:
+    """Accuracy of the worst output, on all batches, of a real 16-bit run against the user's FP32 model."""
+    autocast = policy == "torch-cpu"
+
+    def lower(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and not autocast else tensor
+
+    model = copy.deepcopy(model) if autocast else copy.deepcopy(model).to(dtype)
     found = []
     for batch in source.batches:
-        given = pytree.tree_map_only(
-            torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch.args
-        )
         with torch.no_grad():
             wanted = tensors(copy.deepcopy(source.model)(*batch.args))
-            got = tensors(model(*given))
-        assert len(wanted) == len(got)
+            with torch.autocast("cpu", dtype, enabled=autocast):
+                got = tensors(model(*pytree.tree_map_only(torch.Tensor, lower, batch.args)))
         found += [decibels(a, b) for a, b in zip(wanted, got, strict=True)]
     return min(found)
 
@@ -149,11 +152,10 @@ def applied(
     else:
         assert trial.paste == "--dtype bfloat16"
         dtype = "bfloat16"
-    if case.policy != "half":
+    if case.policy == "torch-cuda":
         return changed, policy, dtype, Native(changed, policy, dtype).worst()
     lower = torch.bfloat16 if dtype == "bfloat16" else torch.float16
-    real = worst(source, copy.deepcopy(changed.model).to(lower), lower)
-    return changed, policy, dtype, real
+    return changed, policy, dtype, worst(source, changed.model, case.policy, lower)
 
 
 def near(first: float, second: float) -> bool:

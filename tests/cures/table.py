@@ -154,6 +154,14 @@ SCALE = [
         rewrite=(("q @ k.transpose(-2, -1) / 1e5", "(q / 1e5) @ k.transpose(-2, -1)"),),
     ),
     Case(
+        "autocast",
+        f"{SCORES}return torch.softmax(q @ k.transpose(-2, -1) / 1e5, -1)",
+        QK,
+        LARGE,
+        rewrite=(("q @ k.transpose(-2, -1) / 1e5", "(q / 1e5) @ k.transpose(-2, -1)"),),
+        policy="torch-cpu",
+    ),
+    Case(
         "one line, read by others in another layer",
         """
         y = x
@@ -425,6 +433,13 @@ CONSTANTS = [
 
 RESCALE = [
     Case("linear, relu, linear", "return self.down(torch.relu(self.up(x)))", PAIR, kinds=("rescale",)),
+    Case(
+        "autocast",
+        "return self.down(torch.relu(self.up(x)))",
+        PAIR,
+        kinds=("rescale",),
+        policy="torch-cpu",
+    ),
     Case(
         "layers of a Sequential",
         "return self.net(x)",
