@@ -83,7 +83,32 @@ def test_log_softmax(old: str, new: str | None, tmp_path: Path) -> None:
     assert found == (f"    y = {new}  # as it was\n    return y\n" if new else None)
 
 
+TWO_LINES = [
+    ("p = torch.softmax(x, -1)\n    y = torch.log(p)", "y = torch.log_softmax(x, -1)"),
+    ("p = torch.softmax(self.inner(x), -1)\n    y = p.log()", "y = torch.log_softmax(self.inner(x), -1)"),
+    ("p = torch.softmax(x, -1)  # why\n    y = torch.log(p)",
+     "p = torch.softmax(x, -1)  # why\n    y = torch.log_softmax(x, -1)"),
+    ("p = torch.softmax(x, -1)\n    y = torch.log(p) * p",
+     "p = torch.softmax(x, -1)\n    y = torch.log_softmax(x, -1) * p"),
+    ("p = torch.softmax(self.inner(x), -1)\n    y = torch.log(p) * p", None),
+    ("p = torch.softmax(self.inner(x), -1)\n    g(x)\n    y = torch.log(p)", None),
+    ("p = torch.softmax(x, -1)\n    x = q\n    y = torch.log(p)", None),
+    ("p = torch.softmax(x, self.dim)\n    self.dim = 0\n    y = torch.log(p)", None),
+    ("p = torch.softmax(x, -1)\n    p = p * q\n    y = torch.log(p)", None),
+    ("p = torch.softmax(x, -1)\n    if q:\n        p = q\n    y = torch.log(p)", None),
+    ("if q:\n        p = torch.softmax(x, -1)\n    y = torch.log(p)", None),
+    ("p = r = torch.softmax(x, -1)\n    y = torch.log(p)", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), TWO_LINES)
+def test_log_softmax_on_two_lines(old: str, new: str | None, tmp_path: Path) -> None:
+    found = rewritten(tmp_path / "m.py", f"    {old}\n    return y\n", "log_softmax")
+    assert found == (f"    {new}\n    return y\n" if new else None)
+
+
 LOG_SIGMOID = [
+    ("torch.log(1 - s)", None),
     ("torch.log(1 - torch.sigmoid(x))", "F.logsigmoid(-x)"),
     ("torch.log(1.0 - F.sigmoid(x + q))", "F.logsigmoid(-(x + q))"),
     ("(1 - x[0].sigmoid()).log()", "F.logsigmoid(-x[0])"),
@@ -94,6 +119,14 @@ LOG_SIGMOID = [
     ("torch.log(1 - self.sigmoid(x))", None),
     ("torch.log(1 - torch.sigmoid(x)) * torch.log(torch.sigmoid(x))", None),
 ]
+
+
+def test_log_sigmoid_on_two_lines(tmp_path: Path) -> None:
+    body = "    s = torch.sigmoid(x)\n    y = torch.log(1 - s)\n    return y{}\n"
+    found = rewritten(tmp_path / "m.py", body.format(""), "log_sigmoid")
+    assert found == "    y = F.logsigmoid(-x)\n    return y\n"
+    found = rewritten(tmp_path / "n.py", body.format(", s"), "log_sigmoid")
+    assert found == "    s = torch.sigmoid(x)\n    y = F.logsigmoid(-x)\n    return y, s\n"
 
 
 @pytest.mark.parametrize(("old", "new"), LOG_SIGMOID)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ampaudit.advice.interface import LineChange
-from ampaudit.advice.statements import File, parenthesized, replacement
+from ampaudit.advice.statements import File, bound_by, parenthesized, replacement
 from ampaudit.lint.found import Repair
 
 __all__ = ["scaled_first"]
@@ -82,7 +82,7 @@ def _binds_tightly(node: ast.expr) -> bool:
 
 def _on_two_lines(file: File, first: ast.stmt, second: ast.stmt) -> list[Repair]:
     """``s = q @ k``, and further down in the same block ``s`` times or over a number, once."""
-    block = _block(file, first)
+    block = file.block(first)
     if second not in block or not isinstance(first, ast.Assign) or len(first.targets) != 1:
         return []
     target, product = first.targets[0], first.value
@@ -94,14 +94,14 @@ def _on_two_lines(file: File, first: ast.stmt, second: ast.stmt) -> list[Repair]
         return []
     whole, number, operator = scaling
     names = {node.id for node in ast.walk(number) if isinstance(node, ast.Name)}
-    bound = {name for statement in between for name in _bound(statement)} - {target.id}
-    if not _is_pure(number) or names & (bound | {target.id}) or target.id in _rebound(between[1:]):
+    later = bound_by(between[1:])
+    if not _is_pure(number) or names & (later | {target.id}) or target.id in later:
         return []
     scaled = replacement(file, product, _code(file, product, number, operator))
     if whole is not None:
         return [scaled, replacement(file, whole, target.id)]
-    alone = not _has_comment(file, second)
-    return [scaled, Repair("remove statement", second.lineno, second.col_offset)] if alone else []
+    removal = file.removal(second)
+    return [scaled, removal] if removal is not None else []
 
 
 def _the_scaling(file: File, statement: ast.stmt, name: str) -> tuple[ast.expr | None, ast.expr, str] | None:
@@ -121,13 +121,6 @@ def _the_scaling(file: File, statement: ast.stmt, name: str) -> tuple[ast.expr |
     return (None if is_all else whole), number, operator
 
 
-def _block(file: File, statement: ast.stmt) -> list[ast.stmt]:
-    """The statements that one stands among."""
-    holder = file.parent.get(statement)
-    fields = (getattr(holder, name, None) for name in ("body", "orelse", "finalbody"))
-    return next((f for f in fields if isinstance(f, list) and statement in f), [])
-
-
 def _is_pure(number: ast.expr) -> bool:
     """Whether an expression gives the same number on another line of its block."""
     for node in ast.walk(number):
@@ -138,21 +131,3 @@ def _is_pure(number: ast.expr) -> bool:
         elif isinstance(node, ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr | ast.Lambda):
             return False
     return True
-
-
-def _bound(statement: ast.stmt) -> Iterator[str]:
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-
-
-def _rebound(statements: Sequence[ast.stmt]) -> set[str]:
-    return {name for statement in statements for name in _bound(statement)}
-
-
-def _has_comment(file: File, statement: ast.stmt) -> bool:
-    """Whether a comment stands on the statement, or right above it."""
-    last = statement.end_lineno or statement.lineno
-    own = file.lines[statement.lineno - 1 : last]
-    above = file.lines[statement.lineno - 2].lstrip() if statement.lineno > 1 else ""
-    return any("#" in line for line in own) or above.startswith("#")

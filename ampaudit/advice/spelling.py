@@ -32,8 +32,7 @@ def replacements(text: str, change: LineChange) -> list[Repair]:
         return []
     find = {"log_softmax": _log_softmax, "log_sigmoid": _log_sigmoid, "number": _number}[change.pattern]
     places = [node for node in file.expressions(statement) if _may_be(file, node, change)]
-    repair = find(file, places[0], change) if len(places) == 1 else None
-    return [repair] if repair is not None else []
+    return find(file, places[0], change) if len(places) == 1 else []
 
 
 def _may_be(file: File, node: ast.expr, change: LineChange) -> bool:
@@ -46,56 +45,75 @@ def _may_be(file: File, node: ast.expr, change: LineChange) -> bool:
     return function.rpartition(".")[2] == "log"
 
 
-def _log_softmax(file: File, node: ast.expr, change: LineChange) -> Repair | None:
+def _log_softmax(file: File, node: ast.expr, change: LineChange) -> list[Repair]:
     """``torch.log(torch.softmax(x, -1))``, and the same with functions of other modules or with methods."""
     del change
-    inner = _log_of(file, node)
+    written = _log_of(file, node)
+    inner, removal = _meant(file, written)
     if not isinstance(inner, ast.Call):
-        return None
+        return []
     arguments = file.text[file.after(inner.func) : file.end(inner)]
-    name = file.dotted(inner.func)
-    module, _, function = name.rpartition(".")
+    module, _, function = file.dotted(inner.func).rpartition(".")
     if function == "softmax" and module in _MODULES:
-        written = file.code(inner.func)
-        fresh = f"{written.removesuffix('softmax')}log_softmax" if "." in written else None
-        torch = file.name_of("torch")
-        fresh = fresh or (f"{torch}.log_softmax" if torch and "_stacklevel" not in arguments else None)
-        return replacement(file, node, fresh + arguments) if fresh else None
-    if isinstance(inner.func, ast.Attribute) and inner.func.attr == "softmax" and _is_dim(inner):
-        return replacement(file, node, f"{file.code(inner.func.value)}.log_softmax{arguments}")
-    return None
+        name = file.code(inner.func)
+        torch = _joined(file.name_of("torch"), "log_softmax") if "_stacklevel" not in arguments else None
+        fresh = f"{name.removesuffix('softmax')}log_softmax" if "." in name else torch
+    elif isinstance(inner.func, ast.Attribute) and inner.func.attr == "softmax" and _is_dim(inner):
+        fresh = f"{file.code(inner.func.value)}.log_softmax"
+    else:
+        return []
+    return [replacement(file, node, fresh + arguments), *removal] if fresh else []
 
 
-def _log_sigmoid(file: File, node: ast.expr, change: LineChange) -> Repair | None:
+def _log_sigmoid(file: File, node: ast.expr, change: LineChange) -> list[Repair]:
     """``torch.log(torch.sigmoid(x))`` and ``torch.log(1 - torch.sigmoid(x))``, and the same with methods."""
     del change
     inner, minus = _log_of(file, node), False
     if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub):
         if not (isinstance(inner.left, ast.Constant) and inner.left.value == 1):
-            return None
+            return []
         inner, minus = inner.right, True
+    inner, removal = _meant(file, inner)
     given = _argument(file, inner, "sigmoid")
     functional = file.name_of("torch.nn.functional") or _joined(file.name_of("torch"), "nn.functional")
     functional = functional or _joined(file.name_of("torch.nn"), "functional")
     if given is None or functional is None:
-        return None
+        return []
     x = f"-{parenthesized(file, given)}" if minus else file.code(given)
-    return replacement(file, node, f"{functional}.logsigmoid({x})")
+    return [replacement(file, node, f"{functional}.logsigmoid({x})"), *removal]
+
+
+def _meant(file: File, node: ast.expr | None) -> tuple[ast.expr | None, list[Repair]]:
+    """What an expression is; for a name, what it is assigned, with the removal of a line of no other use.
+
+    Where the line stays, what it computes is written twice: that must be cheap, and do nothing else.
+    """
+    if not isinstance(node, ast.Name):
+        return node, []
+    defined = file.definition(node)
+    if defined is None or not isinstance(defined.value, ast.Call):
+        return None, []
+    function = file.function(defined) or file.tree
+    uses = [part for part in ast.walk(function) if isinstance(part, ast.Name) and part.id == node.id]
+    removal = file.removal(defined) if len(uses) == 2 else None
+    parts = [p for p in ast.walk(defined.value) if p is not defined.value]
+    plain = not any(isinstance(part, ast.Call | ast.NamedExpr | ast.Await) for part in parts)
+    if not plain and (removal is None or not file.follows(node, defined)):
+        return None, []
+    return defined.value, [removal] if removal is not None else []
 
 
 def _joined(name: str | None, rest: str) -> str | None:
     return f"{name}.{rest}" if name else None
 
 
-def _number(file: File, node: ast.expr, change: LineChange) -> Repair | None:
+def _number(file: File, node: ast.expr, change: LineChange) -> list[Repair]:
     """The number as it is written, with its sign."""
     if change.new:
-        return replacement(file, node, change.new)
+        return [replacement(file, node, change.new)]
     torch, dtype = file.name_of("torch"), _dtype_of(file, node, change)
-    if torch is None or dtype is None:
-        return None
     end = "min" if change.old < 0 else "max"
-    return replacement(file, node, f"{torch}.finfo({dtype}).{end}")
+    return [replacement(file, node, f"{torch}.finfo({dtype}).{end}")] if torch and dtype else []
 
 
 def _dtype_of(file: File, node: ast.expr, change: LineChange) -> str | None:

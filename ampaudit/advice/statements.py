@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from ampaudit.lint.flow.script import characters, lines_of
 from ampaudit.lint.found import Repair
 
-__all__ = ["File", "parenthesized", "replacement"]
+__all__ = ["File", "bound_by", "parenthesized", "replacement"]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
@@ -73,12 +73,46 @@ class File:
         inside = (part for part in ast.walk(function) if isinstance(part, ast.Name))
         return name in names and all(p.id != name or isinstance(p.ctx, ast.Load) for p in inside)
 
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements that one stands among."""
+        holder = self.parent.get(statement)
+        fields = (getattr(holder, name, None) for name in ("body", "orelse", "finalbody"))
+        return next((f for f in fields if isinstance(f, list) and statement in f), [])
+
+    def definition(self, node: ast.Name) -> ast.Assign | None:
+        """The assignment in the same block that says what a name is; what it is made of stays until here."""
+        statement = self._statement_of(node)
+        block = self.block(statement)
+        before = block[: block.index(statement)] if block else []
+        last = max((i for i, s in enumerate(before) if node.id in bound_by([s])), default=None)
+        found = before[last] if last is not None else None
+        if last is None or not isinstance(found, ast.Assign) or not isinstance(found.targets[0], ast.Name):
+            return None
+        names = {part.id for part in ast.walk(found.value) if isinstance(part, ast.Name)}
+        return found if len(found.targets) == 1 and not names & bound_by(before[last + 1 :]) else None
+
+    def follows(self, node: ast.AST, statement: ast.stmt) -> bool:
+        """Whether a node is in the statement right after another one."""
+        block = self.block(statement)
+        return block[block.index(statement) + 1 :][:1] == [self._statement_of(node)]
+
+    def removal(self, statement: ast.stmt) -> Repair | None:
+        """Takes a statement out that has no comment on it, or right above it."""
+        last = statement.end_lineno or statement.lineno
+        own = self.lines[statement.lineno - 1 : last]
+        above = self.lines[statement.lineno - 2].lstrip() if statement.lineno > 1 else ""
+        if any("#" in line for line in own) or above.startswith("#"):
+            return None
+        return Repair("remove statement", statement.lineno, statement.col_offset)
+
+    def _statement_of(self, node: ast.AST) -> ast.stmt:
+        while not isinstance(node, ast.stmt):
+            node = self.parent[node]
+        return node
+
     def indentation(self, node: ast.AST) -> str:
         """Of the block that a node stands in."""
-        statement = node
-        while not isinstance(statement, ast.stmt):
-            statement = self.parent[statement]
-        line = self.lines[statement.lineno - 1]
+        line = self.lines[self._statement_of(node).lineno - 1]
         return line[: len(line) - len(line.lstrip())]
 
     def code(self, node: ast.expr) -> str:
@@ -137,6 +171,18 @@ class File:
             if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)
         }
         return {name: full for name, full in found.items() if name not in bound}
+
+
+def bound_by(statements: Sequence[ast.stmt]) -> set[str]:
+    """Names that statements bind, or bind attributes and items of."""
+    found: set[str] = set()
+    for node in (part for statement in statements for part in ast.walk(statement)):
+        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            base: ast.expr = node
+            while isinstance(base, ast.Attribute | ast.Subscript):
+                base = base.value
+            found |= {base.id} if isinstance(base, ast.Name) else set()
+    return found
 
 
 def replacement(file: File, node: ast.expr, code: str) -> Repair:

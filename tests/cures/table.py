@@ -77,7 +77,6 @@ LOG_SOFTMAX = [
         "another reader of the probabilities",
         f"{SPREAD}\np = torch.softmax(z, -1)\nreturn torch.log(p), p @ p.transpose(0, 1)",
         rewrite=(("torch.log(p)", "torch.log_softmax(z, -1)"),),
-        by_hand=True,
     ),
     Case(
         "two calls on a line",
