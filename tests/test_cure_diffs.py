@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from ampaudit.advice import Proposal, diff_of
 from ampaudit.advice.interface import LineChange
+from ampaudit.cli.main import main
 from ampaudit.sites import SourceLine
 
 from .cures.case import Case
 from .cures.table import CASES
 from .test_cures import patched
 
-Cli = Callable[..., subprocess.CompletedProcess[str]]
+Cli = Callable[..., Result]
 IMPORTS = "import math\nimport torch\nfrom torch import nn\nimport torch.nn.functional as F\n\n\n"
 
 
@@ -245,6 +248,10 @@ def test_installed_libraries_get_no_diff() -> None:
     assert diff_of(Proposal("rewrite", "", "", source=change)) == ""
 
 
+NEEDS_PATCH = pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch on this machine")
+
+
+@NEEDS_PATCH
 @pytest.mark.parametrize("ending", ["", "\n", "\n\n"])
 @pytest.mark.parametrize("indent", ["\t", "  "])
 def test_patch_applies_the_diff(ending: str, indent: str, tmp_path: Path) -> None:
@@ -260,32 +267,41 @@ def model(path: Path, case: Case) -> Path:
     return path
 
 
-def test_the_printed_report_can_be_piped_to_patch(tmp_path: Path, cli: Cli) -> None:
+@pytest.fixture
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """The program, called in a directory and in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    return lambda *arguments: CliRunner().invoke(main, [*map(str, arguments)])
+
+
+@NEEDS_PATCH
+def test_the_printed_report_can_be_piped_to_patch(tmp_path: Path, inside: Cli) -> None:
     case = CASES["log_softmax: log of softmax"]
     long = case.source.replace("  # scores", f"  # {'scores_' * 20}")
     path = tmp_path / "model.py"
     path.write_text(long, encoding="utf-8")
-    done = cli("scan", path.name, "--policy", "half", "--diff", cwd=tmp_path, COLUMNS="60")
-    assert done.returncode == 1
+    done = inside("scan", path.name, "--policy", "half", "--diff")
+    assert done.exit_code == 1
     subprocess.run(["patch", "-s", "-p0"], input=done.stdout, text=True, check=True, cwd=tmp_path)
     assert path.read_text(encoding="utf-8") == case.rewritten.replace("  # scores", f"  # {'scores_' * 20}")
-    again = cli("scan", path.name, "--policy", "half", "--diff", cwd=tmp_path)
-    assert again.returncode == 0
+    again = inside("scan", path.name, "--policy", "half", "--diff")
+    assert again.exit_code == 0
     assert "+++" not in again.stdout
 
 
-def test_two_findings_of_a_line_have_one_diff(tmp_path: Path, cli: Cli) -> None:
+def test_two_findings_of_a_line_have_one_diff(tmp_path: Path, inside: Cli) -> None:
     case = CASES["log_softmax: one line in a loop"]
     twice = case.source.replace("(self.b, 0.01)", "(self.b, 0.5)")
     (tmp_path / "model.py").write_text(twice, encoding="utf-8")
-    done = cli("scan", "model.py", "--policy", "half", "--diff", cwd=tmp_path)
+    done = inside("scan", "model.py", "--policy", "half", "--diff")
     assert "2 places break" in done.stdout
     assert done.stdout.count("+++") == 1
 
 
-def test_reports_carry_the_diff(tmp_path: Path, cli: Cli) -> None:
+def test_reports_carry_the_diff(tmp_path: Path, inside: Cli) -> None:
     path = model(tmp_path / "model.py", CASES["log_softmax: log of softmax"])
-    done = cli("scan", path.name, "--policy", "half", "--diff", "--format", "json", cwd=tmp_path)
+    done = inside("scan", path.name, "--policy", "half", "--diff", "--format", "json")
     (saved := tmp_path / "report.json").write_text(done.stdout, encoding="utf-8")
     trials = [t for f in json.loads(done.stdout)["findings"] for t in f.get("tried", ())]
     assert [bool(t["diff"]) for t in trials] == [True, False]
@@ -294,7 +310,7 @@ def test_reports_carry_the_diff(tmp_path: Path, cli: Cli) -> None:
     line = "+        return torch.log_softmax(z, dim=-1)  # scores"
     assert line in trials[0]["diff"]
     for form in ("text", "markdown", "html"):
-        assert line in cli("report", saved, "--format", form, cwd=tmp_path).stdout, form
-    without = cli("scan", path.name, "--policy", "half", "--advise", "--format", "json", cwd=tmp_path)
+        assert line in inside("report", saved, "--format", form).stdout, form
+    without = inside("scan", path.name, "--policy", "half", "--advise", "--format", "json")
     assert '"diff": ""' in without.stdout
     assert "@@" not in without.stdout
