@@ -28,6 +28,8 @@ __all__ = ["advised"]
 
 TRIED = 8  # errors; each costs a run or two
 KEPT = 2  # changes per error: the smallest, and one of another kind
+ALIKE_DB = 3.0  # rounding alone makes alternatives differ by less
+EXACT_DB = 80.0  # no 16-bit format shows more
 
 Errors = frozenset[tuple[str, SiteId]]
 
@@ -87,7 +89,7 @@ class _Advisor:
                 continue
             self.settings.told(f"trying a cure for {finding.site}", index, index + 1)
             tried = [trial for p in alternatives if (trial := self._tried(p, finding)) is not None]
-            best = max(tried, key=_merit, default=None)
+            best = _best(tried)
             if best is not None and (best.outcome == "cure" or all(t.kind != kind for t in found)):
                 found = [t for t in found if t.kind != kind] + [best]
         found.sort(key=lambda trial: trial.outcome != "cure")
@@ -144,10 +146,11 @@ class _Advisor:
         return context_of(audit, form, replace(self.settings, prove=False, static=False))
 
 
-def _merit(trial: Trial) -> tuple[bool, float]:
-    """Cures first; then the more accurate, to the decibel."""
-    accuracy = math.inf if trial.after_db is None and trial.outcome == "cure" else trial.after_db
-    return trial.outcome == "cure", -math.inf if accuracy is None else round(accuracy, 0)
+def _best(tried: Sequence[Trial]) -> Trial | None:
+    """The first of the most accurate alternatives; cures before fixes."""
+    cures = [trial for trial in tried if trial.outcome == "cure"] or list(tried)
+    found = [EXACT_DB if trial.after_db is None else min(trial.after_db, EXACT_DB) for trial in cures]
+    return next((t for t, db in zip(cures, found, strict=True) if db >= max(found) - ALIKE_DB), None)
 
 
 def _same_function(source: ModelSource, proposal: Proposal) -> bool:
