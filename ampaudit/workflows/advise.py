@@ -84,14 +84,11 @@ class _Advisor:
         for index, alternatives in enumerate(proposals(self.subject, finding)):
             if sum(trial.outcome == "cure" for trial in found) == KEPT:
                 break
-            kind = alternatives[0].kind
-            if any(trial.kind == kind and trial.outcome == "cure" for trial in found):
+            if any(trial.kind == alternatives[0].kind for trial in found):
                 continue
             self.settings.told(f"trying a cure for {finding.site}", index, index + 1)
-            tried = [trial for p in alternatives if (trial := self._tried(p, finding)) is not None]
-            best = _best(tried)
-            if best is not None and (best.outcome == "cure" or all(t.kind != kind for t in found)):
-                found = [t for t in found if t.kind != kind] + [best]
+            best = _best([trial for p in alternatives if (trial := self._tried(p, finding)) is not None])
+            found += [best] if best is not None else []
         found.sort(key=lambda trial: trial.outcome != "cure")
         return tuple(found[:KEPT])
 
