@@ -178,7 +178,10 @@ class Runner:
         setting = (rules, author_rules, plan.number_format, plan.measured, plan.edits)
         differentiated, seed = self._gradients is not None, plan.seed + number
         traced = trace(
-            self._model, batch.args, batch.kwargs, *setting, differentiated=differentiated, seed=seed
+            *(self._model, batch.args, batch.kwargs, *setting),
+            differentiated=differentiated,
+            seed=seed,
+            ways_back=differentiated,
         )
         if not traced.outputs:
             raise InputError(

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-__all__ = ["Region", "RegionKind", "autocast_visible", "current_region"]
+__all__ = ["Region", "RegionKind", "autocast_is_on", "autocast_visible", "current_region"]
 
 _DEVICES = ("cpu", "cuda")
 # torch's own, also while those that the model's code calls are watched
@@ -56,6 +56,11 @@ def autocast_visible(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
             torch.set_autocast_enabled(device, was_enabled)
             torch.set_autocast_dtype(device, was_dtype)
         torch.set_autocast_cache_enabled(cache)
+
+
+def autocast_is_on() -> bool:
+    """Whether it is, for any device."""
+    return any(_enabled(device) for device in _DEVICES)
 
 
 def current_region(policy_enabled: bool, policy_dtype: torch.dtype) -> Region:

@@ -17,7 +17,7 @@ from ampaudit.policy import Decision, OpFacts, RuleSet
 from ampaudit.policy.schema import PAINTED, Cast
 from ampaudit.replay import OPAQUE, replayed_meta
 from ampaudit.sites import SiteId, SiteNumbering
-from ampaudit.trace.autocast_state import Region, RegionKind, current_region
+from ampaudit.trace.autocast_state import Region, RegionKind, autocast_is_on, current_region
 from ampaudit.trace.edits import Edit, History, OpCalled
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.inner import InnerOps
@@ -49,6 +49,7 @@ NO_KERNEL = Decision(
 HALF_FOURIER = Decision(
     Cast.FOLLOW, None, "no-kernel", "a CPU has no float16 kernel for it; the audit does what CUDA's does"
 )
+BACKWARD = Decision(Cast.FOLLOW, None, "default", "on the way back, where autocast is off")
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
 Call = Callable[..., Any]
@@ -68,6 +69,7 @@ class OpRecord:
         exact: arguments that the policy changed, by position or name, as the FP32 model has them.
         replayed: metadata of the exported node that it replays, if the model is an exported program.
         no_grad: whether the model's code switches gradients off here.
+        going_back: whether it is an op of the author's own way back.
     """
 
     decision: Decision
@@ -77,6 +79,7 @@ class OpRecord:
     exact: Mapping[int | str, Any] = field(default_factory=dict)
     replayed: Mapping[str, Any] | None = None
     no_grad: bool = False
+    going_back: bool = False
 
 
 class Caster:
@@ -116,6 +119,26 @@ class Caster:
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
         self._region: Region | None = None
+        self._way: str | None = None
+
+    @contextmanager
+    def going_back(self, way: str) -> Iterator[None]:
+        """While active, ops belong to a way back, whose name stands for their layer."""
+        self._way = way
+        try:
+            yield
+        finally:
+            self._way = None
+
+    def layer(self, layer: tuple[str, str]) -> tuple[str, str]:
+        """The layer whose op is traced, or the way back."""
+        return layer if self._way is None else (self._way, layer[1])
+
+    @property
+    def is_going_back(self) -> bool:
+        """Whether the op that is traced is one of a way back."""
+        record = (replayed_meta() or {}).get(META_KEY)
+        return self._way is not None or (isinstance(record, OpRecord) and record.going_back)
 
     def region(self) -> Region:
         """The autocast region of the model's code, or of the op around ``vmap``."""
@@ -166,8 +189,17 @@ class Caster:
         op, args, kwargs = called.op, called.args, called.kwargs
         region = self.region()
         facts = self._facts.of(op, args, kwargs, *layer, site)
+        if self.is_going_back:
+            decision, dtype = self._decision_back(facts, region)
+            return OpRecord(decision, site, going_back=True), dtype
         decision, dtype = self._decision(facts, region)
         return OpRecord(decision, site, facts), dtype
+
+    def _decision_back(self, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
+        """Ops take the dtypes of what they are given, unless the author's code switches autocast on."""
+        if region.kind is RegionKind.OWN or (self.rules.file.autocast and autocast_is_on()):
+            return self._decision(facts, region)
+        return BACKWARD, self.dtype
 
     def _decision(self, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
         if region.kind is RegionKind.DISABLED:

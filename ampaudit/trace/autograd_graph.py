@@ -1,0 +1,75 @@
+"""Reads autograd's own graph of a trace: what the loss's gradient reaches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+__all__ = ["gradients_to_leaves", "reached_outputs"]
+
+
+def reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
+    """For each node behind a value, by identity, which of its outputs get a gradient."""
+    found: defaultdict[int, set[int]] = defaultdict(set)
+    for node in _behind(loss):
+        for following, index in node.next_functions:
+            if following is not None:
+                found[id(following)].add(index)
+    if loss.grad_fn is not None:
+        found[id(loss.grad_fn)].add(loss.output_nr)
+    return {key: frozenset(indices) for key, indices in found.items()}
+
+
+def _behind(*values: torch.Tensor) -> list[Any]:
+    """Every node of autograd's graph behind some values; it is alive as long as the list is."""
+    waiting: list[Any] = [value.grad_fn for value in values if value.grad_fn is not None]
+    seen: dict[int, Any] = {}
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:
+            seen[id(node)] = node
+            waiting += [following for following, _ in node.next_functions if following is not None]
+    return list(seen.values())
+
+
+@contextmanager
+def gradients_to_leaves() -> Iterator[None]:
+    """While active, ``backward()`` asks for the leaves' gradients: what autograd adds up is not traced."""
+
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        roots = _several(tensors)
+        nodes = _behind(*roots)
+        leaves = (
+            [node.variable for node in nodes if hasattr(node, "variable")] if inputs is None else _several(inputs)
+        )
+        given = grad_variables if grad_tensors is None else grad_tensors
+        made = torch.autograd.grad(
+            roots,
+            leaves,
+            None if given is None else _several(given),
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+        for leaf, gradient in zip(leaves, made, strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+    with mock.patch.object(torch.autograd, "backward", backward):
+        yield
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
