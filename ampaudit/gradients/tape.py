@@ -12,10 +12,11 @@ from ampaudit.run.lockstep import Pair, StepCall, Watch
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
+from ampaudit.trace.functional import OnCopy, WriteThrough
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.marks import APPLIED, ENTERED, is_mark, marked, number_of
 
-__all__ = ["Tape", "Taped", "needs_gradient"]
+__all__ = ["Tape", "Taped", "needs_gradient", "unseen_write"]
 
 _STOPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")
 
@@ -59,9 +60,14 @@ class Tape:
         if is_mark(step.target):
             self.marks.append(Taped(step, dict(call.inputs), call.shared, call.state))
             self.steps.append(self.marks[-1])
-        elif step.node in self._needed and step.differentiable:
+        elif step.node in self._needed and (step.differentiable or unseen_write(step)):
             self.steps.append(Taped(step, dict(call.inputs), call.shared, call.state))
         return result
+
+
+def unseen_write(step: Step) -> bool:
+    """Whether the model's code writes in place with gradients off: autograd's graph stays as it was before."""
+    return isinstance(step.target, OnCopy | WriteThrough) and not step.differentiable
 
 
 def needs_gradient(program: Program) -> frozenset[fx.Node]:
@@ -84,6 +90,8 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
             if found.intersection(entered[number_of(step.node)]) or number_of(step.node) in with_leaves:
                 found.update(marked(step.node))
             continue
+        if unseen_write(step) and step.node.all_input_nodes[0] in found:
+            found.add(step.node)
         passes = step.differentiable and str(step.target) not in _STOPS
         floats = any(d is not None and d.is_floating_point for d in step.dtypes)
         if passes and floats and any(used in found for used in step.node.all_input_nodes):

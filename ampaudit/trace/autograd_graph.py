@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
-__all__ = ["gradients_to_leaves", "reached_outputs"]
+__all__ = ["Tracked", "gradients_to_leaves", "reached_outputs"]
 
 
 def reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
@@ -69,6 +71,34 @@ def gradients_to_leaves() -> Iterator[None]:
 
     with mock.patch.object(torch.autograd, "backward", backward):
         yield
+
+
+class Tracked:
+    """Tells which value of a trace a tensor is that autograd hands out: another object that shows the same memory.
+
+    Args:
+        tensors: the values of the trace; a mapping, of which tensors are the keys.
+    """
+
+    def __init__(self, tensors: Mapping[torch.Tensor, Any]) -> None:
+        self._tensors = tensors
+        self._known: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        """Arguments of an op, with values of the trace in the place of tensors that it does not know."""
+        return pytree.tree_map_only(torch.Tensor, self._value, value)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor in self._tensors or not isinstance(tensor, FakeTensor):
+            return tensor
+        if _memory(tensor) not in self._known:
+            self._known = {_memory(known): known for known in self._tensors}
+        return self._known.get(_memory(tensor), tensor)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    where = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return *where, tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _several(value: Any) -> Sequence[Any]:

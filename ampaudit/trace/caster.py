@@ -119,26 +119,26 @@ class Caster:
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
         self._region: Region | None = None
-        self._way: str | None = None
+        self.way: str | None = None
 
     @contextmanager
     def going_back(self, way: str) -> Iterator[None]:
         """While active, ops belong to a way back, whose name stands for their layer."""
-        self._way = way
+        self.way = way
         try:
             yield
         finally:
-            self._way = None
+            self.way = None
 
     def layer(self, layer: tuple[str, str]) -> tuple[str, str]:
         """The layer whose op is traced, or the way back."""
-        return layer if self._way is None else (self._way, layer[1])
+        return layer if self.way is None else (self.way, layer[1])
 
     @property
     def is_going_back(self) -> bool:
         """Whether the op that is traced is one of a way back."""
         record = (replayed_meta() or {}).get(META_KEY)
-        return self._way is not None or (isinstance(record, OpRecord) and record.going_back)
+        return self.way is not None or (isinstance(record, OpRecord) and record.going_back)
 
     def region(self) -> Region:
         """The autocast region of the model's code, or of the op around ``vmap``."""
@@ -161,6 +161,8 @@ class Caster:
 
     def splits(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether to trace an op's parts: autocast casts what a kernel calls, as ``bmm`` in ``einsum``."""
+        if self.way is not None and torch.is_grad_enabled():
+            return is_composite(op)  # what autograd keeps of a part must be a value of the trace
         region = self.region()
         rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
         if is_composite(op) and not kept_whole(op):

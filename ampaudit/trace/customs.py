@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx, _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
@@ -61,8 +61,9 @@ class _Watch:
         self._running: list[Application | None] = []  # functions whose forward is running
 
     def calls(self) -> Iterator[tuple[Any, str, Any]]:
-        function: Any = torch.autograd.Function
-        original = function.__dict__["apply"]
+        # below Function.apply, which a model may hold as `swish = Swish.apply`
+        function: Any = _SingleLevelFunction
+        original = torch._C._FunctionBase.__dict__["apply"]
         generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,9 +85,6 @@ class _Watch:
         if cls is CheckpointFunction:
             run, _preserve, *given = args
             return run(*given)  # what it computes again is what it has computed
-        if torch._C._are_functorch_transforms_active():
-            self.customs.notes[f"{cls.__name__}: inside vmap; its forward's derivative is audited"] = None
-            return self._within(None, call, args, kwargs)
         made = ways.enter(cls, args, self._layer())
         result = self._within(made, call, args, kwargs)
         ways.leave(made, result)

@@ -14,10 +14,12 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ampaudit.trace.caster import META_KEY
 from ampaudit.trace.graph import Slot, TracedModel
+from ampaudit.trace.marks import APPLIED, marked
 from ampaudit.trace.opnames import mutated_arguments
 
-__all__ = ["OnCopy", "functionalized", "overload_of"]
+__all__ = ["OnCopy", "WriteThrough", "functionalized", "overload_of"]
 
 
 class OnCopy:
@@ -86,6 +88,9 @@ class _Rewriter:
                 self.graph.output(fx.node.map_arg(node.args[0], self._value))
             elif _written(node):
                 self._write(node)
+            elif node.target is APPLIED:
+                self._copy(node)
+                self._begin_again(node)
             else:
                 self._copy(node)
         self.graph.lint()
@@ -132,10 +137,25 @@ class _Rewriter:
         made.meta = dict(node.meta)
         view = self._views[written]
         self._now[view.base] = self._through(written, made)
+        if META_KEY in node.meta:
+            self._now[view.base].meta.setdefault(META_KEY, node.meta[META_KEY])
         self._versions[view.base] += 1
         for name in (written, node):
             self._now[name] = made
             self._views[name] = replace(view, version=self._versions[view.base])
+
+    def _begin_again(self, applied: fx.Node) -> None:
+        """What a custom function has written is a value of its own: all that shows it is made after the mark."""
+        for out in marked(applied):
+            view = self._views[out]
+            if not self._versions[view.base]:
+                continue
+            value = self._now[out]
+            self._now[view.base] = self._through(out, value)
+            self._versions[view.base] += 1
+            for node, now in self._now.items():
+                if now is value:
+                    self._views[node] = replace(self._views[node], version=self._versions[view.base])
 
     def _through(self, written: fx.Node, value: fx.Node) -> fx.Node:
         """The base after a view of it was given a new value."""
@@ -148,13 +168,13 @@ class _Rewriter:
             chain.insert(0, seen.step)
             seen = self._views[seen.source]
         base = self._now[view.base]
-        writer = _WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain))
+        writer = WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain))
         made = self.graph.create_node("call_function", writer, (base, value), {})
         made.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
         return made
 
 
-class _WriteThrough:
+class WriteThrough:
     """A copy of the base in which the part that a chain of views shows has a new value."""
 
     __name__ = "write_through"

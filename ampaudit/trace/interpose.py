@@ -29,6 +29,7 @@ from torch.fx.proxy import TracerBase
 
 from ampaudit.replay import INSERTED, replayed_meta
 from ampaudit.sites import SiteId
+from ampaudit.trace.autograd_graph import Tracked
 from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, META_KEY, NO_KERNEL, Call, Caster, OpRecord
 from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
@@ -101,6 +102,8 @@ def interposed(caster: Caster) -> Iterator[None]:
     ) -> Any:
         kwargs = kwargs or {}
         below = isinstance(self, _BelowTransforms)
+        if caster.way is not None:
+            args, kwargs = Tracked(self.tracer.tensor_tracker).of((args, kwargs))
         if self.pre_dispatch and torch._C._functorch.maybe_current_level() is not None and op not in _ABOVE:
             with _below(self, caster):
                 return op(*args, **kwargs)
