@@ -1,4 +1,4 @@
-"""Models with a way back of their own: custom functions, hooks, checkpoints. Each is small and smooth enough."""
+"""Models with a way back of their own: custom functions, hooks, checkpoints."""
 
 from __future__ import annotations
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import ampaudit
-from ampaudit.formats import BFLOAT16
 from tests import own_backwards as own
 from tests.own_backwards import WIDTH, Block, Net
 from tests.test_gradients import Kept, audit

@@ -48,7 +48,11 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
     name = name_of(context, origin.value, origin.is_parameter)
     own = origin.value == origin.site
     by = f"{short_op(origin.op)} in {origin.way}" if origin.op else origin.way or "its backward"
-    what = "the gradient of its own output" if own and not origin.way else f"{by} makes a gradient of {name} that"
+    what = (
+        "the gradient of its own output"
+        if own and not origin.way
+        else f"{by} makes a gradient of {name} that"
+    )
     reaches = number(seen.seen.ref_peak) if seen is not None else "an unknown size"
     scaled = f" under the loss scale {scale_text(record.scale)}" if record.scale != 1 else ""
     severity = Severity.ERROR

@@ -12,13 +12,11 @@ from ampaudit.run.lockstep import Pair, StepCall, Watch
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
-from ampaudit.trace.functional import OnCopy, WriteThrough
+from ampaudit.trace.functional import STOPS, OnCopy, WriteThrough
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.marks import APPLIED, ENTERED, is_mark, marked, number_of
 
 __all__ = ["Tape", "Taped", "needs_gradient", "unseen_write"]
-
-_STOPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +38,8 @@ class Taped:
 class Tape:
     """A watch that does what another does, and keeps each step that a gradient passes, with its inputs.
 
-    Marks of the author's own ways back are kept, too. No value is copied: a graph without in-place ops never changes one. So a run keeps its activations,
-    FP32's and the 16-bit run's, as training does.
+    Marks of the author's own ways back are kept, too. No value is copied: a graph without in-place ops never
+    changes one. So a run keeps its activations, FP32's and the 16-bit run's, as training does.
     """
 
     def __init__(self, watch: Watch, needed: frozenset[fx.Node]) -> None:
@@ -66,8 +64,10 @@ class Tape:
 
 
 def unseen_write(step: Step) -> bool:
-    """Whether the model's code writes in place with gradients off: autograd's graph stays as it was before."""
-    return isinstance(step.target, OnCopy | WriteThrough) and not step.differentiable
+    """Whether the model's code writes in place with gradients off: autograd's graph stays as it was."""
+    if isinstance(step.target, WriteThrough):
+        return step.target.unseen
+    return isinstance(step.target, OnCopy) and not step.differentiable
 
 
 def needs_gradient(program: Program) -> frozenset[fx.Node]:
@@ -92,7 +92,7 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
             continue
         if unseen_write(step) and step.node.all_input_nodes[0] in found:
             found.add(step.node)
-        passes = step.differentiable and str(step.target) not in _STOPS
+        passes = step.differentiable and str(step.target) not in STOPS
         floats = any(d is not None and d.is_floating_point for d in step.dtypes)
         if passes and floats and any(used in found for used in step.node.all_input_nodes):
             found.add(step.node)

@@ -1,4 +1,4 @@
-"""Runs the author's own ways back: backwards of custom functions, and hooks, FP32 and 16 bits in lock-step."""
+"""Runs the author's own ways back, backwards of functions and hooks, FP32 and 16 bits in lock-step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
 from ampaudit.sites import SourceLine
 from ampaudit.trace.graph import Site, WayBack
-from ampaudit.trace.marks import APPLIED, ENTERED, HOOKED, kept_values, marked, number_of
+from ampaudit.trace.marks import ENTERED, HOOKED, kept_values, marked, number_of
 
 __all__ = ["Fault", "GradientPair", "Share", "Ways", "WaysThrough"]
 
@@ -131,9 +131,7 @@ class WaysThrough:
         first, second = given[0].contiguous(), given[1].contiguous()
         return first, first if given[0] is given[1] else second
 
-    def _as_whole(
-        self, way: WayBack, entered: Taped, given: Sequence[GradientPair | None]
-    ) -> list[Share]:
+    def _as_whole(self, way: WayBack, entered: Taped, given: Sequence[GradientPair | None]) -> list[Share]:
         """Of a function that could not be followed, if it can be called on its own."""
         reason = way.failure or ""
         self._ways.unfollowed[way.number] = (reason, False)
@@ -144,7 +142,9 @@ class WaysThrough:
         try:
             first = called_as_whole(way.call, [v[0] for v in values], [g and g[0] for g in given])
             dtypes = [node.meta["val"].dtype for node in nodes]
-            lowered = [v[1].to(d) if v[1].is_floating_point() else v[1] for v, d in zip(values, dtypes, strict=True)]
+            lowered = [
+                v[1].to(d) if v[1].is_floating_point() else v[1] for v, d in zip(values, dtypes, strict=True)
+            ]
             second = called_as_whole(way.call, lowered, [g and g[1] for g in given])
         except Exception as error:  # whatever the author's code, or a kernel, raises
             self._ways.unfollowed[way.number] = (f"{reason}; run as a whole: {first_line(error)}", False)
@@ -167,6 +167,7 @@ class _FirstFault:
     def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
         """It looks at whole results."""
         del step, reference
+        return None
 
     def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Look at one result."""

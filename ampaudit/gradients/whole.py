@@ -35,7 +35,5 @@ def called_as_whole(
         if gradient is not None
     ]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    found = iter(
-        torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-    )
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
     return [next(found) if leaf.requires_grad else None for leaf in leaves]

@@ -54,7 +54,9 @@ def gradients_to_leaves() -> Iterator[None]:
         roots = _several(tensors)
         nodes = _behind(*roots)
         leaves = (
-            [node.variable for node in nodes if hasattr(node, "variable")] if inputs is None else _several(inputs)
+            [node.variable for node in nodes if hasattr(node, "variable")]
+            if inputs is None
+            else _several(inputs)
         )
         given = grad_variables if grad_tensors is None else grad_tensors
         made = torch.autograd.grad(
@@ -74,7 +76,7 @@ def gradients_to_leaves() -> Iterator[None]:
 
 
 class Tracked:
-    """Tells which value of a trace a tensor is that autograd hands out: another object that shows the same memory.
+    """Tells which value of a trace a tensor is that autograd hands out: one object more for the same memory.
 
     Args:
         tensors: the values of the trace; a mapping, of which tensors are the keys.

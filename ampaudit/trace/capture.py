@@ -30,8 +30,8 @@ from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path,
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
-from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.going_back import WaysBack
+from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import current_layer, interposed
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
 from ampaudit.trace.random_state import seeded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from ampaudit.policy import Decision, OpFacts, RuleSet
 from ampaudit.policy.schema import PAINTED, Cast
 from ampaudit.replay import OPAQUE, replayed_meta
 from ampaudit.sites import SiteId, SiteNumbering
+from ampaudit.trace.arguments import appended, lowered_dtype, with_clipped_numbers, with_dtype
 from ampaudit.trace.autocast_state import Region, RegionKind, autocast_is_on, current_region
 from ampaudit.trace.edits import Edit, History, OpCalled
 from ampaudit.trace.facts import FactFinder
@@ -24,10 +24,8 @@ from ampaudit.trace.inner import InnerOps
 from ampaudit.trace.opnames import (
     CASTABLE,
     argument_names,
-    converts,
     is_composite,
     kept_whole,
-    named_arguments,
     op_name,
     short_name,
     written_values,
@@ -53,8 +51,6 @@ BACKWARD = Decision(Cast.FOLLOW, None, "default", "on the way back, where autoca
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
 Call = Callable[..., Any]
-# what would be tensors if they were not constants; eps and p are attributes
-_OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,15 +229,15 @@ class Caster:
         """
         kind = decision.cast
         if kind is Cast.SET_DTYPE:
-            return op, args, _with_dtype(op, args, kwargs)
+            return op, args, with_dtype(op, args, kwargs)
         if kind is Cast.APPEND_DTYPE:
-            return _appended(op), args, kwargs | {"dtype": torch.float32}
+            return appended(op), args, kwargs | {"dtype": torch.float32}
         target = self._target(kind, dtype, args, kwargs)
         written = [value for value in written_values(op, args, kwargs) if _castable(value)]
         if target is not None and written:
             target = written[0].dtype
         if kind is Cast.LOWER and self.rules.file.level == "graph":
-            kwargs = _lowered_dtype(op, kwargs, dtype)
+            kwargs = lowered_dtype(op, kwargs, dtype)
 
         def convert(value: Any, to: torch.dtype | None) -> Any:
             if kind is Cast.FORBID and getattr(value, "dtype", None) is torch.complex32:
@@ -275,19 +271,7 @@ class Caster:
         limits = self.rules.file.weights.clip
         if limits is None or decision.cast is not Cast.LOWER:
             return args, kwargs, {}
-        exact: dict[int | str, Any] = {}
-
-        def clip(key: int | str, name: str, value: Any) -> Any:
-            if name not in _OPERANDS or not isinstance(value, float) or not value or not math.isfinite(value):
-                return value
-            magnitude = min(max(abs(value), limits.min_positive), limits.max_finite)
-            if magnitude != abs(value):
-                exact[key] = value
-            return math.copysign(magnitude, value)
-
-        pairs = zip(argument_names(op), args, strict=False)
-        made = tuple(clip(position, name, value) for position, (name, value) in enumerate(pairs))
-        return made, {name: clip(name, name, value) for name, value in kwargs.items()}, exact
+        return with_clipped_numbers(op, args, kwargs, limits)
 
     def _target(
         self, kind: Cast, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -317,26 +301,3 @@ def _storage(value: torch.Tensor) -> int:
 
 def _castable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in CASTABLE
-
-
-def _with_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``dtype=float32`` where the caller left it unset; as autocast does, only for a 16-bit input."""
-    given = named_arguments(op, args, kwargs)
-    first = given.get(argument_names(op)[0])
-    if given.get("dtype") is None and _castable(first):
-        return kwargs | {"dtype": torch.float32}
-    return kwargs
-
-
-def _appended(op: OpOverload) -> OpOverload:
-    """The overload of the norm family that takes a dtype."""
-    names = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-    overload: OpOverload = getattr(op.overloadpacket, names[op._overloadname])
-    return overload
-
-
-def _lowered_dtype(op: OpOverload, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """In a FP32 graph ``dtype=float32`` is what the trace saw, not what the author asked for."""
-    if converts(op) or kwargs.get("dtype") is not torch.float32:
-        return kwargs
-    return kwargs | {"dtype": dtype}

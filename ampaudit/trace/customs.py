@@ -137,7 +137,7 @@ class _Watch:
         context: Any = FunctionCtx
         save, dirty = context.save_for_backward, context.mark_dirty
         materialize, node = context.set_materialize_grads, BackwardCFunction
-        saved = node.saved_tensors
+        saved: Any = node.saved_tensors
         after, before = node.register_hook, node.register_prehook
 
         def save_for_backward(ctx: Any, *tensors: Any) -> None:

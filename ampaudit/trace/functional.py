@@ -19,7 +19,10 @@ from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.marks import APPLIED, marked
 from ampaudit.trace.opnames import mutated_arguments
 
-__all__ = ["OnCopy", "WriteThrough", "functionalized", "overload_of"]
+__all__ = ["STOPS", "OnCopy", "WriteThrough", "functionalized", "overload_of"]
+
+
+STOPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")  # the way back ends there
 
 
 class OnCopy:
@@ -136,16 +139,15 @@ class _Rewriter:
         made = self.graph.create_node("call_function", OnCopy(op), args, kwargs, name=node.name)
         made.meta = dict(node.meta)
         view = self._views[written]
-        self._now[view.base] = self._through(written, made)
-        if META_KEY in node.meta:
-            self._now[view.base].meta.setdefault(META_KEY, node.meta[META_KEY])
+        record = node.meta.get(META_KEY)
+        self._now[view.base] = self._through(written, made, unseen=record is not None and record.no_grad)
         self._versions[view.base] += 1
         for name in (written, node):
             self._now[name] = made
             self._views[name] = replace(view, version=self._versions[view.base])
 
     def _begin_again(self, applied: fx.Node) -> None:
-        """What a custom function has written is a value of its own: all that shows it is made after the mark."""
+        """What a custom function has written is a new value: all that shows it is made after the mark."""
         for out in marked(applied):
             view = self._views[out]
             if not self._versions[view.base]:
@@ -157,7 +159,7 @@ class _Rewriter:
                 if now is value:
                     self._views[node] = replace(self._views[node], version=self._versions[view.base])
 
-    def _through(self, written: fx.Node, value: fx.Node) -> fx.Node:
+    def _through(self, written: fx.Node, value: fx.Node, *, unseen: bool = False) -> fx.Node:
         """The base after a view of it was given a new value."""
         view = self._views[written]
         if view.step is None:
@@ -168,21 +170,29 @@ class _Rewriter:
             chain.insert(0, seen.step)
             seen = self._views[seen.source]
         base = self._now[view.base]
-        writer = WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain))
+        unseen = unseen or any(str(s.target) in STOPS for s in chain)
+        writer = WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain), unseen)
         made = self.graph.create_node("call_function", writer, (base, value), {})
         made.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
         return made
 
 
 class WriteThrough:
-    """A copy of the base in which the part that a chain of views shows has a new value."""
+    """A copy of the base in which the part that a chain of views shows has a new value.
+
+    ``unseen`` says that autograd does not know: gradients were off, or a view is detached.
+    """
 
     __name__ = "write_through"
 
-    def __init__(self, chain: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]) -> None:
+    def __init__(
+        self, chain: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...], unseen: bool = False
+    ) -> None:
         self._chain = chain
+        self.unseen = unseen
 
     def __call__(self, base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The copy."""
         whole = base.clone()
         part: Any = whole
         for target, args, kwargs in self._chain:

@@ -58,7 +58,7 @@ class Application:
 
     number: int
     layer: str
-    function: type
+    function: Any
     args: tuple[Any, ...]
     context: Any = None
     outputs: tuple[Any, ...] = ()
@@ -86,7 +86,7 @@ class Application:
 
     @property
     def call(self) -> OwnCall | None:
-        """How to call it on other tensors; ``None`` where it was given a module, or tensors inside something."""
+        """How to call it on other tensors; ``None`` where it was given modules or other objects."""
         leaves = pytree.tree_leaves([arg for arg in self.args if not isinstance(arg, torch.Tensor)])
         plain = (type(None), bool, int, float, str, torch.dtype, torch.device)
         if self.dirty or not all(isinstance(leaf, plain) for leaf in leaves):
@@ -115,7 +115,9 @@ class Application:
         if index in self.places and index in reached:
             made: torch.Tensor = GRADIENT(output, self.number, self.places.index(index))
             return made
-        return torch.zeros(output.shape, dtype=output.dtype, device=output.device) if self.materializes else None
+        return (
+            torch.zeros(output.shape, dtype=output.dtype, device=output.device) if self.materializes else None
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +171,7 @@ class WaysBack:
         self.found: list[Application | Hook] = []
         self.ways: list[WayBack] = []
 
-    def enter(self, function: type, args: tuple[Any, ...], layer: str) -> Application:
+    def enter(self, function: Any, args: tuple[Any, ...], layer: str) -> Application:
         """A function is about to be called."""
         made = Application(len(self.found), layer, function, args)
         ENTERED(made.inputs, made.number)
@@ -184,8 +186,8 @@ class WaysBack:
             i for i, out in enumerate(made.outputs) if isinstance(out, torch.Tensor) and out.requires_grad
         )
         for place in made.places:
-            node = made.outputs[place].grad_fn
-            if isinstance(node, BackwardCFunction) and node._forward_cls is made.function:
+            node: Any = made.outputs[place].grad_fn
+            if isinstance(node, BackwardCFunction) and type(node) is made.function._backward_cls:
                 made.context = node
         APPLIED([made.outputs[place] for place in made.places], made.number)
 

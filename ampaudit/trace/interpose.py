@@ -33,8 +33,8 @@ from ampaudit.trace.autograd_graph import Tracked
 from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, META_KEY, NO_KERNEL, Call, Caster, OpRecord
 from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
-from ampaudit.trace.marks import is_mark
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
+from ampaudit.trace.marks import is_mark
 from ampaudit.trace.opnames import composite_kernel, is_composite
 from ampaudit.trace.out_variants import returning, written_into
 from ampaudit.trace.stack import is_tool_file

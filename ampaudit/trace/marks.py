@@ -12,7 +12,18 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-__all__ = ["APPLIED", "ENTERED", "GRADIENT", "HOOKED", "RETURNED", "TURNED", "is_mark", "kept_values", "marked", "number_of"]
+__all__ = [
+    "APPLIED",
+    "ENTERED",
+    "GRADIENT",
+    "HOOKED",
+    "RETURNED",
+    "TURNED",
+    "is_mark",
+    "kept_values",
+    "marked",
+    "number_of",
+]
 
 _LIBRARY = torch.library.Library("ampaudit", "DEF")
 _SCHEMAS = (

@@ -82,7 +82,9 @@ def trace(
     replay = GraphReplay(model, survey)
     replay.training = model.training
     leaves = tuple(tensor_leaves(args, kwargs))
-    traced = capture(replay, leaves, {}, replace(setting, author_rules=uncast, planned=planned, edits={}, follows=None))
+    traced = capture(
+        replay, leaves, {}, replace(setting, author_rules=uncast, planned=planned, edits={}, follows=None)
+    )
     made = replace(
         traced,
         outputs=survey.outputs,

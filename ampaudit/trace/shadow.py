@@ -16,7 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ampaudit.errors import TraceFailed, first_line
 from ampaudit.trace.structure import structural_copy
 
-__all__ = ["Shadow", "constant_masters", "fake_like", "named_tensors", "shadow_of", "without_cache", "without_data"]
+__all__ = [
+    "Shadow",
+    "constant_masters",
+    "fake_like",
+    "named_tensors",
+    "shadow_of",
+    "without_cache",
+    "without_data",
+]
 
 
 class Shadow(NamedTuple):

@@ -16,8 +16,8 @@ from ampaudit.sites import SiteNumbering
 from ampaudit.trace.caster import META_KEY, OpRecord
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
-from ampaudit.trace.objects import ObjectSource
 from ampaudit.trace.marks import is_mark
+from ampaudit.trace.objects import ObjectSource
 from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, selects
 from ampaudit.trace.sizes import sizes_of
 from ampaudit.trace.stack import source_lines

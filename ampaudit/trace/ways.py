@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ampaudit.trace.flatten import has_effect
@@ -55,7 +54,10 @@ def with_ways(traced: TracedModel) -> TracedModel:
     ways = [replace(way, leaves=places[way.number]) for way in _followed(traced.ways, stretches, owner)]
     ways = [w if w.failure is not None else _apart(w, stretches[w.number], owner, traced) for w in ways]
     return replace(
-        traced, graph=graph, sites=tuple(site for site in traced.sites if site.node not in inside), ways=tuple(ways)
+        traced,
+        graph=graph,
+        sites=tuple(site for site in traced.sites if site.node not in inside),
+        ways=tuple(ways),
     )
 
 
@@ -89,7 +91,7 @@ def _stretches(graph: fx.Graph) -> Iterator[_Stretch]:
 def _without(
     graph: fx.Graph, stretches: dict[int, _Stretch], owner: dict[fx.Node, int]
 ) -> tuple[fx.Graph, dict[int, tuple[int, ...]]]:
-    """The graph with a mark for each way back, which keeps values and leaves; and where among these leaves are."""
+    """The graph with a mark for each way back, which keeps values; and where leaves are among these."""
     made = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     places: dict[int, tuple[int, ...]] = {}
@@ -138,7 +140,14 @@ def _apart(way: WayBack, stretch: _Stretch, owner: dict[fx.Node, int], traced: T
     graph.lint()
     sites = tuple(replace(site, layer=way.layer) for site in build_sites(graph, places))
     inside = replace(
-        traced, graph=graph, placeholders=tuple(places), tensors={}, sites=sites, ways=(), outputs=(), structure=None
+        traced,
+        graph=graph,
+        placeholders=tuple(places),
+        tensors={},
+        sites=sites,
+        ways=(),
+        outputs=(),
+        structure=None,
     )
     return replace(
         way,
