@@ -108,7 +108,7 @@ def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
 def _not_gone_back(context: CheckContext) -> Iterator[str]:
     """The author's own ways back before which no gradient is known."""
     record = context.record.gradients
-    return (way.name for way in record.unfollowed if not way.as_whole) if record is not None else iter(())
+    return (way.name for way in record.unfollowed if not way.instead) if record is not None else iter(())
 
 
 def _coverage(context: CheckContext) -> Coverage:

@@ -11,19 +11,27 @@ from ampaudit.report.finding import Finding, Severity
 
 __all__ = ["CHECK"]
 
+_FOLLOWABLE = "use torch.where or torch.clamp in it instead of Python's control flow and .item()"
+_TEXTS = {
+    "": ("no gradient is known before {}, which no trace can follow", _FOLLOWABLE),
+    "left out": ("gradients are audited as if there were no {}, which no trace can follow", _FOLLOWABLE),
+    "as a whole": (
+        "{} runs as a whole, for no trace can follow it",
+        "its result is audited; what overflows inside it is not named",
+    ),
+}
+
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One finding for each; a note where it runs as a whole."""
+    """One finding for each; a note where it runs all the same."""
     record = context.record.gradients
     for way in record.unfollowed if record is not None else ():
         site = context.site[way.site]
-        if way.as_whole:
-            cause = f"{way.name} runs as a whole, for no trace can follow it: {way.reason}"
-            advice = "its result is audited; what overflows inside it is not named"
-        else:
-            cause = f"no gradient is known before {way.name}, which no trace can follow: {way.reason}"
-            advice = "use torch.where or torch.clamp in it instead of Python's control flow and .item()"
-        severity = Severity.NOTE if way.as_whole else Severity.WARNING
+        cause, advice = _TEXTS[way.instead]
+        cause = f"{cause.format(way.name)}: {way.reason}"
+        if "same dtype" in way.reason:
+            advice = "it fails in training, too: decorate it with torch.amp.custom_fwd and custom_bwd"
+        severity = Severity.NOTE if way.instead == "as a whole" else Severity.WARNING
         made = gradient_finding(context, site, "AMP706", None, cause, advice, severity=severity)
         source = source_of(replace(site, source=way.source, caller=None)) if way.source is not None else None
         yield replace(made, source=source or made.source)

@@ -114,10 +114,10 @@ class GradientAudit:
         for mark in (taped.step.node for taped in tape.marks if taped.step.target in (APPLIED, HOOKED)):
             number = number_of(mark)
             if number in ways.unfollowed:
-                way, (reason, as_whole) = ways.ways[number], ways.unfollowed[number]
+                way, (reason, instead) = ways.ways[number], ways.unfollowed[number]
                 site = names.nearest(mark)
                 if (site, way.name) not in known:
-                    self.record.unfollowed.append(UnfollowedWay(site, way.name, reason, way.source, as_whole))
+                    self.record.unfollowed.append(UnfollowedWay(site, way.name, reason, way.source, instead))
 
     def _note_unpaired(self, meter: GradientMeter) -> None:
         for site in meter.unpaired:

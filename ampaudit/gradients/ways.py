@@ -55,14 +55,14 @@ class Ways:
         device: of both runs.
 
     Attributes:
-        unfollowed: those that do not run as steps: why, and whether they run as a whole.
+        unfollowed: those that do not run as steps: why, and what happens instead.
     """
 
     def __init__(self, program: Program, backend: Backend, device: torch.device) -> None:
         self.backend = backend
         self.reference = Reference()
         self.ways = {way.number: way for way in program.traced.ways}
-        self.unfollowed: dict[int, tuple[str, bool]] = {}
+        self.unfollowed: dict[int, tuple[str, str]] = {}
         self.executors = {
             number: LockStep(compile_program(way.traced, device), convert(way.traced), backend, device)
             for number, way in self.ways.items()
@@ -134,7 +134,7 @@ class WaysThrough:
     def _as_whole(self, way: WayBack, entered: Taped, given: Sequence[GradientPair | None]) -> list[Share]:
         """Of a function that could not be followed, if it can be called on its own."""
         reason = way.failure or ""
-        self._ways.unfollowed[way.number] = (reason, False)
+        self._ways.unfollowed[way.number] = (reason, "left out" if entered.step.target is HOOKED else "")
         if way.call is None:
             return []
         nodes, fault = marked(entered.step.node), Fault(way.name, "", way.source)
@@ -147,9 +147,9 @@ class WaysThrough:
             ]
             second = called_as_whole(way.call, lowered, [g and g[1] for g in given])
         except Exception as error:  # whatever the author's code, or a kernel, raises
-            self._ways.unfollowed[way.number] = (f"{reason}; run as a whole: {first_line(error)}", False)
+            self._ways.unfollowed[way.number] = (f"{reason}; run as a whole: {first_line(error)}", "")
             return []
-        self._ways.unfollowed[way.number] = (reason, True)
+        self._ways.unfollowed[way.number] = (reason, "as a whole")
         return [
             Share(node, (a, self._ways.backend.hold(b, dtype)), fault)
             for node, dtype, a, b in zip(nodes, dtypes, first, second, strict=True)

@@ -72,14 +72,14 @@ class UnfollowedWay:
         name: such as ``Scale.backward``.
         reason: why not.
         source: the line that stopped the trace, or where it is defined.
-        as_whole: whether it was run as a whole instead; else nothing before it has an audited gradient.
+        instead: it ran ``as a whole``, or is ``left out`` if it is a hook; else nothing before it is audited.
     """
 
     site: SiteId
     name: str
     reason: str
     source: SourceLine | None
-    as_whole: bool
+    instead: str
 
 
 @dataclass(slots=True)

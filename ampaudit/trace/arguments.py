@@ -9,10 +9,23 @@ import torch
 from torch._ops import OpOverload
 
 from ampaudit.policy.schema import Constants
-from ampaudit.trace.opnames import CASTABLE, argument_names, converts, named_arguments
+from ampaudit.trace.opnames import (
+    CASTABLE,
+    argument_names,
+    base_name,
+    converts,
+    named_arguments,
+    op_name,
+)
 
-__all__ = ["appended", "lowered_dtype", "with_clipped_numbers", "with_dtype"]
+__all__ = ["appended", "lowered_dtype", "refuse_mixed_product", "with_clipped_numbers", "with_dtype"]
 
+_PRODUCTS = frozenset(
+    """
+    addbmm addmm addmv baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    convolution convolution_backward dot einsum linear matmul mm mv vdot
+    """.split()
+)
 # what would be tensors if they were not constants; eps and p are attributes
 _OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
 
@@ -57,3 +70,11 @@ def with_clipped_numbers(
     pairs = zip(argument_names(op), args, strict=False)
     made = tuple(clip(position, name, value) for position, (name, value) in enumerate(pairs))
     return made, {name: clip(name, name, value) for name, value in kwargs.items()}, exact
+
+
+def refuse_mixed_product(op: OpOverload, args: tuple[Any, ...]) -> None:
+    """Raise what a kernel would, and fake tensors do not: a product's factors have one dtype."""
+    found = {a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()}
+    if base_name(op) in _PRODUCTS and len(found) > 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+        raise RuntimeError(f"{op_name(op)} of {names}: expected both to have the same dtype")

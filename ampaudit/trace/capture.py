@@ -32,7 +32,7 @@ from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.going_back import WaysBack
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
-from ampaudit.trace.interpose import current_layer, interposed
+from ampaudit.trace.interpose import current_layer, interposed, same_module
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
 from ampaudit.trace.random_state import seeded
 from ampaudit.trace.shadow import constant_masters, fake_like, named_tensors, shadow_of
@@ -155,9 +155,15 @@ def _go_back(
     for name, functions in hooks.items():
         for function in functions:
             ways.hook(parameters[name], function, layer_path(name).rpartition(".")[0])
+
+    @contextlib.contextmanager
+    def within(name: str) -> Iterator[None]:
+        with caster.going_back(name), same_module():
+            yield
+
     loss = flatten_outputs(output)[-1][1]
     with autocast_visible(False, caster.dtype):
-        ways.trace(loss, list(parameters.values()), caster.going_back)
+        ways.trace(loss, list(parameters.values()), within)
 
 
 def _unseen_hooks(model: nn.Module) -> Iterator[str]:

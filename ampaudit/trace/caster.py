@@ -16,8 +16,8 @@ from ampaudit.policy import Decision, OpFacts, RuleSet
 from ampaudit.policy.schema import PAINTED, Cast
 from ampaudit.replay import OPAQUE, replayed_meta
 from ampaudit.sites import SiteId, SiteNumbering
-from ampaudit.trace.arguments import appended, lowered_dtype, with_clipped_numbers, with_dtype
-from ampaudit.trace.autocast_state import Region, RegionKind, autocast_is_on, current_region
+from ampaudit.trace import arguments
+from ampaudit.trace.autocast_state import Region, RegionKind, current_region, region_switched_on
 from ampaudit.trace.edits import Edit, History, OpCalled
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.inner import InnerOps
@@ -188,15 +188,18 @@ class Caster:
         region = self.region()
         facts = self._facts.of(op, args, kwargs, *layer, site)
         if self.is_going_back:
-            decision, dtype = self._decision_back(facts, region)
+            decision, dtype = self._decision_back(facts, called)
             return OpRecord(decision, site, going_back=True), dtype
         decision, dtype = self._decision(facts, region)
         return OpRecord(decision, site, facts), dtype
 
-    def _decision_back(self, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
+    def _decision_back(self, facts: OpFacts, called: OpCalled) -> tuple[Decision, torch.dtype]:
         """Ops take the dtypes of what they are given, unless the author's code switches autocast on."""
-        if region.kind is RegionKind.OWN or (self.rules.file.autocast and autocast_is_on()):
+        region = region_switched_on(self.rules.file.autocast, self.dtype)
+        if region is not None:
             return self._decision(facts, region)
+        if self.way is not None:
+            arguments.refuse_mixed_product(called.op, called.args)
         return BACKWARD, self.dtype
 
     def _decision(self, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
@@ -229,15 +232,15 @@ class Caster:
         """
         kind = decision.cast
         if kind is Cast.SET_DTYPE:
-            return op, args, with_dtype(op, args, kwargs)
+            return op, args, arguments.with_dtype(op, args, kwargs)
         if kind is Cast.APPEND_DTYPE:
-            return appended(op), args, kwargs | {"dtype": torch.float32}
+            return arguments.appended(op), args, kwargs | {"dtype": torch.float32}
         target = self._target(kind, dtype, args, kwargs)
         written = [value for value in written_values(op, args, kwargs) if _castable(value)]
         if target is not None and written:
             target = written[0].dtype
         if kind is Cast.LOWER and self.rules.file.level == "graph":
-            kwargs = lowered_dtype(op, kwargs, dtype)
+            kwargs = arguments.lowered_dtype(op, kwargs, dtype)
 
         def convert(value: Any, to: torch.dtype | None) -> Any:
             if kind is Cast.FORBID and getattr(value, "dtype", None) is torch.complex32:
@@ -271,7 +274,7 @@ class Caster:
         limits = self.rules.file.weights.clip
         if limits is None or decision.cast is not Cast.LOWER:
             return args, kwargs, {}
-        return with_clipped_numbers(op, args, kwargs, limits)
+        return arguments.with_clipped_numbers(op, args, kwargs, limits)
 
     def _target(
         self, kind: Cast, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -15,11 +15,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from ampaudit.trace.going_back import Application, Hooks, WaysBack
+from ampaudit.trace.going_back import WaysBack
+from ampaudit.trace.own_code import Application, Hooks
+from ampaudit.trace.tensor_attributes import tensor_attributes
 
 __all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "Customs", "custom_backwards"]
 
 CHECKPOINT = "checkpoint"
+ON_NODES = "hooks of autograd's own nodes, such as grad_fn.register_hook, are not followed"
 AFTER_ACCUMULATION = "hooks that run once a parameter has its gradient are not followed"
 
 
@@ -46,7 +49,7 @@ def custom_backwards(ways: WaysBack | None, layer: Callable[[], str]) -> Iterato
     """
     watch = _Watch(ways, layer)
     with ExitStack() as stack:
-        for owner, name, made in (*watch.calls(), *watch.hooks(), *watch.contexts()):
+        for owner, name, made in watch.patches():
             stack.enter_context(mock.patch.object(owner, name, made))
         yield watch.customs
 
@@ -59,6 +62,13 @@ class _Watch:
         self._ways = ways
         self._layer = layer
         self._running: list[Application | None] = []  # functions whose forward is running
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """Everything."""
+        yield from self.calls()
+        yield from self.hooks()
+        yield from self.contexts()
+        yield from tensor_attributes(lambda: self.customs.notes.update({ON_NODES: None}))
 
     def calls(self) -> Iterator[tuple[Any, str, Any]]:
         # below Function.apply, which a model may hold as `swish = Swish.apply`

@@ -39,7 +39,7 @@ from ampaudit.trace.opnames import composite_kernel, is_composite
 from ampaudit.trace.out_variants import returning, written_into
 from ampaudit.trace.stack import is_tool_file
 
-__all__ = ["current_layer", "interposed"]
+__all__ = ["current_layer", "interposed", "same_module"]
 
 # what torch says where an op has no kernel for a 16-bit format
 _NO_KERNEL = re.compile(
@@ -262,6 +262,19 @@ def _recording() -> ProxyTorchDispatchMode | None:
         torch._C._TorchDispatchModeKey.PROXY
     )
     return mode
+
+
+@contextmanager
+def same_module() -> Iterator[None]:
+    """Afterwards the tracer is in the module that it was in, whatever is raised in one that is called."""
+    mode = _recording()
+    stack = {} if mode is None else mode.tracer.module_stack
+    before = dict(stack)
+    try:
+        yield
+    finally:
+        stack.clear()
+        stack.update(before)
 
 
 def current_layer() -> str:
