@@ -323,6 +323,97 @@ class Amplified(Function):
         return gradient * ctx.factor, None
 
 
+class TakesValue(Function):
+    """Asks for a value, so that no trace can follow it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, owner: Any = None) -> torch.Tensor:
+        ctx.owner = owner
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if gradient.abs().max() > 1:
+            return gradient, None
+        return gradient * 2, None
+
+
+class InFloat32(Function):
+    """Computes its gradient in float32; what autograd casts to the input's dtype is too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.float() * 1e9
+
+
+class PassesThroughTooMuch(Function):
+    """What is too large is an intermediate: divided again, it would fit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        large = gradient * 1e8
+        return large * 1e-8 * x.exp()
+
+
+class Vjp(Function):
+    """The other name of a backward."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def vjp(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x * 2
+
+
+class Mapped(Function):
+    """May be called inside vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-1, 1) * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x.clamp(-1, 1) * 2
+
+
+class OnContext(Function):
+    """Keeps tensors as attributes, in a list and in a dictionary."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.one, ctx.more = x.tanh(), [x.sin(), {"cosine": x.cos()}]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.one + ctx.more[0] * gradient * ctx.more[1]["cosine"]
+
+
 class Net(nn.Module):
     """Two linear layers and something between them."""
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import ampaudit
+from ampaudit.formats import BFLOAT16
 from tests import own_backwards as own
 from tests.own_backwards import WIDTH, Block, Net
 from tests.test_gradients import Kept, audit
@@ -149,6 +153,39 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def written(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Writes that autograd does not see: the gradient passes them as if they were not there."""
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        if how == "off":
+            with torch.no_grad():
+                y.clamp_(-0.5, 0.5)
+        elif how == "view":
+            part = y[:, :8]
+            with torch.no_grad():
+                part.mul_(3)
+            part.add_(x[:, 8:])
+        elif how == "detached":
+            y.detach()[:, 2:].mul_(3)
+        elif how == "data":
+            y.data.clamp_(-0.5, 0.5)
+        else:
+            y.data = y.data * 3
+        return y * x
+
+    return between
+
+
+CASES |= {
+    "tensors on the context": net(own.OnContext.apply),
+    "vjp": net(own.Vjp.apply),
+    "inside vmap": net(lambda x: torch.vmap(own.Mapped.apply)(x)),
+    "run as a whole": net(own.TakesValue.apply),
+    **{f"unseen write: {how}": net(written(how)) for how in ("off", "view", "detached", "data", "replaced")},
+}
+
+
 def gradients(model: nn.Module, output: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
     model.zero_grad()
     (smooth(output) * scale).backward()
@@ -159,22 +196,179 @@ def apart(first: torch.Tensor, second: torch.Tensor) -> float:
     return float((first.float() - second).norm() / second.norm().clamp(min=1e-30))
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+class FirstKept(Kept):
+    """Keeps the gradients of the first way back, before anything is repaired."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.pairs = _Lasting()
+
+
+class _Lasting(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.setdefault(key, value)
+
+
+ignore_idle_hooks = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+
+@ignore_idle_hooks
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_autograds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP32's to float32's accuracy; 16 bits' are those of a real half module but for a few roundings."""
+    """FP32's to float32's accuracy; 16 bits' are those of a real half module.
+
+    Both differ from FP32 by some roundings (2^-11) of each element. Between them lies what kernels add up in
+    another order, less than half of that; on the CPU that this was written on, nothing at all.
+    """
     kept, x, scale = Kept(monkeypatch), rows(), 16.0
     record = audit(CASES[name](), (x,), loss=smooth, policy="half", scale=scale).record.gradients
     assert record is not None
-    assert not record.unfollowed
+    assert [way.instead for way in record.unfollowed] == (["as a whole"] if "whole" in name else [])
     assert not record.unused
+    assert not record.notes
     exact = gradients(model := CASES[name](), model(x), scale)
     half = gradients(model := CASES[name]().half(), model(x.half()), scale)
     assert set(kept.pairs) == set(exact)
     for parameter, gradient in exact.items():
         reference, lower = kept.pairs[parameter]
         assert apart(reference, gradient) < 2e-6, parameter
-        # the parts of a gradient that differ in their last bit: some 2^-11 of it; a sum may cancel
-        error = apart(half[parameter], gradient)
-        print(name, parameter, apart(reference, gradient), apart(lower, half[parameter]), error)
-        assert apart(lower, half[parameter]) < max(1e-3, 0.5 * error), parameter
+        assert apart(lower, half[parameter]) < max(2.0**-12, 0.5 * apart(half[parameter], gradient)), (
+            parameter
+        )
+
+
+@ignore_idle_hooks
+@pytest.mark.parametrize("name", [name for name in CASES if name != "reversible"])
+def test_gradients_are_those_of_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 on the CPU is the autocast that can be run here: a backward sees float32 weights in it."""
+    kept, x = Kept(monkeypatch), rows()
+    audit(CASES[name](), (x,), loss=smooth, policy="torch-cpu", scale=1.0, form=BFLOAT16)
+    exact = gradients(model := CASES[name](), model(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = (model := CASES[name]())(x)
+        loss = smooth(output)
+    loss.backward()
+    for parameter, value in model.named_parameters():
+        assert value.grad is not None
+        reference, ours = kept.pairs[parameter]
+        assert apart(reference, exact[parameter]) < 2e-6, parameter
+        assert apart(ours, value.grad) < max(2.0**-9, 0.5 * apart(value.grad, exact[parameter])), parameter
+
+
+@pytest.mark.parametrize("name", ["swish", "in place on a view", "two outputs", "hook", "module hook"])
+def test_a_graph_that_is_replayed_keeps_its_ways_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A converter's policy decides on the whole FP32 graph, and replays it."""
+    kept, x = Kept(monkeypatch), rows()
+    audit(CASES[name](), (x,), loss=smooth, policy="onnx", scale=1.0)
+    for parameter, gradient in gradients(model := CASES[name](), model(x)).items():
+        reference, lower = kept.pairs[parameter]
+        assert apart(reference, gradient) < 2e-6, parameter
+        assert 0 < apart(lower, gradient) < 5e-3, parameter
+
+
+def test_a_reentrant_checkpoint_draws_its_numbers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> nn.Module:
+        made = blocks(True)
+        for block in (made[1], made[2]):
+            block.inner[1] = nn.Dropout(0.5)
+        return made.train()
+
+    kept, x = Kept(monkeypatch), rows()
+    audit(model(), (x,), loss=smooth, scale=1.0)
+    made = model()
+    torch.manual_seed(0)  # of batch 0
+    for parameter, gradient in gradients(made, made(x)).items():
+        assert apart(kept.pairs[parameter][0], gradient) < 2e-6, parameter
+
+
+def test_a_loss_may_have_a_backward_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = torch.tensor([0, 1, 2, 3, 3, 2, 1, 0])
+
+    def model() -> nn.Module:
+        return Net(torch.tanh)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = own.CrossEntropy.apply(output, target)
+        return made
+
+    kept, x = Kept(monkeypatch), rows()
+    audit(model(), (x,), loss=loss, policy="half", scale=256.0)
+    exact = F.cross_entropy((plain := model())(x), target) * 256.0
+    for gradient, (name, _) in zip(
+        torch.autograd.grad(exact, list(plain.parameters())), plain.named_parameters(), strict=True
+    ):
+        assert apart(kept.pairs[name][0], gradient) < 1e-6, name
+    for made, side, data in ((model(), 0, x), (model().half(), 1, x.half())):
+        (loss(made(data)) * 256.0).backward()
+        for parameter, value in made.named_parameters():
+            assert value.grad is not None
+            assert apart(kept.pairs[parameter][side], value.grad.float()) < (1e-6, 5e-4)[side], parameter
+
+
+def planted(kind: str) -> nn.Module:
+    """A gradient overflow in the middle of three blocks."""
+    torch.manual_seed(2)
+    model = nn.Sequential(*(Net(torch.tanh, out=WIDTH) for _ in range(3)))
+    grows = own.Amplified.apply
+    match kind:
+        case "function":
+            model[1].between = lambda x: grows(x, 1e7)
+        case "cast":
+            model[1].between = own.InFloat32.apply
+        case "intermediate":
+            model[1].between = own.PassesThroughTooMuch.apply
+        case "hook":
+            model[1].between = amplifying_hook
+        case "module":
+            model[1].first.register_full_backward_hook(amplifying_module_hook)
+        case "parameter":
+            model[1].first.weight.register_hook(amplifying)
+    return model
+
+
+def amplifying(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 1e8  # planted: hook, parameter
+
+
+def amplifying_hook(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(amplifying)
+    return x * 1.0
+
+
+def amplifying_module_hook(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return (inputs[0] * 1e8,)  # planted: module
+
+
+def line_of(kind: str) -> tuple[str, int]:
+    """File and number of the line that is at fault."""
+    marks = {
+        "function": "return gradient * ctx.factor",
+        "cast": "gradient.float() * 1e9",
+        "intermediate": "large = gradient * 1e8",
+        "module": "# planted: module",
+    }
+    file = __file__ if kind in ("hook", "module", "parameter") else own.__file__
+    mark = marks.get(kind, "# planted: hook")
+    texts = Path(file).read_text(encoding="utf-8").splitlines()
+    return file, next(
+        n for n, text in enumerate(texts, 1) if mark in text and "mark" not in text.split(mark)[0]
+    )
+
+
+@pytest.mark.parametrize("kind", ["function", "cast", "intermediate", "hook", "module", "parameter"])
+def test_a_planted_overflow_is_named_with_its_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same parameters have a gradient of inf or NaN in a real half module."""
+    kept, x = FirstKept(monkeypatch), rows()
+    report = ampaudit.scan(planted(kind), x, policy="half", backward=True, loss=smooth, loss_scale=1.0)
+    half = gradients(model := planted(kind).half(), model(x.half()))
+    broken = {name for name, gradient in half.items() if not gradient.isfinite().all()}
+    assert broken
+    assert {name for name, pair in kept.pairs.items() if not pair[1].isfinite().all()} == broken
+    assert all(pair[0].isfinite().all() for pair in kept.pairs.values())
+    found = [f for f in report.findings if f.code == "AMP701"]
+    assert len(found) == 1, [(f.code, f.site, f.cause) for f in report.findings]
+    assert found[0].severity == "error"
+    assert (found[0].layer or "").startswith("0" if kind == "module" else "1")
+    assert found[0].source is not None
+    assert (found[0].source.file, found[0].source.line) == line_of(kind)
+    assert not [f for f in report.findings if f.code == "AMP705"]

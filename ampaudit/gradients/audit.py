@@ -20,7 +20,7 @@ from ampaudit.run.lockstep import LockStep, Watch
 from ampaudit.run.program import Program
 from ampaudit.run.runner import Plan
 from ampaudit.trace.graph import Placeholder, Slot
-from ampaudit.trace.marks import APPLIED, HOOKED, number_of
+from ampaudit.trace.marks import APPLIED, HOOKED, marked, number_of
 
 __all__ = ["GradientAudit"]
 
@@ -42,6 +42,7 @@ class GradientAudit:
         self._ways: dict[int, Ways] = {}
         self._tape: Tape | None = None
         self._reached: set[str] = set()
+        self._behind: set[str] = set()  # parameters behind what could not be gone back through
 
     def following(self, watch: Watch, program: Program) -> Watch:
         """A tape around the watch."""
@@ -116,6 +117,8 @@ class GradientAudit:
             if number in ways.unfollowed:
                 way, (reason, instead) = ways.ways[number], ways.unfollowed[number]
                 site = names.nearest(mark)
+                if not instead:
+                    self._behind |= names.parameters_behind(marked(mark))
                 if (site, way.name) not in known:
                     self.record.unfollowed.append(UnfollowedWay(site, way.name, reason, way.source, instead))
 
@@ -129,7 +132,7 @@ class GradientAudit:
         """A tied parameter is used if it is under one of its names."""
         names = {p.name: id(program.traced.tensors[p.node]) for p in _parameters(program)}
         used = {names[name] for name in self.record.parameters if name in names}
-        left = self._reached - set(self.record.parameters)
+        left = self._reached - set(self.record.parameters) - self._behind
         self.record.unused = tuple(sorted(name for name in left if names.get(name) not in used))
 
 

@@ -56,6 +56,16 @@ class Names:
         """The node's site."""
         return self._sites.get(node.name)
 
+    def parameters_behind(self, nodes: Sequence[fx.Node]) -> set[str]:
+        """The parameters from which values are computed."""
+        waiting, seen = list(nodes), set[fx.Node]()
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += node.all_input_nodes
+        return {self._parameters[node.name] for node in seen if node.name in self._parameters}
+
     def nearest(self, node: fx.Node) -> SiteId:
         """The site that made the values, or the first one that uses a parameter."""
         name, is_parameter = self.anyway(node)
