@@ -372,3 +372,135 @@ def test_a_planted_overflow_is_named_with_its_line(kind: str, monkeypatch: pytes
     assert found[0].source is not None
     assert (found[0].source.file, found[0].source.line) == line_of(kind)
     assert not [f for f in report.findings if f.code == "AMP705"]
+
+
+class WithOwner(nn.Module):
+    """The function is given the module itself: it cannot be called on other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(own.TakesValue.apply(self.first(x), self))
+        return made
+
+
+def test_what_cannot_be_gone_back_through_is_said() -> None:
+    report = ampaudit.scan(WithOwner(), rows(), policy="half", backward=True, loss=smooth, loss_scale=1.0)
+    found = [f for f in report.findings if f.code == "AMP706"]
+    assert [(f.severity, f.layer) for f in found] == [("warning", "")]
+    assert "no gradient is known before TakesValue.backward" in found[0].cause
+    assert found[0].source is not None
+    assert found[0].source.code == "if gradient.abs().max() > 1:"
+    assert report.coverage.uncovered_ops == ("TakesValue.backward",)
+    assert report.backward is not None
+    # neither are these parameters said to be unused
+    assert not report.backward.unused
+    assert {p.name for p in report.backward.parameters} == {"head.weight", "head.bias"}
+
+
+def test_a_backward_that_fails_in_training_is_said_to() -> None:
+    """Under autocast a weight is float32 and a gradient float16: their product is an error."""
+    report = ampaudit.scan(Reversible(), rows(), policy="torch-cuda", backward=True, loss=smooth)
+    cause, advice = next((f.cause, f.advice) for f in report.findings if f.code == "AMP706")
+    assert "expected both to have the same dtype" in cause
+    assert "custom_bwd" in advice
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = smooth(Reversible()(rows()))
+    with pytest.raises(RuntimeError, match="dtype"):
+        loss.backward()
+
+
+def bad_hook(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if float(gradient.sum()) > 0 else gradient * 2
+
+
+def test_a_hook_that_cannot_be_followed_is_left_out_and_said_to_be() -> None:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(bad_hook)
+        return x.tanh()
+
+    report = ampaudit.scan(Net(between), rows(), policy="half", backward=True, loss=smooth, loss_scale=1.0)
+    found = next(f for f in report.findings if f.code == "AMP706")
+    assert found.severity == "warning"
+    assert "as if there were no bad_hook" in found.cause
+    assert report.backward is not None
+    assert len(report.backward.parameters) == 4
+
+
+def on_a_node(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    assert y.grad_fn is not None
+    y.grad_fn.register_hook(lambda inputs, outputs: None)
+    return y
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
+        return x.sin()
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_what_is_not_followed_is_noted() -> None:
+    model = Net(lambda x: packed(on_a_node(x)))
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model.head.register_backward_hook(lambda module, inputs, outputs: None)
+    report = ampaudit.scan(model, rows(), policy="torch-cuda", backward=True, loss=smooth)
+    assert report.backward is not None
+    notes = " ".join(report.backward.notes)
+    for word in ("grad_fn.register_hook", "saved_tensors_hooks", "once a parameter", "not full ones"):
+        assert word in notes, word
+
+
+def forward_sites(report: Any) -> list[tuple[Any, ...]]:
+    return [(s.site, s.op, s.layer, s.precision, s.source) for s in report.sites if s.layer != "loss"]
+
+
+@pytest.mark.parametrize("name", ["saved sigmoid", "in place on a view", "nested", "linear", "module hook"])
+@pytest.mark.parametrize("policy", ["torch-cuda", "half"])
+def test_the_forward_audit_does_not_see_ways_back(name: str, policy: str) -> None:
+    alone = ampaudit.scan(CASES[name](), rows(), policy=policy)
+    both = ampaudit.scan(CASES[name](), rows(), policy=policy, backward=True, loss=smooth)
+    hidden = {"view_as"}  # what hooks of a module put around it where there are gradients
+    assert [s for s in forward_sites(both) if s[1].split(".")[1] not in hidden] == forward_sites(alone)
+
+
+def test_hooks_run_on_a_copy_and_torch_is_as_it_was() -> None:
+    seen: list[torch.Tensor] = []
+    model = parameter_hook()
+    model.head.weight.register_hook(seen.append)
+    tensor: Any = torch.Tensor
+    names = ("register_hook", "retain_grad", "data", "grad_fn", "register_post_accumulate_grad_hook")
+    context: Any = torch.autograd.function.BackwardCFunction
+    before = [getattr(tensor, name) for name in names], context.saved_tensors, context.apply
+    own_apply = torch.autograd.Function.apply
+    report = ampaudit.scan(model, rows(), policy="half", backward=True, loss=smooth, loss_scale=1.0)
+    assert not [f for f in report.findings if f.code == "AMP706"]
+    assert not seen
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert before == ([getattr(tensor, name) for name in names], context.saved_tensors, context.apply)
+    assert torch.autograd.Function.apply == own_apply
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+    smooth(model(rows())).backward()
+    assert len(seen) == 1
+
+
+def test_a_forward_pass_without_gradients_may_ask_for_hooks() -> None:
+    """Such code runs in training; a scan that goes forward only has no use for it."""
+    report = ampaudit.scan(CASES["hook"](), rows(), policy="half")
+    assert not [f for f in report.findings if f.severity == "error"]
+
+
+def test_each_batch_goes_its_own_way_back() -> None:
+    """Shapes may change between them; the report has the largest gradient of all."""
+    batches = [(rows(4),), (rows(8) * 2,), (rows(4) * 3,)]
+    model = CASES["saved sigmoid"]()
+    report = ampaudit.scan(model, batches=batches, policy="half", backward=True, loss=smooth, loss_scale=1.0)
+    peaks: dict[str, float] = {}
+    for batch in batches:
+        for name, gradient in gradients(model.half(), model(batch[0].half())).items():
+            peaks[name] = max(peaks.get(name, 0.0), float(gradient.abs().max()))
+    assert report.backward is not None
+    assert len(report.backward.losses) == 3
+    assert {p.name: p.gradient.peak for p in report.backward.parameters} == pytest.approx(peaks, rel=1e-3)
