@@ -179,6 +179,22 @@ class LinearByHand(Function):
         return of_x, of_weight, of_bias
 
 
+class CastInputs(Function):
+    """Asks autocast for float32, and gets it."""
+
+    @staticmethod
+    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
 class CrossEntropy(Function):
     """A loss whose gradient is softmax minus one-hot; targets are integers."""
 

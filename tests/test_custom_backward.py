@@ -132,6 +132,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "exp": net(own.Exp.apply),
     "linear": lambda: by_hand(True),
     "linear without bias": lambda: by_hand(False),
+    "cast inputs": net(own.CastInputs.apply, torch.linspace(-0.4, 0.4, WIDTH * WIDTH).view(WIDTH, WIDTH)),
     "two outputs": net(both),
     "one output unused": net(lambda x: own.Unmaterialized.apply(x)[1]),
     "both outputs used": net(lambda x: sum(own.Unmaterialized.apply(x))),

@@ -66,7 +66,9 @@ class GradientAudit:
                 hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
             )
         dtypes = _dtypes(program)
-        ways = self._ways.setdefault(id(program), Ways(program, self._backend, self._device))
+        if id(program) not in self._ways:
+            self._ways[id(program)] = Ways(program, self._backend, self._device)
+        ways = self._ways[id(program)]
         backward = Backward(tape, needed, dtypes, self._backend, ways)
         seed = torch.full_like(reference, self.record.scale)
         pair = (seed, self._backend.hold(torch.full_like(seed, self.record.scale), dtypes[loss][0]))

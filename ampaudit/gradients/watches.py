@@ -105,7 +105,7 @@ class Measuring:
         del out, fault
         value = of.meta.get("val")
         name = self._names.of(of) if isinstance(value, torch.Tensor) and value.dim() <= 1 else None
-        source = self._names.of(step.node)
+        source = self._names.of(marked(step.node)[0] if is_mark(step.target) else step.node)
         if name is not None and source is not None:
             self.meter.sums(*name, source[0])
         return pair[1]

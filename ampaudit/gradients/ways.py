@@ -21,7 +21,7 @@ from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
 from ampaudit.sites import SourceLine
 from ampaudit.trace.graph import Site, WayBack
-from ampaudit.trace.marks import ENTERED, HOOKED, kept_values, marked, number_of
+from ampaudit.trace.marks import APPLIED, ENTERED, HOOKED, kept_values, marked, number_of
 
 __all__ = ["Fault", "GradientPair", "Share", "Ways", "WaysThrough"]
 
@@ -102,11 +102,13 @@ class WaysThrough:
         kept = self._marks[kept_values, number]
         values, watch = marked(kept.step.node), _FirstFault()
         pairs: list[Pair] = []
-        for place, (kind, key) in zip(way.traced.placeholders, way.inputs, strict=True):
+        for kind, key in way.inputs:
             if kind == "gradient":
-                pairs.append(self._gradient(number, place.node, given[int(key)]))
+                pairs.append(self._gradient(entered, number, int(key), given))
+            elif kind == "shared":
+                pairs.append(self._shared[str(key)])
             else:
-                pairs.append(self._shared[str(key)] if kind == "shared" else kept.inputs[values[int(key)]])
+                pairs.append(kept.inputs[values[int(key)]])
         executor = self._ways.executors[number]
         outputs = executor.run_pairs(pairs, watch)
         first = len(outputs) - len(way.shares)
@@ -120,16 +122,17 @@ class WaysThrough:
             if index is not None
         ]
 
-    def _gradient(self, number: int, name: str, given: GradientPair | None) -> Pair:
-        """What arrived, or zeros, as the backward is given it."""
-        executor = self._ways.executors[number]
-        node = next(node for node in executor.program.inputs if node.name == name)
-        like = node.meta["val"]
-        if given is None:
-            zeros = torch.zeros(tuple(like.shape), dtype=like.dtype, device=executor.device)
-            return self._ways.reference.hold(zeros, like.dtype), self._ways.backend.hold(zeros, like.dtype)
-        first, second = given[0].contiguous(), given[1].contiguous()
-        return first, first if given[0] is given[1] else second
+    def _gradient(
+        self, entered: Taped, number: int, index: int, given: Sequence[GradientPair | None]
+    ) -> Pair:
+        """What arrived, or zeros, in the memory format of the value."""
+        shown = self._marks.get((APPLIED, number)) or entered
+        like, pair = shown.inputs[marked(shown.step.node)[index]], given[index]
+        if pair is None:
+            zeros = torch.zeros_like(like[0])
+            return zeros, zeros if like[0] is like[1] else torch.zeros_like(like[1])
+        first = _laid_out(pair[0], like[0])
+        return first, first if pair[0] is pair[1] else _laid_out(pair[1], like[1])
 
     def _as_whole(self, way: WayBack, entered: Taped, given: Sequence[GradientPair | None]) -> list[Share]:
         """Of a function that could not be followed, if it can be called on its own."""
@@ -186,6 +189,12 @@ class _FirstFault:
         if site is None:
             return Fault(way.name, "", way.source)
         return Fault(way.name, site.op, site.source or way.source)
+
+
+def _laid_out(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A gradient with strides like its value's: autograd may hand on a view, or one number expanded."""
+    like = torch.empty_like(value, dtype=gradient.dtype)
+    return gradient if gradient.stride() == like.stride() else like.copy_(gradient)
 
 
 def _goes_wrong(reference: Any, value: Any) -> bool:

@@ -22,6 +22,7 @@ from ampaudit.trace.tensor_attributes import tensor_attributes
 __all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "Customs", "custom_backwards"]
 
 CHECKPOINT = "checkpoint"
+HOOK = "a hook on a tensor"
 ON_NODES = "hooks of autograd's own nodes, such as grad_fn.register_hook, are not followed"
 AFTER_ACCUMULATION = "hooks that run once a parameter has its gradient are not followed"
 
@@ -31,7 +32,7 @@ class Customs:
     """What was noticed.
 
     Attributes:
-        names: of custom functions that were called, and ``checkpoint`` for recomputed activations.
+        names: of custom functions that were called, ``checkpoint`` for recomputed activations, or of a hook.
         notes: what is known, and not followed on the way back.
     """
 
@@ -118,6 +119,7 @@ class _Watch:
         hook, retain, enter = tensor.register_hook, tensor.retain_grad, saved_tensors_hooks.__enter__
 
         def register_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
+            self.customs.names[HOOK] = None
             if self._ways is None and not value.requires_grad:
                 return RemovableHandle(Hooks())  # the trace goes without gradients; training does not
             if self._ways is None or self._ways.tracing or not value.requires_grad:
@@ -129,6 +131,7 @@ class _Watch:
                 retain(value)
 
         def register_post_accumulate_grad_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
+            self.customs.names[HOOK] = None
             self.customs.notes[AFTER_ACCUMULATION] = None
             return RemovableHandle(Hooks())
 
