@@ -240,12 +240,38 @@ class Unmaterialized(Function):
 
     @staticmethod
     def backward(ctx: Any, first: Any, second: Any) -> Any:
-        made = None
-        if first is not None:
-            made = first * 2
-        if second is not None:
-            made = second * 3 if made is None else made + second * 3
-        return made
+        if first is None or second is None:
+            return second * 3 if first is None else first * 2
+        return first * 2 + second * 3 + 0.25  # which zeros in the place of None would show
+
+
+class OfTheFirst(Function):
+    """A product that gives its second factor no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return gradient * y, None
+
+
+class WritesOnTheWay(Function):
+    """Halves its weight, and the gradient that it is given, when it goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        weight.mul_(0.5)
+        return gradient.mul_(0.5) * weight, None
 
 
 class AddsInPlace(Function):
@@ -345,12 +371,14 @@ class TakesValue(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, owner: Any = None) -> torch.Tensor:
         ctx.owner = owner
-        return x * 2
+        ctx.save_for_backward(x)
+        return x.exp()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if gradient.abs().max() > 1:
-            return gradient, None
+        (x,) = ctx.saved_tensors
+        if gradient.abs().max() > 1e-3:
+            return gradient * x.exp(), None
         return gradient * 2, None
 
 

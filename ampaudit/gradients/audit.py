@@ -118,7 +118,7 @@ class GradientAudit:
             number = number_of(mark)
             if number in ways.unfollowed:
                 way, (reason, instead) = ways.ways[number], ways.unfollowed[number]
-                site = names.nearest(mark)
+                site = names.own(mark)
                 if not instead:
                     self._behind |= names.parameters_behind(marked(mark))
                 if (site, way.name) not in known:

@@ -66,6 +66,11 @@ class Names:
                 waiting += node.all_input_nodes
         return {self._parameters[node.name] for node in seen if node.name in self._parameters}
 
+    def own(self, node: fx.Node) -> SiteId:
+        """The site of an op, or of what a custom function has made; else the nearest one."""
+        site = self._sites.get(marked(node)[0].name if is_mark(node.target) else node.name)
+        return self.nearest(node) if site is None else site.id
+
     def nearest(self, node: fx.Node) -> SiteId:
         """The site that made the values, or the first one that uses a parameter."""
         name, is_parameter = self.anyway(node)
@@ -192,7 +197,8 @@ class Repairing:
     def _note(self, node: fx.Node, of: fx.Node, fault: Fault | None = None) -> None:
         value, is_parameter = self._names.anyway(of)
         where = (fault.way, fault.op, fault.source) if fault is not None else ()
-        origin = GradientOrigin(self._names.nearest(node), value, is_parameter, self._batch, *where)
+        site = self._names.nearest(node) if fault is None else self._names.own(node)
+        origin = GradientOrigin(site, value, is_parameter, self._batch, *where)
         self.origins.append(origin)
 
     def _repair(self, of: fx.Node, pair: GradientPair, wrong: torch.Tensor) -> None:

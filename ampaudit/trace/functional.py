@@ -170,7 +170,6 @@ class _Rewriter:
             chain.insert(0, seen.step)
             seen = self._views[seen.source]
         base = self._now[view.base]
-        unseen = unseen or any(str(s.target) in STOPS for s in chain)
         writer = WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain), unseen)
         made = self.graph.create_node("call_function", writer, (base, value), {})
         made.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
@@ -180,7 +179,7 @@ class _Rewriter:
 class WriteThrough:
     """A copy of the base in which the part that a chain of views shows has a new value.
 
-    ``unseen`` says that autograd does not know: gradients were off, or a view is detached.
+    ``unseen`` says that gradients were off: autograd does not know.
     """
 
     __name__ = "write_through"

@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -64,7 +65,8 @@ class Application:
     @property
     def name(self) -> str:
         """As error messages call it."""
-        return f"{self.function.__name__}.backward"
+        hooks = self.function is BackwardHookFunction
+        return "the module's backward hook" if hooks else f"{self.function.__name__}.backward"
 
     @property
     def inputs(self) -> list[torch.Tensor]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ampaudit.trace.flatten import has_effect
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel, WayBack
@@ -14,6 +15,8 @@ from ampaudit.trace.marks import GRADIENT, RETURNED, TURNED, kept_values, number
 from ampaudit.trace.site_table import build_sites
 
 __all__ = ["with_ways"]
+
+_LOST = "it reads a tensor that no op of the trace has made"
 
 
 @dataclass(slots=True)
@@ -49,9 +52,13 @@ def with_ways(traced: TracedModel) -> TracedModel:
         for node in found.values:
             if node in owner and node not in stretches[owner[node]].shared:
                 stretches[owner[node]].shared.append(node)
+    followed = list(_followed(traced, stretches, owner))
+    for way in followed:
+        if way.failure is not None:
+            stretches[way.number].values.clear()
     graph, places = _without(traced.graph, stretches, owner)
     inside = {node.name for node in owner}
-    ways = [replace(way, leaves=places[way.number]) for way in _followed(traced.ways, stretches, owner)]
+    ways = [replace(way, leaves=places[way.number]) for way in followed]
     ways = [w if w.failure is not None else _apart(w, stretches[w.number], owner, traced) for w in ways]
     return replace(
         traced,
@@ -62,14 +69,15 @@ def with_ways(traced: TracedModel) -> TracedModel:
 
 
 def _followed(
-    ways: Iterable[WayBack], stretches: dict[int, _Stretch], owner: dict[fx.Node, int]
+    traced: TracedModel, stretches: dict[int, _Stretch], owner: dict[fx.Node, int]
 ) -> Iterator[WayBack]:
-    """The ways back in their order; one that reads what a failed one has made has failed, too."""
+    """The ways back in their order; one fails that reads what is not known, or what a failed one makes."""
     failed: dict[int, str] = {}
-    for way in ways:
-        before = (owner[node] for node in stretches[way.number].values if node in owner)
-        broken = next((failed[number] for number in before if number in failed), None)
-        found = replace(way, failure=way.failure or broken)
+    for way in traced.ways:
+        values = stretches[way.number].values
+        broken = next((failed[owner[node]] for node in values if owner.get(node) in failed), None)
+        lost = any(isinstance(traced.tensors.get(node.name), FakeTensor) for node in values)
+        found = replace(way, failure=way.failure or broken or (_LOST if lost else None))
         if found.failure is not None:
             failed[way.number] = found.failure
         yield found
