@@ -142,6 +142,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "in place on a view": net(on_a_view),
     "used three times": net(used_twice),
     "nested": net(own.Outer.apply),
+    "recomputed": net(own.Recomputed.apply),
     "broadcast": net(own.Broadcast.apply, torch.linspace(0.5, 2, WIDTH)),
     "reversible": Reversible,
     "hook": net(hooked),

@@ -116,15 +116,20 @@ class Caster:
         self._writes: Counter[int] = Counter()
         self._region: Region | None = None
         self.way: str | None = None
+        self._alive: list[Any] = []
 
     @contextmanager
     def going_back(self, way: str) -> Iterator[None]:
-        """While active, ops belong to a way back, whose name stands for their layer."""
+        """While active, ops belong to a way back, whose name stands for their layer.
+
+        What they make lives as long: autograd may have saved what the code itself has dropped.
+        """
         self.way = way
         try:
             yield
         finally:
             self.way = None
+            self._alive.clear()
 
     def layer(self, layer: tuple[str, str]) -> tuple[str, str]:
         """The layer whose op is traced, or the way back."""
@@ -179,6 +184,8 @@ class Caster:
     def note(self, result: Any, called: OpCalled) -> None:
         """Remember what an op of the model made, for edits, and what it wrote to."""
         self.note_writes(called)
+        if self.way is not None:
+            self._alive.append(result)
         if any(edit.looks_back for edit in self._edits.values()):
             self.history.note(result, called)
 
