@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Tracked", "gradients_to_leaves", "reached_outputs"]
+__all__ = ["Tracked", "reached_outputs"]
 
 
 def reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
@@ -37,42 +35,6 @@ def _behind(*values: torch.Tensor) -> list[Any]:
             seen[id(node)] = node
             waiting += [following for following, _ in node.next_functions if following is not None]
     return list(seen.values())
-
-
-@contextmanager
-def gradients_to_leaves() -> Iterator[None]:
-    """While active, ``backward()`` asks for the leaves' gradients: what autograd adds up is not traced."""
-
-    def backward(
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
-    ) -> None:
-        roots = _several(tensors)
-        nodes = _behind(*roots)
-        leaves = (
-            [node.variable for node in nodes if hasattr(node, "variable")]
-            if inputs is None
-            else _several(inputs)
-        )
-        given = grad_variables if grad_tensors is None else grad_tensors
-        made = torch.autograd.grad(
-            roots,
-            leaves,
-            None if given is None else _several(given),
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-        for leaf, gradient in zip(leaves, made, strict=True):
-            if gradient is not None:
-                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-
-    with mock.patch.object(torch.autograd, "backward", backward):
-        yield
 
 
 class Tracked:
@@ -101,7 +63,3 @@ class Tracked:
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     where = tensor.untyped_storage()._cdata, tensor.storage_offset()
     return *where, tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _several(value: Any) -> Sequence[Any]:
-    return [value] if isinstance(value, torch.Tensor) else list(value)

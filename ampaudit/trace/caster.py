@@ -120,10 +120,7 @@ class Caster:
 
     @contextmanager
     def going_back(self, way: str) -> Iterator[None]:
-        """While active, ops belong to a way back, whose name stands for their layer.
-
-        What they make lives as long: autograd may have saved what the code itself has dropped.
-        """
+        """While active, ops belong to a way back, whose name stands for their layer; their results are kept."""
         self.way = way
         try:
             yield
@@ -185,7 +182,7 @@ class Caster:
         """Remember what an op of the model made, for edits, and what it wrote to."""
         self.note_writes(called)
         if self.way is not None:
-            self._alive.append(result)
+            self._alive.append(result)  # autograd may have saved what the code itself has dropped
         if any(edit.looks_back for edit in self._edits.values()):
             self.history.note(result, called)
 
@@ -194,11 +191,9 @@ class Caster:
         op, args, kwargs = called.op, called.args, called.kwargs
         region = self.region()
         facts = self._facts.of(op, args, kwargs, *layer, site)
-        if self.is_going_back:
-            decision, dtype = self._decision_back(facts, called)
-            return OpRecord(decision, site, going_back=True), dtype
-        decision, dtype = self._decision(facts, region)
-        return OpRecord(decision, site, facts), dtype
+        back = self.is_going_back
+        decision, dtype = self._decision_back(facts, called) if back else self._decision(facts, region)
+        return OpRecord(decision, site, None if back else facts, going_back=back), dtype
 
     def _decision_back(self, facts: OpFacts, called: OpCalled) -> tuple[Decision, torch.dtype]:
         """Ops take the dtypes of what they are given, unless the author's code switches autocast on."""

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-from ampaudit.trace.autograd_graph import gradients_to_leaves, reached_outputs
+from ampaudit.trace.autograd_graph import reached_outputs
 from ampaudit.trace.failure import failing_line, plain_reason
 from ampaudit.trace.graph import WayBack
 from ampaudit.trace.marks import APPLIED, ENTERED, HOOKED, RETURNED, TURNED
@@ -78,7 +78,7 @@ class WaysBack:
         """
         self.tracing = True
         try:
-            with torch.no_grad(), gradients_to_leaves():
+            with torch.no_grad():
                 self._trace(reached_outputs(loss), parameters, within)
         finally:
             self.tracing = False
