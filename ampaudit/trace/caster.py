@@ -120,7 +120,7 @@ class Caster:
 
     @contextmanager
     def going_back(self, way: str) -> Iterator[None]:
-        """While active, ops belong to a way back, whose name stands for their layer; their results are kept."""
+        """While active, ops belong to a way back, whose name is their layer; their results are kept."""
         self.way = way
         try:
             yield
