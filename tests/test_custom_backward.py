@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ampaudit
 from ampaudit.formats import BFLOAT16
@@ -442,6 +443,23 @@ def on_a_node(x: torch.Tensor) -> torch.Tensor:
 def packed(x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
         return x.sin()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_hook_inside_a_checkpoint_is_noted(reentrant: bool) -> None:
+    """Autograd registers it on the block's input a second time: the gradient is nine times as large."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda gradient: gradient * 3)
+        return x.tanh() * 2
+
+    model = Net(lambda x: checkpoint(block, x, use_reentrant=reentrant))
+    report = ampaudit.scan(model, rows(), policy="half", backward=True, loss=smooth, loss_scale=1.0)
+    assert report.backward is not None
+    assert ["checkpoint" in note for note in report.backward.notes] == [True]
+    alone = gradients(model, model(rows()))["first.bias"]
+    model.between = lambda x: x.tanh() * 2
+    assert apart(alone, gradients(model, model(rows()))["first.bias"] * 9) < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")

@@ -24,6 +24,7 @@ __all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "Customs", "custom_backwards"]
 CHECKPOINT = "checkpoint"
 HOOK = "a hook on a tensor"
 ON_NODES = "hooks of autograd's own nodes, such as grad_fn.register_hook, are not followed"
+TWICE = "a hook inside a checkpoint runs once here; autograd may register it again when it recomputes"
 AFTER_ACCUMULATION = "hooks that run once a parameter has its gradient are not followed"
 
 
@@ -62,6 +63,7 @@ class _Watch:
         self.customs = Customs()
         self._ways = ways
         self._layer = layer
+        self._checkpoints = 0  # that are open
         self._running: list[Application | None] = []  # functions whose forward is running
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
@@ -80,9 +82,10 @@ class _Watch:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call(cls, original.__get__(None, cls), args, kwargs)
 
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
+        def recomputed(*args: Any, **kwargs: Any) -> Iterator[Any]:
             self.customs.names[CHECKPOINT] = None
-            return generator(*args, **kwargs)
+            with self._checkpoint():
+                yield from generator(*args, **kwargs)
 
         yield function, "apply", classmethod(apply)
         yield torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", recomputed
@@ -95,11 +98,21 @@ class _Watch:
             return self._within(None, call, args, kwargs)
         if cls is CheckpointFunction:
             run, _preserve, *given = args
-            return run(*given)  # what it computes again is what it has computed
+            with self._checkpoint():
+                return run(*given)  # what it computes again is what it has computed
         made = ways.enter(cls, args, self._layer())
         result = self._within(made, call, args, kwargs)
         ways.leave(made, result)
         return result
+
+    @contextmanager
+    def _checkpoint(self) -> Iterator[None]:
+        """Inside, code runs twice in training."""
+        self._checkpoints += 1
+        try:
+            yield
+        finally:
+            self._checkpoints -= 1
 
     def _within(
         self,
@@ -124,6 +137,8 @@ class _Watch:
                 return RemovableHandle(Hooks())  # the trace goes without gradients; training does not
             if self._ways is None or self._ways.tracing or not value.requires_grad:
                 return hook(value, function)
+            if self._checkpoints:
+                self.customs.notes[TWICE] = None
             return self._ways.hook(value, function, self._layer())
 
         def retain_grad(value: torch.Tensor) -> None:
