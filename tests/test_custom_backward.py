@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,46 @@ def test_gradients_are_autograds(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert apart(lower, half[parameter]) < max(2.0**-12, 0.5 * apart(half[parameter], gradient)), (
             parameter
         )
+
+
+UNARY: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *(own.Swish.apply, own.Gelu.apply, own.Exp.apply, own.Outer.apply, own.Recomputed.apply),
+    *(own.Clipped.apply, own.MaskedInPlace.apply, own.Vjp.apply, own.OnContext.apply, own.TakesValue.apply),
+    *(torch.tanh, both, in_place, on_a_view, hooked, hooked_then_written),
+    *(written("off"), written("view"), written("data")),
+)
+
+
+def composed(draw: random.Random, depth: int = 0, within: bool = False) -> Callable[[torch.Tensor], Any]:
+    """Functions, hooks and writes after each other, side by side and inside checkpoints."""
+    kind = draw.choice(["one", "one", "after", "beside", "product", "checkpoint"]) if depth < 3 else "one"
+    if kind == "one":  # a hook inside a checkpoint has a test of its own
+        return draw.choice([f for f in UNARY if not within or f not in (hooked, hooked_then_written)])
+    inside, reentrant = within or kind == "checkpoint", draw.random() < 0.5
+    first, second = composed(draw, depth + 1, inside), composed(draw, depth + 1, inside)
+    match kind:
+        case "after":
+            return lambda x: first(torch.tanh(second(x)))
+        case "beside":
+            return lambda x: torch.tanh(first(x)) + torch.tanh(second(x))
+        case "product":
+            return lambda x: first(x) * torch.sigmoid(second(x))
+    return lambda x: checkpoint(lambda y: torch.tanh(first(y)), x, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gradients_of_compositions_are_autograds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounding of a composition is compared with its own error against FP32."""
+    between = composed(random.Random(seed))
+    make = net(lambda x: torch.tanh(between(x)))
+    kept, x = Kept(monkeypatch), rows()
+    audit(make(), (x,), loss=smooth, policy="half", scale=1.0)
+    exact = gradients(model := make(), model(x))
+    half = gradients(model := make().half(), model(x.half()))
+    for parameter, gradient in exact.items():
+        reference, lower = kept.pairs[parameter]
+        assert apart(reference, gradient) < 1e-5, parameter
+        assert apart(lower, half[parameter]) < max(1e-3, apart(half[parameter], gradient)), parameter
 
 
 @ignore_idle_hooks
