@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Literal
 
@@ -105,6 +105,12 @@ def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
     return found
 
 
+def _not_gone_back(context: CheckContext) -> Iterator[str]:
+    """The author's own ways back before which no gradient is known."""
+    record = context.record.gradients
+    return (way.name for way in record.unfollowed if not way.instead) if record is not None else iter(())
+
+
 def _coverage(context: CheckContext) -> Coverage:
     floats = [site for site in context.sites if site.dtype is not None]
     seen = [s for s in floats if s.id in context.record.observations]
@@ -119,7 +125,7 @@ def _coverage(context: CheckContext) -> Coverage:
         author_sites=sum(s.decision.reason == "author" for s in floats),
         casts=sum(s.role.inserted for s in floats),
         author_casts=sum(s.role is Role.CAST for s in floats),
-        uncovered_ops=tuple(sorted(context.record.uncovered)),
+        uncovered_ops=tuple(sorted({*context.record.uncovered, *_not_gone_back(context)})),
     )
 
 

@@ -99,7 +99,7 @@ def _split(built: Built, masters: frozenset[str], total: int, gradients: int) ->
 def _shadow(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """The module with parameters that have no data, which ask for gradients as the real ones do."""
     with _without(model) as shared:
-        made = shadow_of(model, mode, {})
+        made = shadow_of(model, mode, {}).model
     for name, value in shared.items():
         setattr(made, name, value.fixed() if isinstance(value, TraceCache) else value)
     wants = {name: parameter.requires_grad for name, parameter in model.named_parameters()}

@@ -37,6 +37,7 @@ from ampaudit.checks import (
     origins,
     output_error,
     output_variation,
+    own_backward,
     ping_pong,
     positions,
     probabilities,
@@ -63,7 +64,7 @@ _MODULES = (
     *(hard_cast, double, probabilities, in_place, no_kernel, mixed_dtypes),
     *(small_weights, tied_weights),
     *(alignment, ping_pong, costly_island, float32_spread),
-    *(gradient_overflow, gradient_vanishes, no_loss_scale, gradient_error, no_gradient),
+    *(gradient_overflow, gradient_vanishes, no_loss_scale, gradient_error, no_gradient, own_backward),
     *(uncovered, unmentioned, not_taken),
 )
 ALL_CHECKS: tuple[Check, ...] = tuple(module.CHECK for module in _MODULES)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.checks.gradient_evidence import gradient_finding, name_of
-from ampaudit.checks.interface import Check, CheckContext
+from ampaudit.checks.interface import Check, CheckContext, source_of
 from ampaudit.gradients.scale import highest_exponent
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.gradient_record import GradientOrigin, GradientRecord, GradientSeen
-from ampaudit.words import number, power, scale_text
+from ampaudit.words import number, power, scale_text, short_op
 
 __all__ = ["CHECK"]
 
@@ -47,7 +47,12 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
     seen = record.broken_at(origin)
     name = name_of(context, origin.value, origin.is_parameter)
     own = origin.value == origin.site
-    what = "the gradient of its own output" if own else f"its backward makes a gradient of {name} that"
+    by = f"{short_op(origin.op)} in {origin.way}" if origin.op else origin.way or "its backward"
+    what = (
+        "the gradient of its own output"
+        if own and not origin.way
+        else f"{by} makes a gradient of {name} that"
+    )
     reaches = number(seen.seen.ref_peak) if seen is not None else "an unknown size"
     scaled = f" under the loss scale {scale_text(record.scale)}" if record.scale != 1 else ""
     severity = Severity.ERROR
@@ -64,6 +69,8 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
         cause = f"{what} becomes NaN or infinite, although in FP32 it only reaches {reaches}{scaled}"
         advice = "keep this op in float32: no loss scale cures it"
     made = gradient_finding(context, site, "AMP701", seen, cause, advice, severity=severity)
+    if origin.source is not None:
+        made = replace(made, source=source_of(replace(site, source=origin.source, caller=None)))
     return replace(made, origin=True)
 
 

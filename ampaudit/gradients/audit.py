@@ -12,14 +12,15 @@ from ampaudit.gradients.backward import Backward
 from ampaudit.gradients.meter import GradientMeter
 from ampaudit.gradients.tape import Tape, needs_gradient
 from ampaudit.gradients.watches import Measuring, Names, Repairing, Rounding
+from ampaudit.gradients.ways import Ways
 from ampaudit.policy.scaling import StartingScale
 from ampaudit.run.backends import Backend, choose_backend
-from ampaudit.run.gradient_record import GradientRecord
+from ampaudit.run.gradient_record import GradientRecord, UnfollowedWay
 from ampaudit.run.lockstep import LockStep, Watch
 from ampaudit.run.program import Program
 from ampaudit.run.runner import Plan
-from ampaudit.trace.customs import CHECKPOINT
 from ampaudit.trace.graph import Placeholder, Slot
+from ampaudit.trace.marks import APPLIED, HOOKED, marked, number_of
 
 __all__ = ["GradientAudit"]
 
@@ -37,8 +38,11 @@ class GradientAudit:
         self._backend: Backend = plan.backend or choose_backend(plan.device)
         self._limit = plan.number_format.max
         self._needed: dict[int, frozenset[fx.Node]] = {}
+        self._device = plan.device
+        self._ways: dict[int, Ways] = {}
         self._tape: Tape | None = None
         self._reached: set[str] = set()
+        self._behind: set[str] = set()  # parameters behind what could not be gone back through
 
     def following(self, watch: Watch, program: Program) -> Watch:
         """A tape around the watch."""
@@ -62,7 +66,10 @@ class GradientAudit:
                 hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
             )
         dtypes = _dtypes(program)
-        backward = Backward(tape, needed, dtypes, self._backend)
+        if id(program) not in self._ways:
+            self._ways[id(program)] = Ways(program, self._backend, self._device)
+        ways = self._ways[id(program)]
+        backward = Backward(tape, needed, dtypes, self._backend, ways)
         seed = torch.full_like(reference, self.record.scale)
         pair = (seed, self._backend.hold(torch.full_like(seed, self.record.scale), dtypes[loss][0]))
         names = Names(program.traced.site_of_node, program.traced.placeholders)
@@ -80,6 +87,7 @@ class GradientAudit:
         self._refuse_broken_reference(meter, number)
         meter.into(self.record)
         self._note_unpaired(meter)
+        self._note_unfollowed(ways, names, tape)
         self._note_unused(program)
 
     def _note_origins(self, repairing: Repairing) -> None:
@@ -102,13 +110,19 @@ class GradientAudit:
         self._reached |= {p.name for p in places} - frozen
 
     def _note_customs(self, program: Program) -> None:
-        functions = [name for name in program.traced.customs if name != CHECKPOINT]
-        names = ", ".join(functions)
-        note = (
-            f"{names}: a custom autograd function; its forward's derivative is audited, not its own backward"
-        )
-        if functions and note not in self.record.notes:
-            self.record.notes.append(note)
+        self.record.notes += [n for n in program.traced.way_notes if n not in self.record.notes]
+
+    def _note_unfollowed(self, ways: Ways, names: Names, tape: Tape) -> None:
+        known = {(way.site, way.name) for way in self.record.unfollowed}
+        for mark in (taped.step.node for taped in tape.marks if taped.step.target in (APPLIED, HOOKED)):
+            number = number_of(mark)
+            if number in ways.unfollowed:
+                way, (reason, instead) = ways.ways[number], ways.unfollowed[number]
+                site = names.own(mark)
+                if not instead:
+                    self._behind |= names.parameters_behind(marked(mark))
+                if (site, way.name) not in known:
+                    self.record.unfollowed.append(UnfollowedWay(site, way.name, reason, way.source, instead))
 
     def _note_unpaired(self, meter: GradientMeter) -> None:
         for site in meter.unpaired:
@@ -120,7 +134,7 @@ class GradientAudit:
         """A tied parameter is used if it is under one of its names."""
         names = {p.name: id(program.traced.tensors[p.node]) for p in _parameters(program)}
         used = {names[name] for name in self.record.parameters if name in names}
-        left = self._reached - set(self.record.parameters)
+        left = self._reached - set(self.record.parameters) - self._behind
         self.record.unused = tuple(sorted(name for name in left if names.get(name) not in used))
 
 

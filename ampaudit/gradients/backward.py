@@ -12,24 +12,35 @@ from torch import fx
 
 from ampaudit.gradients.product import vector_jacobian
 from ampaudit.gradients.tape import Tape, Taped
+from ampaudit.gradients.ways import Fault, GradientPair, Share, Ways, WaysThrough
 from ampaudit.run.backends import Backend, Reference
 from ampaudit.run.step import LOWER, Step
+from ampaudit.trace.marks import APPLIED, is_mark, marked, number_of
 
-__all__ = ["Backward", "GradientWatch", "Gradients"]
-
-GradientPair = tuple[torch.Tensor, torch.Tensor]
+__all__ = ["Backward", "GradientPair", "GradientWatch", "Gradients"]
 
 
 class GradientWatch(Protocol):
     """Sees gradients as they are made; what is returned goes on in the 16-bit run."""
 
     def made(
-        self, step: Step, of: fx.Node, out: Sequence[GradientPair | None], pair: GradientPair
+        self,
+        step: Step,
+        of: fx.Node,
+        out: Sequence[GradientPair | None],
+        pair: GradientPair,
+        fault: Fault | None = None,
     ) -> torch.Tensor:
-        """An op's backward made its share of the gradient of ``of``, from the gradients ``out``."""
+        """An op's backward made its share of the gradient of ``of``, from the gradients ``out``.
+
+        A way back of the author's own says where in it is to blame.
+        """
+
+    def summed(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
+        """All shares of the gradient of a node's value have been added up; hooks come next."""
 
     def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
-        """The gradient of a node's value is complete: all shares have been added up."""
+        """The gradient of a node's value is complete."""
 
 
 @dataclass(slots=True)
@@ -66,6 +77,7 @@ class Backward:
         needed: nodes that a gradient is for.
         dtypes: of each node's outputs in the converted model.
         backend: how the 16-bit run computes.
+        ways: the author's own ways back along the tape.
     """
 
     def __init__(
@@ -74,17 +86,21 @@ class Backward:
         needed: frozenset[fx.Node],
         dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]],
         backend: Backend,
+        ways: Ways,
     ) -> None:
+        self._ways = ways  # of each run, for a second one begins anew
         self._tape = tape
         self._needed = needed
         self._dtypes = dtypes
         self._backend = backend
         self._reference = Reference()
+        self._own = WaysThrough(ways, tape)
 
     def run(self, loss: fx.Node, seed: GradientPair, watch: GradientWatch) -> None:
         """From the loss, whose gradient is the seed, to the parameters."""
         gradients = Gradients()
         gradients.pairs[loss] = {0: seed}
+        self._own = WaysThrough(self._ways, self._tape)
         for taped in reversed(self._tape.steps):
             self._step(taped, gradients, watch)
         for node in list(gradients.pairs):
@@ -92,6 +108,10 @@ class Backward:
 
     def _step(self, taped: Taped, gradients: Gradients, watch: GradientWatch) -> None:
         node = taped.step.node
+        if is_mark(taped.step.target):
+            if taped.step.target is APPLIED:
+                self._through_function(taped, gradients, watch)
+            return
         arrived = gradients.take(node, len(taped.step.dtypes))
         if not any(arrived):
             return
@@ -101,7 +121,7 @@ class Backward:
             assert isinstance(source, fx.Node)
             assert isinstance(index, int)
             assert pair is not None
-            pair = (pair[0], watch.complete(node, taped.step.dtypes[0], pair))
+            pair = self._completed(node, taped.step.dtypes[0], pair, watch)
             gradients.add(source, index, pair, taped.step.dtypes[0], self._backend)
             return
         out = self._complete(node, arrived, watch)
@@ -115,9 +135,36 @@ class Backward:
         if len(arrived) > 1:  # each was complete at the getitem that shows it
             return arrived
         return [
-            None if pair is None else (pair[0], watch.complete(node, dtype, pair))
+            None if pair is None else self._completed(node, dtype, pair, watch)
             for pair, dtype in zip(arrived, self._dtypes[node], strict=True)
         ]
+
+    def _completed(
+        self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair, watch: GradientWatch
+    ) -> GradientPair:
+        pair = (pair[0], watch.summed(node, pair))
+        for step, number in self._own.hooks.get(node, ()):
+            for share in self._own.run(number, [pair]):
+                made = self._held(share)
+                pair = (made[0], watch.made(step, node, [pair], made, share.fault))
+        return pair[0], watch.complete(node, dtype, pair)
+
+    def _through_function(self, taped: Taped, gradients: Gradients, watch: GradientWatch) -> None:
+        """A custom function's outputs have their gradients: its own backward makes those of its inputs."""
+        out = [self._complete(node, gradients.take(node, 1), watch)[0] for node in marked(taped.step.node)]
+        if not any(out):
+            return
+        for share in self._own.run(number_of(taped.step.node), out):
+            if share.node in self._needed:
+                made = self._held(share)
+                pair = (made[0], watch.made(taped.step, share.node, out, made, share.fault))
+                gradients.add(share.node, 0, pair, self._dtypes[share.node][0], self._backend)
+
+    def _held(self, share: Share) -> GradientPair:
+        """Autograd gives a gradient the dtype of its value."""
+        dtype = self._dtypes[share.node][0]
+        first = self._reference.hold(share.pair[0], dtype)
+        return first, self._backend.hold(share.pair[1], dtype)
 
     def _products(
         self, taped: Taped, out: list[GradientPair | None]

@@ -10,7 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.gradients.formulas import FORMULAS
-from ampaudit.gradients.tape import Taped
+from ampaudit.gradients.tape import Taped, unseen_write
 from ampaudit.run.backends import Backend
 from ampaudit.run.lockstep import restore_random_state
 from ampaudit.trace.opnames import named_arguments
@@ -38,6 +38,9 @@ def vector_jacobian(
         gradients: of the step's outputs, ``None`` where there is none.
     """
     step = taped.step
+    if unseen_write(step):
+        first = step.node.all_input_nodes[0]
+        return [gradients[0] if node is first else None for node in wanted]
     if step.site is not None and step.site.role.converts and len(wanted) == 1:
         return [_converted(gradients[0], taped.inputs[wanted[0]][side])]  # autograd would do no more
     if (quick := _by_formula(taped, side, backend, wanted, gradients)) is not None:

@@ -12,11 +12,11 @@ from ampaudit.run.lockstep import Pair, StepCall, Watch
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
+from ampaudit.trace.functional import STOPS, OnCopy, WriteThrough
 from ampaudit.trace.graph import Slot
+from ampaudit.trace.marks import APPLIED, ENTERED, is_mark, marked, number_of
 
-__all__ = ["Tape", "Taped", "needs_gradient"]
-
-_STOPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")
+__all__ = ["Tape", "Taped", "needs_gradient", "unseen_write"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,15 @@ class Taped:
 class Tape:
     """A watch that does what another does, and keeps each step that a gradient passes, with its inputs.
 
-    No value is copied: a graph without in-place ops never changes one. So a run keeps its activations,
-    FP32's and the 16-bit run's, as training does.
+    Marks of the author's own ways back are kept, too. No value is copied: a graph without in-place ops never
+    changes one. So a run keeps its activations, FP32's and the 16-bit run's, as training does.
     """
 
     def __init__(self, watch: Watch, needed: frozenset[fx.Node]) -> None:
         self._watch = watch
         self._needed = needed
         self.steps: list[Taped] = []
+        self.marks: list[Taped] = []
 
     def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
         """What the other watch expects."""
@@ -54,9 +55,19 @@ class Tape:
     def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Let the other watch look, and remember the step."""
         result = self._watch.seen(step, reference, value, call)
-        if step.node in self._needed:
+        if is_mark(step.target):
+            self.marks.append(Taped(step, dict(call.inputs), call.shared, call.state))
+            self.steps.append(self.marks[-1])
+        elif step.node in self._needed and (step.differentiable or unseen_write(step)):
             self.steps.append(Taped(step, dict(call.inputs), call.shared, call.state))
         return result
+
+
+def unseen_write(step: Step) -> bool:
+    """Whether the model's code writes in place with gradients off: autograd's graph stays as it was."""
+    if isinstance(step.target, WriteThrough):
+        return step.target.unseen
+    return isinstance(step.target, OnCopy) and not step.differentiable
 
 
 def needs_gradient(program: Program) -> frozenset[fx.Node]:
@@ -64,13 +75,24 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
     tensors = program.traced.tensors
     found: set[fx.Node] = set()
     places = {p.node: p for p in program.traced.placeholders}
+    with_leaves = {way.number for way in program.traced.ways if way.leaves}
     for node in program.inputs:
         tensor = tensors.get(node.name)
         trainable = places[node.name].slot is Slot.PARAMETER and tensor is not None and tensor.requires_grad
         if trainable:
             found.add(node)
+    entered: dict[int, list[fx.Node]] = {}
     for step in program.steps:
-        passes = step.differentiable and str(step.target) not in _STOPS
+        if step.target is ENTERED:
+            entered[number_of(step.node)] = marked(step.node)
+        elif step.target is APPLIED:
+            # a function's leaves are known in the end only; one without such inputs has no outputs here
+            if found.intersection(entered[number_of(step.node)]) or number_of(step.node) in with_leaves:
+                found.update(marked(step.node))
+            continue
+        if unseen_write(step) and step.node.all_input_nodes[0] in found:
+            found.add(step.node)
+        passes = step.differentiable and str(step.target) not in STOPS
         floats = any(d is not None and d.is_floating_point for d in step.dtypes)
         if passes and floats and any(used in found for used in step.node.all_input_nodes):
             found.add(step.node)

@@ -9,11 +9,13 @@ from torch import fx
 
 from ampaudit.gradients.backward import GradientPair
 from ampaudit.gradients.meter import GradientMeter
+from ampaudit.gradients.ways import Fault
 from ampaudit.run.backends import Backend
 from ampaudit.run.gradient_record import GradientOrigin
 from ampaudit.run.step import LOWER, Step
 from ampaudit.sites import SiteId
 from ampaudit.trace.graph import Placeholder, Role, Site
+from ampaudit.trace.marks import is_mark, marked
 
 __all__ = ["Measuring", "Names", "Repairing", "Rounding"]
 
@@ -54,6 +56,31 @@ class Names:
         """The node's site."""
         return self._sites.get(node.name)
 
+    def parameters_behind(self, nodes: Sequence[fx.Node]) -> set[str]:
+        """The parameters from which values are computed."""
+        waiting, seen = list(nodes), set[fx.Node]()
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += node.all_input_nodes
+        return {self._parameters[node.name] for node in seen if node.name in self._parameters}
+
+    def own(self, node: fx.Node) -> SiteId:
+        """The site of an op, or of what a custom function has made; else the nearest one."""
+        site = self._sites.get(marked(node)[0].name if is_mark(node.target) else node.name)
+        return self.nearest(node) if site is None else site.id
+
+    def nearest(self, node: fx.Node) -> SiteId:
+        """The site that made the values, or the first one that uses a parameter."""
+        name, is_parameter = self.anyway(node)
+        if not is_parameter:
+            return SiteId(name)
+        while node.name not in self._parameters:
+            node = node.all_input_nodes[0]
+        users = (self._sites.get(user.name) for user in node.users)
+        return next((site.id for site in users if site is not None), SiteId(name))
+
     def anyway(self, node: fx.Node) -> tuple[str, bool]:
         """The same, going up to what made the values."""
         while (found := self.of(node)) is None:
@@ -72,15 +99,25 @@ class Measuring:
         self._names = names
 
     def made(
-        self, step: Step, of: fx.Node, out: Sequence[GradientPair | None], pair: GradientPair
+        self,
+        step: Step,
+        of: fx.Node,
+        out: Sequence[GradientPair | None],
+        pair: GradientPair,
+        fault: Fault | None = None,
     ) -> torch.Tensor:
         """Sums are looked at, in ``complete``; a bias's is noted, to see how much of it is left."""
-        del out
+        del out, fault
         value = of.meta.get("val")
         name = self._names.of(of) if isinstance(value, torch.Tensor) and value.dim() <= 1 else None
-        source = self._names.of(step.node)
+        source = self._names.of(marked(step.node)[0] if is_mark(step.target) else step.node)
         if name is not None and source is not None:
             self.meter.sums(*name, source[0])
+        return pair[1]
+
+    def summed(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
+        """It is looked at when it is complete."""
+        del node
         return pair[1]
 
     def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
@@ -115,28 +152,33 @@ class Repairing:
         self.origins: list[GradientOrigin] = []
 
     def made(
-        self, step: Step, of: fx.Node, out: Sequence[GradientPair | None], pair: GradientPair
+        self,
+        step: Step,
+        of: fx.Node,
+        out: Sequence[GradientPair | None],
+        pair: GradientPair,
+        fault: Fault | None = None,
     ) -> torch.Tensor:
         """Look at one op's share."""
         self._inner.made(step, of, out, pair)
         if pair[0].shape != pair[1].shape:
             return pair[1]
-        behind = step.node in self._beyond
+        given = marked(step.node) if is_mark(step.target) else [step.node]  # whose gradients it was given
+        behind = not self._beyond.isdisjoint(given)
         wrong = _wrong(*pair)
         if wrong is not None:
             self._repair(of, pair, wrong)
             if not behind:
-                self._note(step.node, of)
+                self._note(step.node, of, fault)
         elif behind and bool(pair[0].abs().nan_to_num().amax() > self._limit):
             self._beyond.add(of)
-        if wrong is None and step.node not in self._followed:
+        if wrong is None and self._followed.isdisjoint(given):
             return pair[1]
         self._followed.add(of)
         return self._following(of, pair)
 
-    def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
+    def summed(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
         """Shares that are in order can have a sum that is not; the scaled loss may be too large itself."""
-        del dtype
         wrong = _wrong(*pair)
         value = pair[1]
         if wrong is not None:
@@ -145,13 +187,19 @@ class Repairing:
             self._repair(node, pair, wrong)
             self._followed.add(node)
             value = self._following(node, pair)
-        self._inner.complete(node, self._rounding.dtype(node), (pair[0], value))
         return value
 
-    def _note(self, node: fx.Node, of: fx.Node) -> None:
+    def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
+        """Measure what it is after the repairs."""
+        del dtype
+        return self._inner.complete(node, self._rounding.dtype(node), pair)
+
+    def _note(self, node: fx.Node, of: fx.Node, fault: Fault | None = None) -> None:
         value, is_parameter = self._names.anyway(of)
-        site = SiteId(self._names.anyway(node)[0])
-        self.origins.append(GradientOrigin(site, value, is_parameter, self._batch))
+        where = (fault.way, fault.op, fault.source) if fault is not None else ()
+        site = self._names.nearest(node) if fault is None else self._names.own(node)
+        origin = GradientOrigin(site, value, is_parameter, self._batch, *where)
+        self.origins.append(origin)
 
     def _repair(self, of: fx.Node, pair: GradientPair, wrong: torch.Tensor) -> None:
         self._beyond.add(of)

@@ -111,8 +111,9 @@ class Fp32Check:
             uncast = plain_fp32(whole=plan.rules.op_names if plan.rules is not None else frozenset())
             differentiated = plan.differentiator is not None
             setting = (uncast, uncast, plan.number_format, None, plan.edits, differentiated)
+            seed = plan.seed + number
             try:
-                fp32 = trace(model, batch.args, batch.kwargs, *setting, plan.seed + number)
+                fp32 = trace(model, batch.args, batch.kwargs, *setting, seed, ways_back=differentiated)
             except AuditError:
                 self._record.untraced = True
                 self._places[id(traced)] = traced, None

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ampaudit.run.observation import Observation
-from ampaudit.sites import SiteId
+from ampaudit.sites import SiteId, SourceLine
 
-__all__ = ["GradientOrigin", "GradientRecord", "GradientSeen"]
+__all__ = ["GradientOrigin", "GradientRecord", "GradientSeen", "UnfollowedWay"]
 
 
 @dataclass(slots=True)
@@ -49,12 +49,37 @@ class GradientOrigin:
         value: the site whose output's gradient it is, or the parameter's name.
         is_parameter: which of the two ``value`` is.
         batch: number of the first batch in which it happened, from 0.
+        way: the author's own backward or hook that did it, such as ``Scale.backward``; empty for torch's.
+        op: the op in it, as far as one is known.
+        source: that op's line, or where the way back is defined.
     """
 
     site: SiteId
     value: str
     is_parameter: bool
     batch: int
+    way: str = ""
+    op: str = ""
+    source: SourceLine | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnfollowedWay:
+    """A backward or hook of the author's own that no trace could follow.
+
+    Attributes:
+        site: of the output whose gradient it takes.
+        name: such as ``Scale.backward``.
+        reason: why not.
+        source: the line that stopped the trace, or where it is defined.
+        instead: it ran ``as a whole``, or is ``left out`` if it is a hook; else nothing before it is audited.
+    """
+
+    site: SiteId
+    name: str
+    reason: str
+    source: SourceLine | None
+    instead: str
 
 
 @dataclass(slots=True)
@@ -72,7 +97,8 @@ class GradientRecord:
         losses: per batch the loss in FP32 and in 16 bits, without the scale.
         frozen: parameters that ask for no gradient.
         unused: parameters that ask for one, and that no batch's loss depends on.
-        notes: what was not as in training, such as a custom backward.
+        notes: what was not as in training.
+        unfollowed: ways back of the author's own that could not be followed.
     """
 
     scale: float
@@ -86,6 +112,7 @@ class GradientRecord:
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+    unfollowed: list[UnfollowedWay] = field(default_factory=list)
 
     def broken_at(self, origin: GradientOrigin) -> GradientSeen | None:
         """The gradient that broke there; ``None`` if it was not measured."""

@@ -88,19 +88,27 @@ class LockStep:
         A value is dropped after its last use. Where both runs would do the same thing to the same
         tensors in float32, it is done once.
         """
-        steps = self.steps(inputs, watch)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                outputs: list[Pair] = end.value
-                return outputs
+        return _last(self.steps(inputs, watch))
 
     def steps(
         self, inputs: list[torch.Tensor], watch: Watch, shared: SharedReference | None = None
     ) -> Generator[tuple[Step, ...], None, list[Pair]]:
         """``run``, stopping before each group of steps, which it yields; gradients must be off."""
-        values: dict[fx.Node, Pair] = self._start(inputs)
+        return self._steps(self._start(inputs), watch, shared)
+
+    @torch.no_grad()
+    def run_pairs(self, pairs: list[Pair], watch: Watch) -> list[Pair]:
+        """``run`` for a graph whose inputs are already held, and differ between the runs."""
+        given = zip(self.program.inputs, pairs, strict=True)
+        values = {node: self._own(pair) if node in self.program.written else pair for node, pair in given}
+        return _last(self._steps(values, watch, None))
+
+    def _own(self, pair: Pair) -> Pair:
+        return pair[0].clone(), pair[1].clone()
+
+    def _steps(
+        self, values: dict[fx.Node, Pair], watch: Watch, shared: SharedReference | None
+    ) -> Generator[tuple[Step, ...], None, list[Pair]]:
         self.buffers = {n: v for n, v in values.items() if self._places[n.name].slot is Slot.BUFFER}
         for group in self.program.groups:
             yield group
@@ -265,6 +273,16 @@ class LockStep:
 
     def _random_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
+
+
+def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:
+    """What all steps lead to."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            outputs: list[Pair] = end.value
+            return outputs
 
 
 def restore_random_state(state: torch.Tensor, device: torch.device) -> None:

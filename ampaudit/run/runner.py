@@ -176,11 +176,9 @@ class Runner:
         plan = self.plan
         rules = plan.rules or plain_fp32()
         author_rules = plan.author_rules if plan.rules else plain_fp32()
-        setting = (rules, author_rules, plan.number_format, plan.measured, plan.edits)
         differentiated, seed = self._gradients is not None, plan.seed + number
-        traced = trace(
-            self._model, batch.args, batch.kwargs, *setting, differentiated=differentiated, seed=seed
-        )
+        setting = (rules, author_rules, plan.number_format, plan.measured, plan.edits, differentiated, seed)
+        traced = trace(self._model, batch.args, batch.kwargs, *setting, ways_back=differentiated)
         if not traced.outputs:
             raise InputError(
                 f"{type(self._model).__name__} returns no tensor: there is nothing to compare",

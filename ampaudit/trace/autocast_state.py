@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-__all__ = ["Region", "RegionKind", "autocast_visible", "current_region"]
+__all__ = ["Region", "RegionKind", "autocast_visible", "current_region", "region_switched_on"]
 
 _DEVICES = ("cpu", "cuda")
 # torch's own, also while those that the model's code calls are watched
@@ -56,6 +56,15 @@ def autocast_visible(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
             torch.set_autocast_enabled(device, was_enabled)
             torch.set_autocast_dtype(device, was_dtype)
         torch.set_autocast_cache_enabled(cache)
+
+
+def region_switched_on(policy_enabled: bool, policy_dtype: torch.dtype) -> Region | None:
+    """The region where the author's code switches autocast on for one device; ``None`` where it is off."""
+    found = [_dtype(device) for device in _DEVICES if _enabled(device)]
+    if not found:
+        return None
+    is_policy = policy_enabled and found[0] == policy_dtype
+    return Region(RegionKind.POLICY) if is_policy else Region(RegionKind.OWN, found[0])
 
 
 def current_region(policy_enabled: bool, policy_dtype: torch.dtype) -> Region:

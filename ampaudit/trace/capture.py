@@ -24,14 +24,15 @@ from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.sites import SiteId
 from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.caster import Caster
-from ampaudit.trace.customs import custom_backwards
+from ampaudit.trace.customs import AFTER_ACCUMULATION, custom_backwards
 from ampaudit.trace.edits import Edit
-from ampaudit.trace.entry import ENTRY_NAME, Entry, layer_path, tensor_leaves
+from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.flatten import flat_graph
+from ampaudit.trace.going_back import WaysBack
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
-from ampaudit.trace.interpose import interposed
+from ampaudit.trace.interpose import current_layer, interposed, same_module
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
 from ampaudit.trace.random_state import seeded
 from ampaudit.trace.shadow import constant_masters, fake_like, named_tensors, shadow_of
@@ -61,6 +62,7 @@ class Setting:
         planned: decisions that were made on the whole graph, by site.
         edits: ops to rewrite, by site, to try a change of the model's code.
         differentiated: whether it is noted where the model's code switches gradients off.
+        follows: whether the author's own ways back are traced: ``None`` where nobody asks for them.
         seed: of the random numbers that the model's code draws; ``None`` for those that come next.
     """
 
@@ -71,6 +73,7 @@ class Setting:
     planned: Mapping[SiteId, Decision] = field(default_factory=dict)
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
     differentiated: bool = False
+    follows: bool | None = None
     seed: int | None = None
 
     @property
@@ -100,8 +103,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     reads = PrecisionReads()
     with quiet():
         convert = own_conversion(file.weights, lower)
-        shadow = shadow_of(model, mode, stored_dtypes(model, file.weights, lower), convert)
-        entry = Entry(shadow, args, kwargs, _placed(file.weights.outputs, lower), reads.watching)
+        ways = None if setting.follows is None else WaysBack(setting.follows)
+        dtypes = stored_dtypes(model, file.weights, lower)
+        shadow, hooks = shadow_of(model, mode, dtypes, convert, trained=ways is not None)
+        entry = Entry(
+            *(shadow, args, kwargs, _placed(file.weights.outputs, lower), reads.watching),
+            None if ways is None else lambda traced, output: _go_back(ways, caster, traced, output, hooks),
+        )
     entry.train(model.training)
     _copy_modes(model, shadow)
     given = _placed(file.weights.inputs, lower)
@@ -118,17 +126,52 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
             torch.set_grad_enabled(setting.differentiated),
             autocast_visible(file.autocast, lower),
             interposed(caster),
-            custom_backwards() as customs,
+            custom_backwards(ways, current_layer) as customs,
         ):
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:
         raise
     except Exception as error:
+        if ways is not None and ways.follows and ways.found:
+            return capture(model, args, kwargs, replace(setting, follows=False))
         raise trace_failure(error, type(model).__name__, setting.rules.name) from error
     notes = storage_notes(model, file.weights, lower)
     made = _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
     reads.lines += [] if convert is None else conversions_of(model)
-    return replace(made, customs=tuple(dict.fromkeys(customs)), reads=tuple(reads.lines))
+    return replace(
+        made,
+        customs=tuple(customs.names),
+        ways=() if ways is None else tuple(ways.ways),
+        way_notes=(*customs.notes, *(_unseen_hooks(model) if ways is not None else ())),
+        reads=tuple(reads.lines),
+    )
+
+
+def _go_back(
+    ways: WaysBack, caster: Caster, model: nn.Module, output: Any, hooks: Mapping[str, Sequence[Any]]
+) -> None:
+    """Trace the author's own ways back from the loss, outside autocast, as training code goes back."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, functions in hooks.items():
+        for function in functions:
+            ways.hook(parameters[name], function, layer_path(name).rpartition(".")[0])
+
+    @contextlib.contextmanager
+    def within(name: str) -> Iterator[None]:
+        with caster.going_back(name), same_module():
+            yield
+
+    loss = flatten_outputs(output)[-1][1]
+    with autocast_visible(False, caster.dtype):
+        ways.trace(loss, list(parameters.values()), within)
+
+
+def _unseen_hooks(model: nn.Module) -> Iterator[str]:
+    """Hooks that autograd's nodes have, or that run after it: no trace sees them."""
+    if any(module._backward_hooks and module._is_full_backward_hook is False for module in model.modules()):
+        yield "backward hooks of modules that are not full ones are not followed"
+    if any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()):
+        yield AFTER_ACCUMULATION
 
 
 def _placed(placement: str, lower: torch.dtype) -> torch.dtype | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,17 +16,16 @@ from ampaudit.policy import Decision, OpFacts, RuleSet
 from ampaudit.policy.schema import PAINTED, Cast
 from ampaudit.replay import OPAQUE, replayed_meta
 from ampaudit.sites import SiteId, SiteNumbering
-from ampaudit.trace.autocast_state import Region, RegionKind, current_region
+from ampaudit.trace import arguments
+from ampaudit.trace.autocast_state import Region, RegionKind, current_region, region_switched_on
 from ampaudit.trace.edits import Edit, History, OpCalled
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.inner import InnerOps
 from ampaudit.trace.opnames import (
     CASTABLE,
     argument_names,
-    converts,
     is_composite,
     kept_whole,
-    named_arguments,
     op_name,
     short_name,
     written_values,
@@ -49,11 +47,10 @@ NO_KERNEL = Decision(
 HALF_FOURIER = Decision(
     Cast.FOLLOW, None, "no-kernel", "a CPU has no float16 kernel for it; the audit does what CUDA's does"
 )
+BACKWARD = Decision(Cast.FOLLOW, None, "default", "on the way back, where autocast is off")
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
 Call = Callable[..., Any]
-# what would be tensors if they were not constants; eps and p are attributes
-_OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +65,7 @@ class OpRecord:
         exact: arguments that the policy changed, by position or name, as the FP32 model has them.
         replayed: metadata of the exported node that it replays, if the model is an exported program.
         no_grad: whether the model's code switches gradients off here.
+        going_back: whether it is an op of the author's own way back.
     """
 
     decision: Decision
@@ -77,6 +75,7 @@ class OpRecord:
     exact: Mapping[int | str, Any] = field(default_factory=dict)
     replayed: Mapping[str, Any] | None = None
     no_grad: bool = False
+    going_back: bool = False
 
 
 class Caster:
@@ -116,6 +115,28 @@ class Caster:
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
         self._region: Region | None = None
+        self.way: str | None = None
+        self._alive: list[Any] = []
+
+    @contextmanager
+    def going_back(self, way: str) -> Iterator[None]:
+        """While active, ops belong to a way back, whose name is their layer; their results are kept."""
+        self.way = way
+        try:
+            yield
+        finally:
+            self.way = None
+            self._alive.clear()
+
+    def layer(self, layer: tuple[str, str]) -> tuple[str, str]:
+        """The layer whose op is traced, or the way back."""
+        return layer if self.way is None else (self.way, layer[1])
+
+    @property
+    def is_going_back(self) -> bool:
+        """Whether the op that is traced is one of a way back."""
+        record = (replayed_meta() or {}).get(META_KEY)
+        return self.way is not None or (isinstance(record, OpRecord) and record.going_back)
 
     def region(self) -> Region:
         """The autocast region of the model's code, or of the op around ``vmap``."""
@@ -138,6 +159,8 @@ class Caster:
 
     def splits(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether to trace an op's parts: autocast casts what a kernel calls, as ``bmm`` in ``einsum``."""
+        if self.way is not None and torch.is_grad_enabled():
+            return is_composite(op)  # what autograd keeps of a part must be a value of the trace
         region = self.region()
         rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
         if is_composite(op) and not kept_whole(op):
@@ -156,8 +179,10 @@ class Caster:
         return called if edit is None else edit(called, self.history, emit)
 
     def note(self, result: Any, made: OpCalled, called: OpCalled) -> None:
-        """Remember what an op wrote to and, for edits, how the model called it, without casts."""
+        """Remember what an op wrote to and made and, for edits, how the model called it, without casts."""
         self.note_writes(made)
+        if self.way is not None:
+            self._alive.append(result)  # autograd may have saved what the code itself has dropped
         if any(edit.looks_back for edit in self._edits.values()):
             self.history.note(result, called)
 
@@ -166,8 +191,18 @@ class Caster:
         op, args, kwargs = called.op, called.args, called.kwargs
         region = self.region()
         facts = self._facts.of(op, args, kwargs, *layer, site)
-        decision, dtype = self._decision(facts, region)
-        return OpRecord(decision, site, facts), dtype
+        back = self.is_going_back
+        decision, dtype = self._decision_back(facts, called) if back else self._decision(facts, region)
+        return OpRecord(decision, site, None if back else facts, going_back=back), dtype
+
+    def _decision_back(self, facts: OpFacts, called: OpCalled) -> tuple[Decision, torch.dtype]:
+        """Ops take the dtypes of what they are given, unless the author's code switches autocast on."""
+        region = region_switched_on(self.rules.file.autocast, self.dtype)
+        if region is not None:
+            return self._decision(facts, region)
+        if self.way is not None:
+            arguments.refuse_mixed_product(called.op, called.args)
+        return BACKWARD, self.dtype
 
     def _decision(self, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
         if region.kind is RegionKind.DISABLED:
@@ -199,15 +234,15 @@ class Caster:
         """
         kind = decision.cast
         if kind is Cast.SET_DTYPE:
-            return op, args, _with_dtype(op, args, kwargs)
+            return op, args, arguments.with_dtype(op, args, kwargs)
         if kind is Cast.APPEND_DTYPE:
-            return _appended(op), args, kwargs | {"dtype": torch.float32}
+            return arguments.appended(op), args, kwargs | {"dtype": torch.float32}
         target = self._target(kind, dtype, args, kwargs)
         written = [value for value in written_values(op, args, kwargs) if _castable(value)]
         if target is not None and written:
             target = written[0].dtype
         if kind is Cast.LOWER and self.rules.file.level == "graph":
-            kwargs = _lowered_dtype(op, kwargs, dtype)
+            kwargs = arguments.lowered_dtype(op, kwargs, dtype)
 
         def convert(value: Any, to: torch.dtype | None) -> Any:
             if kind is Cast.FORBID and getattr(value, "dtype", None) is torch.complex32:
@@ -241,19 +276,7 @@ class Caster:
         limits = self.rules.file.weights.clip
         if limits is None or decision.cast is not Cast.LOWER:
             return args, kwargs, {}
-        exact: dict[int | str, Any] = {}
-
-        def clip(key: int | str, name: str, value: Any) -> Any:
-            if name not in _OPERANDS or not isinstance(value, float) or not value or not math.isfinite(value):
-                return value
-            magnitude = min(max(abs(value), limits.min_positive), limits.max_finite)
-            if magnitude != abs(value):
-                exact[key] = value
-            return math.copysign(magnitude, value)
-
-        pairs = zip(argument_names(op), args, strict=False)
-        made = tuple(clip(position, name, value) for position, (name, value) in enumerate(pairs))
-        return made, {name: clip(name, name, value) for name, value in kwargs.items()}, exact
+        return arguments.with_clipped_numbers(op, args, kwargs, limits)
 
     def _target(
         self, kind: Cast, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -283,26 +306,3 @@ def _storage(value: torch.Tensor) -> int:
 
 def _castable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in CASTABLE
-
-
-def _with_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``dtype=float32`` where the caller left it unset; as autocast does, only for a 16-bit input."""
-    given = named_arguments(op, args, kwargs)
-    first = given.get(argument_names(op)[0])
-    if given.get("dtype") is None and _castable(first):
-        return kwargs | {"dtype": torch.float32}
-    return kwargs
-
-
-def _appended(op: OpOverload) -> OpOverload:
-    """The overload of the norm family that takes a dtype."""
-    names = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-    overload: OpOverload = getattr(op.overloadpacket, names[op._overloadname])
-    return overload
-
-
-def _lowered_dtype(op: OpOverload, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """In a FP32 graph ``dtype=float32`` is what the trace saw, not what the author asked for."""
-    if converts(op) or kwargs.get("dtype") is not torch.float32:
-        return kwargs
-    return kwargs | {"dtype": dtype}

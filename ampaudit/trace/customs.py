@@ -1,41 +1,210 @@
-"""Notices, while a model is traced, code whose way back is its own: no graph of the forward pass has it."""
+"""Notices, while a model is traced, code that has a way back of its own: functions, hooks, checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
+from torch.autograd.function import BackwardCFunction, FunctionCtx, _SingleLevelFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["CHECKPOINT", "custom_backwards"]
+from ampaudit.trace.going_back import WaysBack
+from ampaudit.trace.own_code import Application, Hooks
+from ampaudit.trace.tensor_attributes import tensor_attributes
+
+__all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "Customs", "custom_backwards"]
 
 CHECKPOINT = "checkpoint"
+HOOK = "a hook on a tensor"
+ON_NODES = "hooks of autograd's own nodes, such as grad_fn.register_hook, are not followed"
+TWICE = "a hook inside a checkpoint runs once here; autograd may register it again when it recomputes"
+AFTER_ACCUMULATION = "hooks that run once a parameter has its gradient are not followed"
+
+
+@dataclass(slots=True)
+class Customs:
+    """What was noticed.
+
+    Attributes:
+        names: of custom functions that were called, ``checkpoint`` for recomputed activations, or of a hook.
+        notes: what is known, and not followed on the way back.
+    """
+
+    names: dict[str, None] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
 
 
 @contextmanager
-def custom_backwards() -> Iterator[list[str]]:
-    """Names of custom autograd functions that are called, and ``checkpoint`` for recomputed activations."""
-    found: list[str] = []
-    function: Any = torch.autograd.Function
-    original, generator = (
-        function.__dict__["apply"],
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator,
-    )
+def custom_backwards(ways: WaysBack | None, layer: Callable[[], str]) -> Iterator[Customs]:
+    """While active, names are noted, and ways back are remembered where gradients will be asked for.
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(CHECKPOINT if cls is torch.utils.checkpoint.CheckpointFunction else cls.__name__)
-        return original.__get__(None, cls)(*args, **kwargs)
+    Args:
+        ways: what remembers them; ``None`` for a trace that goes forward only.
+        layer: says in which layer the model's code is.
+    """
+    watch = _Watch(ways, layer)
+    with ExitStack() as stack:
+        for owner, name, made in watch.patches():
+            stack.enter_context(mock.patch.object(owner, name, made))
+        yield watch.customs
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        found.append(CHECKPOINT)
-        return generator(*args, **kwargs)
 
-    function.apply = classmethod(apply)
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = recomputed
-    try:
-        yield found
-    finally:
-        function.apply = original
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
+class _Watch:
+    """What stands in the place of torch's functions; each is yielded as owner, name and replacement."""
+
+    def __init__(self, ways: WaysBack | None, layer: Callable[[], str]) -> None:
+        self.customs = Customs()
+        self._ways = ways
+        self._layer = layer
+        self._checkpoints = 0  # that are open
+        self._running: list[Application | None] = []  # functions whose forward is running
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """Everything."""
+        yield from self.calls()
+        yield from self.hooks()
+        yield from self.contexts()
+        yield from tensor_attributes(lambda: self.customs.notes.update({ON_NODES: None}))
+
+    def calls(self) -> Iterator[tuple[Any, str, Any]]:
+        # below Function.apply, which a model may hold as `swish = Swish.apply`
+        function: Any = _SingleLevelFunction
+        original = torch._C._FunctionBase.__dict__["apply"]
+        generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._call(cls, original.__get__(None, cls), args, kwargs)
+
+        def recomputed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            self.customs.names[CHECKPOINT] = None
+            with self._checkpoint():
+                yield from generator(*args, **kwargs)
+
+        yield function, "apply", classmethod(apply)
+        yield torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", recomputed
+
+    def _call(self, cls: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.customs.names[CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
+        ways = self._ways
+        asked = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        if ways is None or ways.tracing or not asked:
+            return self._within(None, call, args, kwargs)
+        if cls is CheckpointFunction:
+            run, _preserve, *given = args
+            with self._checkpoint():
+                return run(*given)  # what it computes again is what it has computed
+        made = ways.enter(cls, args, self._layer())
+        result = self._within(made, call, args, kwargs)
+        ways.leave(made, result)
+        return result
+
+    @contextmanager
+    def _checkpoint(self) -> Iterator[None]:
+        """Inside, code runs twice in training."""
+        self._checkpoints += 1
+        try:
+            yield
+        finally:
+            self._checkpoints -= 1
+
+    def _within(
+        self,
+        application: Application | None,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self._running.append(application)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._running.pop()
+
+    def hooks(self) -> Iterator[tuple[Any, str, Any]]:
+        tensor: Any = torch.Tensor
+        hook, retain, enter = tensor.register_hook, tensor.retain_grad, saved_tensors_hooks.__enter__
+
+        def register_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
+            self.customs.names[HOOK] = None
+            if self._ways is None and not value.requires_grad:
+                return RemovableHandle(Hooks())  # the trace goes without gradients; training does not
+            if self._ways is None or self._ways.tracing or not value.requires_grad:
+                return hook(value, function)
+            if self._checkpoints:
+                self.customs.notes[TWICE] = None
+            return self._ways.hook(value, function, self._layer())
+
+        def retain_grad(value: torch.Tensor) -> None:
+            if self._ways is not None or value.requires_grad:
+                retain(value)
+
+        def register_post_accumulate_grad_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
+            self.customs.names[HOOK] = None
+            self.customs.notes[AFTER_ACCUMULATION] = None
+            return RemovableHandle(Hooks())
+
+        def entered(packing: saved_tensors_hooks) -> None:
+            if type(packing) is saved_tensors_hooks:
+                self.customs.notes["saved_tensors_hooks: tensors are audited as they were saved"] = None
+            enter(packing)
+
+        yield tensor, "register_hook", register_hook
+        yield tensor, "retain_grad", retain_grad
+        yield tensor, "register_post_accumulate_grad_hook", register_post_accumulate_grad_hook
+        yield saved_tensors_hooks, "__enter__", entered
+
+    def contexts(self) -> Iterator[tuple[Any, str, Any]]:
+        """What a ``ctx`` is told is kept here: what C++ hands out again is no value of the trace."""
+        context: Any = FunctionCtx
+        save, dirty = context.save_for_backward, context.mark_dirty
+        materialize, node = context.set_materialize_grads, BackwardCFunction
+        saved: Any = node.saved_tensors
+        after, before = node.register_hook, node.register_prehook
+
+        def save_for_backward(ctx: Any, *tensors: Any) -> None:
+            self._told(ctx, "saved", tensors)
+            save(ctx, *tensors)
+
+        def mark_dirty(ctx: Any, *args: Any) -> None:
+            self._told(ctx, "dirty", bool(args))
+            dirty(ctx, *args)
+
+        def set_materialize_grads(ctx: Any, value: bool) -> None:
+            self._told(ctx, "materializes", value)
+            materialize(ctx, value)
+
+        def saved_tensors(ctx: Any) -> Any:
+            found = self._application(ctx)
+            return saved.__get__(ctx) if found is None or found.saved is None else found.saved
+
+        def register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
+            found = self._application(ctx)
+            return after(ctx, hook) if found is None else found.after.added(hook)
+
+        def register_prehook(ctx: Any, hook: Callable[..., Any]) -> Any:
+            found = self._application(ctx)
+            return before(ctx, hook) if found is None else found.before.added(hook)
+
+        yield context, "save_for_backward", save_for_backward
+        yield context, "mark_dirty", mark_dirty
+        yield context, "set_materialize_grads", set_materialize_grads
+        yield node, "saved_tensors", property(saved_tensors)
+        yield node, "register_hook", register_hook
+        yield node, "register_prehook", register_prehook
+
+    def _told(self, ctx: Any, name: str, value: Any) -> None:
+        application = self._running[-1] if self._running else None
+        if application is not None and isinstance(ctx, BackwardCFunction):
+            application.context = ctx
+            setattr(application, name, value)
+
+    def _application(self, ctx: Any) -> Application | None:
+        found = () if self._ways is None else self._ways.found
+        return next((a for a in found if isinstance(a, Application) and a.context is ctx), None)

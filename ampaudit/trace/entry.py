@@ -79,7 +79,8 @@ class Entry(nn.Module):
 
     Non-tensor inputs are fixed at tracing time. Outputs may be tensors in any nesting of tuples, lists,
     dicts, dataclasses (``ModelOutput``) or objects such as key-value caches. With ``output_dtype`` they
-    are cast to it, float64 and integers excepted. The model's code runs inside ``around``.
+    are cast to it, float64 and integers excepted. The model's code runs inside ``around``; ``then`` is called
+    with the model and its output.
     """
 
     def __init__(
@@ -89,10 +90,12 @@ class Entry(nn.Module):
         kwargs: dict[str, Any],
         output_dtype: torch.dtype | None = None,
         around: Around = nullcontext,
+        then: Callable[[nn.Module, Any], None] | None = None,
     ) -> None:
         super().__init__()
         setattr(self, ENTRY_NAME, model)
         self._around = around
+        self._then = then
         self._output_dtype = output_dtype
         if hasattr(model, "output_dtype"):  # a model with its loss has its own outputs inside
             vars(model)["output_dtype"] = output_dtype
@@ -127,7 +130,10 @@ class Entry(nn.Module):
         named = flatten_outputs(output)
         self.outputs.names = tuple(name for name, _ in named)
         self.outputs.structure = _structure(output, [tensor for _, tensor in named])
-        return tuple(placed(tensor, self._output_dtype) for _, tensor in named)
+        made = tuple(placed(tensor, self._output_dtype) for _, tensor in named)
+        if self._then is not None:
+            self._then(model, output)
+        return made
 
 
 def _write_assigned(path: str, now: dict[str, Any], then: dict[str, Any]) -> list[str]:

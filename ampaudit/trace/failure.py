@@ -11,7 +11,7 @@ from ampaudit.policy.load import PLAIN_FP32
 from ampaudit.sites import SourceLine
 from ampaudit.trace.stack import is_tool_file
 
-__all__ = ["failing_line", "trace_failure"]
+__all__ = ["failing_line", "plain_reason", "trace_failure"]
 
 # (words in the error's type or text, what to say instead of torch, what to do); the first found decides
 _REMEDIES: tuple[tuple[tuple[str, ...], str | None, str], ...] = (
@@ -45,19 +45,30 @@ _FALLBACK = (
 
 def trace_failure(error: BaseException, model: str, policy: str) -> TraceFailed:
     """The error to show, naming the model's line at which tracing stopped."""
-    text = f"{type(error).__name__} {error}".lower()
     place = failing_line(error.__traceback__)
     where = f"{place.file}:{place.line}: " if place else f"{model}: "
     code = f" at '{place.code}'" if place and place.code else ""
     summary = f"{type(error).__name__}: {first_line(error)}"
-    known = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
-    _, plainer, hint = known or ((), None, _FALLBACK)
+    plainer, hint = _known(error)
+    text = str(error).lower()
     if policy != PLAIN_FP32 and any(words in text for words in _MIXED):
         hint = (
             f"policy {policy} leaves this op's inputs in different dtypes; extend the policy with a rule "
             "for the op that says 'cast: widest' or 'cast: lower'"
         )
     return TraceFailed(f"{where}cannot be exported{code}: {plainer or summary}", hint=hint)
+
+
+def plain_reason(error: BaseException) -> str:
+    """Why code cannot be traced, in our words or in torch's."""
+    return _known(error)[0] or first_line(error)
+
+
+def _known(error: BaseException) -> tuple[str | None, str]:
+    """What to say instead of torch, and what to do."""
+    text = f"{type(error).__name__} {error}".lower()
+    known = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
+    return (known[1], known[2]) if known is not None else (None, _FALLBACK)
 
 
 def failing_line(trace: TracebackType | None) -> SourceLine | None:

@@ -10,9 +10,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from ampaudit.trace.marks import is_mark
 from ampaudit.trace.objects import ObjectSource
 
-__all__ = ["flat_graph"]
+__all__ = ["flat_graph", "has_effect"]
 
 _REGIONS = {"wrap_with_autocast", "wrap_with_set_grad_enabled"}
 _IGNORED = {
@@ -47,7 +48,7 @@ def flat_graph(program: ExportedProgram) -> fx.Graph:
             graph.output(_mapped(node.args[0], env))
         else:
             env[node] = _copy(node, source, graph, env)
-    graph.eliminate_dead_code(_has_effect)
+    graph.eliminate_dead_code(has_effect)
     graph.lint()
     return graph
 
@@ -95,8 +96,9 @@ def _mapped(value: Any, env: dict[fx.Node, Any]) -> Any:
     return value
 
 
-def _has_effect(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node does something besides making a value."""
+    if node.op in ("placeholder", "output") or is_mark(node.target):
         return True
     schema = getattr(node.target, "_schema", None)
     return bool(schema and schema.is_mutable)

@@ -14,12 +14,15 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ampaudit.trace.caster import META_KEY
 from ampaudit.trace.graph import Slot, TracedModel
+from ampaudit.trace.marks import APPLIED, marked
 from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import mutated_arguments
 
-__all__ = ["OnCopy", "WriteThrough", "functionalized", "overload_of", "writes_in_place"]
+__all__ = ["STOPS", "OnCopy", "WriteThrough", "functionalized", "overload_of", "writes_in_place"]
 
+STOPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")  # the way back ends there
 aten = torch.ops.aten
 _BY_SIZES = {
     aten.view_as.default: aten.view.default,
@@ -97,6 +100,9 @@ class _Rewriter:
                 self.graph.output(fx.node.map_arg(node.args[0], self._value))
             elif writes_in_place(node):
                 self._write(node)
+            elif node.target is APPLIED:
+                self._copy(node)
+                self._begin_again(node)
             else:
                 self._copy(node)
         self.graph.lint()
@@ -150,13 +156,27 @@ class _Rewriter:
         made = self.graph.create_node("call_function", OnCopy(op), args, kwargs, name=node.name)
         made.meta = dict(node.meta)
         view = self._views[written]
-        self._now[view.base] = self._through(written, made)
+        record = node.meta.get(META_KEY)
+        self._now[view.base] = self._through(written, made, unseen=record is not None and record.no_grad)
         self._versions[view.base] += 1
         for name in (written, node):
             self._now[name] = made
             self._views[name] = replace(view, version=self._versions[view.base])
 
-    def _through(self, written: fx.Node, value: fx.Node) -> fx.Node:
+    def _begin_again(self, applied: fx.Node) -> None:
+        """What a custom function has written is a new value: all that shows it is made after the mark."""
+        for out in marked(applied):
+            view = self._views[out]
+            if not self._versions[view.base]:
+                continue
+            value = self._now[out]
+            self._now[view.base] = self._through(out, value)
+            self._versions[view.base] += 1
+            for node, now in self._now.items():
+                if now is value:
+                    self._views[node] = replace(self._views[node], version=self._versions[view.base])
+
+    def _through(self, written: fx.Node, value: fx.Node, *, unseen: bool = False) -> fx.Node:
         """The base after a view of it was given a new value."""
         view = self._views[written]
         if view.step is None:
@@ -167,19 +187,25 @@ class _Rewriter:
             chain.insert(0, seen.step)
             seen = self._views[seen.source]
         base = self._now[view.base]
-        writer = WriteThrough(tuple(map(_shaped_by_sizes, chain)))
+        writer = WriteThrough(tuple(map(_shaped_by_sizes, chain)), unseen)
         made = self._add(writer, (base, value), {})
         made.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
         return made
 
 
 class WriteThrough:
-    """A copy of the base in which the part that a chain of views shows has a new value."""
+    """A copy of the base in which the part that a chain of views shows has a new value.
+
+    ``unseen`` says that gradients were off: autograd does not know.
+    """
 
     __name__ = "write_through"
 
-    def __init__(self, chain: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]) -> None:
+    def __init__(
+        self, chain: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...], unseen: bool = False
+    ) -> None:
         self._chain = chain
+        self.unseen = unseen
 
     def __call__(self, base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The changed copy."""

@@ -16,7 +16,7 @@ from ampaudit.sites import SiteId, SourceLine
 from ampaudit.trace.entry import OutputStructure
 from ampaudit.trace.state import StateChange
 
-__all__ = ["Placeholder", "Role", "Site", "Slot", "TracedModel"]
+__all__ = ["OwnCall", "Placeholder", "Role", "Site", "Slot", "TracedModel", "WayBack"]
 
 
 class Role(StrEnum):
@@ -102,6 +102,56 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnCall:
+    """A call of a custom autograd function, to be made again on other tensors.
+
+    Attributes:
+        function: its class.
+        args: what it was given, with ``None`` in the places of tensors.
+        tensors: those places.
+        outputs: places of the outputs that have a gradient.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    tensors: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WayBack:
+    """A way back of the author's own: the backward of one call of a custom function, or a tensor's hook.
+
+    Attributes:
+        number: that the graph's marks have.
+        name: such as ``Scale.backward``.
+        layer: in which it was called.
+        source: where it is defined, or where it could not be followed.
+        failure: why it could not be followed; ``None`` if it could.
+        call: how to call the function as a whole, where that is possible.
+        traced: its graph, once it is taken out of the model's. Outputs are what it returns, then gradients of
+            leaves, then what other ways back read.
+        inputs: where the values of the graph's inputs come from: ``gradient`` and the output's number,
+            ``value`` and the number among those that are kept, or ``shared`` and a name.
+        returns: for each input of the function the number of an output, ``None`` for no gradient.
+        leaves: nodes of leaves that the way back itself gives a gradient.
+        shares: names of the remaining outputs.
+    """
+
+    number: int
+    name: str
+    layer: str
+    source: SourceLine | None
+    failure: str | None
+    call: OwnCall | None
+    traced: TracedModel | None = None
+    inputs: tuple[tuple[str, int | str], ...] = ()
+    returns: tuple[int | None, ...] = ()
+    leaves: tuple[int, ...] = ()
+    shares: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TracedModel:
     """A flat FX graph of ATen ops with the policy's casts in it, before decomposition.
 
@@ -109,7 +159,8 @@ class TracedModel:
     the shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
     fit; ``split_ties`` names tied weights that the policy would store differently under each name;
     ``structure`` is what the outputs were in; ``customs`` names custom autograd functions, whose own backward
-    the graph does not have, and ``checkpoint``, if activations are recomputed. ``changes`` are what the
+    the graph itself does not have, and ``checkpoint``, if activations are recomputed; ``ways`` are those ways
+    back, where gradients were asked for, and ``way_notes`` what is not followed. ``changes`` are what the
     model's code did to its own Python state, and ``drew`` says that it drew random numbers which the graph
     holds as constants: then it is a graph of one call. ``reads`` are the lines that read a precision.
     """
@@ -130,6 +181,8 @@ class TracedModel:
     changes: tuple[StateChange, ...] = ()
     drew: bool = False
     reads: tuple[SourceLine, ...] = ()
+    ways: tuple[WayBack, ...] = ()
+    way_notes: tuple[str, ...] = ()
 
     @property
     def site_of_node(self) -> dict[str, Site]:

@@ -29,15 +29,17 @@ from torch.fx.proxy import TracerBase
 
 from ampaudit.replay import INSERTED, replayed_meta
 from ampaudit.sites import SiteId
+from ampaudit.trace.autograd_graph import Tracked
 from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, META_KEY, NO_KERNEL, Call, Caster, OpRecord
 from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
+from ampaudit.trace.marks import is_mark
 from ampaudit.trace.opnames import composite_kernel, is_composite
 from ampaudit.trace.out_variants import returning, written_into
 from ampaudit.trace.stack import is_tool_file
 
-__all__ = ["interposed"]
+__all__ = ["current_layer", "interposed", "same_module"]
 
 # what torch says where an op has no kernel for a 16-bit format
 _NO_KERNEL = re.compile(
@@ -100,10 +102,14 @@ def interposed(caster: Caster) -> Iterator[None]:
     ) -> Any:
         kwargs = kwargs or {}
         below = isinstance(self, _BelowTransforms)
+        if caster.way is not None:
+            args, kwargs = Tracked(self.tracer.tensor_tracker).of((args, kwargs))
         if self.pre_dispatch and torch._C._functorch.maybe_current_level() is not None and op not in _ABOVE:
             with _below(self, caster):
                 return op(*args, **kwargs)
         if not isinstance(op, OpOverload) or op in _ABOVE or not (self.pre_dispatch or below):
+            return original(self, op, types, args, kwargs)
+        if is_mark(op):
             return original(self, op, types, args, kwargs)
         if op is torch.ops.aten._assert_tensor_metadata.default:
             # it pins the dtype of the trace that made it; under a policy the dtypes are ours to say
@@ -149,7 +155,7 @@ def interposed(caster: Caster) -> Iterator[None]:
         def emit(target: OpOverload, *call_args: Any) -> Any:
             return record(OpRecord(IMPLICIT_CAST, inserted=True), target, *call_args)
 
-        layer = _layer(self)
+        layer = caster.layer(_layer(self))
         site = caster.site_of(op, layer[0], id(self.tracer))
         called = caster.edited(site, OpCalled(op, args, kwargs), emit)
         made, dtype = caster.decide(site, called, layer)
@@ -179,7 +185,7 @@ def interposed(caster: Caster) -> Iterator[None]:
         return record(clamped, torch.ops.aten.clamp.default, result, -limit, limit)
 
     def custom(*args: Any, **kwargs: Any) -> Any:
-        mode = torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
+        mode = _recording()
         if mode is None:
             return custom_function_call(*args, **kwargs)
         with _below(mode, caster), _without_pre_dispatch():
@@ -248,3 +254,30 @@ def _layer(mode: ProxyTorchDispatchMode) -> tuple[str, str]:
     return layer_of(
         (replayed_meta() or {}).get("nn_module_stack") or getattr(mode.tracer, "module_stack", {})
     )
+
+
+def _recording() -> ProxyTorchDispatchMode | None:
+    """The mode that records ops where the model's code calls them; ``None`` outside a trace."""
+    mode: ProxyTorchDispatchMode | None = torch._ops._get_dispatch_mode_pre_dispatch(
+        torch._C._TorchDispatchModeKey.PROXY
+    )
+    return mode
+
+
+@contextmanager
+def same_module() -> Iterator[None]:
+    """Afterwards the tracer is in the module that it was in, whatever is raised in one that is called."""
+    mode = _recording()
+    stack = {} if mode is None else mode.tracer.module_stack
+    before = dict(stack)
+    try:
+        yield
+    finally:
+        stack.clear()
+        stack.update(before)
+
+
+def current_layer() -> str:
+    """Path of the module whose forward is being traced."""
+    mode = _recording()
+    return "" if mode is None else _layer(mode)[0]

@@ -24,6 +24,7 @@ from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.opnames import CASTABLE
 from ampaudit.trace.shadow import named_tensors
 from ampaudit.trace.site_table import float_value
+from ampaudit.trace.ways import with_ways
 
 __all__ = ["plan_sites", "trace"]
 
@@ -39,6 +40,7 @@ def trace(
     edits: Mapping[SiteId, Edit] | None = None,
     differentiated: bool = False,
     seed: int | None = None,
+    ways_back: bool = False,
 ) -> TracedModel:
     """The model's graph for inputs like these, with the policy's casts in it.
 
@@ -56,6 +58,7 @@ def trace(
         measured: what a run saw, by site, for the policy's second phase.
         edits: ops to rewrite, by site.
         differentiated: whether the graph's gradients will be asked for.
+        ways_back: whether the model is one with its loss, and the author's own ways back are traced, too.
         seed: of the random numbers that the model's code draws while it is traced; without one it draws
             those that come next.
 
@@ -67,9 +70,10 @@ def trace(
         edits=edits or {},
         differentiated=differentiated,
         seed=seed,
+        follows=True if ways_back else None,
     )
     if rules.file.level == "calls":
-        return capture(model, args, kwargs, setting)
+        return with_ways(capture(model, args, kwargs, setting))
     uncast = plain_fp32(whole=rules.op_names)
     survey = capture(model, args, kwargs, replace(setting, rules=uncast, author_rules=uncast))
     sites = plan_sites(survey)
@@ -78,8 +82,10 @@ def trace(
     replay = GraphReplay(model, survey)
     replay.training = model.training
     leaves = tuple(tensor_leaves(args, kwargs))
-    traced = capture(replay, leaves, {}, replace(setting, author_rules=uncast, planned=planned, edits={}))
-    return replace(
+    traced = capture(
+        replay, leaves, {}, replace(setting, author_rules=uncast, planned=planned, edits={}, follows=None)
+    )
+    made = replace(
         traced,
         outputs=survey.outputs,
         structure=survey.structure,
@@ -87,7 +93,10 @@ def trace(
         notes=(*traced.notes, *survey.notes),
         changes=survey.changes,
         drew=survey.drew,
+        ways=survey.ways,
+        way_notes=survey.way_notes,
     )
+    return with_ways(made)
 
 
 def plan_sites(traced: TracedModel) -> list[PlanSite]:

@@ -7,7 +7,7 @@ parameters have the dtype in which the policy stores them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ampaudit.errors import TraceFailed, first_line
 from ampaudit.trace.structure import structural_copy
 
-__all__ = ["constant_masters", "fake_like", "named_tensors", "shadow_of", "without_cache", "without_data"]
+__all__ = [
+    "Shadow",
+    "constant_masters",
+    "fake_like",
+    "named_tensors",
+    "shadow_of",
+    "without_cache",
+    "without_data",
+]
+
+
+class Shadow(NamedTuple):
+    """The copy, and the hooks of parameters' gradients by name."""
+
+    model: nn.Module
+    hooks: dict[str, list[Callable[..., Any]]]
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -54,7 +69,9 @@ def shadow_of(
     mode: FakeTensorMode,
     dtypes: Mapping[str, torch.dtype],
     convert: Callable[[nn.Module], object] | None = None,
-) -> nn.Module:
+    *,
+    trained: bool = False,
+) -> Shadow:
     """The shadow, with parameters and buffers as fake tensors.
 
     Args:
@@ -63,6 +80,7 @@ def shadow_of(
         dtypes: of stored parameters and buffers by name; the others stay as they are.
         convert: the model's own method that makes it one of 16 bits, if the policy calls one: what that does
             besides changing dtypes is done to the shadow, too.
+        trained: whether its parameters ask for gradients where the model's do, and have their hooks.
     """
     own = named_tensors(model)
     source = model if convert is None else without_data(model, convert)
@@ -71,10 +89,25 @@ def shadow_of(
         if id(tensor) not in fakes:
             original = own.get(name, tensor)
             fake = fake_like(original, mode, dtypes.get(name, original.dtype))
-            fakes[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
-    shadow = structural_copy(source, fakes)
-    without_cache(shadow)
-    return shadow
+            asks = trained and original.requires_grad and fake.is_floating_point()
+            fakes[id(tensor)] = nn.Parameter(fake, asks) if isinstance(tensor, nn.Parameter) else fake
+    if not trained:
+        made = Shadow(structural_copy(source, fakes), {})
+    else:
+        hooks = {name: list((tensor._backward_hooks or {}).values()) for name, tensor in own.items()}
+        copied = structural_copy(_WithHooks(source, {n: h for n, h in hooks.items() if h}), fakes)
+        made = Shadow(copied.model, copied.hooks)
+    without_cache(made.model)
+    return made
+
+
+class _WithHooks(nn.Module):
+    """A model and the hooks of its parameters, to be copied together: both may share objects."""
+
+    def __init__(self, model: nn.Module, hooks: dict[str, list[Any]]) -> None:
+        super().__init__()
+        self.model = model
+        self.hooks = hooks
 
 
 def constant_masters(model: nn.Module, shadow: nn.Module) -> dict[int, torch.Tensor]:

@@ -16,6 +16,7 @@ from ampaudit.sites import SiteNumbering
 from ampaudit.trace.caster import META_KEY, OpRecord
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
+from ampaudit.trace.marks import is_mark
 from ampaudit.trace.objects import ObjectSource
 from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, selects
 from ampaudit.trace.sizes import sizes_of
@@ -35,7 +36,7 @@ def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[S
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        if isinstance(node.target, ObjectSource):
+        if isinstance(node.target, ObjectSource) or is_mark(node.target):
             continue
         if isinstance(node.target, OpOverload) and node.target.namespace == "prim":
             continue

@@ -1,0 +1,126 @@
+"""Traces the author's own ways back, at the end of a model's trace: backwards of functions, and hooks.
+
+The gradients that they are given are unknown tensors, and all that they do to them is recorded as it is on
+the way forward: by the same tracer, with values of the forward pass where these were saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
+
+from ampaudit.trace.autograd_graph import reached_outputs
+from ampaudit.trace.failure import failing_line, plain_reason
+from ampaudit.trace.graph import WayBack
+from ampaudit.trace.marks import APPLIED, ENTERED, HOOKED, RETURNED, TURNED
+from ampaudit.trace.own_code import Application, Hook
+
+__all__ = ["WaysBack"]
+
+
+class WaysBack:
+    """Remembers what has a way back of its own while a model is traced, and traces it in the end.
+
+    Args:
+        follows: whether to trace; if not, each is one that could not be followed.
+    """
+
+    def __init__(self, follows: bool = True) -> None:
+        self.follows = follows
+        self.tracing = False
+        self.found: list[Application | Hook] = []
+        self.ways: list[WayBack] = []
+
+    def enter(self, function: Any, args: tuple[Any, ...], layer: str) -> Application:
+        """A function is about to be called."""
+        made = Application(len(self.found), layer, function, args)
+        ENTERED(made.inputs, made.number)
+        self.found.append(made)
+        return made
+
+    def leave(self, application: Application, result: Any) -> None:
+        """It has returned; where nothing of it has a gradient, it is forgotten."""
+        made = application
+        made.outputs = tuple(result) if isinstance(result, tuple | list) else (result,)
+        made.places = tuple(
+            i for i, out in enumerate(made.outputs) if isinstance(out, torch.Tensor) and out.requires_grad
+        )
+        for place in made.places:
+            node: Any = made.outputs[place].grad_fn
+            if isinstance(node, BackwardCFunction) and type(node) is made.function._backward_cls:
+                made.context = node
+        APPLIED([made.outputs[place] for place in made.places], made.number)
+
+    def hook(self, value: torch.Tensor, function: Callable[..., Any], layer: str) -> RemovableHandle:
+        """A tensor's gradient will go through a hook."""
+        made = Hook(len(self.found), layer, value)
+        HOOKED([value], made.number)
+        self.found.append(made)
+        return made.hooks.added(function)
+
+    def trace(
+        self,
+        loss: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        within: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        """Trace all ways back, the last one first, as autograd goes through them.
+
+        Args:
+            loss: where the way back begins.
+            parameters: leaves, to which a backward may add gradients.
+            within: what to be in while one is traced, by the name of its layer and its own.
+        """
+        self.tracing = True
+        try:
+            with torch.no_grad():
+                self._trace(reached_outputs(loss), parameters, within)
+        finally:
+            self.tracing = False
+
+    def _trace(
+        self,
+        reached: Mapping[int, frozenset[int]],
+        parameters: Sequence[torch.Tensor],
+        within: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        for item in reversed(self.found):
+            if isinstance(item, Application) and item.context is None:
+                continue  # nothing of it asks for a gradient
+            failure, line = None, None
+            TURNED(item.inputs[:1], item.number)
+            with within(f"{item.layer}/{item.name}" if item.layer else item.name):
+                made, leaves = self._traced(item, reached, parameters)
+            if isinstance(made, Exception):
+                failure, line = plain_reason(made), failing_line(made.__traceback__)
+                made, leaves = [], []
+            RETURNED(made, leaves, item.number)
+            self.ways.append(
+                WayBack(item.number, item.name, item.layer, line or item.source, failure, item.call)
+            )
+
+    def _traced(
+        self,
+        item: Application | Hook,
+        reached: Mapping[int, frozenset[int]],
+        parameters: Sequence[torch.Tensor],
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """The gradients that it makes, those of leaves last, and these leaves; or why there are none."""
+        if not self.follows:
+            return RuntimeError("torch.export cannot record it"), []
+        if isinstance(item, Application) and not item.dirty and id(item.context) not in reached:
+            return RuntimeError("autograd does not reach it from the loss"), []
+        try:
+            made: list[torch.Tensor | None] = item.returned(reached)
+            leaves = [parameter for parameter in parameters if parameter.grad is not None]
+            return [*made, *(leaf.grad for leaf in leaves)], leaves
+        except Exception as error:  # whatever the author's code raises on tensors without values
+            return error, []
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
