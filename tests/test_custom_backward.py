@@ -419,6 +419,22 @@ def test_a_planted_overflow_is_named_with_its_line(kind: str, monkeypatch: pytes
     assert not [f for f in report.findings if f.code == "AMP705"]
 
 
+@pytest.mark.parametrize(
+    ("factor", "severity", "verdict"), [(1e7, "error", "fail"), (64.0, "warning", "pass")]
+)
+def test_only_what_a_scale_of_one_cures_is_left_to_the_scaler(
+    factor: float, severity: str, verdict: str
+) -> None:
+    """Without a loss scale, a real half module is not finite with the one and is with the other."""
+    model = planted("function")
+    model[1].between = lambda x: own.Amplified.apply(x, factor)
+    report = ampaudit.scan(model, rows(), policy="half", backward=True, loss=smooth)
+    found = {f.severity for f in report.findings if f.code == "AMP701"}
+    assert (max(found, key=["warning", "error"].index), report.verdict) == (severity, verdict)
+    half = gradients(model.half(), model(rows().half()))
+    assert all(gradient.isfinite().all() for gradient in half.values()) is (severity == "warning")
+
+
 class WithOwner(nn.Module):
     """The function is given the module itself: it cannot be called on other tensors."""
 

@@ -60,9 +60,9 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
         cause = f"{what} reaches {reaches} in FP32{scaled}; {form.name} ends at {number(form.max)}"
         advice = f"a loss scale of at most {power(highest)} fits"
         if highest < 0:
-            better = f"better keep layer {site.layer!r} in float32, or use bfloat16"
-            advice += f": less than no scaling at all; {better}"
-        if record.dynamic and 2.0**highest >= record.least:
+            kept = f"layer {site.layer!r}" if site.layer else "this op"
+            advice += f": less than no scaling at all; keep {kept} in float32, or use bfloat16"
+        elif record.dynamic and 2.0**highest >= record.least:
             advice += "; until then the scaler skips steps and lowers the scale"
             severity = Severity.WARNING
     else:
