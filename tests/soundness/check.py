@@ -143,12 +143,12 @@ class Runs:
         }
 
     def checked(self, table: SpanTable, inputs: Sequence[torch.Tensor], *, native: bool) -> Checked:
-        """Run once, in the graph's true dtypes or emulated."""
+        """Run once, in the graph's true dtypes or emulated; oneDNN crashes on some 16-bit convolutions."""
         found = Checked()
         watch = _Checker(self.traced, table, self.program.written, found)
         group: tuple[Step, ...] = ()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
                 for steps in self._executors[native].steps([tensor.clone() for tensor in inputs], watch):
                     group = steps  # that is about to run
         except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:

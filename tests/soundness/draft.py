@@ -239,7 +239,7 @@ class Draft:
         self.lines.append(line)
 
     def _execute(self, line: str) -> None:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exec(line, NAMESPACE, self.values)
         self.values.pop("__builtins__", None)

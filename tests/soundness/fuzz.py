@@ -145,7 +145,8 @@ def examine(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int
             how = "native" if native else "emulated"
             for escape in found.escapes:
                 owner = owners.get(escape.node, 0)
-                first.setdefault(owner, Counterexample(branches[owner], setting, seed, rounds, f"{escape} ({how})"))
+                problem = f"{escape} ({how})"
+                first.setdefault(owner, Counterexample(branches[owner], setting, seed, rounds, problem))
     report.found += first.values()
     report.branches += len(branches) - len(model.failed)
     return report
