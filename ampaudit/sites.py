@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NewType
 
@@ -22,17 +23,25 @@ class SourceLine:
 
 
 class SiteNumbering:
-    """Hands out ids such as ``encoder.layer.3.output/linear``, with ``#2`` for the second of its kind."""
+    """Hands out ids such as ``encoder.layer.3.output/linear``, with ``#2`` for the second of its kind.
 
-    def __init__(self) -> None:
+    Args:
+        taken: ids that somebody else has handed out.
+    """
+
+    def __init__(self, taken: Iterable[SiteId | None] = ()) -> None:
         self._seen: Counter[str] = Counter()
+        self._taken = frozenset(taken)
 
     def next_id(self, layer: str, op: str) -> SiteId:
         """The next id for that op of that layer, in graph order."""
         base = f"{layer or '(top)'}/{op}"
-        self._seen[base] += 1
-        count = self._seen[base]
-        return SiteId(base if count == 1 else f"{base}#{count}")
+        while True:
+            self._seen[base] += 1
+            count = self._seen[base]
+            made = SiteId(base if count == 1 else f"{base}#{count}")
+            if made not in self._taken:
+                return made
 
 
 def pattern_of(name: str) -> str:

@@ -12,7 +12,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.bounds import elements, elementwise, functions, norms, products, reductions, shapes
-from ampaudit.bounds.memory import memory_of, without_visible_writes, written_memory
+from ampaudit.bounds.memory import without_visible_writes, written_memory
 from ampaudit.bounds.span import Span, between, symmetric
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, anything, format_of, stored
 from ampaudit.bounds.table import Bound, SpanTable
@@ -23,6 +23,7 @@ from ampaudit.ranges import Assumption
 from ampaudit.sites import SiteId
 from ampaudit.trace.functional import WriteThrough, overload_of
 from ampaudit.trace.graph import Placeholder, Role, Slot, TracedModel
+from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import CAST_OPS, base_name
 from ampaudit.trace.sizes import UNKNOWN_SIZE, sizes_of
 
@@ -57,7 +58,8 @@ class _Pass:
     """
 
     def __init__(self, traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> None:
-        self._traced = without_visible_writes(traced)
+        self._memory = SharedMemory(traced.graph)
+        self._traced = without_visible_writes(traced, self._memory)
         self._domain = domain
         self._form = form
         self._sites = traced.site_of_node
@@ -67,8 +69,8 @@ class _Pass:
         self._uncovered: dict[str, None] = {}
         self._failed: dict[str, None] = {}
         # values of these memories change between calls, or behind the graph's back
-        self._written = written_memory(traced.graph)
-        self._hidden = written_memory(self._traced.graph, in_place=False)
+        self._written = written_memory(traced.graph, self._memory)
+        self._hidden = written_memory(self._traced.graph, self._memory, in_place=False)
 
     def run(self) -> SpanTable:
         places = {place.node: place for place in self._traced.placeholders}
@@ -88,11 +90,11 @@ class _Pass:
     def _placeholder(self, node: fx.Node, place: Placeholder) -> None:
         value = node.meta["val"]
         shape, dtype = sizes_of(value), value.dtype
-        hidden = not self._hidden.isdisjoint(memory_of(value))
+        hidden = not self._hidden.isdisjoint(self._memory.of(value))
         if place.slot is Slot.INPUT and not hidden:
             given = self._domain[node.name]
             self._spans[node] = stored(between(shape, given.low, given.high), dtype)
-        elif place.slot is Slot.INPUT or not self._written.isdisjoint(memory_of(value)):
+        elif place.slot is Slot.INPUT or not self._written.isdisjoint(self._memory.of(value)):
             self._spans[node] = anything(shape, dtype)
         else:
             tensor = self._traced.tensors[node.name].detach()
@@ -108,7 +110,7 @@ class _Pass:
             return
         op = overload_of(node.target)
         entry = TRANSFERS.get(op) if op is not None else None
-        hidden = bool(self._hidden) and not self._hidden.isdisjoint(memory_of(value))
+        hidden = bool(self._hidden) and not self._hidden.isdisjoint(self._memory.of(value))
         if entry is not None and not hidden and self._weights.follow(node, entry):
             self._prove(node, [self._weights.peak(node)])
             return
@@ -128,7 +130,8 @@ class _Pass:
             return self._hull(node)
         shapes = [sizes_of(item) for item in _items(value)]
         taken = [size for source in node.all_input_nodes for size in self._sizes(source)]
-        if op is None or entry is None or UNKNOWN_SIZE in taken or any(UNKNOWN_SIZE in s for s in shapes):
+        varies = UNKNOWN_SIZE in taken or any(UNKNOWN_SIZE in shape for shape in shapes)
+        if op is None or entry is None or not shapes or varies:
             return self._cover(str(op or node.target), value)
         if all(0 in shape for shape in shapes):
             zeros = [symmetric(shape, 0.0) for shape in shapes]
@@ -164,11 +167,14 @@ class _Pass:
 
     def _hull(self, node: fx.Node) -> Span:
         """A value of which a part was written: within the ends of both."""
+        value = node.meta["val"]
+        if any(source.meta["val"].dtype is not value.dtype for source in node.all_input_nodes):
+            return anything(sizes_of(value), value.dtype)  # bytes of numbers
         both = [self._spans[source] for source in node.all_input_nodes]
         filled = [span for span in both if isinstance(span, Span) and 0 not in span.shape]
         low = min((float(span.low.amin()) for span in filled), default=0.0)
         high = max((float(span.high.amax()) for span in filled), default=0.0)
-        return between(sizes_of(node.meta["val"]), low, high)
+        return between(sizes_of(value), low, high)
 
     def _prove(self, node: fx.Node, peaks: list[float]) -> None:
         site = self._sites.get(node.name)

@@ -155,7 +155,8 @@ def batch_norm(call: OpCall) -> Span:
         return _stored_statistics(call, x, eps)
     call.ignore("running_mean", "running_var")  # written, and not read
     size = math.prod(shape) // max(shape[1], 1)
-    if x.peak * math.sqrt(size) >= MAX_ROOT:
+    # some kernels keep 1/sqrt(variance + eps) in the dtype of the input
+    if x.peak * math.sqrt(size) >= MAX_ROOT or 1 / math.sqrt(eps) >= call.limit:
         return unbounded(shape)
     return _per_channel(call, math.sqrt(size) * (1 + LOOSE) + _cancelled(x.peak, eps))
 

@@ -130,10 +130,11 @@ def _product_of(shape: tuple[int, ...], a: Span, b: Span) -> Span:
 @transfer("scaled_dot_product_attention")
 def attention(call: OpCall) -> Span:
     """A weighted mean of the rows of V: within V's ends, and no longer than its longest row."""
-    call.ignore("query", "key", "attn_mask", "is_causal", "scale", "enable_gqa")
+    call.ignore("query", "key", "attn_mask", "is_causal", "enable_gqa")
     value = call.span("value")
     rank = len(call.shape)
-    if rank < 2 or len(value.shape) != rank or call.number("dropout_p") != 0:
+    usual = call.number("dropout_p") == 0 and not (call.has("scale") and (call.number("scale") or 0) <= 0)
+    if rank < 2 or len(value.shape) != rank or not usual:
         return unbounded(call.shape)
     rows = value.over(-2)
     slack = 1 + accumulated(value.shape[-2] + 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from ampaudit.bounds.span import Span, between, unbounded
 from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, accumulated, transfer
 from ampaudit.formats import FLOAT32
+from ampaudit.trace.sizes import sizes_of
 
 __all__: list[str] = []
 
@@ -129,7 +131,7 @@ def _index(call: OpCall) -> Span:
 def index_of_extreme(call: OpCall) -> Span:
     """A position along an axis, or in the whole."""
     call.ignore("self", "dim", "keepdim")
-    size = call.arg("self").meta["val"].numel()
+    size = math.prod(sizes_of(call.arg("self").meta["val"]))
     return between(call.shape, 0.0, float(max(size - 1, 0)))
 
 
@@ -239,17 +241,31 @@ def _dimensions(call: OpCall) -> int:
     return int(call.name.partition("pool")[2][0])
 
 
+def _may_miss(call: OpCall) -> bool:
+    """Whether a window may lie in the padding alone, as one with gaps can; its maximum is -inf."""
+    call.ignore("kernel_size", "stride", "ceil_mode")
+    gaps, padding = call.arg("dilation") or 1, call.arg("padding") or 0
+    return not (_all_are(1, gaps) or _all_are(0, padding))
+
+
+def _all_are(number: int, given: Any) -> bool:
+    return all(item == number for item in (given if isinstance(given, list | tuple) else [given]))
+
+
 @transfer("max_pool1d", "max_pool2d", "max_pool3d", exact=True)
 def max_pool(call: OpCall) -> Span:
     """Elements of the input, which padding never replaces."""
-    call.ignore("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+    if _may_miss(call):
+        return unbounded(call.shape)
     return Span(call.shape, *_per_channel(call, _dimensions(call)))
 
 
 @transfer("max_pool1d_with_indices", *_WITH_INDICES, *(n for n in _MAX_POOLS if n.startswith("adaptive")))
 def max_pool_with_indices(call: OpCall) -> list[Span]:
     """Elements of the input, and where they lie among the positions of a channel."""
-    call.ignore("kernel_size", "stride", "padding", "dilation", "ceil_mode", "output_size")
+    call.ignore("output_size")
+    if _may_miss(call):
+        return [unbounded(shape) for shape in call.shapes]
     dimensions = _dimensions(call)
     values, indices = call.shapes
     positions = math.prod(call.arg("self").meta["val"].shape[-dimensions:])

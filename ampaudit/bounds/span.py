@@ -14,6 +14,8 @@ from functools import cached_property
 
 import torch
 
+from ampaudit.trace.sizes import fits
+
 __all__ = ["Axes", "Span", "between", "exactly", "finite", "symmetric", "unbounded"]
 
 Axes = Mapping[int, torch.Tensor]
@@ -130,7 +132,7 @@ class Span:
 
     def contains(self, value: torch.Tensor) -> bool:
         """Whether a value is inside, ends and norms; for tests."""
-        if tuple(value.shape) != self.shape:
+        if not fits(value, self.shape):
             return False
         wide = value.double()
         inside = bool(((wide >= self.low) & (wide <= self.high)).all())

@@ -36,7 +36,8 @@ def number(value: float, dtype: torch.dtype) -> Span:
     if dtype is torch.bool:
         return between((), 0.0, 1.0)
     if not dtype.is_floating_point:
-        return _as_integer(between((), value, value), dtype)
+        whole = float(math.trunc(value)) if math.isfinite(value) else value
+        return _as_integer(between((), whole, whole), dtype)
     if math.isnan(value):
         return symmetric((), math.inf)
     form, (relative, absolute) = format_of(dtype), rounding(dtype)

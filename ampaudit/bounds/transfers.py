@@ -8,7 +8,7 @@ argument that nobody thought of makes a value unbounded, and never wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.bounds.span import Axes, Span, finite
+from ampaudit.bounds.span import Axes, Span, finite, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, converted, number, rounding
 from ampaudit.trace.opnames import base_name, named_arguments
 
@@ -57,6 +57,11 @@ class Known:
     tensor: torch.Tensor
     relative: float = 0.0
     absolute: float = 0.0
+
+    @property
+    def wide(self) -> torch.Tensor:
+        """The value in float32, if it is stored in less: norms and products are to be computed of it."""
+        return self.tensor.float() if self.tensor.dtype in (torch.float16, torch.bfloat16) else self.tensor
 
     def rounded_to(self, dtype: torch.dtype) -> Known:
         """The same value after a cast to a floating-point dtype."""
@@ -131,7 +136,10 @@ class OpCall:
         """Of an argument, in the dtype in which the op computes."""
         value, dtype = self.arg(name), self.dtype
         if isinstance(value, fx.Node):
-            return converted(self.spans[value], _first(value.meta["val"]).dtype, dtype)
+            given = _first(value.meta["val"])
+            if not isinstance(given, torch.Tensor):  # a size, or a number out of a tensor
+                return unbounded(())
+            return converted(self.spans[value], given.dtype, dtype)
         return number(float(value), dtype)
 
     def items(self, name: str) -> list[Span]:
@@ -145,8 +153,8 @@ class OpCall:
         found = self.known.get(value) if isinstance(value, fx.Node) else None
         if found is None or not found.tensor.is_floating_point():
             return None
-        dtype = _first(self.node.meta["val"]).dtype
-        given: torch.dtype = value.meta["val"].dtype
+        dtype, given = _first(self.node.meta["val"]).dtype, value.meta["val"].dtype
+        found = replace(found, tensor=found.wide)
         return found if given is dtype or not dtype.is_floating_point else found.rounded_to(dtype)
 
     @property

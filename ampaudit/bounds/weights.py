@@ -13,6 +13,7 @@ from ampaudit.bounds.stored import anything, format_of, holds, loosened
 from ampaudit.bounds.transfers import VANISHING, Known, Registered
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import CAST_OPS, base_name
+from ampaudit.trace.sizes import sizes_of
 
 __all__ = ["Weights"]
 
@@ -40,7 +41,7 @@ class Weights(dict[fx.Node, Known]):
         op = overload_of(node.target)
         if op is None or not isinstance(value, torch.Tensor) or not all(source in self for source in sources):
             return False
-        if self._computable(node, entry) and value.numel() <= MAX_COMPUTED:
+        if self._computable(node, entry) and 0 <= math.prod(sizes_of(value)) <= MAX_COMPUTED:
             return self._compute(node)
         if base_name(op) in CAST_OPS and sources:
             found = _cast(self[sources[0]], sources[0].meta["val"].dtype, value.dtype)
@@ -98,7 +99,7 @@ class Weights(dict[fx.Node, Known]):
             return anything(tuple(tensor.shape), dtype)
         found = exactly(tensor)
         if tensor.ndim == 2 and tensor.is_floating_point() and tensor.numel():
-            lengths = {axis: torch.linalg.vector_norm(tensor, dim=axis, keepdim=True) for axis in (0, 1)}
+            lengths = {a: torch.linalg.vector_norm(known.wide, dim=a, keepdim=True) for a in (0, 1)}
             wide = {a: n.double() * (1 + 2.0**-10) + VANISHING * tensor.shape[a] for a, n in lengths.items()}
             found = replace(found, norms=wide)
         if known.relative or known.absolute:

@@ -8,6 +8,7 @@ from torch import fx
 
 from ampaudit.run.step import Step
 from ampaudit.trace.graph import Role
+from ampaudit.trace.memory import SharedMemory
 
 __all__ = ["written_nodes"]
 
@@ -23,10 +24,17 @@ def written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
         return node
 
     written: list[fx.Node] = []
+    if not any(map(_targets, steps)):
+        return frozenset()
+    memory = SharedMemory(steps[0].node.graph)
     for step in steps:
         root(step.node)
+        own = memory.of(step.node.meta.get("val"))
         for source in step.node.all_input_nodes:
             root(source)
+            # an op that is no view by its schema may be one all the same, such as atleast_3d
+            if not own.isdisjoint(memory.of(source.meta.get("val"))):
+                parent[root(step.node)] = root(source)
         # views share memory by definition; a cast returns its own input where the dtypes agree, and in the
         # float32 reference they always do; lists of views are taken apart by nodes that are no site
         if step.site is None or step.site.role is Role.VIEW or step.site.role.converts:

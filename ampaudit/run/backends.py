@@ -20,7 +20,7 @@ from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.program import widened
 from ampaudit.run.step import LOWER, Step, widened_tensor
 from ampaudit.trace.functional import OnCopy, overload_of
-from ampaudit.trace.sizes import fits
+from ampaudit.trace.sizes import fits, sizes_of
 
 __all__ = ["Backend", "Emulated", "Native", "Reference", "choose_backend"]
 
@@ -124,7 +124,7 @@ class Emulated(Reference):
         given = {a.data_ptr() for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
 
         def keep(kept: torch.Tensor) -> torch.Tensor:
-            is_output = fits(kept, value) and kept.dtype is torch.float32
+            is_output = fits(kept, sizes_of(value)) and kept.dtype is torch.float32
             return rounded(kept, dtype) if is_output and kept.data_ptr() not in given else kept
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):

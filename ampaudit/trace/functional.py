@@ -15,9 +15,18 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.trace.graph import Slot, TracedModel
+from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import mutated_arguments
 
 __all__ = ["OnCopy", "WriteThrough", "functionalized", "overload_of", "writes_in_place"]
+
+aten = torch.ops.aten
+_BY_SIZES = {
+    aten.view_as.default: aten.view.default,
+    aten.reshape_as.default: aten.reshape.default,
+    aten.expand_as.default: aten.expand.default,
+}
+_IDENTITIES = (aten.type_as.default, aten.to.other)  # where they share memory at all
 
 
 class OnCopy:
@@ -78,6 +87,8 @@ class _Rewriter:
         self._views: dict[fx.Node, _View] = {}
         self._versions: dict[fx.Node, int] = {}
         self._inputs: dict[fx.Node, fx.Node] = {}
+        self._memory = SharedMemory(graph)
+        self._added = 0
         for node in graph.nodes:
             if node.op == "output":
                 for base, version in self._versions.items():
@@ -95,11 +106,15 @@ class _Rewriter:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         # an item of several results, which no other value shows, is where its memory begins
         begins = node.target is operator.getitem and source is not None and self._views[source].step is None
-        if source is not None and not begins and _shares_memory(node, source):
+        if source is not None and not begins and self._shares_memory(node, source):
             base = self._views[source].base
             self._views[node] = _View(base, node, source, self._versions[base])
         else:
             self._begin(node)
+
+    def _shares_memory(self, node: fx.Node, source: fx.Node) -> bool:
+        mine, other = (self._memory.of(each.meta.get("val")) for each in (node, source))
+        return not mine.isdisjoint(other)
 
     def _begin(self, node: fx.Node) -> None:
         self._inputs[node] = self._now[node]
@@ -117,11 +132,15 @@ class _Rewriter:
         return self._now[node]
 
     def _shown(self, step: fx.Node, source: fx.Node) -> fx.Node:
-        made = self.graph.create_node(
-            "call_function", step.target, (source, *step.args[1:]), dict(step.kwargs)
-        )
+        target, args, kwargs = _shaped_by_sizes(step)
+        made = self._add(target, (source, *args), kwargs)
         made.meta = {key: step.meta[key] for key in ("val",) if key in step.meta}
         return made
+
+    def _add(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """A node of no site, under a name that leaves those of the old graph to their nodes."""
+        self._added += 1
+        return self.graph.create_node("call_function", target, args, kwargs, name=f"_added_{self._added}")
 
     def _write(self, node: fx.Node) -> None:
         written: Any = node.args[0]
@@ -148,8 +167,8 @@ class _Rewriter:
             chain.insert(0, seen.step)
             seen = self._views[seen.source]
         base = self._now[view.base]
-        writer = WriteThrough(tuple((s.target, s.args[1:], dict(s.kwargs)) for s in chain))
-        made = self.graph.create_node("call_function", writer, (base, value), {})
+        writer = WriteThrough(tuple(map(_shaped_by_sizes, chain)))
+        made = self._add(writer, (base, value), {})
         made.meta = {"val": view.base.meta["val"]} if "val" in view.base.meta else {}
         return made
 
@@ -182,12 +201,10 @@ def writes_in_place(node: fx.Node) -> bool:
     )
 
 
-def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
-    storages = [_storage(node.meta.get("val")), _storage(source.meta.get("val"))]
-    return storages[0] is not None and storages[0] == storages[1]
-
-
-def _storage(value: Any) -> int | None:
-    if isinstance(value, list | tuple):
-        value = value[0] if value else None
-    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
+def _shaped_by_sizes(step: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A view as an op, its further arguments and its keywords; no tensor lends it a shape."""
+    if step.target in _BY_SIZES:
+        return _BY_SIZES[step.target], (list(step.meta["val"].shape),), {}
+    if step.target in _IDENTITIES:
+        return aten.alias.default, (), {}
+    return step.target, step.args[1:], dict(step.kwargs)

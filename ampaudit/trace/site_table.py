@@ -29,7 +29,7 @@ _UNSEEN = Decision(Cast.FOLLOW, None, "default", "made by the tracer")
 
 def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[Site, ...]:
     """One site per ATen op in graph order; ops that only compute shapes or indices are sites too."""
-    numbering = SiteNumbering()
+    numbering = SiteNumbering(getattr(node.meta.get(META_KEY), "site", None) for node in graph.nodes)
     weights = {p.node: p for p in placeholders if p.slot is not Slot.INPUT}
     sites: list[Site] = []
     for node in graph.nodes:

@@ -25,9 +25,8 @@ def sizes_of(value: Any) -> tuple[int, ...]:
     return tuple(UNKNOWN_SIZE if number is None else number for number in numbers)
 
 
-def fits(value: torch.Tensor, traced: torch.Tensor) -> bool:
-    """Whether a value of a run has the shape of its traced counterpart, as far as that is known."""
-    sizes = sizes_of(traced)
+def fits(value: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+    """Whether a value of a run has the sizes of its traced counterpart, as far as they are known."""
     return value.ndim == len(sizes) and all(
         known in (UNKNOWN_SIZE, size) for size, known in zip(value.shape, sizes, strict=True)
     )
