@@ -21,14 +21,15 @@ from pathlib import Path
 
 import torch
 
-from tests.soundness.fuzz import BRANCHES, SETTINGS, Counterexample, Report, examine_seed, shrunk
+from tests.soundness.fuzz import BRANCHES, RAISED, SETTINGS, Counterexample, Report, examine_seed, shrunk
 
 SHOWN = 2  # of each class
+CHUNK = 100  # tasks for one set of processes
 
 
 def kind_of(example: Counterexample) -> str:
     """The class of a counterexample: the op at which a value first escapes, or what is raised."""
-    if example.problem.startswith("bound raises"):
+    if example.problem.startswith(RAISED):
         return re.sub(r"\d+", "N", example.problem)[:100]
     target = re.search(r"target=([\w.:]+)", example.problem) or re.search(r"(\w+) :", example.problem)
     kind = "not finite" if "was proved" in example.problem else "escapes"
@@ -43,19 +44,36 @@ def one(task: tuple[int, int]) -> Report:
     return examine_seed(seed, SETTINGS[seed % len(SETTINGS)], rounds=rounds)
 
 
-def run(graphs: int, seed: int, processes: int, rounds: int) -> Report:
-    """Examine at least as many graphs; progress is printed."""
-    total, started, shown = Report(), time.perf_counter(), 0.0
+def run(graphs: int, seed: int, processes: int, rounds: int) -> tuple[Report, list[int]]:
+    """Examine as many graphs; also the seeds with which torch itself crashed. Progress is printed."""
+    total, crashed, started, shown = Report(), list[int](), time.perf_counter(), 0.0
     tasks = [(seed + index, rounds) for index in range(-(-graphs // BRANCHES))]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
-        for report in pool.map(one, tasks):
+    for at in range(0, len(tasks), CHUNK):
+        reports, lost = joined(tasks[at : at + CHUNK], processes)
+        for task in lost:  # one of them ended its process: each in a process of its own
+            alone, again = joined([task], 1)
+            reports += alone
+            crashed += [failed for failed, _ in again]
+        for report in reports:
             total.add(report)
-            passed = time.perf_counter() - started
-            if passed - shown > 20:
-                shown = passed
-                print(f"{total.branches} graphs, {len(total.found)} found, {passed:.0f} s", flush=True)
-    return total
+        passed = time.perf_counter() - started
+        if passed - shown > 20:
+            shown = passed
+            print(f"{total.branches} graphs, {len(total.found)} found, {passed:.0f} s", flush=True)
+    return total, crashed
+
+
+def joined(tasks: list[tuple[int, int]], processes: int) -> tuple[list[Report], list[tuple[int, int]]]:
+    """What processes make of the tasks, and the tasks that were lost when one of them crashed."""
+    reports, lost = [], []
+    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        waiting = {task: pool.submit(one, task) for task in tasks}
+        for task, future in waiting.items():
+            try:
+                reports.append(future.result())
+            except concurrent.futures.process.BrokenProcessPool:
+                lost.append(task)
+    return reports, lost
 
 
 def main() -> None:
@@ -67,7 +85,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     started = time.perf_counter()
-    total = run(options.graphs, options.seed, options.processes, options.rounds)
+    total, crashed = run(options.graphs, options.seed, options.processes, options.rounds)
     seconds = time.perf_counter() - started
     classes: defaultdict[str, list[Counterexample]] = defaultdict(list)
     for example in total.found:
@@ -81,7 +99,7 @@ def main() -> None:
     print(
         f"{total.branches} graphs in {seconds:.0f} s ({total.untraced} not traced, {total.not_run} not run); "
         f"{values} values, {bounded / max(values, 1):.0%} with finite bounds; "
-        f"{len(total.found)} counterexamples"
+        f"{len(total.found)} counterexamples; torch crashed with the seeds {crashed}"
     )
     if options.json:
         data = {
@@ -92,6 +110,7 @@ def main() -> None:
             "graphs": total.branches,
             "untraced": total.untraced,
             "not_run": total.not_run,
+            "crashed": crashed,
             "values": values,
             "bounded": bounded,
             "seconds": round(seconds, 1),

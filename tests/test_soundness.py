@@ -11,9 +11,21 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from .soundness.fuzz import BRANCHES, SETTINGS, Report, Setting, examine_seed, shrunk
+from .soundness.fuzz import (
+    BRANCHES,
+    RAISED,
+    SETTINGS,
+    Prepared,
+    Report,
+    Setting,
+    examine_seed,
+    random_branches,
+    shrunk,
+)
+from .soundness.mutants import MUTANTS
 
 EXAMPLES = 12  # seeds of each setting, each of 40 programs
+ROUNDS = 7  # inputs of each
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -27,7 +39,7 @@ def test_no_value_of_a_random_program_leaves_its_bound(setting: Setting) -> None
     )
     @hypothesis.given(st.integers(0, 1 << 40))
     def examine(seed: int) -> None:
-        total.add(examine_seed(seed, setting))
+        total.add(examine_seed(seed, setting, rounds=ROUNDS))
         assert not total.found, f"\n{shrunk(total.found[0])}"
 
     examine()
@@ -42,3 +54,28 @@ def test_the_ops_that_are_covered_are_met_with_finite_bounds() -> None:
         total.add(examine_seed(seed, SETTINGS[seed % len(SETTINGS)], rounds=1))
     met = Counter({op: count for op, count in total.bounded.items() if count})
     assert len(met) >= 100
+
+
+@pytest.fixture(scope="module")
+def healthy() -> list[Prepared]:
+    """As many programs as the test above has, without the few that cannot be traced side by side."""
+    programs = []
+    for seed in range(EXAMPLES * len(SETTINGS)):
+        setting = SETTINGS[seed % len(SETTINGS)]
+        prepared = Prepared.of(random_branches(seed, setting), setting, seed)
+        if prepared is not None:
+            programs.append(prepared)
+    return programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_transfer_is_found(
+    name: str, healthy: list[Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MUTANTS[name].apply(monkeypatch)
+    for prepared in healthy:
+        report = prepared.report(ROUNDS)
+        if report is not None and any(not e.problem.startswith(RAISED) for e in report.found):
+            return
+    pytest.fail(f"{name}: not found in {len(healthy) * BRANCHES} programs")
