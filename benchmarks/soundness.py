@@ -98,7 +98,7 @@ def main() -> None:
     values, bounded = total.values.total(), total.bounded.total()
     print(
         f"{total.branches} graphs in {seconds:.0f} s ({total.untraced} not traced, {total.not_run} not run); "
-        f"{values} values, {bounded / max(values, 1):.0%} with finite bounds; "
+        f"{values} values, {bounded / max(values, 1):.0%} with bounds tighter than their dtype; "
         f"{len(total.found)} counterexamples; torch crashed with the seeds {crashed}"
     )
     if options.json:

@@ -43,7 +43,7 @@ class Checked:
     Attributes:
         escapes: what was found wrong.
         values: by op, how many values were looked at.
-        bounded: by op, how many of them had finite bounds.
+        bounded: by op, how many of them had bounds tighter than what their dtype can hold.
         failed: the steps of which one could not be run at all, and what was raised.
     """
 
@@ -117,7 +117,7 @@ class _Checker:
             return
         if -1 in bounds.shape:  # a size that the values decide: one pair of ends for all
             bounds = replace(bounds, shape=tuple(item.shape), norms={}, sums={}, mean=None)
-        self.found.bounded[_name(node)] += bounds.bounded
+        self.found.bounded[_name(node)] += _says_something(bounds, node.meta["val"])
         if not bounds.contains(item):
             seen = item.double()
             ends = f"[{float(bounds.low.min()):.6g}, {float(bounds.high.max()):.6g}]"
@@ -169,6 +169,18 @@ def check(traced: TracedModel, table: SpanTable, batches: Iterable[Sequence[torc
 def _name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     return node.op if schema is None else schema.name.split("::")[1]
+
+
+def _says_something(bounds: Span, value: Any) -> bool:
+    """Whether a bound is less than all that the dtype holds."""
+    dtype = _first(value).dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return bounds.peak < 0.99 * torch.finfo(dtype).max
+    return dtype is torch.bool or float(bounds.high.amax() - bounds.low.amin()) < torch.iinfo(dtype).max
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) else value
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -87,7 +87,7 @@ class Report:
 
     Attributes:
         branches: how many were checked; ``untraced`` and ``not_run`` are those that were not.
-        values: by op, how many values were checked; ``bounded`` those with finite bounds.
+        values: by op, how many values were checked; ``bounded`` those with bounds tighter than their dtype.
         found: the counterexamples.
     """
 

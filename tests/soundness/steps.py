@@ -429,7 +429,6 @@ VIEWS = _lines("""
     torch.ravel(A)
     F.dropout(A, 0.3, False)
     A.select(-1, 0)
-    A.data
     A.clone()
     A
     A.permute(*range(A.ndim))
