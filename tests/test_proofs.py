@@ -13,8 +13,11 @@ from rich.console import Console
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.bounds import Span
+from ampaudit.bounds.span import between
+from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered
 from ampaudit.cli.main import main
-from ampaudit.errors import UsageError
+from ampaudit.errors import ProofBroken, UsageError
 from ampaudit.report.model import Report
 from ampaudit.report.text import print_report
 
@@ -86,3 +89,92 @@ def test_the_command(model_file: Callable[[str], Path]) -> None:
     assert isinstance(wrong.exception, UsageError)
     both = CliRunner().invoke(main, ["scan", str(path), "--ranges", "--prove"])
     assert isinstance(both.exception, UsageError)
+
+
+@pytest.fixture
+def wrong_transfer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, float, float], None]:
+    """Make a transfer function claim a range, whatever its op is given."""
+
+    def claim(op: str, low: float, high: float) -> None:
+        name, _, overload = op.partition(".")
+        target = getattr(getattr(torch.ops.aten, name), overload or "default")
+
+        def claimed(call: OpCall) -> Span:
+            call.ignore(*call.given)
+            return between(call.shape, low, high)
+
+        monkeypatch.setitem(TRANSFERS, target, Registered(claimed))
+
+    return claim
+
+
+SOURCE = (
+    "class Model(nn.Module):\n    def forward(self, x):\n        return torch.exp(x) - 1\n"
+    "def example_inputs():\n    return torch.full((2, 4), 3.0)\n"
+)
+
+
+def test_a_bound_that_the_run_exceeds_is_an_internal_error(
+    model_file: Callable[[str], Path], wrong_transfer: Callable[[str, float, float], None]
+) -> None:
+    wrong_transfer("exp", 0.0, 1.0)
+    result = CliRunner().invoke(main, ["scan", str(model_file(SOURCE)), "--policy", "half", "--prove"])
+    assert isinstance(result.exception, ProofBroken)
+    assert result.exception.exit_code == 3
+    text = str(result.exception)
+    assert "internal error: (top)/exp is proved to stay below 1" in text
+    assert "the run computed a value of 20.09" in text
+    assert "please report" in text
+    assert "aten.exp.default" in text
+    assert torch.__version__ in text
+
+
+def test_inf_at_a_proved_site_is_an_internal_error(
+    model_file: Callable[[str], Path], wrong_transfer: Callable[[str, float, float], None]
+) -> None:
+    wrong_transfer("exp", 0.0, 1e4)
+    path = model_file(SOURCE.replace("3.0", "20.0"))
+    result = CliRunner().invoke(main, ["scan", str(path), "--policy", "half", "--prove"])
+    assert isinstance(result.exception, ProofBroken)
+    assert "the run computed 8 values that are inf or NaN" in str(result.exception)
+
+
+def test_an_overflow_that_nobody_proved_away_is_a_finding_as_before(
+    model_file: Callable[[str], Path], wrong_transfer: Callable[[str, float, float], None]
+) -> None:
+    """Behind it, a proof says nothing: the 1 that follows inf may be any value."""
+    wrong_transfer("sub.Tensor", 0.0, 1.0)
+    path = model_file(SOURCE.replace("3.0", "20.0"))
+    result = CliRunner().invoke(main, ["scan", str(path), "--policy", "half", "--prove"])
+    assert result.exit_code == 1
+    assert "AMP1" in result.output
+
+
+def test_batches_beyond_the_stated_range_break_no_proof(
+    wrong_transfer: Callable[[str, float, float], None],
+) -> None:
+    wrong_transfer("exp", 0.0, 1.1)
+    model, batch = Exponential(), torch.full((2, 4), 3.0)
+    scan(model, batch, policy="half", prove=True, assume=["input=-1:0"])
+    with pytest.raises(ProofBroken):
+        scan(model, batch, policy="half", prove=True, assume=["input=-1:3"])
+
+
+class Exponential(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x)
+
+
+class Total(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 100).sum(-1)
+
+
+def test_a_site_is_proved_for_the_shapes_of_all_batches() -> None:
+    """300 times 100 * 2 is 60,000; 400 times is 80,000, although the values themselves are the same."""
+    short, long = torch.full((1, 300), 2.0), torch.full((1, 400), 1.0)
+    for batches, proved in (([short], True), ([short, long], False), ([long, short], False)):
+        report = scan(Total(), batches=batches, policy="half", prove=True, assume=["input=0:2"])
+        (site,) = [s for s in report.sites if s.site.endswith("/sum")]
+        assert (site.verdict == "proved") is proved
+        assert report.verdict == "pass"

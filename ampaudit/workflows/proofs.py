@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,14 +68,15 @@ def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
     assert table is not None
     if not all(contains(table.assumed, traced, _inputs(traced, batches)) for traced in context.flow.every):
         return
-    for site in itertools.takewhile(lambda site: site.id not in context.origin_sites, context.sites):
+    for site in context.sites:
         found, seen = table.bounds.get(site.id), context.record.observations.get(site.id)
         form = format_of(site.dtype)
-        if found is None or seen is None or form is None:
-            continue
-        largest = found.peak * (1 + form.eps) + form.min_subnormal
-        if seen.peak > largest or (found.proved and seen.bad):
-            raise _broken(site, found, seen)
+        if found is not None and seen is not None and form is not None:
+            largest = found.peak * (1 + form.eps) + form.min_subnormal
+            if seen.peak > largest or (found.proved and seen.bad):
+                raise _broken(site, found, seen)
+        if site.id in context.origin_sites:
+            break
 
 
 def _broken(site: Site, found: Bound, seen: Observation) -> ProofBroken:
