@@ -1,9 +1,10 @@
 """Random programs against their bounds: no value may leave its own. Prints what is found, cut down.
 
-    python -m benchmarks.soundness [--graphs 100000] [--seed 0] [--processes 2] [--rounds 7] [--json FILE]
+    python -m benchmarks.soundness [--graphs 100000] [--seed 0] [--processes 2] [--samples 4] [--json FILE]
 
 Each seed makes 40 branches of up to six steps (``tests/soundness``), which are traced as one model,
-bounded, and run on hostile inputs in their true dtypes and as a scan emulates them.
+bounded, and run on hostile inputs in their true dtypes and as a scan emulates them. Then come torch's
+own sample inputs, ``--samples`` for every op, on their own ranges and wider ones, in float32 and float16.
 """
 
 from __future__ import annotations
@@ -20,10 +21,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from torch.testing._internal.common_methods_invocations import op_db
 
-from tests.soundness.fuzz import BRANCHES, RAISED, SETTINGS, Counterexample, Report, examine_seed, shrunk
+from tests.soundness.fuzz import (
+    BRANCHES,
+    RAISED,
+    SETTINGS,
+    Counterexample,
+    Report,
+    Setting,
+    examine_seed,
+    shrunk,
+)
+from tests.soundness.samples import sample_problems
 
 SHOWN = 2  # of each class
+SAMPLED = (Setting("as-is", "float16"), Setting("half", "float16"))
 CHUNK = 100  # tasks for one set of processes
 
 
@@ -76,12 +89,29 @@ def joined(tasks: list[tuple[int, int]], processes: int) -> tuple[list[Report], 
     return reports, lost
 
 
+def of_op(task: tuple[int, int]) -> list[str]:
+    """Torch's samples of one op, under the settings of which a CPU has kernels."""
+    index, count = task
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = [sample_problems(op_db[index], setting, count) for setting in SAMPLED]
+    return [problem for problems in found for problem in problems]
+
+
+def sampled(count: int, processes: int) -> list[str]:
+    """What is wrong with the bounds of torch's samples of every op."""
+    tasks = [(index, count) for index in range(len(op_db))] if count else []
+    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        return [problem for problems in pool.map(of_op, tasks, chunksize=10) for problem in problems]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--graphs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     started = time.perf_counter()
@@ -101,6 +131,11 @@ def main() -> None:
         f"{values} values, {bounded / max(values, 1):.0%} with bounds tighter than their dtype; "
         f"{len(total.found)} counterexamples; torch crashed with the seeds {crashed}"
     )
+    problems = sampled(options.samples, options.processes)
+    print(
+        "\n".join(problems)
+        or f"torch's samples, {options.samples} of each of {len(op_db)} ops: nothing escapes"
+    )
     if options.json:
         data = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -115,6 +150,7 @@ def main() -> None:
             "bounded": bounded,
             "seconds": round(seconds, 1),
             "counterexamples": len(total.found),
+            "samples": {"ops": len(op_db), "each": options.samples, "problems": problems},
             "classes": dict(Counter(kind_of(example) for example in total.found).most_common()),
             "ops": {op: [total.bounded[op], count] for op, count in sorted(total.values.items())},
         }

@@ -10,6 +10,7 @@ from collections import Counter
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from torch.testing._internal.common_methods_invocations import op_db
 
 from .soundness.fuzz import (
     BRANCHES,
@@ -23,6 +24,7 @@ from .soundness.fuzz import (
     shrunk,
 )
 from .soundness.mutants import MUTANTS
+from .soundness.samples import sample_problems
 
 EXAMPLES = 12  # seeds of each setting, each of 40 programs
 ROUNDS = 7  # inputs of each
@@ -80,3 +82,10 @@ def test_a_broken_transfer_is_found(
         if report is not None and any(not e.problem.startswith(RAISED) for e in report.found):
             return
     pytest.fail(f"{name}: not found in {len(healthy) * BRANCHES} programs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [Setting("as-is", "float16"), Setting("half", "float16")], ids=str)
+def test_no_value_of_torchs_own_samples_leaves_its_bound(setting: Setting) -> None:
+    problems = [problem for info in op_db for problem in sample_problems(info, setting, 2)]
+    assert not problems, "\n".join(problems)

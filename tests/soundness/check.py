@@ -22,6 +22,8 @@ __all__ = ["Checked", "Escape", "Runs", "check"]
 
 _CPU = torch.device("cpu")
 _GARBAGE = 12345.0  # what uninitialized memory shows; bfloat16 holds it, too, rounded
+# a CPU's kernels for 16 bits that sum in 16 bits; bounds are for sums in float32, as on GPUs and in a scan
+_SUMS_IN_16_BITS = frozenset({"adaptive_avg_pool3d", "avg_pool3d"})
 _EMPTY = frozenset("empty empty_like new_empty empty_strided new_empty_strided empty_permuted".split())
 
 
@@ -60,10 +62,9 @@ class _Checker:
     is touched is a matter of memory, since ops write in place; so no value is freed before the end.
     """
 
-    def __init__(
-        self, traced: TracedModel, table: SpanTable, written: frozenset[fx.Node], found: Checked
-    ) -> None:
-        self.sites, self.table, self.written, self.found = traced.site_of_node, table, written, found
+    def __init__(self, runs: Runs, table: SpanTable, found: Checked, native: bool) -> None:
+        self.sites, self.table, self.found = runs.traced.site_of_node, table, found
+        self.written, self.native = runs.program.written, native
         self.touched: set[int] = set()
         self.alive: list[Any] = []
         self.given: set[str] = set()
@@ -82,7 +83,8 @@ class _Checker:
         if getattr(step.node.target, "_opname", None) in _EMPTY or _name(step.node) in _EMPTY:
             return _poisoned(value)
         reads = list(_tensors(before))
-        stale = any(_memory(t) in self.touched for t in reads)
+        coarse = self.native and step.lowered and _name(step.node) in _SUMS_IN_16_BITS
+        stale = coarse or any(_memory(t) in self.touched for t in reads)
         if (
             stale
             or (not step.mutates and not all(_finite(t) for t in reads))
@@ -145,7 +147,7 @@ class Runs:
     def checked(self, table: SpanTable, inputs: Sequence[torch.Tensor], *, native: bool) -> Checked:
         """Run once, in the graph's true dtypes or emulated; oneDNN crashes on some 16-bit convolutions."""
         found = Checked()
-        watch = _Checker(self.traced, table, self.program.written, found)
+        watch = _Checker(self, table, found, native)
         group: tuple[Step, ...] = ()
         try:
             with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
