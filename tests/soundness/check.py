@@ -17,6 +17,7 @@ from ampaudit.run.lockstep import LockStep, StepCall
 from ampaudit.run.program import compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace import TracedModel
+from tests.soundness.program import torchs_own_kernels
 
 __all__ = ["Checked", "Escape", "Runs", "check"]
 
@@ -145,12 +146,12 @@ class Runs:
         }
 
     def checked(self, table: SpanTable, inputs: Sequence[torch.Tensor], *, native: bool) -> Checked:
-        """Run once, in the graph's true dtypes or emulated; oneDNN crashes on some 16-bit convolutions."""
+        """Run once, in the graph's true dtypes or emulated."""
         found = Checked()
         watch = _Checker(self, table, found, native)
         group: tuple[Step, ...] = ()
         try:
-            with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+            with torch.no_grad(), torchs_own_kernels():
                 for steps in self._executors[native].steps([tensor.clone() for tensor in inputs], watch):
                     group = steps  # that is about to run
         except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:

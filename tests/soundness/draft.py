@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.soundness.program import NAMESPACE, Branch, Input, Stored
+from tests.soundness.program import NAMESPACE, Branch, Input, Stored, torchs_own_kernels
 from tests.soundness.steps import VIEWS, WRITES
 
 __all__ = ["Draft", "Refused"]
@@ -239,7 +239,7 @@ class Draft:
         self.lines.append(line)
 
     def _execute(self, line: str) -> None:
-        with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False), warnings.catch_warnings():
+        with torch.no_grad(), torchs_own_kernels(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exec(line, NAMESPACE, self.values)
         self.values.pop("__builtins__", None)
