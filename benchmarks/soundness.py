@@ -37,7 +37,7 @@ from tests.soundness.samples import sample_problems
 
 SHOWN = 2  # of each class
 SAMPLED = (Setting("as-is", "float16"), Setting("half", "float16"))
-CHUNK = 100  # tasks for one set of processes
+CHUNK = 50  # tasks for one set of processes
 
 
 def kind_of(example: Counterexample) -> str:

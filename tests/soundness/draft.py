@@ -76,7 +76,7 @@ class Draft:
 
     def shape(self) -> tuple[int, ...]:
         """Of zero to five axes, mostly two to four, now and then an empty one."""
-        rank = self.random.choices(range(6), (5, 14, 24, 32, 20, 5))[0]
+        rank = self.random.choices(range(6), (5, 12, 21, 29, 23, 10))[0]
         sizes = self.random.choices((0, 1, 2, 3, 4, 5, 6, 8), (1, 14, 20, 20, 15, 10, 5, 15), k=rank)
         return tuple(sizes)
 
