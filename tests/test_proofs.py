@@ -178,3 +178,6 @@ def test_a_site_is_proved_for_the_shapes_of_all_batches() -> None:
         (site,) = [s for s in report.sites if s.site.endswith("/sum")]
         assert (site.verdict == "proved") is proved
         assert report.verdict == "pass"
+        static = scan(Total(), batches=batches, policy="half", static=True, assume=["input=0:2"])
+        (site,) = [s for s in static.sites if s.site.endswith("/sum")]
+        assert (site.verdict == "proved") is proved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,8 +69,8 @@ class _Pass:
         self._uncovered: dict[str, None] = {}
         self._failed: dict[str, None] = {}
         # values of these memories change between calls, or behind the graph's back
-        self._written = written_memory(traced.graph, self._memory)
-        self._hidden = written_memory(self._traced.graph, self._memory, in_place=False)
+        in_place, self._hidden = written_memory(traced.graph, self._memory)
+        self._written = in_place | self._hidden
 
     def run(self) -> SpanTable:
         places = {place.node: place for place in self._traced.placeholders}
@@ -90,12 +90,12 @@ class _Pass:
     def _placeholder(self, node: fx.Node, place: Placeholder) -> None:
         value = node.meta["val"]
         shape, dtype = sizes_of(value), value.dtype
-        hidden = not self._hidden.isdisjoint(self._memory.of(value))
-        if place.slot is Slot.INPUT and not hidden:
+        changed = self._hidden if place.slot is Slot.INPUT else self._written
+        if changed and not changed.isdisjoint(self._memory.of(value)):
+            self._spans[node] = anything(shape, dtype)
+        elif place.slot is Slot.INPUT:
             given = self._domain[node.name]
             self._spans[node] = stored(between(shape, given.low, given.high), dtype)
-        elif place.slot is Slot.INPUT or not self._written.isdisjoint(self._memory.of(value)):
-            self._spans[node] = anything(shape, dtype)
         else:
             tensor = self._traced.tensors[node.name].detach()
             self._weights.given(node, tensor, dtype, constant=place.slot is not Slot.PARAMETER)
@@ -129,7 +129,7 @@ class _Pass:
         if isinstance(node.target, WriteThrough):
             return self._hull(node)
         shapes = [sizes_of(item) for item in _items(value)]
-        taken = [size for source in node.all_input_nodes for size in self._sizes(source)]
+        taken = {size for source in node.all_input_nodes for size in self._sizes(source)}
         varies = UNKNOWN_SIZE in taken or any(UNKNOWN_SIZE in shape for shape in shapes)
         if op is None or entry is None or not shapes or varies:
             return self._cover(str(op or node.target), value)
@@ -153,11 +153,11 @@ class _Pass:
             return self._cover(str(op), value)
         return found
 
-    def _sizes(self, node: fx.Node) -> Iterator[int]:
+    def _sizes(self, node: fx.Node) -> Iterable[int]:
         found = self._spans.get(node)
-        spans = found if isinstance(found, list) else [found]
-        for span in spans:
-            yield from span.shape if span is not None else self._weights[node].tensor.shape
+        if isinstance(found, list):
+            return [size for span in found for size in span.shape]
+        return self._weights[node].tensor.shape if found is None else found.shape
 
     def _cover(self, name: str, value: Any) -> Span | list[Span]:
         """Count an op that is not covered, where it makes numbers that could overflow."""
@@ -216,7 +216,9 @@ class _Spans(dict[fx.Node, Any]):
 def _kept(span: Span, dtype: torch.dtype | None, *, exact: bool) -> Span:
     """A result as it is stored; one that is made of its op's inputs as they are is not rounded again."""
     form = format_of(dtype)
-    return span.clipped(form.max) if exact and form is not None else stored(span, dtype)
+    if not exact or form is None:
+        return stored(span, dtype)
+    return span if span.peak <= form.max else span.clipped(form.max)
 
 
 def _fits(found: Span | list[Span], shapes: list[tuple[int, ...]], *, several: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from torch import fx
@@ -16,22 +15,25 @@ from ampaudit.trace.opnames import may_write, written_values
 __all__ = ["without_visible_writes", "written_memory"]
 
 
-def written_memory(graph: fx.Graph, memory: SharedMemory, *, in_place: bool = True) -> frozenset[int]:
+def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int], frozenset[int]]:
     """Memory that some op of a graph writes to.
 
     Args:
         graph: with in-place ops, or with copies for them.
         memory: of its values.
-        in_place: whether in-place ops count, or only what is written in other ways (``out=``, statistics).
+
+    Returns:
+        What in-place ops write to, and what is written in other ways (``out=``, statistics of a norm).
     """
-    found: set[int] = set()
+    in_place: set[int] = set()
+    hidden: set[int] = set()
     for node in graph.nodes:
         if isinstance(node.target, OnCopy) or writes_in_place(node):
-            found |= memory.of(node.args[0].meta.get("val")) if in_place else set()
+            in_place |= memory.of(node.args[0].meta.get("val"))
         elif isinstance(node.target, OpOverload) and may_write(node.target):
             for written in written_values(node.target, node.args, dict(node.kwargs)):
-                found |= memory.of(written.meta.get("val")) if isinstance(written, fx.Node) else set()
-    return frozenset(found)
+                hidden |= memory.of(written.meta.get("val")) if isinstance(written, fx.Node) else set()
+    return frozenset(in_place), frozenset(hidden)
 
 
 def without_visible_writes(traced: TracedModel, memory: SharedMemory) -> TracedModel:
@@ -48,11 +50,9 @@ def _overwritten_reads(graph: fx.Graph, memory: SharedMemory) -> Iterator[bool]:
     writes = [node for node in graph.nodes if writes_in_place(node)]
     if not writes:
         return
-    values: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        for number in memory.of(node.meta.get("val")):
-            values[number].append(node)
-    for write in writes:
-        for number in memory.of(write.args[0].meta.get("val")):
-            earlier = [node for node in values[number] if order[node] < order[write]]
-            yield any(order[user] > order[write] for node in earlier for user in node.users)
+    places = {write: memory.of(write.args[0].meta.get("val")) for write in writes}
+    written = frozenset().union(*places.values())
+    values = [(node, found) for node in graph.nodes if (found := memory.of(node.meta.get("val")) & written)]
+    for write, place in places.items():
+        earlier = [node for node, found in values if found & place and order[node] < order[write]]
+        yield any(order[user] > order[write] for node in earlier for user in node.users)

@@ -9,7 +9,7 @@ import torch
 
 from ampaudit.bounds.span import Span, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF
-from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, Known, OpCall, accumulated, transfer
+from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, Known, OpCall, accumulated, shaped, transfer
 
 __all__ = ["CENTRED", "PLAIN"]
 
@@ -96,8 +96,7 @@ def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Span:
     )
     widest, reach, edge = _scaled(core, scale, shift, weight, bias)
     low, high = shift - reach - edge, shift + reach + edge
-    low, high = (ends.reshape((1,) * (rank - ends.ndim) + tuple(ends.shape)) for ends in (low, high))
-    found = Span(call.shape, low, high)
+    found = shaped(call, low, high)
     if row is None:
         return found
     repeated = 1.0 if bias.tensor.ndim else math.sqrt(call.shape[-1])
@@ -129,8 +128,7 @@ def _known(call: OpCall, name: str, default: float) -> Known | None:
     """A weight's value; 1 or 0 where there is none."""
     if not call.has(name):
         return Known(torch.tensor(default))
-    found = call.weight(name)
-    return found if found is None or bool(found.tensor.isfinite().all()) else None
+    return call.weight(name)
 
 
 def _per_channel(call: OpCall, core: float) -> Span:
@@ -140,7 +138,7 @@ def _per_channel(call: OpCall, core: float) -> Span:
     shape = (1, -1) + (1,) * (len(call.shape) - 2)
     scale, shift = (k.tensor.double().reshape(shape) for k in (weight, bias))
     _, reach, edge = _scaled(core, scale, shift, weight, bias)
-    return Span(call.shape, shift - reach - edge, shift + reach + edge)
+    return shaped(call, shift - reach - edge, shift + reach + edge)
 
 
 @transfer("batch_norm")
@@ -179,7 +177,7 @@ def _stored_statistics(call: OpCall, x: Span, eps: float) -> Span:
     distance = shifted + mean.abs() * found[2].relative + found[2].absolute + rounded
     _, reach, edge = _scaled(1.0, weight, bias, found[0], found[1])
     reach = reach * distance / least.sqrt()
-    return Span(shape, bias - reach - edge, bias + reach + edge)
+    return shaped(call, bias - reach - edge, bias + reach + edge)
 
 
 @transfer("softmax.int", "_softmax")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -44,15 +43,23 @@ class Span:
     sums: Axes = field(default_factory=dict)
     mean: float | None = None
 
-    @cached_property
+    @property
     def magnitude(self) -> torch.Tensor:
         """Largest |x|, per element."""
-        return torch.maximum(self.low.abs(), self.high.abs())
+        kept = self.__dict__  # functools.cached_property takes a lock in Python 3.11
+        if "_magnitude" not in kept:
+            kept["_magnitude"] = torch.maximum(self.low.abs(), self.high.abs())
+        found: torch.Tensor = kept["_magnitude"]
+        return found
 
-    @cached_property
+    @property
     def peak(self) -> float:
         """Largest |x| of all."""
-        return float(self.magnitude.amax()) if self.magnitude.numel() else 0.0
+        kept = self.__dict__
+        if "_peak" not in kept:
+            kept["_peak"] = float(self.magnitude.amax()) if self.magnitude.numel() else 0.0
+        found: float = kept["_peak"]
+        return found
 
     @property
     def bounded(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 
@@ -26,6 +27,7 @@ _UNDERFLOW = 2.0**-110  # terms of a float32 sum may each be flushed to zero
 _EXACT_INTEGERS = 2.0**53  # up to here float64 holds every integer, and so do our ends
 
 
+@cache
 def format_of(dtype: torch.dtype | None) -> NumberFormat | None:
     """The number format of a dtype; ``None`` for float64, integers and complex numbers."""
     return FORMATS.get(str(dtype).removeprefix("torch."))
@@ -58,6 +60,7 @@ def anything(shape: tuple[int, ...], dtype: torch.dtype | None) -> Span:
     return between(shape, float(limits.min), float(limits.max))
 
 
+@cache
 def rounding(dtype: torch.dtype) -> tuple[float, float]:
     """Relative and absolute error of one rounding to a floating-point dtype."""
     form = format_of(dtype)
@@ -78,7 +81,9 @@ def stored(span: Span, dtype: torch.dtype | None) -> Span:
     if form is None:
         return span.widened(OUTWARD) if dtype is torch.float64 else anything(span.shape, dtype)
     relative = form.eps / 2 if form in LOWER_FORMATS else 8 * UNIT_ROUNDOFF
-    return loosened(span, relative, form.min_subnormal / 2 + _UNDERFLOW).clipped(form.max)
+    absolute = form.min_subnormal / 2 + _UNDERFLOW
+    found = loosened(span, relative, absolute)
+    return found if span.peak * (1 + 2 * relative) + 2 * absolute <= form.max else found.clipped(form.max)
 
 
 def converted(span: Span, source: torch.dtype, dtype: torch.dtype) -> Span:
@@ -102,6 +107,7 @@ def converted(span: Span, source: torch.dtype, dtype: torch.dtype) -> Span:
     return Span(span.shape, low, high, wide.norms, wide.sums, wide.mean)
 
 
+@cache
 def holds(dtype: torch.dtype, source: torch.dtype | None) -> bool:
     """Whether every value of a dtype is one of another."""
     form, other = format_of(dtype), format_of(source)

@@ -27,7 +27,9 @@ class SharedMemory:
 
     def of(self, value: Any) -> frozenset[int]:
         """The memory of a traced value, or those of several."""
-        items = value if isinstance(value, list | tuple) else (value,)
+        if isinstance(value, torch.Tensor):
+            return frozenset((self._root(_number(value)),))
+        items = value if isinstance(value, list | tuple) else ()
         return frozenset(self._root(_number(item)) for item in items if isinstance(item, torch.Tensor))
 
     def _root(self, number: int) -> int:

@@ -21,6 +21,7 @@ from ampaudit.run.audit import Audit, Plan
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.observation import Observation
 from ampaudit.run.record import RunRecord
+from ampaudit.sites import SiteId
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace import Site, TracedModel, trace
 from ampaudit.trace.capture import input_signature
@@ -89,7 +90,7 @@ def _broken(site: Site, found: Bound, seen: Observation) -> ProofBroken:
 
 
 def static_audit(source: ModelSource, plan: Plan) -> Audit:
-    """An audit of a model that is traced and not run: its record is empty.
+    """An audit of a model that is traced for the shapes of its batches and not run: its record is empty.
 
     Raises:
         AuditError: the model cannot be exported; there is no batch to show the shapes.
@@ -99,13 +100,19 @@ def static_audit(source: ModelSource, plan: Plan) -> Audit:
     started = time.perf_counter()
     rules: RuleSet | None = plan.rules
     assert rules is not None
-    batch = source.batches[0]
     setting = rules, plan.author_rules, plan.number_format
-    traced = trace(source.model, batch.args, batch.kwargs, *setting, seed=plan.seed)
+    shapes: dict[object, Batch] = {}
+    for batch in source.batches:
+        shapes.setdefault(input_signature(batch.args, batch.kwargs), batch)
+    traces = [trace(source.model, b.args, b.kwargs, *setting, seed=plan.seed) for b in shapes.values()]
     if rules.measured:
         note = "rules about measured values were not applied: nothing was run"
-        traced = replace(traced, notes=(*traced.notes, note))
+        traces[0] = replace(traces[0], notes=(*traces[0].notes, note))
+    sites: dict[SiteId, Site] = {}
+    for site in (site for traced in traces for site in traced.sites):
+        sites.setdefault(site.id, site)
     backend = plan.backend or choose_backend(plan.device)
     record = RunRecord(device=plan.device.type, backend=backend.name)
     record.seconds["trace"] = time.perf_counter() - started
-    return Audit(record, traced.sites, convert(traced), frozenset())
+    first, *others = map(convert, traces)
+    return Audit(record, tuple(sites.values()), first, frozenset(), others=tuple(others))
