@@ -6,6 +6,7 @@ dropped. So the vocabulary may be generous.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import warnings
@@ -78,7 +79,7 @@ class Draft:
         """Of zero to five axes, mostly two to four, now and then an empty one."""
         rank = self.random.choices(range(6), (5, 12, 21, 29, 23, 10))[0]
         sizes = self.random.choices((0, 1, 2, 3, 4, 5, 6, 8), (1, 14, 20, 20, 15, 10, 5, 15), k=rank)
-        return tuple(sizes)
+        return tuple(sizes) if math.prod(sizes) <= MAX_ELEMENTS // 4 else self.shape()
 
     def add_input(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> str:
         """A new input, with a range of its own."""
