@@ -120,7 +120,7 @@ class _Checker:
             return
         if -1 in bounds.shape:  # a size that the values decide: one pair of ends for all
             bounds = replace(bounds, shape=tuple(item.shape), norms={}, sums={}, mean=None)
-        self.found.bounded[_name(node)] += _says_something(bounds, node.meta["val"])
+        self.found.bounded[_name(node)] += _says_something(bounds, item.dtype, node.meta.get("val"))
         if not bounds.contains(item):
             seen = item.double()
             ends = f"[{float(bounds.low.min()):.6g}, {float(bounds.high.max()):.6g}]"
@@ -174,16 +174,14 @@ def _name(node: fx.Node) -> str:
     return node.op if schema is None else schema.name.split("::")[1]
 
 
-def _says_something(bounds: Span, value: Any) -> bool:
-    """Whether a bound is less than all that the dtype holds."""
-    dtype = _first(value).dtype
+def _says_something(bounds: Span, dtype: torch.dtype, value: Any) -> bool:
+    """Whether a bound is less than all that the dtype holds: the graph's, which emulation carries in float32."""
+    first = value[0] if isinstance(value, list | tuple) else value
+    if dtype is torch.float32 and isinstance(first, torch.Tensor) and first.is_floating_point():
+        dtype = first.dtype
     if dtype.is_floating_point or dtype.is_complex:
         return bounds.peak < 0.99 * torch.finfo(dtype).max
     return dtype is torch.bool or float(bounds.high.amax() - bounds.low.amin()) < torch.iinfo(dtype).max
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list | tuple) else value
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
