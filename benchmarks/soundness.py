@@ -60,6 +60,7 @@ def one(task: tuple[int, int]) -> Report:
 def run(graphs: int, seed: int, processes: int, rounds: int) -> tuple[Report, list[int]]:
     """Examine as many graphs; also the seeds with which torch itself crashed. Progress is printed."""
     total, crashed, started, shown = Report(), list[int](), time.perf_counter(), 0.0
+    seen: set[str] = set()
     tasks = [(seed + index, rounds) for index in range(-(-graphs // BRANCHES))]
     for at in range(0, len(tasks), CHUNK):
         reports, lost = joined(tasks[at : at + CHUNK], processes)
@@ -69,6 +70,10 @@ def run(graphs: int, seed: int, processes: int, rounds: int) -> tuple[Report, li
             crashed += [failed for failed, _ in again]
         for report in reports:
             total.add(report)
+            for example in report.found:
+                if (kind := kind_of(example)) not in seen:
+                    seen.add(kind)
+                    print(f"{kind}, not cut down yet:\n{example}\n", flush=True)
         passed = time.perf_counter() - started
         if passed - shown > 20:
             shown = passed

@@ -175,7 +175,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _says_something(bounds: Span, dtype: torch.dtype, value: Any) -> bool:
-    """Whether a bound is less than all that the dtype holds: the graph's, which emulation carries in float32."""
+    """Whether a bound is less than all that the dtype of the graph holds, which emulation carries wider."""
     first = value[0] if isinstance(value, list | tuple) else value
     if dtype is torch.float32 and isinstance(first, torch.Tensor) and first.is_floating_point():
         dtype = first.dtype
