@@ -26,8 +26,8 @@ from .soundness.fuzz import (
 from .soundness.mutants import MUTANTS
 from .soundness.samples import sample_problems
 
-EXAMPLES = 12  # seeds of each setting, each of 40 programs
-ROUNDS = 7  # inputs of each
+EXAMPLES = 10  # seeds of each setting, each of 40 programs
+ROUNDS = 6  # inputs of each
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

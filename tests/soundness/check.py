@@ -118,9 +118,14 @@ class _Checker:
         self.found.values[_name(node)] += 1
         if bounds is None or not item.numel():
             return
-        if -1 in bounds.shape:  # a size that the values decide: one pair of ends for all
-            bounds = replace(bounds, shape=tuple(item.shape), norms={}, sums={}, mean=None)
-        self.found.bounded[_name(node)] += _says_something(bounds, item.dtype, node.meta.get("val"))
+        tight = _says_something(bounds, item.dtype, node.meta.get("val"))
+        if -1 in bounds.shape or not tight:  # a size that the values decide, or ends that hold for anything
+            one = (1,) * item.ndim
+            low, high = bounds.low.amin().reshape(one), bounds.high.amax().reshape(one)
+            bounds = replace(
+                bounds, shape=tuple(item.shape), low=low, high=high, norms={}, sums={}, mean=None
+            )
+        self.found.bounded[_name(node)] += tight
         if not bounds.contains(item):
             seen = item.double()
             ends = f"[{float(bounds.low.min()):.6g}, {float(bounds.high.max()):.6g}]"
@@ -179,6 +184,8 @@ def _says_something(bounds: Span, dtype: torch.dtype, value: Any) -> bool:
     first = value[0] if isinstance(value, list | tuple) else value
     if dtype is torch.float32 and isinstance(first, torch.Tensor) and first.is_floating_point():
         dtype = first.dtype
+    if not bounds.low.numel():
+        return False
     if dtype.is_floating_point or dtype.is_complex:
         return bounds.peak < 0.99 * torch.finfo(dtype).max
     return dtype is torch.bool or float(bounds.high.amax() - bounds.low.amin()) < torch.iinfo(dtype).max
