@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit import scan
+from ampaudit import ConvertOptions, convert_model, scan
 from ampaudit.advice import Proposal
 from ampaudit.checks import Finding
 from ampaudit.pages import all_pages
+from ampaudit.report.evidence import trial_text
 from ampaudit.report.model import Report
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
@@ -148,3 +149,73 @@ def test_reported_failures_with_an_error_get_a_cure(name: str) -> None:
     found = [f for f in errors(report) if f.origin]
     if not case.wrong:  # where the output is wrong without the overflow, too, one change is not enough
         assert all(f.tried for f in found), [(f.code, f.site) for f in found]
+
+
+def pasted(path: Path, policy: str, *rules: str) -> str:
+    path.write_text(f"name: mine\ntitle: mine\nextends: [{policy}]\nrules:\n" + "\n".join(rules) + "\n")
+    return str(path)
+
+
+def test_a_pasted_rule_converts_to_a_program_that_runs(tmp_path: Path) -> None:
+    """Under weights of 16 bits: torch's own kernels refuse a graph that mixes dtypes."""
+    model, x = TwoBranches(left=6e4).eval(), torch.randn(8, WIDTH) * 3
+    (found,) = errors(scan(model, x, policy="half", advise=True))
+    rule = next(trial for trial in found.tried if trial.kind == "rule")
+    policy = pasted(tmp_path / "mine.yaml", "half", rule.paste)
+    _, made = convert_model(model, x, tmp_path / "out", ConvertOptions(policy=policy))
+    assert made is not None
+    program = torch.export.load(tmp_path / "out" / "model.pt2")
+    with torch.no_grad():
+        wanted, got = model(x).double(), program.module()(x).double()
+    accuracy = 10 * torch.log10(wanted.square().sum() / (got - wanted).square().sum())
+    assert abs(float(accuracy) - (rule.after_db or 0.0)) < 3
+
+
+@pytest.mark.parametrize("policy", ["torch-cuda", "half"])
+def test_two_faults_get_fixes_that_cure_together(policy: str, tmp_path: Path) -> None:
+    model, x = TwoBranches(left=6e4, right=6e4).eval(), torch.randn(8, WIDTH) * 3
+    found = errors(scan(model, x, policy=policy, advise=True))
+    assert {f.layer for f in found} == {"left.up", "right.up"}
+    rules = [next(t for t in f.tried if t.kind == "rule") for f in found]
+    assert [(t.outcome, t.left, t.after_db) for t in rules] == [("fix", 1, None)] * 2
+    assert "outputs broken; 1 error" in rules[0].after
+    assert trial_text(rules[0]).endswith("; fixes this finding, 1 error is left elsewhere")
+    # another format cures both
+    assert all(f.tried[0].kind == "dtype" and f.tried[0].outcome == "cure" for f in found)
+    mine = pasted(tmp_path / "mine.yaml", policy, *(t.paste for t in rules))
+    assert not errors(scan(model, x, policy=mine))
+
+
+def test_a_hidden_error_is_no_error_that_is_left() -> None:
+    model, x = TwoBranches(left=6e4, right=6e4).eval(), torch.randn(8, WIDTH) * 3
+    report = scan(model, x, policy="torch-cuda", advise=True, ignore=["AMP101:right*"])
+    (found,) = (f for f in errors(report) if f.suppressed is None)
+    assert found.layer == "left.up"
+    assert all(t.outcome == "cure" for t in found.tried if t.kind == "dtype")
+
+
+def test_advice_in_training_mode_draws_the_same_numbers() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.log(torch.softmax(self.drop(self.inner(x)) * 40, -1))
+
+    (found,) = errors(scan(Dropped().train(), torch.randn(8, WIDTH), policy="half", advise=True))
+    assert found.tried[0].kind == "rewrite"
+    assert (found.tried[0].after_db or 0.0) > 40
+
+
+def test_a_model_that_cannot_be_called_in_fp32_gets_no_rewrite() -> None:
+    """There is nothing to judge a rewrite by; a rule keeps the graph, whose reference is the model."""
+
+    class Half(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype is torch.float32:
+                raise RuntimeError("only in 16 bits")
+            return torch.log(torch.softmax(x * 40, -1))
+
+    (found,) = errors(scan(Half(), torch.randn(4, WIDTH), policy="half", advise=True))[:1]
+    assert all(trial.kind != "rewrite" for trial in found.tried)

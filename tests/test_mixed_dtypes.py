@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.checks.mixed_dtypes import refused_sites
 from ampaudit.errors import AuditError
+from ampaudit.formats import FLOAT16
+from ampaudit.workflows.context import context_of
+from ampaudit.workflows.inputs import source_of
+from ampaudit.workflows.scan import audit_policies
+from ampaudit.workflows.settings import Settings
 
 Body = Callable[[torch.Tensor], torch.Tensor]
 BODIES: dict[str, Body] = {
@@ -70,3 +77,19 @@ def test_what_raises_in_a_half_model_is_an_error(name: str) -> None:
     assert raises
     assert "test_mixed_dtypes.py:" in str(refused)
     assert refused.exit_code == 3
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_policy_that_mixes_dtypes_is_told_from_one_that_torch_runs(returns: bool, tmp_path: Path) -> None:
+    """Advice asks this of the rules that it proposes; the check keeps quiet about policies."""
+    rule = "- {{id: {0}, match: {{site: [{1}]}}, cast: {2}, reason: range, why: w, source: s}}\n"
+    rules = rule.format("keep", "'0/linear'", "float32")
+    rules += rule.format("return", "'1/layer_norm'", "lower") if returns else ""
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"name: mine\ntitle: mine\nextends: [half]\nrules:\n{rules}")
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    source = source_of(model, [torch.randn(4, 8)])
+    (made,) = audit_policies(source, [str(path)], "float16", Settings())
+    context = context_of(made.audit, FLOAT16, Settings())
+    assert refused_sites(context) == (set() if returns else {"1/layer_norm"})
+    assert all(f.code != "AMP307" for f in made.report.findings)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from ampaudit.advice.difference import diff_of
 from ampaudit.advice.interface import Proposal, Subject
 from ampaudit.advice.proposals import proposals
 
-__all__ = ["Proposal", "Subject", "proposals"]
+__all__ = ["Proposal", "Subject", "diff_of", "proposals"]

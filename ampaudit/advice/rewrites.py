@@ -4,21 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ampaudit.advice.interface import Proposal, Subject
+import torch
+
+from ampaudit.advice.constants import is_limit, large_constants
+from ampaudit.advice.interface import LineChange, Proposal, Subject
+from ampaudit.advice.proofs import (
+    Edits,
+    flows_with,
+    log_sigmoid,
+    log_softmax,
+    of_the_line,
+    reads_from,
+    scaled_at,
+    scaled_first,
+    scaling_edits,
+    siblings,
+)
 from ampaudit.checks.epsilon import lost_eps
 from ampaudit.checks.interface import CheckContext
 from ampaudit.report.finding import Finding
-from ampaudit.sites import SiteId
+from ampaudit.run.step import LOWER
 from ampaudit.trace import Site
-from ampaudit.trace.edits import AsLogSigmoid, AsLogSoftmax, Constant, Edit, HandedOn, Scaled
+from ampaudit.trace.edits import Constant
+from ampaudit.trace.flow import Flow
 from ampaudit.words import number
 
 __all__ = ["rewrites"]
 
-SAFE_EPS = 1e-5
+Alternatives = tuple[Proposal, ...]
+# the largest has most bits in float16; the smaller ones change the function less
+EPS = (1e-5, 1e-6, 1e-7)
 
 
-def rewrites(subject: Subject, finding: Finding) -> Iterator[Proposal]:
+def rewrites(subject: Subject, finding: Finding) -> Iterator[Alternatives]:
     """The rewrite that the finding's page asks for, where it can be tried."""
     site = subject.context.site.get(finding.site)
     make = _BY_CODE.get(finding.code)
@@ -26,57 +44,97 @@ def rewrites(subject: Subject, finding: Finding) -> Iterator[Proposal]:
         yield from make(subject.context, site)
 
 
-def _log_softmax(context: CheckContext, site: Site) -> Iterator[Proposal]:
-    code = "torch.log_softmax(x, dim)"
-    yield Proposal("rewrite", f"write {code} for log(softmax(x))", code, edits={site.id: AsLogSoftmax()})
+def _log_softmax(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+    edits = of_the_line(context, site, log_softmax, reads_from("softmax"))
+    if edits is not None:
+        code = "torch.log_softmax(x, dim)"
+        source = LineChange("log_softmax", site.source) if site.source else None
+        change = f"write {code} for log(softmax(x))"
+        yield (Proposal("rewrite", change, code, edits=edits, source=source),)
 
 
-def _log_sigmoid(context: CheckContext, site: Site) -> Iterator[Proposal]:
-    minus = context.flow.made_by(context.flow.node(site).all_input_nodes[0], "sub", "rsub")
-    code = "F.logsigmoid(-x)" if minus else "F.logsigmoid(x)"
-    what = "log(1 - sigmoid(x))" if minus else "log(sigmoid(x))"
-    yield Proposal("rewrite", f"write {code} for {what}", code, edits={site.id: AsLogSigmoid()})
+def _log_sigmoid(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+    edits = of_the_line(context, site, log_sigmoid, reads_from("sigmoid"))
+    if edits is not None:
+        minus = context.flow.made_by(context.flow.node(site).all_input_nodes[0], "rsub")
+        code = "F.logsigmoid(-x)" if minus else "F.logsigmoid(x)"
+        what = "log(1 - sigmoid(x))" if minus else "log(sigmoid(x))"
+        source = LineChange("log_sigmoid", site.source) if site.source else None
+        yield (Proposal("rewrite", f"write {code} for {what}", code, edits=edits, source=source),)
 
 
-def _scale_first(context: CheckContext, site: Site) -> Iterator[Proposal]:
-    """Where the scores are divided by, or multiplied with, a Python number right after the product."""
-    flow = context.flow
-    scaling = next((r for r in flow.readers(site) if flow.base(r) in ("div", "mul")), None)
-    by = flow.arguments(scaling).get("other") if scaling is not None else None
-    if scaling is None or not isinstance(by, int | float) or not by:
+def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+    """Where every reader of the scores divides them by, or multiplies them with, one Python number."""
+    found = scaled_first(context.flow, site)
+    if found is None:
         return
-    factor = 1.0 / by if flow.base(scaling) == "div" else float(by)
+    factor, (scaling, *others) = found
+    edits = of_the_line(context, site, scaling_edits, scaled_at(scaling))
+    if edits is None:
+        return
+    lines = site.source, scaling.source
+    source = LineChange("scale", lines[0], lines[1]) if lines[0] and lines[1] and not others else None
     code = f"(q * {factor:.6g}) @ k.transpose(-2, -1)"
-    edits: dict[SiteId, Edit] = {site.id: Scaled(factor), scaling.id: HandedOn()}
-    yield Proposal("rewrite", "scale q before the product, not the scores after it", code, edits=edits)
+    change = "scale q before the product, not the scores after it"
+    yield (Proposal("rewrite", change, code, edits=edits, source=source),)
 
 
-def _eps(context: CheckContext, site: Site) -> Iterator[Proposal]:
+def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+    """Larger ones that the format holds; which of them keeps the function, if any does, the runs say."""
     found = lost_eps(context, site)
-    if found is not None:
-        maker, eps = found
-        change = f"eps = {SAFE_EPS:g} for {number(eps)} at {maker.id}"
-        yield Proposal("rewrite", change, f"eps = {SAFE_EPS:g}", edits={maker.id: Constant(eps, SAFE_EPS)})
+    if found is None:
+        return
+    maker, eps = found
+    tries: list[Proposal] = []
+    for larger in (e for e in EPS if eps < e and e > context.number_format.flush_below):
+        code = f"{larger:g}"
+        edits: Edits = {
+            other.id: Constant(eps, larger)
+            for other in siblings(context, maker)
+            if eps in _numbers(context, other)
+        }
+        source = LineChange("number", maker.source, old=eps, new=code) if maker.source else None
+        change = f"eps = {code} for {number(eps)} at {maker.id}"
+        tries.append(Proposal("rewrite", change, f"eps = {code}", edits=edits, source=source))
+    if tries:
+        yield tuple(tries)
 
 
-def _constant(context: CheckContext, site: Site) -> Iterator[Proposal]:
-    """The Python number beyond the format, in this op or among the constants that it is made of."""
-    limit = context.number_format.max
-    frontier, seen = [site], {site.id}
-    for _ in range(8):
-        for step in frontier:
-            given = (*context.flow.arguments(step).values(), *step.exact.values())
-            large = [v for v in given if isinstance(v, float | int) and limit < abs(v) < float("inf")]
-            if large:
-                code = "torch.finfo(x.dtype).min" if large[0] < 0 else "torch.finfo(x.dtype).max"
-                change = f"{code} for {number(large[0])} at {step.id}"
-                yield Proposal("rewrite", change, code, edits={step.id: Constant(large[0], limit)})
-                return
-        frontier = [m for step in frontier for m in context.flow.makers(step) if m.id not in seen]
-        seen |= {m.id for m in frontier}
+def _numbers(context: CheckContext, site: Site) -> list[float]:
+    given = (*context.flow.arguments(site).values(), *site.exact.values())
+    return [v for v in given if isinstance(v, float | int) and not isinstance(v, bool)]
 
 
-_BY_CODE: dict[str, Callable[[CheckContext, Site], Iterator[Proposal]]] = {
+def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+    """The number beyond the format that this value is made of, if it is a mask or another limit."""
+    for step, value in large_constants(context, site):
+        limit = context.number_format.max if value > 0 else -context.number_format.max
+
+        def as_limit(flow: Flow, other: Site, value: float = value, limit: float = limit) -> Edits | None:
+            if value not in _numbers(context, other):
+                return {}
+            return {other.id: Constant(value, limit)} if is_limit(context, flow, other, value) else None
+
+        edits = of_the_line(context, step, as_limit, lambda flow, other: True)
+        if edits is None:
+            continue
+        code = "torch.finfo(x.dtype).min" if value < 0 else "torch.finfo(x.dtype).max"
+        held = all(_is_held(flow, step) for flow in flows_with(context, step))
+        lines = step.source, site.source
+        source = LineChange("number", lines[0], lines[1], value, held=held) if lines[0] else None
+        change = f"{code} for {number(value)} at {step.id}"
+        yield (Proposal("rewrite", change, code, edits=edits, source=source, by_dtype=True),)
+
+
+def _is_held(flow: Flow, step: Site) -> bool:
+    """Whether the tensors that an op is called on have the 16-bit dtype themselves, without a cast."""
+    given = [(flow.site(node), node.meta.get("val")) for node in flow.node(step).all_input_nodes]
+    floats = [(s, v) for s, v in given if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    held = all(value.dtype in LOWER for _, value in floats)
+    return bool(floats) and held and not any(s is not None and s.role.inserted for s, _ in floats)
+
+
+_BY_CODE: dict[str, Callable[[CheckContext, Site], Iterator[Alternatives]]] = {
     "AMP108": _scale_first,
     "AMP113": _constant,
     "AMP202": _eps,

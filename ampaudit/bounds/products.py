@@ -9,6 +9,7 @@ import torch
 
 from ampaudit.bounds.elementwise import product as times
 from ampaudit.bounds.span import Span, finite, symmetric, unbounded
+from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import VANISHING, Known, OpCall, accumulated, transfer
 from ampaudit.formats import FLOAT32
 
@@ -144,8 +145,9 @@ def attention(call: OpCall) -> Span:
         others = tuple(range(rank - 2))
         low, high = low.amin(others, keepdim=True), high.amax(others, keepdim=True)
         longest = longest.amax(others, keepdim=True)
-    off = torch.maximum(low.abs(), high.abs()) * (slack - 1 + 2.0**-7)  # probabilities in 16 bits
-    longest = longest * (1 + 2.0**-7)
+    rounded = 2 * rounding(call.dtype)[0]  # of probabilities, which some kernels hold in 16 bits
+    off = torch.maximum(low.abs(), high.abs()) * (slack - 1 + rounded)
+    longest = longest * (1 + rounded)
     # a row that is masked completely may come out as zeros
     return Span(call.shape, (low - off).clamp(max=0.0), (high + off).clamp(min=0.0), {rank - 1: longest})
 

@@ -26,5 +26,8 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
 
 
 CAUSE = Cause(
-    "AMP301", applies, "write torch.finfo(x.dtype).min (or .max) of the tensor that it is used with"
+    "AMP301",
+    applies,
+    "for a mask or a limit, write torch.finfo(x.dtype).min (or .max) of the tensor that it is used with; "
+    "compute with any other constant in float32",
 )

@@ -15,10 +15,11 @@ from ampaudit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Finding
 from ampaudit.run.step import LOWER
+from ampaudit.sites import SiteId
 from ampaudit.trace import Site
 from ampaudit.trace.graph import Slot
 
-__all__ = ["CHECK"]
+__all__ = ["CHECK", "refused_sites"]
 
 _ADVICE = "make the dtypes agree: cast the other operand with .to(x.dtype)"
 # what kernels say about their arguments' dtypes
@@ -30,8 +31,18 @@ _LARGEST = 1 << 20  # elements of an argument that is made to try a kernel
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """Sites whose op, called natively on zeros of the same dtypes and shapes, complains of the dtypes."""
-    if _mixed_by_policy(context):
-        return
+    if not _mixed_by_policy(context):
+        for site, said in _refused(context):
+            yield _finding(context, site, said)
+
+
+def refused_sites(context: CheckContext) -> frozenset[SiteId]:
+    """Sites whose kernel does not take the dtypes that it is given, whoever mixed them."""
+    return frozenset(site.id for site, _ in _refused(context))
+
+
+def _refused(context: CheckContext) -> Iterator[tuple[Site, str]]:
+    """Such sites, each with what torch says."""
     tried: dict[tuple[object, ...], str | None] = {}
     for site in context.graph_sites:
         node = context.flow.node(site)
@@ -43,7 +54,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             tried[key] = _complaint(node, node.target)
         said = tried[key]
         if said is not None:
-            yield _finding(context, site, said)
+            yield site, said
 
 
 def _mixed_by_policy(context: CheckContext) -> bool:

@@ -123,14 +123,12 @@ def _report(linted: list[LintedFile], fail_on: Any, *, repaired: bool) -> LintRe
 
 
 def _show_differences(linted: list[LintedFile], report: LintReport) -> int:
-    from difflib import unified_diff
-
+    from ampaudit.lint.patch import unified
     from ampaudit.words import plain
 
     changed = [file for file in linted if file.after != file.before]
     for file in changed:
-        before, after = file.before.splitlines(), file.after.splitlines()
-        for line in unified_diff(before, after, file.path, file.path, lineterm=""):
+        for line in unified(file.path, file.before, file.after):
             click.echo(plain(line) if line[:2] in ("--", "++", "@@") else line)
     count = sum(file.fixed for file in linted)
     files = f"{len(changed)} file{'s' if len(changed) != 1 else ''}"

@@ -36,7 +36,9 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
     text = None if form == "text" else as_file(document, form)
     deliver(
         # a finding of lint is a line that editors read: the terminal may wrap it, we do not
-        lambda console: console.print(for_terminal(document, verbosity), soft_wrap=is_lines(document)),
+        lambda console: console.print(
+            for_terminal(document, verbosity), soft_wrap=is_lines(document), crop=False
+        ),
         text,
         output,
         force=bool(options.get("force")),

@@ -55,6 +55,7 @@ _FILE = click.Path(path_type=Path)
     "--min-sqnr", type=float, default=20.0, show_default=True, metavar="DB", help="Accuracy asked for."
 )
 @click.option("--advise", is_flag=True, help="Try changes for each error; print those that cure it.")
+@click.option("--diff", is_flag=True, help="Print rewrites as a diff of the source; implies --advise.")
 @click.option(
     "--contract",
     default="",
@@ -167,6 +168,7 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
             min_sqnr=options["min_sqnr"],
             ignore=options["ignore"],
             advise=options["advise"],
+            diff=options["diff"],
             stress=options["stress"],
             backward=options["backward"],
             loss_scale=options["loss_scale"],

@@ -22,7 +22,8 @@ class Repair:
         how: which repair.
         line: of the node that it changes, from 1.
         column: in UTF-8 bytes, from 0, as ``ast`` counts.
-        details: what the repair has to know.
+        details: what the repair has to know; for ``replace expression`` the new code, and line and column
+            (in characters) of the old one's end.
     """
 
     how: str

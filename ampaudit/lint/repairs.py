@@ -12,7 +12,7 @@ from ampaudit.lint.flow.script import characters, lines_of
 from ampaudit.lint.found import Repair
 from ampaudit.lint.modernise import Modern
 
-__all__ = ["repaired"]
+__all__ = ["repaired", "repaired_whole"]
 
 Node: TypeAlias = (
     Any  # what libcst's leave functions take and return differs from one kind of node to the next
@@ -25,13 +25,29 @@ def repaired(text: str, repairs: Sequence[Repair]) -> str:
     Raises:
         libcst.ParserSyntaxError: libcst does not know some syntax in it.
     """
+    return _repaired(text, repairs)[0]
+
+
+def repaired_whole(text: str, repairs: Sequence[Repair]) -> str | None:
+    """The same; ``None`` unless each repair is made.
+
+    Raises:
+        libcst.ParserSyntaxError: libcst does not know some syntax in it.
+    """
+    after, made = _repaired(text, repairs)
+    return after if made == set(repairs) else None
+
+
+def _repaired(text: str, repairs: Sequence[Repair]) -> tuple[str, set[Repair]]:
+    """The text, and those of the repairs at expressions and statements that were made."""
     wrapper = metadata.MetadataWrapper(cst.parse_module(text))
     lines = lines_of(text)
     places: dict[tuple[int, int], list[Repair]] = {}
     for repair in repairs:
         line = lines[repair.line - 1] if repair.line <= len(lines) else ""
         places.setdefault((repair.line, characters(line, repair.column)), []).append(repair)
-    return wrapper.visit(_Repairer(places)).code
+    repairer = _Repairer(places)
+    return wrapper.visit(repairer).code, repairer.made
 
 
 class _Repairer(cst.CSTTransformer):
@@ -42,6 +58,7 @@ class _Repairer(cst.CSTTransformer):
     def __init__(self, places: dict[tuple[int, int], list[Repair]]) -> None:
         super().__init__()
         self.places = places
+        self.made: set[Repair] = set()
         whole = [r for repairs in places.values() for r in repairs if r.how.startswith("modern")]
         self.modern = Modern(whole)
         self.decorated = {
@@ -60,11 +77,18 @@ class _Repairer(cst.CSTTransformer):
         result = self.modern.changed(original, result)
         if not isinstance(original, _KINDS):
             return result
-        start = self.get_metadata(metadata.PositionProvider, original).start
-        for repair in self.places.get((start.line, start.column), ()):
+        place = self.get_metadata(metadata.PositionProvider, original)
+        for repair in self.places.get((place.start.line, place.start.column), ()):
+            if repair.how == "replace expression" and repair.details[1:] == _ends_at(place):
+                result = _in_parentheses_of(result, cst.parse_expression(repair.details[0]))
+                self.made.add(repair)
+                continue
             change = _CHANGES.get(repair.how)
             if change is not None and result is not None and not isinstance(result, cst.FlattenSentinel):
-                result = change(original, result, repair)
+                changed = change(original, result, repair)
+                if changed is not result:
+                    self.made.add(repair)
+                result = changed
         return result
 
     def _function(self, original: cst.FunctionDef, updated: Node) -> Node:
@@ -76,6 +100,7 @@ class _Repairer(cst.CSTTransformer):
 
 
 _KINDS = (
+    cst.BinaryOperation,
     cst.Call,
     cst.SimpleStatementLine,
     cst.With,
@@ -85,6 +110,16 @@ _KINDS = (
     cst.Float,
     cst.Integer,
 )
+
+
+def _ends_at(place: metadata.CodeRange) -> tuple[str, str]:
+    """Line and column in characters of a node's end: several expressions begin at the same place."""
+    return str(place.end.line), str(place.end.column)
+
+
+def _in_parentheses_of(node: Node, expression: Node) -> Node:
+    """An expression inside the parentheses that another one stands in."""
+    return expression.with_changes(lpar=[*node.lpar, *expression.lpar], rpar=[*expression.rpar, *node.rpar])
 
 
 def _is_call(node: Node, name: str) -> bool:

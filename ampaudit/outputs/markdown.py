@@ -112,7 +112,15 @@ def _details(alert: Alert) -> list[str]:
         for line in (*alert.text.split("\n"), *([f"next: {alert.advice}"] if alert.advice else []))
     ]
     title = f"{escaped(alert.code)} at {escaped(alert.site)}"
-    return [f"<details><summary>{title}</summary>", "", "<br>\n".join(lines), "", "</details>", ""]
+    diffs = [line for diff in alert.diffs for line in (*_fenced(diff), "")]
+    return [f"<details><summary>{title}</summary>", "", "<br>\n".join(lines), "", *diffs, "</details>", ""]
+
+
+def _fenced(diff: str) -> list[str]:
+    """A diff as a block of code; its fence is longer than any row of backticks in it."""
+    ticks = max((len(row) for row in re.findall("`+", diff)), default=0)
+    fence = "`" * max(3, ticks + 1)
+    return [f"{fence}diff", diff, fence]
 
 
 def _line(alert: Alert) -> str:

@@ -10,7 +10,7 @@ from ampaudit.gate.result import CheckResults, TargetResult
 from ampaudit.lint.report import LintFinding, LintReport
 from ampaudit.outputs.documents import Document
 from ampaudit.report.comparison import Comparison
-from ampaudit.report.evidence import evidence_text, evident_line, poisons_text, title_of
+from ampaudit.report.evidence import evidence_text, evident_line, poisons_text, title_of, trial_text
 from ampaudit.report.finding import Finding, Severity, threshold
 from ampaudit.report.model import Report
 from ampaudit.report.training import TrainingReport
@@ -38,6 +38,7 @@ class Alert:
         path: later sites that it poisons.
         suppressed: why it does not count.
         region: first column, last line and the column behind its end, from 1, where they are known.
+        diffs: changes of the source that cure it.
     """
 
     code: str
@@ -53,6 +54,7 @@ class Alert:
     path: tuple[str, ...] = ()
     suppressed: str | None = None
     region: tuple[int, int, int] | None = None
+    diffs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ def _alert(finding: Finding, case: str, rank: float) -> Alert:
         computed is not None and line is not None and (computed.file, computed.line) != (line.file, line.line)
     )
     evidence, poisons = evidence_text(finding), poisons_text(finding) if finding.poisons else ""
-    cures = [f"cure: {plain(t.change)}" for t in finding.tried]
+    cures = [f"{t.outcome}: {plain(trial_text(t))}" for t in finding.tried]
     lines = [plain(finding.cause), evidence, poisons, *cures]
     return Alert(
         code=finding.code,
@@ -216,6 +218,7 @@ def _alert(finding: Finding, case: str, rank: float) -> Alert:
         else None,
         path=tuple(map(plain, finding.poisons)),
         suppressed=finding.suppressed,
+        diffs=tuple("\n".join(map(plain, t.diff.splitlines())) for t in finding.tried if t.diff),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ampaudit.pages import all_pages
-from ampaudit.report.finding import Finding, Source
+from ampaudit.report.finding import Finding, Source, Trial
 from ampaudit.report.model import Report, RunInfo
 from ampaudit.sites import SourceLine
 from ampaudit.words import number, plain
@@ -21,6 +21,7 @@ __all__ = [
     "ran_on",
     "relative_path",
     "title_of",
+    "trial_text",
 ]
 
 _POISONS_SHOWN = 3
@@ -88,3 +89,11 @@ def relative_path(file: str) -> str:
         return inside
     relative = os.path.relpath(file, Path.cwd())
     return file if relative.startswith("..") else relative
+
+
+def trial_text(trial: Trial) -> str:
+    """What to do; where it is no cure, what it leaves."""
+    if trial.outcome == "cure":
+        return trial.change
+    are = "1 error is" if trial.left == 1 else f"{trial.left} errors are"
+    return f"{trial.change}; fixes this finding, {are} left elsewhere"

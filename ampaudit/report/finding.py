@@ -15,6 +15,7 @@ __all__ = [
     "Evidence",
     "FailOn",
     "Finding",
+    "Outcome",
     "Severity",
     "Source",
     "Trial",
@@ -87,11 +88,12 @@ class Evidence:
 
 
 TrialKind = Literal["rewrite", "rescale", "rule", "dtype"]
+Outcome = Literal["cure", "fix"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A change that was tried and cured the finding (``--advise``).
+    """A change that was tried and removes the finding (``--advise``).
 
     Attributes:
         kind: a rewrite of the code, weights rescaled, a rule of the policy, or another format.
@@ -99,6 +101,12 @@ class Trial:
         paste: what to copy.
         before: what the run without it gave.
         after: what the run with it gave.
+        outcome: ``cure`` if no error is left and every output has the required accuracy against the user's
+            FP32 model; ``fix`` if this finding is gone and errors are left elsewhere.
+        left: errors that are left.
+        before_db: accuracy of the worst output without it; ``None`` if it is exact, or not finite.
+        after_db: the same with it.
+        diff: the change of the source as a unified diff (``--diff``); empty where it is to be pasted.
     """
 
     kind: TrialKind
@@ -106,6 +114,11 @@ class Trial:
     paste: str
     before: str
     after: str
+    outcome: Outcome = "cure"
+    left: int = 0
+    before_db: float | None = None
+    after_db: float | None = None
+    diff: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +129,7 @@ class Finding:
         fate: of a value that is not finite: meant so, hidden again inside the model, or in its output.
         hidden_at: sites that hide it: they take in inf or NaN and give finite values.
         suppressed: why it does not count: the option or the comment that hides it.
-        tried: changes that cure it, the smallest first, each after a run that shows it.
+        tried: changes that cure or fix it, the smallest first, each after a run that shows it.
     """
 
     code: str

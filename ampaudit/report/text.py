@@ -8,7 +8,14 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.report.evidence import evidence_text, poisons_text, ran_on, relative_path, title_of
+from ampaudit.report.evidence import (
+    evidence_text,
+    poisons_text,
+    ran_on,
+    relative_path,
+    title_of,
+    trial_text,
+)
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.gradient_tables import gradient_tables
 from ampaudit.report.grid import hanging
@@ -34,7 +41,7 @@ SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Sever
 
 def print_report(report: Report, console: Console, *, verbosity: int = 0, nearest: int = 5) -> None:
     """Print to a console; ``verbosity`` -1 is the verdict line alone, 1 adds every site."""
-    console.print(render(report, verbosity=verbosity, nearest=nearest))
+    console.print(render(report, verbosity=verbosity, nearest=nearest), crop=False)
 
 
 def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> RenderableType:
@@ -45,8 +52,9 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
     active = [f for f in report.findings if f.suppressed is None]
     shown = [f for f in active if verbosity > 0 or f.severity is not Severity.NOTE]
     told = shown if verbosity > 0 else shown[:_FINDINGS]
+    diffs: set[str] = set()
     for position, finding in enumerate(told, 1):
-        parts += [Text(), finding_text(finding, position)]
+        parts += [Text(), finding_text(finding, position), *_diff_lines(finding, diffs)]
     if len(shown) > len(told):
         parts += [Text(), Text(f"and {len(shown) - len(told):,} more findings; -v shows all", "bold")]
     hidden = len(active) - len(shown)
@@ -111,16 +119,26 @@ def finding_text(finding: Finding, position: int, named: str = "(top module)") -
 
 
 def _advice(finding: Finding) -> Iterable[tuple[Text, RenderableType]]:
-    """What was tried and cures; or, where nothing was tried, what may."""
+    """What was tried and cures, or fixes this finding alone; where nothing was tried, what may."""
     if not finding.tried:
         can_try = finding.severity is Severity.ERROR and finding.phase != "backward"
         untried = " (not tried; --advise tries)" if can_try else ""
         yield Text("next", "dim"), Text.assemble(plain(finding.advice), (untried, "dim"))
     for trial in finding.tried:
-        paste = (Text(plain(line), "cyan") for line in trial.paste.splitlines())
         tried = [("before", trial.before), ("after", trial.after)]
         runs = hanging((Text(label, "dim"), Text(plain(text))) for label, text in tried)
-        yield Text("cure", "bold green"), Group(Text(plain(trial.change)), *paste, runs)
+        label = Text("cure", "bold green") if trial.outcome == "cure" else Text("fix", "bold yellow")
+        copied = () if trial.diff else (Text(plain(line), "cyan") for line in trial.paste.splitlines())
+        yield label, Group(Text(plain(trial_text(trial))), *copied, runs)
+
+
+def _diff_lines(finding: Finding, printed: set[str]) -> Iterable[Text]:
+    """The diffs of what was tried, as ``patch`` takes them: each once, indented alike, and never wrapped."""
+    for diff in (trial.diff for trial in finding.tried if trial.diff not in printed):
+        printed.add(diff)
+        for line in diff.splitlines():
+            style = {"+": "green", "-": "red"}.get(line[:1], "dim")
+            yield Text(f"    {plain(line)}", style, no_wrap=True, overflow="ignore")
 
 
 def _source_line(file: str, line: int, code: str) -> Text:

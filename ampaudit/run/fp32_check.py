@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.errors import AuditError, ReferenceBroken, first_line
+from ampaudit.errors import AuditError, ReferenceBroken, RunFailed, first_line
 from ampaudit.policy import plain_fp32
 from ampaudit.run.code_record import CodeRecord, OutputDifference
 from ampaudit.run.eager import EagerModel
@@ -83,13 +83,21 @@ class Fp32Check:
         apart = {difference.name for difference in found if difference.problem is not None}
         return {name: tensor for name, tensor in fp32.items() if name in named and name not in apart}
 
-    def unedited(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor] | None:
-        """The FP32 model's outputs, for a run of edited code; ``None`` if there are none that are finite."""
+    def unedited(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:
+        """The outputs of the user's own FP32 model, which a run of edited code is judged by.
+
+        Raises:
+            RunFailed: it cannot be called.
+            ReferenceBroken: it gives NaN or infinity.
+        """
         try:
             found = self._eager.outputs(model, batch, number)
-        except Exception:
-            return None
-        return None if any(map(is_broken, found.values())) else dict(found)
+        except Exception as error:
+            raise RunFailed(f"the FP32 model cannot be called: {first_line(error)}") from error
+        broken = next((name for name, output in found.items() if is_broken(output)), None)
+        if broken is not None:
+            raise ReferenceBroken(f"the FP32 model itself gives NaN or infinity in batch {number}: {broken}")
+        return dict(found)
 
     def _note_failure(self, error: Exception, traced: TracedModel) -> None:
         cause = error.__cause__ if isinstance(error, AuditError) and error.__cause__ is not None else error

@@ -17,7 +17,6 @@ __all__ = [
     "OutputComparison",
     "OutputKind",
     "against_fp32",
-    "better_outputs",
     "compare_outputs",
     "merge_outputs",
 ]
@@ -122,13 +121,6 @@ def merge_outputs(into: dict[str, OutputComparison], batch: Mapping[str, OutputC
     worse = [n for n, seen in batch.items() if n not in into or _rank(seen) < _rank(into[n])]
     into.update({name: batch[name] for name in worse})
     return worse
-
-
-def better_outputs(
-    first: Mapping[str, OutputComparison], second: Mapping[str, OutputComparison]
-) -> dict[str, OutputComparison]:
-    """The more accurate of two comparisons of each output."""
-    return {name: max(first[name], second[name], key=_rank) for name in first}
 
 
 def _rank(comparison: OutputComparison) -> tuple[float, float]:

@@ -65,6 +65,7 @@ class RunRecord:
         seconds: wall time per phase.
         gradients: what was seen on the way back, if that was asked for.
         outputs: by name, the worst batch of each output, as it is when nothing is repaired.
+        edited: by name, what edited code gives in FP32 against the user's FP32 model; empty without edits.
         decisions: by site, for ops that turn floats into integers, booleans or whole numbers.
         buffers: by name, updates of buffers of which something stalls.
         culprits: where the errors of outputs that are too inaccurate enter.
@@ -82,6 +83,7 @@ class RunRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     gradients: GradientRecord | None = None
     outputs: dict[str, OutputComparison] = field(default_factory=dict)
+    edited: dict[str, OutputComparison] = field(default_factory=dict)
     decisions: dict[SiteId, DecisionStats] = field(default_factory=dict)
     buffers: dict[str, BufferUpdate] = field(default_factory=dict)
     culprits: list[Culprit] = field(default_factory=list)

@@ -23,7 +23,7 @@ from ampaudit.run.fp32_check import Fp32Check, is_broken
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import LockStep, Pair
 from ampaudit.run.meter import Measured, Meter
-from ampaudit.run.outputs import against_fp32, better_outputs, compare_outputs, merge_outputs
+from ampaudit.run.outputs import against_fp32, compare_outputs, merge_outputs
 from ampaudit.run.plan import Plan
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.record import RunRecord
@@ -138,11 +138,12 @@ class Runner:
     def _compare(self, ready: Prepared, named: dict[str, Pair], fp32: dict[str, torch.Tensor] | None) -> None:
         """Compare the outputs with the FP32 model's, and keep the worst batch of each.
 
-        Edited code may be as right as the code before, or right about values that it meant to change.
+        Edited code is judged by the user's own model, and so is what it gives in FP32.
         """
         found = compare_outputs(against_fp32(named, fp32), ready.number)
         if self.plan.edits and fp32 is not None:
-            found = better_outputs(found, compare_outputs(named, ready.number))
+            edited = {name: (fp32.get(name), reference) for name, (reference, _) in named.items()}
+            merge_outputs(self.record.edited, compare_outputs(edited, ready.number))
         attribution = Attribution(ready.executor, ready.tensors, self.plan.seed + ready.number)
         for name in merge_outputs(self.record.outputs, found):
             self._worst[name] = attribution
@@ -221,11 +222,10 @@ class Runner:
         if self._reference_only or not (reads or edited):
             return None
         started = time.perf_counter()
-        call = ready.model, ready.batch, ready.number
-        if edited:  # the reference has the edits in it, and the user's model has not
-            found = self._fp32.unedited(*call)
-        else:
-            found = self._fp32.outputs(ready.model, ready.executor.program, *call[1:], outputs)
+        model, program, call = ready.model, ready.executor.program, (ready.batch, ready.number)
+        # the reference has the edits in it, and the user's model has not
+        check = self._fp32
+        found = check.unedited(model, *call) if edited else check.outputs(model, program, *call, outputs)
         self._add_seconds("fp32", started)
         return found
 

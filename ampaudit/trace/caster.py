@@ -155,9 +155,9 @@ class Caster:
         edit = self._edits.get(site)
         return called if edit is None else edit(called, self.history, emit)
 
-    def note(self, result: Any, called: OpCalled) -> None:
-        """Remember what an op of the model made, for edits, and what it wrote to."""
-        self.note_writes(called)
+    def note(self, result: Any, made: OpCalled, called: OpCalled) -> None:
+        """Remember what an op wrote to and, for edits, how the model called it, without casts."""
+        self.note_writes(made)
         if any(edit.looks_back for edit in self._edits.values()):
             self.history.note(result, called)
 

@@ -80,10 +80,8 @@ class Constant:
         del history, emit
 
         def change(value: Any) -> Any:
-            same = (
-                isinstance(value, int | float) and not isinstance(value, bool) and abs(value) == abs(self.old)
-            )
-            return (self.new if value > 0 else -self.new) if same else value
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return self.new if is_number and value == self.old else value
 
         return OpCalled(
             called.op, tuple(map(change, called.args)), {k: change(v) for k, v in called.kwargs.items()}
@@ -101,7 +99,7 @@ class AsLogSoftmax:
         made = history.of(called.args[0])
         if made is None or base_name(made.op) != "softmax":
             return called
-        return OpCalled(aten.log_softmax.int, made.args[:2], {})
+        return OpCalled(aten.log_softmax.int, made.args, made.kwargs)
 
 
 class AsLogSigmoid:
@@ -123,7 +121,10 @@ class AsLogSigmoid:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """The first operand of a product times a factor: scores that are scaled before they are added up."""
+    """The first operand of a product times a factor: scores that are scaled before they are added up.
+
+    ``einsum`` takes its operands as a list after the equation.
+    """
 
     factor: float
     looks_back: ClassVar[bool] = False
@@ -132,6 +133,10 @@ class Scaled:
         """The same product of a smaller operand."""
         del history
         first, *rest = called.args
+        if isinstance(first, str):
+            (operand, *others), *more = rest
+            scaled = [emit(aten.mul.Scalar, operand, self.factor), *others]
+            return OpCalled(called.op, (first, scaled, *more), called.kwargs)
         return OpCalled(called.op, (emit(aten.mul.Scalar, first, self.factor), *rest), called.kwargs)
 
 

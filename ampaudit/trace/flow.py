@@ -12,7 +12,7 @@ from torch import fx
 from ampaudit.sites import SiteId
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
-from ampaudit.trace.opnames import base_name, named_arguments
+from ampaudit.trace.opnames import base_name, mutated_arguments, named_arguments
 
 __all__ = ["Flow"]
 
@@ -77,6 +77,11 @@ class Flow:
         node = self.node(site)
         op = overload_of(node.target)
         return {} if op is None else named_arguments(op, node.args, dict(node.kwargs))
+
+    def writes(self, site: Site) -> bool:
+        """Whether a site's op writes to a tensor that it is given."""
+        op = overload_of(self.node(site).target)
+        return op is not None and bool(mutated_arguments(op))
 
     def root(self, node: Any) -> fx.Node | None:
         """The node that made a value, behind views, casts and tuple access."""

@@ -170,7 +170,7 @@ def interposed(caster: Caster) -> Iterator[None]:
                 made = replace(made, decision=NO_KERNEL)
                 op, args, kwargs = caster.apply(NO_KERNEL, dtype, op, args, kwargs, cast, id(self.tracer))
                 result = _recorded(made, OpCalled(op, args, kwargs), record)
-        caster.note(result, OpCalled(op, args, kwargs))
+        caster.note(result, OpCalled(op, args, kwargs), called)
         limit = made.decision.clamp
         if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result

@@ -53,6 +53,7 @@ def _refuse_forward_only(settings: Settings, source: ModelSource) -> None:
         "--contract": bool(settings.contract),
         "--stress": settings.stress > 0,
         "--advise": settings.advise,
+        "--diff": settings.diff,
         "--stream": source.release is not None,
     }
     for option, is_given in given.items():

@@ -140,8 +140,8 @@ def audit_policies(
         found = run_checks(context, ALL_CHECKS)
         hiding = (*hidden, *comments_in(context.sites))
         shown = suppressed(found, hiding)
-        if settings.advise and not settings.ranges and not settings.static:
-            shown = advised(shown, source, plan, context, settings)
+        if (settings.advise or settings.diff) and not settings.ranges and not settings.static:
+            shown = advised(shown, source, plan, context, settings, hiding)
         report = _report(audit, context, shown, (source, rules, settings))
         if before:
             usual_context = context_of(before[len(made)], form, replace(settings, contract=""))

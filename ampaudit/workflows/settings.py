@@ -29,6 +29,7 @@ class ScanOptions(TypedDict, total=False):
     ignore: Sequence[str]
     prove: bool
     advise: bool
+    diff: bool
     static: bool
     contract: str
     stress: int
@@ -55,6 +56,7 @@ class Settings:
         fail_on: severity from which ``report.exit_code`` is 1.
         ignore: what to hide: ``CODE``, ``CODE:layer glob`` or ``:layer glob``.
         advise: try changes for the errors, and report those that cure.
+        diff: with ``advise``, give a rewrite as a unified diff of the source.
         prove: bound every site for all inputs of the stated domain, too.
         static: bound every site and run nothing.
         contract: how the target computes, as ``saturate,decomposed``; empty for the usual way.
@@ -78,6 +80,7 @@ class Settings:
     ignore: Sequence[str] = ()
     prove: bool = False
     advise: bool = False
+    diff: bool = False
     static: bool = False
     contract: str = ""
     stress: int = 0

@@ -6,7 +6,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ampaudit.report.accuracy import output_word
-from ampaudit.report.evidence import evidence_text, evident_line, ran_on, relative_path, title_of
+from ampaudit.report.evidence import (
+    evidence_text,
+    evident_line,
+    ran_on,
+    relative_path,
+    title_of,
+    trial_text,
+)
 from ampaudit.report.finding import Finding
 from ampaudit.report.gradient_tables import scales_that_suit
 from ampaudit.report.model import Report
@@ -45,7 +52,7 @@ class FindingView:
     lines: tuple[Line, ...]
     path: tuple[str, ...]
     path_more: int
-    cures: tuple[tuple[str, str, str, str], ...]
+    cures: tuple[tuple[str, str, str, str, str], ...]
     suppressed: str
     fate: str
 
@@ -175,7 +182,8 @@ def _finding(finding: Finding) -> FindingView:
         path=tuple(map(plain, path)),
         path_more=len(finding.poisons) - len(path),
         cures=tuple(
-            (plain(t.change), _lines(t.paste), plain(t.before), plain(t.after)) for t in finding.tried
+            (t.outcome, plain(trial_text(t)), _lines(t.diff or t.paste), plain(t.before), plain(t.after))
+            for t in finding.tried
         ),
         suppressed=finding.suppressed or "",
         fate=finding.fate or "",
