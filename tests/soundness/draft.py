@@ -240,10 +240,13 @@ class Draft:
         self.lines.append(line)
 
     def _execute(self, line: str) -> None:
+        sizes = {n: v.shape for n, v in self.values.items() if "out=" in line and isinstance(v, torch.Tensor)}
         with torch.no_grad(), torchs_own_kernels(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exec(line, NAMESPACE, self.values)
         self.values.pop("__builtins__", None)
+        if any(self.values[name].shape != shape for name, shape in sizes.items()):
+            raise Refused(f"{line}: resizes what it writes to, which torch deprecates")
         for name, given in self.given.items():  # torch.export has no inputs that change their shape
             if name in self.values and self.values[name].shape != given.shape:
                 raise Refused(f"{line}: {name} has another shape")
