@@ -1,9 +1,10 @@
 """Random programs against their bounds: no value may leave its own. Prints what is found, cut down.
 
-    python -m benchmarks.soundness [--graphs 100000] [--seed 0] [--processes 2] [--rounds 7] [--json FILE]
+    python -m benchmarks.soundness [--graphs 100000] [--seed 0] [--processes 2] [--samples 4] [--json FILE]
 
 Each seed makes 40 branches of up to six steps (``tests/soundness``), which are traced as one model,
-bounded, and run on hostile inputs in their true dtypes and as a scan emulates them.
+bounded, and run on hostile inputs in their true dtypes and as a scan emulates them. Then come torch's
+own sample inputs, ``--samples`` for every op, on their own ranges and wider ones, in float32 and float16.
 """
 
 from __future__ import annotations
@@ -20,15 +21,28 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from torch.testing._internal.common_methods_invocations import op_db
 
-from tests.soundness.fuzz import BRANCHES, SETTINGS, Counterexample, Report, examine_seed, shrunk
+from tests.soundness.fuzz import (
+    BRANCHES,
+    RAISED,
+    SETTINGS,
+    Counterexample,
+    Report,
+    Setting,
+    examine_seed,
+    shrunk,
+)
+from tests.soundness.samples import sample_problems
 
 SHOWN = 2  # of each class
+SAMPLED = (Setting("as-is", "float16"), Setting("half", "float16"))
+CHUNK = 50  # tasks for one set of processes
 
 
 def kind_of(example: Counterexample) -> str:
     """The class of a counterexample: the op at which a value first escapes, or what is raised."""
-    if example.problem.startswith("bound raises"):
+    if example.problem.startswith(RAISED):
         return re.sub(r"\d+", "N", example.problem)[:100]
     target = re.search(r"target=([\w.:]+)", example.problem) or re.search(r"(\w+) :", example.problem)
     kind = "not finite" if "was proved" in example.problem else "escapes"
@@ -43,19 +57,57 @@ def one(task: tuple[int, int]) -> Report:
     return examine_seed(seed, SETTINGS[seed % len(SETTINGS)], rounds=rounds)
 
 
-def run(graphs: int, seed: int, processes: int, rounds: int) -> Report:
-    """Examine at least as many graphs; progress is printed."""
-    total, started, shown = Report(), time.perf_counter(), 0.0
+def run(graphs: int, seed: int, processes: int, rounds: int) -> tuple[Report, list[int]]:
+    """Examine as many graphs; also the seeds with which torch itself crashed. Progress is printed."""
+    total, crashed, started, shown = Report(), list[int](), time.perf_counter(), 0.0
+    seen: set[str] = set()
     tasks = [(seed + index, rounds) for index in range(-(-graphs // BRANCHES))]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
-        for report in pool.map(one, tasks):
+    for at in range(0, len(tasks), CHUNK):
+        reports, lost = joined(tasks[at : at + CHUNK], processes)
+        for task in lost:  # one of them ended its process: each in a process of its own
+            alone, again = joined([task], 1)
+            reports += alone
+            crashed += [failed for failed, _ in again]
+        for report in reports:
             total.add(report)
-            passed = time.perf_counter() - started
-            if passed - shown > 20:
-                shown = passed
-                print(f"{total.branches} graphs, {len(total.found)} found, {passed:.0f} s", flush=True)
-    return total
+            for example in report.found:
+                if (kind := kind_of(example)) not in seen:
+                    seen.add(kind)
+                    print(f"{kind}, not cut down yet:\n{example}\n", flush=True)
+        passed = time.perf_counter() - started
+        if passed - shown > 20:
+            shown = passed
+            print(f"{total.branches} graphs, {len(total.found)} found, {passed:.0f} s", flush=True)
+    return total, crashed
+
+
+def joined(tasks: list[tuple[int, int]], processes: int) -> tuple[list[Report], list[tuple[int, int]]]:
+    """What processes make of the tasks, and the tasks that were lost when one of them crashed."""
+    reports, lost = [], []
+    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        waiting = {task: pool.submit(one, task) for task in tasks}
+        for task, future in waiting.items():
+            try:
+                reports.append(future.result())
+            except concurrent.futures.process.BrokenProcessPool:
+                lost.append(task)
+    return reports, lost
+
+
+def of_op(task: tuple[int, int]) -> list[str]:
+    """Torch's samples of one op, under the settings of which a CPU has kernels."""
+    index, count = task
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = [sample_problems(op_db[index], setting, count) for setting in SAMPLED]
+    return [problem for problems in found for problem in problems]
+
+
+def sampled(count: int, processes: int) -> list[str]:
+    """What is wrong with the bounds of torch's samples of every op."""
+    tasks = [(index, count) for index in range(len(op_db))] if count else []
+    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        return [problem for problems in pool.map(of_op, tasks, chunksize=10) for problem in problems]
 
 
 def main() -> None:
@@ -64,10 +116,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     started = time.perf_counter()
-    total = run(options.graphs, options.seed, options.processes, options.rounds)
+    total, crashed = run(options.graphs, options.seed, options.processes, options.rounds)
     seconds = time.perf_counter() - started
     classes: defaultdict[str, list[Counterexample]] = defaultdict(list)
     for example in total.found:
@@ -80,8 +133,13 @@ def main() -> None:
     values, bounded = total.values.total(), total.bounded.total()
     print(
         f"{total.branches} graphs in {seconds:.0f} s ({total.untraced} not traced, {total.not_run} not run); "
-        f"{values} values, {bounded / max(values, 1):.0%} with finite bounds; "
-        f"{len(total.found)} counterexamples"
+        f"{values} values, {bounded / max(values, 1):.0%} with bounds tighter than their dtype; "
+        f"{len(total.found)} counterexamples; torch crashed with the seeds {crashed}"
+    )
+    problems = sampled(options.samples, options.processes)
+    print(
+        "\n".join(problems)
+        or f"torch's samples, {options.samples} of each of {len(op_db)} ops: nothing escapes"
     )
     if options.json:
         data = {
@@ -92,10 +150,12 @@ def main() -> None:
             "graphs": total.branches,
             "untraced": total.untraced,
             "not_run": total.not_run,
+            "crashed": crashed,
             "values": values,
             "bounded": bounded,
             "seconds": round(seconds, 1),
             "counterexamples": len(total.found),
+            "samples": {"ops": len(op_db), "each": options.samples, "problems": problems},
             "classes": dict(Counter(kind_of(example) for example in total.found).most_common()),
             "ops": {op: [total.bounded[op], count] for op, count in sorted(total.values.items())},
         }

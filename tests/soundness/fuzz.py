@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,18 +23,22 @@ from tests.soundness.inputs import hostile
 from tests.soundness.program import Branch, BranchModel
 
 __all__ = [
+    "RAISED",
     "SETTINGS",
     "Counterexample",
+    "Prepared",
     "Report",
     "Setting",
     "examine",
     "examine_seed",
+    "random_branches",
     "shrunk",
     "table_of",
     "traced_branches",
 ]
 
 BRANCHES = 40  # of one trace
+RAISED = ("bound raises", "a transfer fails")
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Report:
 
     Attributes:
         branches: how many were checked; ``untraced`` and ``not_run`` are those that were not.
-        values: by op, how many values were checked; ``bounded`` those with finite bounds.
+        values: by op, how many values were checked; ``bounded`` those with bounds tighter than their dtype.
         found: the counterexamples.
     """
 
@@ -105,50 +110,76 @@ class Report:
 
 def examine_seed(seed: int, setting: Setting, *, branches: int = BRANCHES, rounds: int = 7) -> Report:
     """Examine as many random branches; each has a seed of its own."""
-    made = [branch_of(seed * branches + index, setting.lower) for index in range(branches)]
-    return examine(made, setting, seed, rounds)
+    return examine(random_branches(seed, setting, branches), setting, seed, rounds)
+
+
+def random_branches(seed: int, setting: Setting, branches: int = BRANCHES) -> list[Branch]:
+    """The branches of a seed."""
+    return [branch_of(seed * branches + index, setting.lower) for index in range(branches)]
 
 
 def examine(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int = 7) -> Report:
     """Examine branches in one trace; where the bound pass or a run raises, half of them at a time."""
-    report = Report()
-    traced, model = traced_branches(branches, setting, seed)
-    if traced is None:
-        if len(branches) > 1:
-            return _halved(branches, setting, seed, rounds)
-        report.untraced += 1
-        return report
-    report.untraced += len(model.failed)
-    if len(model.failed) == len(branches):
-        return report
-    try:
-        table = table_of(traced, model, setting)
-    except Exception as error:
-        if len(branches) > 1:
-            return _halved(branches, setting, seed, rounds)
-        problem = f"bound raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        report.found.append(Counterexample(branches[0], setting, seed, rounds, problem))
-        return report
-    owners, runs = _owners(traced, model), Runs(traced)
-    first: dict[int, Counterexample] = {}
-    for number in range(rounds):
-        inputs = [item.tensor(hostile(item, number, seed)) for item in model.inputs]
-        for native in (True, False):
-            found = runs.checked(table, inputs, native=native)
+    prepared = Prepared.of(branches, setting, seed)
+    if prepared is None:
+        return _halved(branches, setting, seed, rounds) if len(branches) > 1 else Report(untraced=1)
+    report = prepared.report(rounds)
+    if report is None:
+        return _halved(branches, setting, seed, rounds)
+    return report
+
+
+@dataclass
+class Prepared:
+    """Branches that are traced and ready to run, so that they can be held against more than one table."""
+
+    branches: Sequence[Branch]
+    setting: Setting
+    seed: int
+    traced: TracedModel
+    model: BranchModel
+    runs: Runs
+
+    @classmethod
+    def of(cls, branches: Sequence[Branch], setting: Setting, seed: int) -> Prepared | None:
+        """Trace them; ``None`` if they cannot be, all together."""
+        traced, model = traced_branches(branches, setting, seed)
+        return None if traced is None else cls(branches, setting, seed, traced, model, Runs(traced))
+
+    def report(self, rounds: int) -> Report | None:
+        """Bound and run them; ``None`` if it takes fewer branches to tell whose fault an error is."""
+        report = Report(untraced=len(self.model.failed))
+        if len(self.model.failed) == len(self.branches):
+            return report
+        problem, table = "", None
+        try:
+            table = table_of(self.traced, self.model, self.setting)
+            problem = "; ".join(f"a transfer fails: {text}" for text in table.failed)
+        except Exception as error:
+            problem = f"bound raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if problem or table is None:
+            report.found.append(Counterexample(self.branches[0], self.setting, self.seed, rounds, problem))
+            return report if len(self.branches) == 1 else None
+        return self._run(report, table, rounds)
+
+    def _run(self, report: Report, table: SpanTable, rounds: int) -> Report | None:
+        owners, first = _owners(self.traced, self.model), dict[int, Counterexample]()
+        for number, native in itertools.product(range(rounds), (True, False)):
+            inputs = [item.tensor(hostile(item, number, self.seed)) for item in self.model.inputs]
+            found = self.runs.checked(table, inputs, native=native)
             if found.failed is not None:
-                if len(branches) > 1:
-                    return _halved(branches, setting, seed, rounds)
                 report.not_run += 1
-                return report
+                return report if len(self.branches) == 1 else None
             report.values.update(found.values)
             report.bounded.update(found.bounded)
-            how = "native" if native else "emulated"
             for escape in found.escapes:
                 owner = owners.get(escape.node, 0)
-                first.setdefault(owner, Counterexample(branches[owner], setting, seed, rounds, f"{escape} ({how})"))
-    report.found += first.values()
-    report.branches += len(branches) - len(model.failed)
-    return report
+                problem = f"{escape} ({'native' if native else 'emulated'})"
+                example = Counterexample(self.branches[owner], self.setting, self.seed, rounds, problem)
+                first.setdefault(owner, example)
+        report.found += first.values()
+        report.branches += len(self.branches) - len(self.model.failed)
+        return report
 
 
 def _halved(branches: Sequence[Branch], setting: Setting, seed: int, rounds: int) -> Report:
@@ -207,7 +238,7 @@ def _owners(traced: TracedModel, model: BranchModel) -> dict[str, int]:
 
 def shrunk(example: Counterexample, budget: int = 60) -> Counterexample:
     """The smallest branch found that still has a problem of the same kind."""
-    raises = example.problem.startswith("bound raises")
+    raises = example.problem.startswith(RAISED)
     current, progress = example, True
     while progress and budget > 0:
         progress = False
@@ -227,5 +258,5 @@ def _problem(example: Counterexample, raises: bool) -> Counterexample | None:
         found = examine([example.branch], example.setting, example.seed, example.rounds).found
     except Exception:  # what a shortened program does wrong is its own matter
         return None
-    alike = [item for item in found if item.problem.startswith("bound raises") == raises]
+    alike = [item for item in found if item.problem.startswith(RAISED) == raises]
     return alike[0] if alike else None

@@ -6,6 +6,7 @@ one model, since most of the time of a trace is its start.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +16,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["NAMESPACE", "Branch", "BranchModel", "Input", "Stored", "laid_out", "names_in"]
+__all__ = [
+    "NAMESPACE",
+    "Branch",
+    "BranchModel",
+    "Input",
+    "Stored",
+    "laid_out",
+    "names_in",
+    "torchs_own_kernels",
+]
 
 aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def torchs_own_kernels() -> Iterator[None]:
+    """Without oneDNN, which crashes on some convolutions in 16 bits (one column, stride and dilation 2)."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns about Intel's GPUs
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:

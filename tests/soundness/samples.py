@@ -63,6 +63,8 @@ def _checked(
         table = bound(traced, domain, format_named(setting.dtype))
     except Exception as error:
         return [f"bound raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+    if table.failed:
+        return [f"a transfer fails: {'; '.join(table.failed)}"]
     runs = Runs(traced)
     for kind in range(-1, KINDS):
         inputs = [_values(leaf, ends, kind) for leaf, ends in zip(leaves, ranges, strict=True)]

@@ -50,7 +50,9 @@ STEPS = _lines("""
     A = F.<relu|relu6|gelu|silu|mish|hardswish|hardsigmoid|softplus|logsigmoid>({t})
     A = F.<selu|elu|celu|tanhshrink|softsign>({t})
     A = F.gelu({t}, approximate='tanh')
-    A = F.<elu|celu>({t}, alpha={n})
+    A = F.<elu|celu>({t}, alpha=<{n}|2.0>)
+    A = F.<elu|celu>({t}, alpha=<-1.0|-0.5|-3.0>)
+    A = F.<elu|celu>({t} - 2.0, alpha=<-1.0|-0.3|0.5>)
     A = F.leaky_relu({t}, <0.01|-0.3|-2.0|1.5|{n}>)
     A = F.softplus({t}, beta=<1|2|-1|0.1|{n}>, threshold=<20|1|-5|{n}>)
     A = F.<hardshrink|softshrink>({t}, <0.5|2.0|0.0>)
@@ -91,6 +93,9 @@ STEPS = _lines("""
     A = torch.addmm(<{outputs}|{w}>, {m}, {columns}, beta=<1|{n}>, alpha=<1|{n}>)
     A = {t} @ {columns}
     A = {m} @ {m}
+    A = {m}.flatten(0, -2); B = torch.<mm|matmul>(A, {columns})
+    A = {m}.flatten(0, -2); B = A.addmm_(A, A.mT @ A, beta=<1|{n}>, alpha=<1|{n}>)
+    A = {m}; B = A.reshape(-1, *A.shape[-2:]); C = torch.bmm(B, <B.mT|B.mT * {n}|B.softmax(-1).mT>)
     A = {m} @ {m}.mT
     A = {m}.mT @ {m}
     A = torch.<bmm|matmul|mm>({m}, {m})
@@ -110,6 +115,8 @@ STEPS = _lines("""
     A = F.conv3d({image}, {kernel3}, <None|{kernel_bias}>, stride={k}, padding=<0|1|2>, dilation={k}, \
         groups={groups})
     A = F.conv_transpose<1|2>d({image}, {kernel2}, padding=<0|1>)
+    A = F.<max|avg>_pool<1|2|3>d({image}, 2)
+    A = F.max_pool<1|2|3>d({image}, 2, return_indices=True)
     A = F.max_pool<1|2|3>d({t}, {k}, stride=<None|1|2>, padding=<0|1>, dilation=<1|2>, \
         ceil_mode={bool}, return_indices={bool})
     A = F.avg_pool<1|2|3>d({t}, {k}, stride=<None|1|2>, padding=<0|1>, ceil_mode={bool}, \
@@ -119,7 +126,7 @@ STEPS = _lines("""
     A = F.adaptive_max_pool<1|2|3>d({t}, <1|2|3>, return_indices=True)
     A = F.lp_pool2d({t}, 2, 2)
     A = F.interpolate({image}, scale_factor=<2|0.5|1.7>, \
-        mode=<'nearest'|'bilinear'|'bicubic'|'linear'|'area'|'nearest-exact'>)
+        mode=<'nearest'|'nearest'|'bilinear'|'bicubic'|'linear'|'area'|'nearest-exact'>)
     A = F.pixel_<shuffle|unshuffle>({image}, <1|2>)
     A = F.embedding({indices}, {table}, padding_idx=<None|1>, scale_grad_by_freq={bool})
     A = F.embedding_bag({indices}, {table}, mode=<'sum'|'mean'|'max'>)
@@ -429,7 +436,6 @@ VIEWS = _lines("""
     torch.ravel(A)
     F.dropout(A, 0.3, False)
     A.select(-1, 0)
-    A.data
     A.clone()
     A
     A.permute(*range(A.ndim))
