@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.trace.functional import OnCopy, functionalized, writes_in_place
+from ampaudit.trace.functional import OnCopy, functionalized, overload_of, writes_in_place
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.memory import SharedMemory
-from ampaudit.trace.opnames import may_write, written_values
+from ampaudit.trace.opnames import base_name, may_write, written_values
+
+_RESIZING = ("resize_", "resize_as_", "set_")  # what a view of such memory shows afterwards is not known
 
 __all__ = ["without_visible_writes", "written_memory"]
 
@@ -28,7 +30,10 @@ def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int
     in_place: set[int] = set()
     hidden: set[int] = set()
     for node in graph.nodes:
-        if isinstance(node.target, OnCopy) or writes_in_place(node):
+        op = overload_of(node.target)
+        if op is not None and base_name(op) in _RESIZING:
+            hidden |= memory.of(node.args[0].meta.get("val"))
+        elif isinstance(node.target, OnCopy) or writes_in_place(node):
             in_place |= memory.of(node.args[0].meta.get("val"))
         elif isinstance(node.target, OpOverload) and may_write(node.target):
             for written in written_values(node.target, node.args, dict(node.kwargs)):

@@ -113,13 +113,15 @@ class Span:
 
     def widened(self, relative: float, absolute: float = 0.0) -> Span:
         """For values that are each off by up to ``relative * |x| + absolute``."""
-        off = self.magnitude * relative + absolute if relative else absolute
+        # v - |v| * relative falls and rises with v, so that each end is off by its own size
+        sizes = (self.low.abs(), self.high.abs()) if relative < 1 else (self.magnitude, self.magnitude)
         grown = 1.0 + relative + OUTWARD
 
         def more(axes: Axes, per: float) -> Axes:
             return {a: finite(n * grown + per * absolute * self.shape[a], 1) for a, n in axes.items()}
 
-        low, high = self.low - off, self.high + off
+        low = finite(self.low - (sizes[0] * relative + absolute), -1)
+        high = finite(self.high + (sizes[1] * relative + absolute), 1)
         mean = None if self.mean is None else self.mean + self._mean_size() * relative + absolute
         return Span(self.shape, low, high, more(self.norms, 1.0), more(self.sums, 1.0), mean)
 

@@ -37,6 +37,8 @@ def number(value: float, dtype: torch.dtype) -> Span:
     """A Python number beside a tensor: some kernels round it to the tensor's format, others do not."""
     if dtype is torch.bool:
         return between((), 0.0, 1.0)
+    if dtype.is_complex:
+        return anything((), dtype)
     if not dtype.is_floating_point:
         whole = float(math.trunc(value)) if math.isfinite(value) else value
         return _as_integer(between((), whole, whole), dtype)
@@ -96,6 +98,8 @@ def converted(span: Span, source: torch.dtype, dtype: torch.dtype) -> Span:
     """
     if source is dtype:
         return span
+    if dtype.is_complex:
+        return anything(span.shape, dtype)
     if not dtype.is_floating_point:
         return anything(span.shape, dtype) if source.is_floating_point else _as_integer(span, dtype)
     form = format_of(dtype)
