@@ -481,6 +481,7 @@ def test_memory_and_time_on_a_gpu(train: bool) -> None:
             assert row.seconds is not None
 
 
+@pytest.mark.slow
 def test_the_experiment_runs_in_small(cli: Cli, tmp_path: Path) -> None:
     """EfficientNet-B0 with one output, as examples/efficientnet_b0.py has it, with small images on a CPU."""
     done = cli(

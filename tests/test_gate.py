@@ -252,6 +252,7 @@ def written(tmp_path: Path, files: dict[str, str]) -> list[Path]:
     return [tmp_path / f"{name}.py" for name in files]
 
 
+@pytest.mark.slow
 def test_whatever_a_model_does_the_others_go_on(tmp_path: Path) -> None:
     files = {
         "good": GOOD,
@@ -297,6 +298,7 @@ def test_a_model_that_hangs_is_stopped_with_its_children(tmp_path: Path) -> None
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_a_converted_directory_is_verified_and_audited_as_it_is(tmp_path: Path) -> None:
     out = converted(tied(), tmp_path / "out", policy="torch-cuda")
     (passed,) = check(out)

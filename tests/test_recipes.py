@@ -68,6 +68,7 @@ def run(script: str, *arguments: str, timeout: int = 120) -> subprocess.Complete
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_two_processes_follow_fp32(name: str) -> None:
     done = run(str(PLACE / f"{name}.py"), "apex-o0", "torch-cuda", "apex-o2")

@@ -26,18 +26,24 @@ from .soundness.fuzz import (
 from .soundness.mutants import MUTANTS
 from .soundness.samples import sample_problems
 
-EXAMPLES = 10  # seeds of each setting, each of 40 programs
+EXAMPLES = 15  # seeds of each setting, each of 40 programs
 ROUNDS = 6  # inputs of each
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_no_value_of_a_random_program_leaves_its_bound(setting: Setting) -> None:
     total = Report()
 
     # a seed cannot be made simpler; what is found is cut down line by line instead
+    # and the same programs every time, since a change is to be told from luck; the benchmark takes new ones
     @hypothesis.settings(
-        max_examples=EXAMPLES, deadline=None, phases=[hypothesis.Phase.generate], database=None
+        max_examples=EXAMPLES,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        database=None,
+        derandomize=True,
     )
     @hypothesis.given(st.integers(0, 1 << 40))
     def examine(seed: int) -> None:
@@ -49,6 +55,7 @@ def test_no_value_of_a_random_program_leaves_its_bound(setting: Setting) -> None
     assert total.bounded.total() >= 0.5 * total.values.total(), "what has no bound cannot leave it"
 
 
+@pytest.mark.slow
 def test_the_ops_that_are_covered_are_met_with_finite_bounds() -> None:
     """Not all in so few programs, but most, or the programs have become too odd to say anything."""
     total = Report()

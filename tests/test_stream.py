@@ -176,6 +176,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with /proc")
 def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
     """400 MB of weights; eight steps of the reference run ahead, each with its weight of 17 MB."""

@@ -339,6 +339,7 @@ def test_a_policy_that_looks_at_values_sees_the_first_batch() -> None:
     assert not plain.model(rows()).isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_command(
     cli: Callable[..., subprocess.CompletedProcess[str]], model_file: Callable[[str], Path], tmp_path: Path
 ) -> None:
