@@ -372,3 +372,38 @@ def test_a_large_known_tensor_keeps_the_ends_of_its_rows() -> None:
     assert span.low.shape == (1, 400)
     assert span.contains(tensor)
     assert not span.contains(tensor * 2)
+
+
+# where float32 itself ends, or a kernel rounds once more than the formula says
+EDGES: dict[str, tuple[Function, torch.Tensor, str, str]] = {
+    "a mean pool adds up beyond float32": (
+        lambda m, x: F.avg_pool2d(x, 2), torch.full((1, 1, 4, 4), 2e38), "half", "bfloat16",
+    ),
+    "scores beyond float32": (
+        lambda m, x: F.scaled_dot_product_attention(x, x, torch.tanh(x)), torch.randn(2, 4, 8) * 1e25, "half",
+        "bfloat16",
+    ),
+    "scores that a scale takes beyond float32": (
+        lambda m, x: F.scaled_dot_product_attention(x, x, x, scale=1e38), torch.randn(2, 4, 8) * 100, "half",
+        "float16",
+    ),
+    "a cast to float8": (
+        lambda m, x: x.to(torch.float8_e5m2).float() * 1.0, torch.tensor([430.0, 1.9]), "half", "float16",
+    ),
+    "an eps that is zero in float32": (
+        lambda m, x: F.rms_norm(x, (4,), eps=1e-50), torch.zeros(2, 4), "half", "float16",
+    ),
+    "zero times a number beyond float32": (
+        lambda m, x: (x * 0.0) * 1e39, torch.ones(4), "half", "float16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_what_float32_cannot_hold_is_not_proved(name: str) -> None:
+    function, x, policy, dtype = EDGES[name]
+    form = format_named(dtype)
+    torch.manual_seed(3)
+    traced = trace(Call(function).eval(), (x,), {}, load_policy(policy), load_policy("torch-cuda"), form)
+    domain = assumptions(traced, [[x]], [])
+    check(traced, bound(traced, domain, form), [[x]])

@@ -183,6 +183,12 @@ class InPlace(nn.Module):
                 z[0] = z[1] * 2
                 z[1] = z[0] + 1
                 y = z
+            case "returned":
+                z = y * 1.0
+                v = z[:, 0]
+                z.mul_(2.0)
+                v.mul_(3.0)
+                y = z + 0.5
             case "no grad":
                 with torch.no_grad():
                     z = self.inner(x) * 5
@@ -194,7 +200,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    ["relu", "slice", "view", "halves", "transposed", "select twice", "no grad", "detach"],
+    ["relu", "slice", "view", "halves", "transposed", "select twice", "returned", "no grad", "detach"],
 )
 @pytest.mark.parametrize("policy", ["torch-cuda", "half", "onnx"])
 def test_writing_in_place_and_stopped_gradients(

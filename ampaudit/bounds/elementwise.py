@@ -10,8 +10,9 @@ import torch
 
 from ampaudit.bounds.patterns import is_normalized, is_shifted_by_maximum
 from ampaudit.bounds.span import Span, between, unbounded
-from ampaudit.bounds.stored import rounding
+from ampaudit.bounds.stored import UNIT_ROUNDOFF, rounding
 from ampaudit.bounds.transfers import ELEMENTARY, OpCall, shaped, transfer
+from ampaudit.formats import FLOAT32
 
 __all__: list[str] = []
 
@@ -109,6 +110,8 @@ def multiply(call: OpCall) -> Span:
         if (row := is_normalized(call.node, value, factor)) is not None:
             return row
     a, b = call.span("self"), call.span("other")
+    if any(isinstance(each, float) and not abs(each) < FLOAT32.overflow_at for each in (first, second)):
+        return unbounded(call.shape)  # 0 * inf
     low, high = extremes(a, b.low, b.high)
     if first is second:
         low = low.clamp(min=0.0)
@@ -166,6 +169,8 @@ def power(call: OpCall) -> Span:
         low = low.clamp(max=0.0)
     # an error of log(x) counts as often as the exponent is large; some kernels round x * x and go on
     slack = ELEMENTARY * max(abs(exponent), 1.0) + 4 * rounding(call.dtype)[0]
+    if not exponent.is_integer():  # its own rounding counts as often as log(x), at most 104 in float32
+        slack += 2 * 104 * UNIT_ROUNDOFF * abs(exponent)
     return _kept_sign(shaped(call, low, high), slack)
 
 

@@ -10,11 +10,13 @@ import torch
 from ampaudit.bounds.span import Span, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF
 from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, Known, OpCall, accumulated, shaped, transfer
+from ampaudit.formats import FLOAT32
 
 __all__ = ["CENTRED", "PLAIN"]
 
 CENTRED = ("layer_norm", "group_norm", "var", "std", "var_mean", "std_mean")
 PLAIN = ("rms_norm", "linalg_vector_norm", "norm", "cosine_similarity")
+MIN_EPS = 2.0**-126  # below, it may be 0 in float32
 LOOSE = 2.0**-7  # of a float32 variance, where its row is not all but constant
 INNER = 1 + 2.0**-8 + ELEMENTARY  # a normalized value may be rounded to 16 bits before it is scaled
 
@@ -31,7 +33,7 @@ def layer_norm(call: OpCall) -> Span:
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
     size, axes = math.prod(normalized), len(normalized)
     x = call.span("input")
-    if eps is None or eps <= 0 or not size or x.peak * math.sqrt(size) >= MAX_ROOT:
+    if eps is None or eps < MIN_EPS or not size or x.peak * math.sqrt(size) >= MAX_ROOT:
         return unbounded(call.shape)
     mean = x.row_mean if axes == 1 else x.peak
     length = math.sqrt(size) * (1 + LOOSE)
@@ -48,7 +50,7 @@ def rms_norm(call: OpCall) -> Span:
     call.ignore("input")
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
     size, axes = math.prod(normalized), len(normalized)
-    if (eps is not None and eps <= 0) or not size:  # a row of zeros is NaN
+    if (eps is not None and eps < MIN_EPS) or not size:  # a row of zeros is NaN
         return unbounded(call.shape)
     length = math.sqrt(size) * (1 + ELEMENTARY + accumulated(size + 4))
     return _affine(call, length, _Row(length) if axes == 1 else None, axes)
@@ -59,20 +61,21 @@ def group_norm(call: OpCall) -> Span:
     """As a layer norm over the elements of a group; the affine part is per channel."""
     call.ignore("cudnn_enabled")
     groups, eps, x = call.number("num_groups"), call.number("eps"), call.span("input")
-    if not groups or eps is None or eps <= 0 or not math.prod(call.shape[1:]):
+    if not groups or eps is None or eps < MIN_EPS or not math.prod(call.shape[1:]):
         return unbounded(call.shape)
     size = math.prod(call.shape[1:]) // int(groups)
     if x.peak * math.sqrt(size) >= MAX_ROOT:
         return unbounded(call.shape)
-    core = math.sqrt(size) * (1 + LOOSE) + _cancelled(x.peak, eps)
+    # computed as x * scale + (bias - mean * scale): each term, and each factor, is rounded by itself
+    core = math.sqrt(size) * (1 + LOOSE) + _cancelled(x.peak, eps, 5)
     if not call.arg("input").meta["val"].is_contiguous():
         # a kernel for channels last takes the mean of squares less the square of the mean, which cancel
         core *= math.sqrt(1 + 2 * accumulated(size + 4) * x.peak * x.peak / eps)
     return _per_channel(call, core)
 
 
-def _cancelled(mean: float, eps: float) -> float:
-    return 2 * UNIT_ROUNDOFF * mean / math.sqrt(eps)
+def _cancelled(mean: float, eps: float, roundings: int = 2) -> float:
+    return roundings * UNIT_ROUNDOFF * mean / math.sqrt(eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,7 @@ def batch_norm(call: OpCall) -> Span:
     """With stored statistics, a scale and a shift per channel; in training, a norm over the batch."""
     call.ignore("cudnn_enabled", "momentum")
     shape, eps, training = call.shape, call.number("eps"), call.arg("training")
-    if eps is None or eps <= 0 or len(shape) < 2:
+    if eps is None or eps < MIN_EPS or len(shape) < 2:
         return unbounded(shape)
     x = call.span("input")
     if not training:
@@ -156,7 +159,7 @@ def batch_norm(call: OpCall) -> Span:
     # some kernels keep 1/sqrt(variance + eps) in the dtype of the input
     if x.peak * math.sqrt(size) >= MAX_ROOT or 1 / math.sqrt(eps) >= call.limit:
         return unbounded(shape)
-    return _per_channel(call, math.sqrt(size) * (1 + LOOSE) + _cancelled(x.peak, eps))
+    return _per_channel(call, math.sqrt(size) * (1 + LOOSE) + _cancelled(x.peak, eps, 5))
 
 
 def _stored_statistics(call: OpCall, x: Span, eps: float) -> Span:
@@ -176,7 +179,10 @@ def _stored_statistics(call: OpCall, x: Span, eps: float) -> Span:
     shifted = torch.maximum((x.low - mean).abs(), (x.high - mean).abs())
     distance = shifted + mean.abs() * found[2].relative + found[2].absolute + rounded
     _, reach, edge = _scaled(1.0, weight, bias, found[0], found[1])
-    reach = reach * distance / least.sqrt()
+    scale = reach / least.sqrt()
+    if bool(((x.magnitude + mean.abs()) * scale >= FLOAT32.max / 2).any()):
+        return unbounded(shape)
+    reach = scale * distance
     return shaped(call, bias - reach - edge, bias + reach + edge)
 
 

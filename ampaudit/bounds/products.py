@@ -131,11 +131,11 @@ def _product_of(shape: tuple[int, ...], a: Span, b: Span) -> Span:
 @transfer("scaled_dot_product_attention")
 def attention(call: OpCall) -> Span:
     """A weighted mean of the rows of V: within V's ends, and no longer than its longest row."""
-    call.ignore("query", "key", "attn_mask", "is_causal", "enable_gqa")
+    call.ignore("is_causal", "enable_gqa")
     value = call.span("value")
     rank = len(call.shape)
     usual = call.number("dropout_p") == 0 and not (call.has("scale") and (call.number("scale") or 0) <= 0)
-    if rank < 2 or len(value.shape) != rank or not usual:
+    if rank < 2 or len(value.shape) != rank or not usual or not _has_finite_scores(call):
         return unbounded(call.shape)
     rows = value.over(-2)
     slack = 1 + accumulated(value.shape[-2] + 8)
@@ -150,6 +150,16 @@ def attention(call: OpCall) -> Span:
     longest = longest * (1 + rounded)
     # a row that is masked completely may come out as zeros
     return Span(call.shape, (low - off).clamp(max=0.0), (high + off).clamp(min=0.0), {rank - 1: longest})
+
+
+def _has_finite_scores(call: OpCall) -> bool:
+    """Whether queries times keys, scaled, with the mask, stay finite in float32; -inf is only a mask."""
+    query, key = call.span("query"), call.span("key")
+    scale = call.number("scale") if call.has("scale") else None
+    largest = float(query.norm(-1).amax()) * float(key.norm(-1).amax()) * max(scale or 1.0, 1.0)
+    mask = call.span("attn_mask") if call.has("attn_mask") else None
+    highest = max(float(mask.high.amax()), 0.0) if mask is not None else 0.0
+    return largest + highest < FLOAT32.max / 4
 
 
 @transfer("conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding")

@@ -288,6 +288,8 @@ def mean_pool(call: OpCall) -> Span:
     window = call.arg("kernel_size") if "kernel_size" in call.given else given
     sizes = list(window) if isinstance(window, list | tuple | torch.Size) else [window]
     terms = math.prod(sizes) if len(sizes) == len(given) else int(sizes[0]) ** len(given)
+    if x.peak * terms >= FLOAT32.max:
+        return unbounded(call.shape)
     off = x.peak * max(accumulated(terms + 2), 2.0**-12)
     natural = bool((x.low >= 0).all())
     low = low.clamp(max=0.0) - off

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ampaudit.bounds.span import OUTWARD, Span, between, finite, symmetric
-from ampaudit.formats import FORMATS, LOWER_FORMATS, NumberFormat
+from ampaudit.formats import FLOAT32, FORMATS, NumberFormat
 
 __all__ = [
     "UNIT_ROUNDOFF",
@@ -82,7 +82,7 @@ def stored(span: Span, dtype: torch.dtype | None) -> Span:
     form = format_of(dtype)
     if form is None:
         return span.widened(OUTWARD) if dtype is torch.float64 else anything(span.shape, dtype)
-    relative = form.eps / 2 if form in LOWER_FORMATS else 8 * UNIT_ROUNDOFF
+    relative = 8 * UNIT_ROUNDOFF if form is FLOAT32 else form.eps / 2
     absolute = form.min_subnormal / 2 + _UNDERFLOW
     found = loosened(span, relative, absolute)
     return found if span.peak * (1 + 2 * relative) + 2 * absolute <= form.max else found.clipped(form.max)

@@ -91,7 +91,8 @@ def unproved_table(report: Report, count: int) -> Iterable[RenderableType]:
     sites = [s for s in report.sites if s.verdict != "proved"]
     if not sites:
         return
-    yield Text(f"Not proved: {len(sites)} sites; the first", style="bold")
+    shown = "; the first" if len(sites) > count * 2 else ""
+    yield Text(f"Not proved: {len(sites)} site{'s' if len(sites) != 1 else ''}{shown}", style="bold")
     table = open_table("site", "bound", width=36)
     for site in sites[: count * 2]:
         known = "unbounded" if site.bound is None else number(site.bound)
@@ -232,7 +233,7 @@ def _proof_rows(report: Report) -> list[tuple[str, str]]:
         return []
     over = sum(site.verdict == "overflows" for site in report.sites)
     watched = "not proved" if report.run.level == "static" else "observed only"
-    rest = proofs.sites - proofs.proved - over
+    rest = max(proofs.sites - proofs.proved - over, 0)
     ranges = ", ".join(
         f"{plain(a.name)} in {number(a.low)}:{number(a.high)} ({a.source})" for a in proofs.assumed
     )

@@ -272,7 +272,9 @@ def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         true_args = (true_args[0].clone(), *true_args[1:])
     result = call_in_low_precision(op, true_args, true_kwargs)
     for position in step.mutates:
-        args[position].copy_(true_args[position])
+        both = map(pytree.tree_leaves, (args[position], true_args[position]))
+        for kept, made in zip(*both, strict=True):
+            kept.copy_(made)
     if step.mutates:
         return args[step.mutates[0]]
     dtypes = iter(step.dtypes)

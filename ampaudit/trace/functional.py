@@ -130,7 +130,9 @@ class _Rewriter:
     def _value(self, node: fx.Node) -> fx.Node:
         """The new node for an old one, made again where its memory was written since."""
         view = self._views[node]
-        if view.step is None or view.source is None or view.version == self._versions[view.base]:
+        if view.step is None or view.source is None:  # what an in-place op returned shows later writes
+            return self._now[view.base]
+        if view.version == self._versions[view.base]:
             return self._now[node]
         source = self._value(view.source)
         self._now[node] = self._shown(view.step, source)
