@@ -435,6 +435,36 @@ def test_only_what_a_scale_of_one_cures_is_left_to_the_scaler(
     assert all(gradient.isfinite().all() for gradient in half.values()) is (severity == "warning")
 
 
+class LargeBefore(nn.Module):
+    """The gradient of the head's weight is as large as what the head is given, whatever the scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.first(x) * 8000)
+        return made
+
+
+def test_the_limit_of_the_whole_model_decides_not_that_of_the_op() -> None:
+    """A real half module has an infinite gradient without any loss scale, and a finite one under 2^-6."""
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.float().sum() * 8
+
+    report = ampaudit.scan(LargeBefore(), rows(), policy="half", backward=True, loss=loss)
+    found = [f for f in report.findings if f.code == "AMP701"]
+    assert report.verdict == "fail"
+    assert any("but the whole model needs 2^-" in f.advice for f in found)
+    for scale, finite in ((1.0, False), (2.0**-6, True)):
+        half = LargeBefore().half()
+        (loss(half(rows().half())) * scale).backward()
+        assert half.head.weight.grad is not None
+        assert bool(half.head.weight.grad.isfinite().all()) is finite
+
+
 class WithOwner(nn.Module):
     """The function is given the module itself: it cannot be called on other tensors."""
 

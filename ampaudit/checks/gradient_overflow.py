@@ -59,9 +59,17 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
     if _overflows(context, seen):
         cause = f"{what} reaches {reaches} in FP32{scaled}; {form.name} ends at {number(form.max)}"
         advice = f"a loss scale of at most {power(highest)} fits"
+        suits = context.scale_advice
+        whole = min(highest, suits.high) if suits is not None else highest
         if highest < 0:
             kept = f"layer {site.layer!r}" if site.layer else "this op"
             advice += f": less than no scaling at all; keep {kept} in float32, or use bfloat16"
+        elif whole < 0 and suits is not None:
+            kept = f"layer {suits.high_at!r}" if suits.high_at else "what sets that limit"
+            advice += (
+                f" this op, but the whole model needs {power(whole)} or less, which is less than no scaling"
+            )
+            advice += f" at all: keep {kept} in float32, or use bfloat16"
         elif record.dynamic and 2.0**highest >= record.least:
             advice += "; until then the scaler skips steps and lowers the scale"
             severity = Severity.WARNING
