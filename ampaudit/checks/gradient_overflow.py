@@ -66,10 +66,8 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
             advice += f": less than no scaling at all; keep {kept} in float32, or use bfloat16"
         elif whole < 0 and suits is not None:
             kept = f"layer {suits.high_at!r}" if suits.high_at else "what sets that limit"
-            advice += (
-                f" this op, but the whole model needs {power(whole)} or less, which is less than no scaling"
-            )
-            advice += f" at all: keep {kept} in float32, or use bfloat16"
+            advice += f" this op, but the whole model needs {power(whole)} or less, which is less than no"
+            advice += f" scaling at all: keep {kept} in float32, or use bfloat16"
         elif record.dynamic and 2.0**highest >= record.least:
             advice += "; until then the scaler skips steps and lowers the scale"
             severity = Severity.WARNING
