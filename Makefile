@@ -32,11 +32,11 @@ charts:
 	cd tools/charts && npm install --no-package-lock --no-audit --no-fund && npm run build
 
 schema: $(VENV)/.dev
-	$(BIN)/python -c "from ampaudit.report.jsonfile import schema_text; print(schema_text(), end='')" > docs/report.schema.json
+	$(BIN)/python -c "from ampaudit.render.jsonfile import schema_text; print(schema_text(), end='')" > docs/report.schema.json
 	$(BIN)/python -c "from ampaudit.policy.jsonschema import schema_text; print(schema_text(), end='')" > docs/rules.schema.json
 
 docs: $(VENV)/.dev
-	$(BIN)/python -c "from ampaudit.pages.document import document; print(document(), end='')" > docs/checks.md
+	$(BIN)/python -c "from ampaudit.report.pages.document import document; print(document(), end='')" > docs/checks.md
 
 aten: $(VENV)/.dev
 	$(BIN)/python -m tests.aten_ops > ampaudit/policy/aten_ops.txt

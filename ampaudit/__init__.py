@@ -10,22 +10,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ampaudit.errors import AuditError
+    from ampaudit.audit.plan import plan
+    from ampaudit.audit.scan import scan
+    from ampaudit.ci.assertion import UnsafeModel, assert_safe
+    from ampaudit.core.errors import AuditError
+    from ampaudit.export.convert import convert_model
+    from ampaudit.export.options import ConvertOptions
+    from ampaudit.export.verify import verify
     from ampaudit.report.conversion import Conversion
     from ampaudit.report.model import Report
     from ampaudit.report.plan import PlanReport
     from ampaudit.report.verification import Verification
-    from ampaudit.testing.assertion import UnsafeModel, assert_safe
     from ampaudit.training.prepare import Prepared, prepare
     from ampaudit.training.scaler import LossScaler, scaler
     from ampaudit.training.watch import Watch, watch
-    from ampaudit.workflows.convert import convert_model
-    from ampaudit.workflows.options import ConvertOptions
-    from ampaudit.workflows.plan import plan
-    from ampaudit.workflows.scan import scan
-    from ampaudit.workflows.verify import verify
 
-__version__ = "0.1.0"
+from ampaudit.core.version import __version__
+
 __all__ = [
     "AuditError",
     "Conversion",
@@ -49,22 +50,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AuditError": "ampaudit.errors",
+    "AuditError": "ampaudit.core.errors",
     "Conversion": "ampaudit.report.conversion",
-    "ConvertOptions": "ampaudit.workflows.options",
+    "ConvertOptions": "ampaudit.export.options",
     "LossScaler": "ampaudit.training.scaler",
     "PlanReport": "ampaudit.report.plan",
     "Prepared": "ampaudit.training.prepare",
     "Report": "ampaudit.report.model",
-    "UnsafeModel": "ampaudit.testing.assertion",
+    "UnsafeModel": "ampaudit.ci.assertion",
     "Verification": "ampaudit.report.verification",
-    "assert_safe": "ampaudit.testing.assertion",
-    "convert_model": "ampaudit.workflows.convert",
-    "plan": "ampaudit.workflows.plan",
+    "assert_safe": "ampaudit.ci.assertion",
+    "convert_model": "ampaudit.export.convert",
+    "plan": "ampaudit.audit.plan",
     "prepare": "ampaudit.training.prepare",
     "scaler": "ampaudit.training.scaler",
-    "scan": "ampaudit.workflows.scan",
-    "verify": "ampaudit.workflows.verify",
+    "scan": "ampaudit.audit.scan",
+    "verify": "ampaudit.export.verify",
     "Watch": "ampaudit.training.watch",
     "watch": "ampaudit.training.watch",
 }

@@ -22,11 +22,11 @@ import torch
 
 from ampaudit.bounds import bound
 from ampaudit.bounds.domain import assumptions
-from ampaudit.convert import convert
-from ampaudit.formats import FLOAT16
+from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.run.search import Search
 from ampaudit.trace import Role, trace
+from ampaudit.trace.converted import convert
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.flow import Flow
 

@@ -22,7 +22,7 @@ import torch
 
 from ampaudit.bounds import bound
 from ampaudit.bounds.domain import assumptions
-from ampaudit.formats import FLOAT16
+from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.trace import trace
 from ampaudit.trace.entry import tensor_leaves

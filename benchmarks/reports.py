@@ -23,11 +23,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ampaudit.outputs.documents import parse_document, read_document
-from ampaudit.outputs.render import as_file
-from ampaudit.report.jsonfile import to_json
+from ampaudit.core.sites import SiteId
+from ampaudit.render.jsonfile import to_json
+from ampaudit.render.render import as_file
+from ampaudit.report.documents import parse_document, read_document
 from ampaudit.report.model import Report
-from ampaudit.sites import SiteId
 
 SAVED = Path(__file__).parents[1] / "tests" / "data" / "reports" / "overflow.json"
 SIZES = (500, 1000, 2500, 5000, 10_000)

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ampaudit.cli.memory import keep_freed_memory
-from ampaudit.formats import FLOAT16
+from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.run.audit import Plan, Runner
 from ampaudit.run.record import RunRecord

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ampaudit.outputs.documents import read_document
-from ampaudit.outputs.markdown import to_markdown
+from ampaudit.render.markdown import to_markdown
+from ampaudit.report.documents import read_document
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

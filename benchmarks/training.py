@@ -27,11 +27,11 @@ from torch import nn
 
 import ampaudit
 from ampaudit.cli.memory import keep_freed_memory
-from ampaudit.formats import FLOAT16
-from ampaudit.gradients.audit import GradientAudit
+from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.policy.scaling import StartingScale
 from ampaudit.run.audit import Plan, Runner
+from ampaudit.run.backward.audit import GradientAudit
 from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch
 from ampaudit.trace.loss import WithLoss, item_apart

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.convert import convert
-from ampaudit.formats import BFLOAT16, FLOAT16, NumberFormat
+from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
 from ampaudit.run.backends import Emulated
 from ampaudit.run.lockstep import LockStep, StepCall
@@ -19,6 +18,7 @@ from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace import TracedModel, trace
+from ampaudit.trace.converted import convert
 from ampaudit.trace.entry import tensor_leaves
 
 Function = Callable[..., Any]

@@ -11,8 +11,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ampaudit.outputs.documents import Document, parse_document
 from ampaudit.report.comparison import Comparison
+from ampaudit.report.documents import Document, parse_document
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report, SiteReport
 

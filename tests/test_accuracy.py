@@ -15,10 +15,10 @@ from rich.console import Console
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.errors import InputError
+from ampaudit.core.errors import InputError
+from ampaudit.render.text import print_report
+from ampaudit.render.verdict import verdict_words
 from ampaudit.report.model import Report
-from ampaudit.report.text import print_report
-from ampaudit.report.verdict import verdict_words
 from ampaudit.run.attribution import Attribution
 from ampaudit.run.outputs import OutputComparison, compare_outputs, merge_outputs
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from ampaudit import ConvertOptions, convert_model, scan
-from ampaudit.advice import Proposal
-from ampaudit.checks import Finding
-from ampaudit.pages import all_pages
-from ampaudit.report.evidence import trial_text
+from ampaudit.audit.advice import Proposal
+from ampaudit.audit.advise import _same_function
+from ampaudit.audit.checks import Finding
+from ampaudit.audit.inputs import source_of
+from ampaudit.audit.scan import scan_source
+from ampaudit.render.evidence import trial_text
 from ampaudit.report.model import Report
+from ampaudit.report.pages import all_pages
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.workflows.advise import _same_function
-from ampaudit.workflows.inputs import source_of
-from ampaudit.workflows.scan import scan_source
 
 from .models import CASES
 from .models.score import COMBINATIONS

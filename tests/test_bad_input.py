@@ -12,10 +12,10 @@ from rich.console import Console
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.errors import ReferenceBroken
-from ampaudit.report.jsonfile import to_json
+from ampaudit.core.errors import ReferenceBroken
+from ampaudit.render.jsonfile import to_json
+from ampaudit.render.text import print_report
 from ampaudit.report.model import Report
-from ampaudit.report.text import print_report
 
 WAYS: list[dict[str, Any]] = [
     {},

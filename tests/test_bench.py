@@ -18,24 +18,24 @@ from rich.console import Console
 from torch import nn
 
 import ampaudit.bench.run as running
+from ampaudit.audit.inputs import source_of
 from ampaudit.bench.batches import moved, resized, size_of_batch
+from ampaudit.bench.devices.catalogue import device_named
 from ampaudit.bench.estimate import Counter, seconds_at_best, work_of
 from ampaudit.bench.lanes import Lane
 from ampaudit.bench.largest import search
 from ampaudit.bench.memory import live_bytes, measured_peak
 from ampaudit.bench.names import parse_modes
 from ampaudit.bench.run import BenchSettings, bench_source
-from ampaudit.devices.catalogue import device_named
-from ampaudit.errors import InputError, UsageError
+from ampaudit.core.errors import InputError, UsageError
+from ampaudit.render.bench_plot import plot_bench
+from ampaudit.render.bench_tables import bench_facts, bench_tables
+from ampaudit.render.bench_text import render_bench
+from ampaudit.render.jsonfile import to_json
 from ampaudit.report.bench import BenchReport, BenchRow
-from ampaudit.report.bench_plot import plot_bench
-from ampaudit.report.bench_tables import bench_facts, bench_tables
-from ampaudit.report.bench_text import render_bench
-from ampaudit.report.jsonfile import to_json
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.workflows.inputs import source_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

@@ -17,10 +17,10 @@ from ampaudit.bounds import SpanTable, bound
 from ampaudit.bounds.domain import assumptions
 from ampaudit.bounds.span import exactly
 from ampaudit.bounds.transfers import DuplicateTransfer, transfer
-from ampaudit.errors import UsageError
-from ampaudit.formats import FLOAT16, format_named
+from ampaudit.core.assumptions import parse_assumption
+from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import FLOAT16, format_named
 from ampaudit.policy import load_policy
-from ampaudit.ranges import parse_assumption
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.entry import tensor_leaves
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from ampaudit.checkpoint import Entry, open_checkpoint, read_header, write_safetensors
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.parts import PIECE, InMemory, SafetensorsFile, type_name
-from ampaudit.errors import WeightsError
+from ampaudit.core.errors import WeightsError
 
 DTYPES = [
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ampaudit.errors import OutputError
-from ampaudit.files import write_text
+from ampaudit.core.errors import OutputError
+from ampaudit.core.files import write_text
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]

@@ -12,14 +12,14 @@ from click.testing import CliRunner
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.audit.scan import scan_policies
 from ampaudit.cli.main import main
-from ampaudit.errors import TraceFailed
+from ampaudit.core.errors import TraceFailed
 from ampaudit.report.model import Report
 from ampaudit.run import audit as audit_module
 from ampaudit.run.backends import Reference
 from ampaudit.run.sharing import SharedReference
 from ampaudit.source import Batch, ModelSource
-from ampaudit.workflows.scan import scan_policies
 
 from .zoo import ZOO
 

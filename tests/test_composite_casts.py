@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampaudit.formats import BFLOAT16, FLOAT16
+from ampaudit.core.formats import BFLOAT16, FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.trace import TracedModel, trace
 

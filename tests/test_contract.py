@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.checks import Finding
-from ampaudit.errors import UsageError
+from ampaudit.audit.checks import Finding
+from ampaudit.core.errors import UsageError
 from ampaudit.report.model import Report
 from ampaudit.run import contract as contracts
 from ampaudit.run.contract import CONTRACTS, Contracted, contract_of

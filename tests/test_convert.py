@@ -19,20 +19,20 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ampaudit.archive import read_manifest
-from ampaudit.archive.reference import compared
+from ampaudit.audit.scan import scan_source
+from ampaudit.audit.settings import Settings
 from ampaudit.checkpoint.layout import MANIFEST
-from ampaudit.convert import onnx_file
-from ampaudit.errors import OutputError, RunFailed, SourceError, UsageError, WeightsError
+from ampaudit.core.errors import OutputError, RunFailed, SourceError, UsageError, WeightsError
+from ampaudit.export import onnx_file
+from ampaudit.export.convert import convert_source
+from ampaudit.export.convert_weights import convert_weights
+from ampaudit.export.manifest import read_manifest
+from ampaudit.export.options import ConvertOptions
+from ampaudit.export.reference import compared
+from ampaudit.export.restore import restore
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.workflows.convert import convert_source
-from ampaudit.workflows.convert_weights import convert_weights
-from ampaudit.workflows.options import ConvertOptions
-from ampaudit.workflows.restore import restore
-from ampaudit.workflows.scan import scan_source
-from ampaudit.workflows.settings import Settings
 from tests import zoo
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

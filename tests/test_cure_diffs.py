@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ampaudit.advice import Proposal, diff_of
-from ampaudit.advice.interface import LineChange
+from ampaudit.audit.advice import Proposal, diff_of
+from ampaudit.audit.advice.interface import LineChange
 from ampaudit.cli.main import main
-from ampaudit.sites import SourceLine
+from ampaudit.core.sites import SourceLine
 
 from .cures.case import Case
 from .cures.table import CASES

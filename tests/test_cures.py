@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.advice import Proposal
-from ampaudit.convert import convert
-from ampaudit.convert.fold import deploy, weights_of
-from ampaudit.convert.program import GraphModel
-from ampaudit.formats import lower_format
+from ampaudit.audit.advice import Proposal
+from ampaudit.audit.scan import scan_source
+from ampaudit.core.formats import lower_format
+from ampaudit.export.fold import deploy, weights_of
+from ampaudit.export.program import GraphModel
 from ampaudit.policy import load_policy
 from ampaudit.report.finding import Finding, Trial
 from ampaudit.report.model import Report
@@ -24,7 +24,7 @@ from ampaudit.source import ModelSource
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from ampaudit.trace import trace
-from ampaudit.workflows.scan import scan_source
+from ampaudit.trace.converted import convert
 
 from .cures.case import Case
 from .cures.table import CASES
@@ -213,7 +213,7 @@ def test_without_proof_a_change_is_not_even_tried(
     def noted(advisor: object, proposal: Proposal, finding: Finding) -> None:
         offered.append(proposal.kind)
 
-    monkeypatch.setattr("ampaudit.workflows.advise._Advisor._tried", noted)
+    monkeypatch.setattr("ampaudit.audit.advise._Advisor._tried", noted)
     case = CASES[name]
     source = opened(case.source, tmp_path / "model.py", case.count)
     scan_source(source, policy=case.policy, dtype="float16", advise=True)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampaudit
-from ampaudit.formats import BFLOAT16
+from ampaudit.core.formats import BFLOAT16
 from tests import own_backwards as own
 from tests.own_backwards import WIDTH, Block, Net
 from tests.test_gradients import Kept, audit

@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import ampaudit
+from ampaudit.ci.config import read_config
 from ampaudit.cli.main import main
-from ampaudit.gate.config import read_config
 from ampaudit.lint.config import read_lint_config
 from ampaudit.policy import load_policy
 

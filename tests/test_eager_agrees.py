@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ampaudit
-from ampaudit.errors import TraceFailed
+from ampaudit.core.errors import TraceFailed
 from ampaudit.trace.out_variants import returning
 
 from .test_unusual_models import Wrap

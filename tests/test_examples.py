@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ampaudit.checks import Finding
+from ampaudit.audit.checks import Finding
+from ampaudit.audit.scan import scan_source
 from ampaudit.report.model import Report
 from ampaudit.source import SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.workflows.scan import scan_source
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -53,10 +53,10 @@ def test_the_sentence_model_keeps_its_meaning() -> None:
     pytest.importorskip("transformers")
     import torch
 
-    from ampaudit.convert import convert
-    from ampaudit.formats import FLOAT16
+    from ampaudit.core.formats import FLOAT16
     from ampaudit.policy import load_policy
     from ampaudit.trace import trace
+    from ampaudit.trace.converted import convert
 
     source = open_source(str(EXAMPLES / "sentence_encoder.py"), SourceOptions())
     batch = source.batches[0]

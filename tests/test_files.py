@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ampaudit.errors import OutputError
-from ampaudit.files import staged_directory
+from ampaudit.core.errors import OutputError
+from ampaudit.core.files import staged_directory
 
 OURS = "manifest.json"
 
@@ -126,7 +126,7 @@ def test_a_read_only_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 KILLED = """
     import sys, time
     from pathlib import Path
-    from ampaudit.files import staged_directory
+    from ampaudit.core.files import staged_directory
     with staged_directory(Path(sys.argv[1]), force=True, ours="manifest.json") as stage:
         (stage / "manifest.json").write_text("half")
         print("ready", flush=True)
@@ -153,7 +153,7 @@ def test_a_kill_half_way_leaves_the_old_one_and_the_next_tidies_up(tmp_path: Pat
 
 
 def test_without_exchange_two_renames_do_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ampaudit.files._exchanged", lambda first, second: False)
+    monkeypatch.setattr("ampaudit.core.files._exchanged", lambda first, second: False)
     out = tmp_path / "out"
     fill(out, "one")
     fill(out, "two")

@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.checks import Finding
-from ampaudit.convert import convert
-from ampaudit.errors import UsageError
-from ampaudit.formats import format_named
+from ampaudit.audit.checks import Finding
+from ampaudit.audit.scan import scan_source
+from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import format_named
 from ampaudit.policy import load_policy
 from ampaudit.report.model import Report
 from ampaudit.run.weights import weight_ranges
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from ampaudit.trace import trace
-from ampaudit.workflows.scan import scan_source
+from ampaudit.trace.converted import convert
 
 from .planted import WIDTH
 

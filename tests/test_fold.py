@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.convert import convert
-from ampaudit.convert.fold import deploy, weights_of
-from ampaudit.convert.program import GraphModel, as_structure, export_program
-from ampaudit.formats import lower_format
+from ampaudit.core.formats import lower_format
+from ampaudit.export.fold import deploy, weights_of
+from ampaudit.export.program import GraphModel, as_structure, export_program
+from ampaudit.export.storage import Mode
 from ampaudit.policy import load_policy
 from ampaudit.trace import TracedModel, trace
-from ampaudit.weights import Mode
+from ampaudit.trace.converted import convert
 from tests import zoo
 
 AUTHOR = load_policy("torch-cuda")

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.errors import ReferenceBroken
-from ampaudit.formats import FLOAT16
+from ampaudit.audit.inputs import source_of
+from ampaudit.audit.scan import scan_policies
+from ampaudit.core.errors import ReferenceBroken
+from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report
@@ -27,8 +29,6 @@ from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Plan, Runner
 from ampaudit.source import Batch
 from ampaudit.trace import trace
-from ampaudit.workflows.inputs import source_of
-from ampaudit.workflows.scan import scan_policies
 
 
 class Of(nn.Module):

@@ -17,15 +17,15 @@ import torch
 import yaml
 
 from ampaudit import scan
-from ampaudit.archive import read_manifest
-from ampaudit.errors import InputError, UsageError
-from ampaudit.gate.budgets import Budgets, Measured
-from ampaudit.gate.config import parse_size, read_config
-from ampaudit.gate.judge import breaches, check_codes, measured_in, read_baseline
-from ampaudit.gate.metric import with_metric
-from ampaudit.gate.pool import Limits, check_all
-from ampaudit.gate.result import Request, TargetResult
-from ampaudit.report.jsonfile import to_json
+from ampaudit.ci.config import parse_size, read_config
+from ampaudit.ci.judge import breaches, check_codes, measured_in, read_baseline
+from ampaudit.ci.metric import with_metric
+from ampaudit.ci.pool import Limits, check_all
+from ampaudit.core.errors import InputError, UsageError
+from ampaudit.export.manifest import read_manifest
+from ampaudit.render.jsonfile import to_json
+from ampaudit.report.budgets import Budgets, Measured
+from ampaudit.report.check import Request, TargetResult
 from ampaudit.report.model import Report
 from ampaudit.run.audit import silent
 from ampaudit.source import Batch, ModelSource

@@ -16,14 +16,14 @@ from click.testing import CliRunner
 from ampaudit.cli.main import COMMANDS, main
 from ampaudit.cli.terminal import as_text
 from ampaudit.lint.linting import Choice, lint_text
-from ampaudit.lint.report import LintReport
-from ampaudit.outputs.difference import differences
-from ampaudit.outputs.difference_text import difference_markdown, render_differences
-from ampaudit.outputs.html.page import to_html
-from ampaudit.outputs.render import as_file, for_terminal
-from ampaudit.pages import all_pages
+from ampaudit.render.difference_text import difference_markdown, render_differences
+from ampaudit.render.html.page import to_html
+from ampaudit.render.jsonfile import to_json
+from ampaudit.render.render import as_file, for_terminal
 from ampaudit.report.comparison import Comparison
-from ampaudit.report.jsonfile import to_json
+from ampaudit.report.difference import differences
+from ampaudit.report.lint import LintReport
+from ampaudit.report.pages import all_pages
 
 from .saved import NAMES, saved, saved_report
 

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ampaudit
-from ampaudit.errors import InputError, ReferenceBroken, RunFailed, UsageError
-from ampaudit.formats import BFLOAT16, FLOAT16, NumberFormat
-from ampaudit.gradients.audit import GradientAudit
-from ampaudit.gradients.meter import EXPONENT_OFFSET, counts_on_cpu, exponent_counts
-from ampaudit.gradients.scale import NamedGradient, advice_on_scale
-from ampaudit.gradients.watches import Measuring
+from ampaudit.core.errors import InputError, ReferenceBroken, RunFailed, UsageError
+from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
 from ampaudit.policy.scaling import StartingScale
 from ampaudit.run.audit import Audit, Plan, run_audits, silent
-from ampaudit.run.gradient_record import GradientSeen
+from ampaudit.run.backward.audit import GradientAudit
+from ampaudit.run.backward.meter import EXPONENT_OFFSET, counts_on_cpu, exponent_counts
+from ampaudit.run.backward.record import GradientSeen
+from ampaudit.run.backward.scale import NamedGradient, advice_on_scale
+from ampaudit.run.backward.watches import Measuring
 from ampaudit.source.interface import Batch
 from ampaudit.trace.loss import WithLoss, item_apart
 from tests import zoo

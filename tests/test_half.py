@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.convert import convert
-from ampaudit.formats import FLOAT16, format_named
+from ampaudit.core.formats import FLOAT16, format_named
 from ampaudit.policy import load_policy
 from ampaudit.trace import TracedModel, trace
-from ampaudit.trace.shadow import named_tensors
+from ampaudit.trace.converted import convert
+from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.storage import stored_dtypes
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from ampaudit.outputs.documents import Document
-from ampaudit.outputs.html.page import to_html
+from ampaudit.core.sites import SiteId
+from ampaudit.core.text import plain
+from ampaudit.render.html.page import to_html
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.comparison import Comparison
+from ampaudit.report.documents import Document
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
-from ampaudit.sites import SiteId
-from ampaudit.words import plain
 
 from .browser import browser
 from .saved import HOSTILE, named, saved, saved_report

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampaudit.errors import UsageError
+from ampaudit.core.errors import UsageError
 from ampaudit.lint.linting import Choice, LintedFile, lint_file, lint_files, lint_text
-from ampaudit.pages import all_pages
-from ampaudit.pages.page import LINTED
+from ampaudit.report.pages import all_pages
+from ampaudit.report.pages.page import LINTED
 
 from .lint.twins import TWINS, script
 

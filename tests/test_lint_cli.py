@@ -15,11 +15,11 @@ import yaml
 from junitparser import JUnitXml
 
 from ampaudit.lint.linting import Choice, lint_text
-from ampaudit.lint.report import LintReport
-from ampaudit.outputs.documents import parse_document
-from ampaudit.outputs.render import as_file
-from ampaudit.pages import all_pages
-from ampaudit.report.jsonfile import to_json
+from ampaudit.render.jsonfile import to_json
+from ampaudit.render.render import as_file
+from ampaudit.report.documents import parse_document
+from ampaudit.report.lint import LintReport
+from ampaudit.report.pages import all_pages
 
 from .saved import HOSTILE
 

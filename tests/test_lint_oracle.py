@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ampaudit.lint.flow.names import ADAM_LIKE, NO_HALF, SMALLEST_HALF
 from ampaudit.lint.linting import Choice, lint_text
-from ampaudit.pages import all_pages
+from ampaudit.report.pages import all_pages
 
 SCALE = 1024.0
 # each statement of a loop, and what a loop without a scaler would do there

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ampaudit.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, NumberFormat
+from ampaudit.core.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, NumberFormat
 from ampaudit.run import measure as measure_module
 from ampaudit.run.backends import rounded
 from ampaudit.run.flat import flat_pair, sample

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.checks.mixed_dtypes import refused_sites
-from ampaudit.errors import AuditError
-from ampaudit.formats import FLOAT16
-from ampaudit.workflows.context import context_of
-from ampaudit.workflows.inputs import source_of
-from ampaudit.workflows.scan import audit_policies
-from ampaudit.workflows.settings import Settings
+from ampaudit.audit.checks.mixed_dtypes import refused_sites
+from ampaudit.audit.context import context_of
+from ampaudit.audit.inputs import source_of
+from ampaudit.audit.scan import audit_policies
+from ampaudit.audit.settings import Settings
+from ampaudit.core.errors import AuditError
+from ampaudit.core.formats import FLOAT16
 
 Body = Callable[[torch.Tensor], torch.Tensor]
 BODIES: dict[str, Body] = {

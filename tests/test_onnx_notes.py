@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.convert.onnx_notes import PREFIX
-from ampaudit.words import number
+from ampaudit.core.text import number
+from ampaudit.export.onnx_notes import PREFIX
 
 
 class Block(nn.Module):

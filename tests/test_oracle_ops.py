@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 from torch.utils import _pytree as pytree
 
-from ampaudit.formats import BFLOAT16, FLOAT16, NumberFormat
+from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import OpFacts, load_policy
 from ampaudit.policy.schema import Cast
 from ampaudit.trace import trace

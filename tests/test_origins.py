@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.checks import Finding
-from ampaudit.errors import ReferenceBroken
+from ampaudit.audit.checks import Finding
+from ampaudit.core.errors import ReferenceBroken
 from ampaudit.report.model import Report
 
 from .planted import WIDTH, AdditiveMask, Branch, MaskedAttention, ResidualStream, TwoBranches

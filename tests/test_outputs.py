@@ -22,22 +22,22 @@ from junitparser import Error, Failure, JUnitXml
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-import ampaudit.outputs.sarif as sarif
-from ampaudit.errors import UsageError
-from ampaudit.gate.result import CheckResults
-from ampaudit.outputs.choice import FORMATS, chosen_format
-from ampaudit.outputs.csvtable import to_csv
-from ampaudit.outputs.documents import Document
-from ampaudit.outputs.github import to_github
-from ampaudit.outputs.junit import to_junit
-from ampaudit.outputs.markdown import code, escaped, to_markdown
-from ampaudit.outputs.render import as_file, for_terminal
-from ampaudit.outputs.sarif import to_sarif
+import ampaudit.render.sarif as sarif
+from ampaudit.core.errors import UsageError
+from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.text import plain
+from ampaudit.render.choice import FORMATS, chosen_format
+from ampaudit.render.csvtable import to_csv
+from ampaudit.render.github import to_github
+from ampaudit.render.junit import to_junit
+from ampaudit.render.markdown import code, escaped, to_markdown
+from ampaudit.render.render import as_file, for_terminal
+from ampaudit.render.sarif import to_sarif
+from ampaudit.report.check import CheckResults
 from ampaudit.report.comparison import Comparison
+from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Report
-from ampaudit.sites import SiteId, SourceLine
-from ampaudit.words import plain
 
 from .saved import HOSTILE, NAMES, named, saved, saved_report, text_of
 

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = " ".join(sorted(path.stem for path in (ROOT / "rules").glob("*.yaml")))
 ASK = (
-    "import ampaudit.policy as load; from ampaudit.policy.places import rules_directory; "
+    "import ampaudit.policy as load; from ampaudit.policy.paths import rules_directory; "
     "print(rules_directory()); "
     "print(load.load_policy('torch-cuda').name, *load.policy_names())"
 )
@@ -50,7 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        assert "ampaudit/pages/AMP101.md" in archive.namelist()
+        assert "ampaudit/report/pages/AMP101.md" in archive.namelist()
         archive.extractall(tmp_path / "site")
         names = archive.namelist()
     assert "ampaudit/py.typed" in names

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from ampaudit.checks import ALL_CHECKS, Check, CheckContext, Finding
-from ampaudit.checks.origins import DOMAIN_CAUSES, OVERFLOW_CAUSES
-from ampaudit.pages import Example, Page, all_pages
-from ampaudit.pages.document import document
-from ampaudit.pages.page import LINTED
+from ampaudit.audit import scan as workflow
+from ampaudit.audit.checks import ALL_CHECKS, Check, CheckContext, Finding
+from ampaudit.audit.checks.origins import DOMAIN_CAUSES, OVERFLOW_CAUSES
 from ampaudit.report.model import Report
+from ampaudit.report.pages import Example, Page, all_pages
+from ampaudit.report.pages.document import document
+from ampaudit.report.pages.page import LINTED
 from ampaudit.report.training import TrainingReport
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.workflows import scan as workflow
-from ampaudit.workflows.train import TrainSettings, train_source
+from ampaudit.training.train import TrainSettings, train_source
 
 # those that reading finds have tests of their own: test_lint.py
 PAGES = {code: page for code, page in all_pages().items() if not code.startswith(LINTED)}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.convert.plan_file import plan_rules
-from ampaudit.formats import FLOAT16
+from ampaudit.core.formats import FLOAT16
+from ampaudit.export.plan_file import plan_rules
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.load import load_file
-from ampaudit.policy.places import policy_names
+from ampaudit.policy.paths import policy_names
 from ampaudit.run.audit import Plan, measure, silent
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace

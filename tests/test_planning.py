@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampaudit.policy.painting import paint
+from ampaudit.policy.coloring import paint
 from ampaudit.policy.schema import Cast
 from ampaudit.trace.depth import reduction_depth
 from ampaudit.trace.opnames import named_arguments

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.errors import UsageError
+from ampaudit.core.errors import UsageError
 
 TESTS = """
 import torch

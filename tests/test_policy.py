@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampaudit.errors import PolicyError
+from ampaudit.core.errors import PolicyError
 from ampaudit.policy import OpFacts, load_file, load_policy, policy_names
 from ampaudit.policy.schema import Cast
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.errors import PolicyError, UsageError
+from ampaudit.core.errors import PolicyError, UsageError
 from benchmarks.casts import Casts
 from tests import zoo
 from tests.training.cases import HEALTHY, WIDTH, Case, Stack, classes, rows

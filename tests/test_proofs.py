@@ -17,9 +17,9 @@ from ampaudit.bounds import Span
 from ampaudit.bounds.span import between
 from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered
 from ampaudit.cli.main import main
-from ampaudit.errors import ProofBroken, UsageError
+from ampaudit.core.errors import ProofBroken, UsageError
+from ampaudit.render.text import print_report
 from ampaudit.report.model import Report
-from ampaudit.report.text import print_report
 
 
 class Wide(nn.Module):

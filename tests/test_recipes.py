@@ -15,7 +15,7 @@ import ampaudit
 from ampaudit.report.training import TrainingReport
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.workflows.train import TrainSettings, train_source
+from ampaudit.training.train import TrainSettings, train_source
 
 PLACE = Path(__file__).resolve().parents[1] / "examples" / "training"
 # exact numbers differ where the first step is skipped because its scale is too high

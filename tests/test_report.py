@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ampaudit.report.jsonfile import from_json, json_schema, schema_text, to_json
+from ampaudit.core.text import plain
+from ampaudit.render.jsonfile import from_json, json_schema, schema_text, to_json
+from ampaudit.render.text import print_report
 from ampaudit.report.model import Report
-from ampaudit.report.text import print_report
-from ampaudit.words import plain
 
 from .planted import WIDTH, TwoBranches
 from .planted import scan_under_autocast as scan

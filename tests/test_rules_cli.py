@@ -14,10 +14,10 @@ import yaml
 from click.testing import CliRunner, Result
 
 from ampaudit.cli.main import main
-from ampaudit.errors import AuditError
+from ampaudit.core.errors import AuditError
+from ampaudit.core.sites import pattern_of
 from ampaudit.policy import OpFacts, load_file, load_policy, policy_names
 from ampaudit.policy.jsonschema import schema_text
-from ampaudit.sites import pattern_of
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampaudit.policy import OpFacts, RuleSet, load_file, load_policy
-from ampaudit.policy.opset import aten_names, expand, inner_op
+from ampaudit.policy.aten_ops import aten_names, expand, inner_op
 from ampaudit.policy.scaling import profiles
 from ampaudit.policy.schema import Cast
 from ampaudit.policy.vocabulary import load_vocabulary

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.errors import TraceFailed
-from ampaudit.formats import BFLOAT16, FLOAT16, NumberFormat
+from ampaudit.core.errors import TraceFailed
+from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import Environment, OpFacts, RuleSet, load_policy
 from ampaudit.policy.conditions import UNSET, ArgTest, Bound
 from ampaudit.policy.planning import PlanSite, plan_graph
@@ -117,8 +117,8 @@ def test_device_and_version_conditions(tmp_path: Path) -> None:
 
 def test_scan_and_plan_know_the_version_and_no_device_here(tmp_path: Path) -> None:
     from ampaudit import scan
+    from ampaudit.audit.plan import plan_source
     from ampaudit.source import Batch, ModelSource
-    from ampaudit.workflows.plan import plan_source
 
     text = """
   - id: version

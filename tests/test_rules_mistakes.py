@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from ampaudit.cli.main import main
-from ampaudit.errors import PolicyError
+from ampaudit.core.errors import PolicyError
 from ampaudit.policy import load_file, load_policy
 
 GOOD = """\

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.checks import Severity
-from ampaudit.convert import convert
-from ampaudit.errors import RunFailed
-from ampaudit.formats import FLOAT16
+from ampaudit.audit.checks import Severity
+from ampaudit.audit.scan import scan_source
+from ampaudit.core.errors import RunFailed
+from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.report.model import Report, SiteReport
 from ampaudit.run import runner as runner_module
@@ -20,7 +20,7 @@ from ampaudit.run.local import FULL_CALL
 from ampaudit.run.meter import Meter
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace import trace
-from ampaudit.workflows.scan import scan_source
+from ampaudit.trace.converted import convert
 
 from .planted import WIDTH, TwoBranches
 from .planted import scan_under_autocast as scan

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampaudit.errors import InputError
-from ampaudit.outputs.difference import Difference, differences
-from ampaudit.outputs.documents import parse_document, read_document
+from ampaudit.core.errors import InputError
 from ampaudit.report.comparison import Comparison
+from ampaudit.report.difference import Difference, differences
+from ampaudit.report.documents import parse_document, read_document
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report, SiteReport
 

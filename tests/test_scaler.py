@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ampaudit
-from ampaudit.errors import PolicyError, UsageError
+from ampaudit.core.errors import PolicyError, UsageError
 from ampaudit.policy.schema import LossScale
 from ampaudit.training.scaler import LossScaler, ScaleState, next_state
 

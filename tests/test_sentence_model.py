@@ -11,16 +11,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from ampaudit.archive import read_manifest
+from ampaudit.audit.settings import Settings
+from ampaudit.export.convert import convert_source
+from ampaudit.export.manifest import read_manifest
+from ampaudit.export.options import ConvertOptions
+from ampaudit.export.restore import restore
+from ampaudit.export.verify import verify
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from ampaudit.source.user_code import module_from_file
-from ampaudit.workflows.convert import convert_source
-from ampaudit.workflows.options import ConvertOptions
-from ampaudit.workflows.restore import restore
-from ampaudit.workflows.settings import Settings
-from ampaudit.workflows.verify import verify
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "sentence_encoder.py"
 # an eps of float16, for embeddings of unit length

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.errors import AuditError, InputError, SourceError, WeightsError
+from ampaudit.core.errors import AuditError, InputError, SourceError, WeightsError
 from ampaudit.source import SourceOptions
 from ampaudit.source.open import open_source
 

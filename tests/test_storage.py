@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.convert import convert
-from ampaudit.formats import FLOAT16
+from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_file, load_policy
 from ampaudit.policy.schema import Constants
 from ampaudit.trace import trace
-from ampaudit.trace.shadow import named_tensors
+from ampaudit.trace.clipping import clipped
+from ampaudit.trace.converted import convert
+from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.storage import stored_dtypes
-from ampaudit.weights import clipped
 
 
 def t5(name: str) -> Any:

@@ -13,16 +13,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from ampaudit.archive import read_manifest
+from ampaudit.audit.scan import scan_source
+from ampaudit.audit.settings import Settings
 from ampaudit.checkpoint.header import Entry, laid_out
-from ampaudit.errors import AuditError, UsageError, WeightsError
+from ampaudit.core.errors import AuditError, UsageError, WeightsError
+from ampaudit.export.convert import convert_source
+from ampaudit.export.manifest import read_manifest
+from ampaudit.export.options import ConvertOptions
 from ampaudit.report.model import Report
 from ampaudit.source.interface import ModelSource, SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.workflows.convert import convert_source
-from ampaudit.workflows.options import ConvertOptions
-from ampaudit.workflows.scan import scan_source
-from ampaudit.workflows.settings import Settings
 from tests import zoo
 
 MODEL = """

@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.errors import InputError
+from ampaudit.audit.scan import scan_source
+from ampaudit.core.errors import InputError
 from ampaudit.report.model import Report
 from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.workflows.scan import scan_source
 
 from .zoo import ZOO
 

@@ -18,8 +18,8 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrizations
 
+from ampaudit.audit.scan import scan
 from ampaudit.trace.structure import structural_copy
-from ampaudit.workflows.scan import scan
 from tests import zoo
 
 

@@ -9,7 +9,7 @@ from scipy import stats
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.run.tail import LEAST_BATCHES, ExtremeValues, fit, tail_risk
+from ampaudit.run.extreme_value import LEAST_BATCHES, ExtremeValues, fit, tail_risk
 
 SHAPES = [-0.3, 0.0, 0.3]
 

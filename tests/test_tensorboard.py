@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.errors import OutputError, UsageError
+from ampaudit.core.errors import OutputError, UsageError
 from ampaudit.report.training import TrainingReport
 from ampaudit.training.tensorboard import write_summaries
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.errors import TraceFailed
-from ampaudit.formats import BFLOAT16, FLOAT16, NumberFormat
+from ampaudit.core.errors import TraceFailed
+from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.source import Batch
 from ampaudit.trace import Role, TracedModel, trace

@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils import checkpoint
 
-from ampaudit.formats import FLOAT16
+from ampaudit.audit.scan import scan_source
+from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.run.backends import Emulated, Native
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace import trace
-from ampaudit.workflows.scan import scan_source
 
 from .oracle import after_half, ours
 from .planted import scan_under_autocast as scan

@@ -13,11 +13,10 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from ampaudit.archive import read_manifest, write_manifest
-from ampaudit.archive.manifest import digest_of
 from ampaudit.checkpoint.layout import MANIFEST
-from ampaudit.errors import WeightsError
-from ampaudit.workflows.verify import verify
+from ampaudit.core.errors import WeightsError
+from ampaudit.export.manifest import digest_of, read_manifest, write_manifest
+from ampaudit.export.verify import verify
 from tests.test_convert import converted, tied
 
 WEIGHTS, MASTERS, PROGRAM = "model.safetensors", "master.safetensors", "model.pt2"

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.errors import InputError, ReferenceBroken, UsageError
-from ampaudit.report.training_text import render_training, sparkline
+from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
+from ampaudit.render.training_text import render_training, sparkline
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.training.divergence import diverged_at
-from ampaudit.workflows.train import TrainSettings, train_source
+from ampaudit.training.train import TrainSettings, train_source
 from tests.training.cases import HEALTHY, WIDTH, Case, Stack, classes, rows
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch.utils import _pytree as pytree
 
-from ampaudit.errors import InputError
+from ampaudit.core.errors import InputError
 from ampaudit.source import Batch
 
 __all__ = ["moved", "resized", "size_of_batch"]

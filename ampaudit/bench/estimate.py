@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ampaudit.devices.catalogue import Device
+from ampaudit.bench.devices.catalogue import Device
 from ampaudit.report.bench import Work
 
 __all__ = ["Counter", "seconds_at_best", "work_of"]

@@ -16,7 +16,7 @@ from ampaudit.bench.estimate import seconds_at_best, work_of
 from ampaudit.bench.memory import live_bytes, measured_peak
 from ampaudit.bench.modes import Built, NotSupported, Subject, build
 from ampaudit.bench.predict import predicted
-from ampaudit.errors import AuditError, first_line
+from ampaudit.core.errors import AuditError, first_line
 from ampaudit.report.bench import BenchRow
 from ampaudit.source import Batch
 from ampaudit.trace.entry import tensor_leaves

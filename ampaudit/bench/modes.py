@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampaudit.audit.plan import trace_under
 from ampaudit.bench.batches import moved, resized
-from ampaudit.convert import convert
-from ampaudit.convert.fold import deploy, weights_of
-from ampaudit.convert.program import GraphModel
-from ampaudit.devices.catalogue import Device
-from ampaudit.formats import NumberFormat
+from ampaudit.bench.devices.catalogue import Device
+from ampaudit.core.formats import NumberFormat
+from ampaudit.export.fold import deploy, weights_of
+from ampaudit.export.program import GraphModel
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.run.guards import exact_float32, tf32
 from ampaudit.source import Batch, ModelSource
+from ampaudit.trace.converted import convert
 from ampaudit.trace.loss import WithLoss, item_apart
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.trace.structure import structural_copy
 from ampaudit.training.prepare import is_pure, prepare
 from ampaudit.training.runs import optimizer_of
-from ampaudit.workflows.plan import trace_under
 
 __all__ = ["Built", "NotSupported", "Subject", "build", "sized"]
 

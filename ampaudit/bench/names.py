@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampaudit.errors import UsageError, did_you_mean
+from ampaudit.core.errors import UsageError, did_you_mean
 
 __all__ = ["MODES", "parse_modes"]
 

@@ -21,8 +21,8 @@ from ampaudit.bench.estimate import Counter, Op
 from ampaudit.bench.memory import storage_bytes
 from ampaudit.bench.modes import Built, Subject
 from ampaudit.report.bench import Memory
+from ampaudit.trace.fake_model import named_tensors, shadow_of
 from ampaudit.trace.keys import TraceCache
-from ampaudit.trace.shadow import named_tensors, shadow_of
 from ampaudit.training.runs import optimizer_of, state_of
 
 __all__ = ["holds_graph", "predicted"]

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ampaudit.assembly.build import THIS_TOOL, this_environment
+from ampaudit.audit.report import THIS_TOOL, this_environment
 from ampaudit.bench.batches import size_of_batch
+from ampaudit.bench.devices.catalogue import Device
+from ampaudit.bench.devices.host import this_machine
 from ampaudit.bench.lanes import Lane, finished, prepared, timed
 from ampaudit.bench.largest import largest
 from ampaudit.bench.modes import Subject, sized
-from ampaudit.devices.catalogue import Device
-from ampaudit.devices.here import this_machine
-from ampaudit.formats import lower_format
+from ampaudit.core.formats import lower_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
 from ampaudit.report.model import ModelInfo
 from ampaudit.run.audit import Progress, silent
+from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
-from ampaudit.workflows.device import environment_of, pick_device
 
 __all__ = ["BenchSettings", "bench_source"]
 

@@ -18,9 +18,9 @@ from ampaudit.bounds.stored import UNIT_ROUNDOFF, anything, format_of, stored
 from ampaudit.bounds.table import Bound, SpanTable
 from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered, arguments_of
 from ampaudit.bounds.weights import Weights
-from ampaudit.formats import NumberFormat
-from ampaudit.ranges import Assumption
-from ampaudit.sites import SiteId
+from ampaudit.core.assumptions import Assumption
+from ampaudit.core.formats import NumberFormat
+from ampaudit.core.sites import SiteId
 from ampaudit.trace.functional import WriteThrough, overload_of
 from ampaudit.trace.graph import Placeholder, Role, Slot, TracedModel
 from ampaudit.trace.memory import SharedMemory

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ampaudit.errors import UsageError, did_you_mean
-from ampaudit.ranges import Assumption, parse_assumption
+from ampaudit.core.assumptions import Assumption, parse_assumption
+from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 
 __all__ = ["assumptions", "contains"]

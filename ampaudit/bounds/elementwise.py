@@ -12,7 +12,7 @@ from ampaudit.bounds.patterns import is_normalized, is_shifted_by_maximum
 from ampaudit.bounds.span import Span, between, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, rounding
 from ampaudit.bounds.transfers import ELEMENTARY, OpCall, shaped, transfer
-from ampaudit.formats import FLOAT32
+from ampaudit.core.formats import FLOAT32
 
 __all__: list[str] = []
 

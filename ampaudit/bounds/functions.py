@@ -13,7 +13,7 @@ from ampaudit.bounds.elementwise import sorted_ends
 from ampaudit.bounds.span import Span, symmetric, unbounded
 from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import ELEMENTARY, OpCall, shaped, transfer
-from ampaudit.formats import FLOAT32
+from ampaudit.core.formats import FLOAT32
 
 __all__: list[str] = []
 

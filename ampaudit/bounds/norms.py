@@ -10,7 +10,7 @@ import torch
 from ampaudit.bounds.span import Span, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF
 from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, Known, OpCall, accumulated, shaped, transfer
-from ampaudit.formats import FLOAT32
+from ampaudit.core.formats import FLOAT32
 
 __all__ = ["CENTRED", "PLAIN"]
 

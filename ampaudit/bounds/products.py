@@ -11,7 +11,7 @@ from ampaudit.bounds.elementwise import product as times
 from ampaudit.bounds.span import Span, finite, symmetric, unbounded
 from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import VANISHING, Known, OpCall, accumulated, transfer
-from ampaudit.formats import FLOAT32
+from ampaudit.core.formats import FLOAT32
 
 __all__: list[str] = []
 

@@ -12,7 +12,7 @@ import torch
 from ampaudit.bounds.span import Span, between, unbounded
 from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, accumulated, transfer
-from ampaudit.formats import FLOAT32
+from ampaudit.core.formats import FLOAT32
 from ampaudit.trace.sizes import sizes_of
 
 __all__: list[str] = []

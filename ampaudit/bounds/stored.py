@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ampaudit.bounds.span import OUTWARD, Span, between, finite, symmetric
-from ampaudit.formats import FLOAT32, FORMATS, NumberFormat
+from ampaudit.core.formats import FLOAT32, FORMATS, NumberFormat
 
 __all__ = [
     "UNIT_ROUNDOFF",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ampaudit.bounds.span import Span
-from ampaudit.ranges import Assumption
-from ampaudit.sites import SiteId
+from ampaudit.core.assumptions import Assumption
+from ampaudit.core.sites import SiteId
 
 __all__ = ["Bound", "SpanTable"]
 

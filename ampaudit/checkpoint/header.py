@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ampaudit.checkpoint.strict import unique_json
-from ampaudit.errors import WeightsError, first_line
+from ampaudit.core.errors import WeightsError, first_line
 
 __all__ = ["FLOAT_TYPES", "MAX_HEADER", "TORCH_NAMES", "Entry", "Header", "laid_out", "read_header"]
 

@@ -14,7 +14,7 @@ import torch
 from ampaudit.checkpoint.header import read_header
 from ampaudit.checkpoint.open import Checkpoint, open_checkpoint
 from ampaudit.checkpoint.parts import InMemory, dtype_of
-from ampaudit.errors import WeightsError
+from ampaudit.core.errors import WeightsError
 
 __all__ = ["MappedWeights", "map_checkpoint"]
 

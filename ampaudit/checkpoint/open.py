@@ -11,7 +11,7 @@ from ampaudit.checkpoint.header import Entry
 from ampaudit.checkpoint.layout import SINGLE
 from ampaudit.checkpoint.parts import InMemory, Part, SafetensorsFile
 from ampaudit.checkpoint.strict import unique_json
-from ampaudit.errors import WeightsError
+from ampaudit.core.errors import WeightsError
 
 __all__ = ["INDEX_SUFFIX", "PICKLED", "Checkpoint", "open_checkpoint", "weights_in"]
 

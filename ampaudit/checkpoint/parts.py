@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ampaudit.checkpoint.header import TORCH_NAMES, Entry, read_header
-from ampaudit.errors import WeightsError
+from ampaudit.core.errors import WeightsError
 
 __all__ = ["PIECE", "RING", "InMemory", "Part", "SafetensorsFile", "dtype_of", "type_name"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ampaudit.errors import WeightsError, first_line
+from ampaudit.core.errors import WeightsError, first_line
 
 __all__ = ["read_state_dict"]
 

@@ -53,13 +53,13 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
     MODEL is what ``ampaudit scan`` takes; --train needs what ``ampaudit train`` needs. A mode that the device
     lacks, or that runs out of memory, is a row of the table. Exit code 3 if none ran.
     """
-    from ampaudit.files import check_writable
+    from ampaudit.core.files import check_writable
 
     for path in (options["output"], options["plot"]):
         if path is not None:
             check_writable(path, force=options["force"])
     if options["plot"] is not None:
-        from ampaudit.report.training_plot import check_picture
+        from ampaudit.render.training_plot import check_picture
 
         check_picture(options["plot"])
     report = _measured(model, options)
@@ -68,9 +68,9 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
 
 
 def _measured(location: str, options: dict[str, Any]) -> BenchReport:
+    from ampaudit.bench.devices.catalogue import device_named
     from ampaudit.bench.names import parse_modes
     from ampaudit.cli.progress import Progress
-    from ampaudit.devices.catalogue import device_named
     from ampaudit.policy import load_policy
 
     sizes, modes = _sizes(options["sizes"]), parse_modes(options["modes"])
@@ -112,7 +112,7 @@ def _sizes(text: str | None) -> tuple[int, ...]:
 
 def _deliver(report: BenchReport, options: dict[str, Any]) -> None:
     if options["plot"] is not None:
-        from ampaudit.report.bench_plot import plot_bench
+        from ampaudit.render.bench_plot import plot_bench
 
         plot_bench(report, options["plot"], force=options["force"])
         click.echo(f"picture written to {options['plot']}", err=True)

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from ampaudit.cli.common_options import debug_option, ignore_option, report_format_option
 from ampaudit.cli.output import deliver_document
-from ampaudit.settings import LEVELS
+from ampaudit.core.pyproject import LEVELS
 
 __all__ = ["check_command"]
 
@@ -73,11 +73,11 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     Each runs in a process of its own. Options come from the command line, then from [tool.ampaudit] in
     pyproject.toml. Exit codes: 0 all pass, 1 a budget is exceeded, 2 bad input, 3 not audited.
     """
-    from ampaudit.files import check_writable
-    from ampaudit.gate.budgets import Budgets
-    from ampaudit.gate.config import parse_size, read_config
-    from ampaudit.gate.judge import check_codes
-    from ampaudit.settings import find_config
+    from ampaudit.ci.config import parse_size, read_config
+    from ampaudit.ci.judge import check_codes
+    from ampaudit.core.files import check_writable
+    from ampaudit.core.pyproject import find_config
+    from ampaudit.report.budgets import Budgets
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
@@ -92,7 +92,7 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     memory = parse_size(chosen["max_memory"]) if chosen.get("max_memory") else None
     results = _checked(wanted, chosen, memory)
 
-    from ampaudit.gate.result import CheckResults
+    from ampaudit.report.check import CheckResults
 
     found = CheckResults.of(results)
     deliver_document(found, options)
@@ -106,9 +106,9 @@ def _given(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(targets: tuple[str, ...], chosen: dict[str, Any], memory: int | None) -> Any:
+    from ampaudit.ci.pool import Limits, check_all
     from ampaudit.cli.progress import Progress
-    from ampaudit.gate.pool import Limits, check_all
-    from ampaudit.gate.result import Request
+    from ampaudit.report.check import Request
 
     options = {name: _plain(chosen[name]) for name in _OPTIONS if chosen.get(name) is not None}
     budgets = {name: _plain(chosen[name]) for name in _BUDGETS if chosen.get(name) is not None}

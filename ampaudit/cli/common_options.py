@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from ampaudit.outputs.choice import FORMATS
-from ampaudit.settings import LEVELS
+from ampaudit.core.pyproject import LEVELS
+from ampaudit.render.choice import FORMATS
 
 __all__ = [
     "debug_option",

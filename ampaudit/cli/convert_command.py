@@ -16,7 +16,7 @@ from ampaudit.cli.common_options import (
 )
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver, deliver_document
-from ampaudit.settings import LEVELS
+from ampaudit.core.pyproject import LEVELS
 
 if TYPE_CHECKING:
     from ampaudit.report.conversion import Conversion
@@ -77,7 +77,7 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
     if options["target"] is not None:
         _restore(model, output, options)
         return
-    from ampaudit.workflows.options import ConvertOptions
+    from ampaudit.export.options import ConvertOptions
 
     chosen = ConvertOptions(
         policy=options["policy"],
@@ -97,14 +97,14 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
 
 def _convert(model: str, output: Path, chosen: Any, options: dict[str, Any], context: click.Context) -> Any:
     from ampaudit.cli.progress import Progress
-    from ampaudit.workflows.convert_weights import convert_weights, is_checkpoint
+    from ampaudit.export.convert_weights import convert_weights, is_checkpoint
 
     with Progress(model) as progress:
         if is_checkpoint(model):
             return convert_weights(Path(model), output, chosen)
 
-        from ampaudit.workflows.convert import convert_source
-        from ampaudit.workflows.settings import Settings
+        from ampaudit.audit.settings import Settings
+        from ampaudit.export.convert import convert_source
 
         source = load_source(model, options)
         settings = Settings(
@@ -124,8 +124,8 @@ def _convert(model: str, output: Path, chosen: Any, options: dict[str, Any], con
 
 
 def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
-    from ampaudit.words import size_of
-    from ampaudit.workflows.restore import restore
+    from ampaudit.core.text import size_of
+    from ampaudit.export.restore import restore
 
     made = restore(Path(model), output, force=options["force"])
     size = size_of(sum(record.size for record in made.files.values()))
@@ -133,8 +133,8 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
 
 
 def _show(made: Conversion, form: str) -> None:
-    from ampaudit.report.conversion import render_conversion
-    from ampaudit.report.jsonfile import to_json
+    from ampaudit.render.conversion_text import render_conversion
+    from ampaudit.render.jsonfile import to_json
 
     json = to_json(made) if form == "json" else None
     deliver(lambda console: console.print(render_conversion(made)), json, None, force=False)
@@ -160,9 +160,9 @@ def verify_command(context: click.Context, /, directory: Path, **options: Any) -
     on the recorded inputs. Exit code 1 if anything differs, and each difference is named.
     """
     from ampaudit.cli.progress import Progress
-    from ampaudit.report.jsonfile import to_json
-    from ampaudit.report.verification import render_verification
-    from ampaudit.workflows.verify import verify
+    from ampaudit.export.verify import verify
+    from ampaudit.render.jsonfile import to_json
+    from ampaudit.render.verification_text import render_verification
 
     with Progress(str(directory)):
         found = verify(directory, run=not options["no_run"], tolerance_db=options["tolerance"])

@@ -19,9 +19,9 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
     from rich.console import Group
     from rich.text import Text
 
-    from ampaudit.devices.catalogue import all_devices, device_named
-    from ampaudit.devices.text import render_catalogue, render_device, render_machine
-    from ampaudit.report.jsonfile import to_json
+    from ampaudit.bench.devices.catalogue import all_devices, device_named
+    from ampaudit.bench.devices.text import render_catalogue, render_device, render_machine
+    from ampaudit.render.jsonfile import to_json
 
     if name is not None:
         device = device_named(name)
@@ -33,7 +33,7 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
             force=False,
         )
         return
-    from ampaudit.devices.here import Devices, this_machine
+    from ampaudit.bench.devices.host import Devices, this_machine
 
     machine = this_machine()
     found = Devices(1, machine, tuple(all_devices().values()))

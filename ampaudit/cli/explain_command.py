@@ -24,8 +24,8 @@ def explain_command(code: str | None) -> None:
 def _print_page(console: Console, code: str) -> None:
     from rich.markdown import Markdown
 
-    from ampaudit.pages import page_of
-    from ampaudit.pages.page import LINTED
+    from ampaudit.report.pages import page_of
+    from ampaudit.report.pages.page import LINTED
 
     page = page_of(code)
     console.print(Markdown(page.text))
@@ -38,9 +38,9 @@ def _print_page(console: Console, code: str) -> None:
 
 
 def _print_list(console: Console) -> None:
-    from ampaudit.pages import all_pages
-    from ampaudit.pages.document import family
-    from ampaudit.report.grid import open_table
+    from ampaudit.render.grid import open_table
+    from ampaudit.report.pages import all_pages
+    from ampaudit.report.pages.document import family
 
     table = open_table("code", "says", "severity", "about", left=("says", "severity", "about"))
     for page in all_pages().values():

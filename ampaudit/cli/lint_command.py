@@ -11,11 +11,11 @@ import click
 
 from ampaudit.cli.common_options import debug_option, output_option
 from ampaudit.cli.output import deliver_document
-from ampaudit.settings import LEVELS
+from ampaudit.core.pyproject import LEVELS
 
 if TYPE_CHECKING:
     from ampaudit.lint.linting import Choice, LintedFile
-    from ampaudit.lint.report import LintReport
+    from ampaudit.report.lint import LintReport
 
 __all__ = ["lint_command"]
 
@@ -65,10 +65,10 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     never run. Options come from the command line, then from [tool.ampaudit.lint] in pyproject.toml.
     Exit codes: 0 clean, 1 findings (with --diff: changes), 2 bad usage, or a file that cannot be read.
     """
-    from ampaudit.files import check_writable
+    from ampaudit.core.files import check_writable
+    from ampaudit.core.pyproject import find_config
     from ampaudit.lint.config import read_lint_config
     from ampaudit.lint.linting import Choice
-    from ampaudit.settings import find_config
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
@@ -108,8 +108,8 @@ def _linted(
 
 
 def _report(linted: list[LintedFile], fail_on: Any, *, repaired: bool) -> LintReport:
-    from ampaudit import __version__
-    from ampaudit.lint.report import LintReport
+    from ampaudit.core.version import __version__
+    from ampaudit.report.lint import LintReport
 
     return LintReport(
         schema=1,
@@ -123,8 +123,8 @@ def _report(linted: list[LintedFile], fail_on: Any, *, repaired: bool) -> LintRe
 
 
 def _show_differences(linted: list[LintedFile], report: LintReport) -> int:
+    from ampaudit.core.text import plain
     from ampaudit.lint.patch import unified
-    from ampaudit.words import plain
 
     changed = [file for file in linted if file.after != file.before]
     for file in changed:
@@ -139,7 +139,7 @@ def _show_differences(linted: list[LintedFile], report: LintReport) -> int:
 
 
 def _write(linted: list[LintedFile]) -> None:
-    from ampaudit.files import replace_bytes
+    from ampaudit.core.files import replace_bytes
 
     for file in linted:
         if file.after != file.before:

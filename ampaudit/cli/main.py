@@ -9,7 +9,6 @@ from typing import NoReturn
 
 import click
 
-from ampaudit import __version__
 from ampaudit.cli.bench_command import bench_command
 from ampaudit.cli.check_command import check_command
 from ampaudit.cli.convert_command import convert_command, verify_command
@@ -22,7 +21,8 @@ from ampaudit.cli.rules_command import rules_group
 from ampaudit.cli.scan_command import scan_command
 from ampaudit.cli.terminal import make_printable
 from ampaudit.cli.train_command import train_command
-from ampaudit.errors import AuditError
+from ampaudit.core.errors import AuditError
+from ampaudit.core.version import __version__
 
 __all__ = ["main", "run"]
 
@@ -88,7 +88,7 @@ def run() -> NoReturn:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    from ampaudit.words import plain
+    from ampaudit.core.text import plain
 
     click.echo("\n".join(plain(line) for line in f"ampaudit: {message}".splitlines()), err=True)
     # a full stdout would otherwise complain a second time when Python closes it

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ampaudit.cli.terminal import as_text, show
-from ampaudit.outputs.choice import chosen_format
+from ampaudit.render.choice import chosen_format
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ampaudit.outputs.documents import Document
+    from ampaudit.report.documents import Document
 
 __all__ = ["deliver", "deliver_document"]
 
@@ -28,7 +28,7 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
         document: any report.
         options: of the command: ``form``, ``output``, ``force``, ``quiet``, ``verbose``.
     """
-    from ampaudit.outputs.render import as_file, for_terminal, is_lines
+    from ampaudit.render.render import as_file, for_terminal, is_lines
 
     output: Path | None = options.get("output")
     verbosity = -1 if options.get("quiet") else int(options.get("verbose", 0))
@@ -70,7 +70,7 @@ def deliver(
     if output is None:
         click.echo(text, nl=False)
         return
-    from ampaudit.files import write_text
+    from ampaudit.core.files import write_text
 
     write_text(output, text, force=force)
     if verdict is not None:

@@ -33,7 +33,7 @@ def plan_command(model: str, **options: Any) -> None:
     one FP32 run.
     """
     from ampaudit.cli.progress import Progress
-    from ampaudit.files import check_writable
+    from ampaudit.core.files import check_writable
     from ampaudit.policy import load_policy
 
     if options["output"] is not None:
@@ -42,7 +42,7 @@ def plan_command(model: str, **options: Any) -> None:
     with Progress(model) as progress:
         source = load_source(model, options)
 
-        from ampaudit.workflows.plan import plan_source
+        from ampaudit.audit.plan import plan_source
 
         plan = plan_source(
             source,
@@ -52,8 +52,8 @@ def plan_command(model: str, **options: Any) -> None:
             seed=options["seed"],
             progress=progress.update,
         )
-    from ampaudit.report.jsonfile import to_json
-    from ampaudit.report.plan_text import matching_sites, render_plan
+    from ampaudit.render.jsonfile import to_json
+    from ampaudit.render.plan_text import matching_sites, render_plan
 
     layer = options["layer"]
     if layer is not None and not matching_sites(plan, layer):
@@ -72,7 +72,7 @@ def plan_command(model: str, **options: Any) -> None:
 def _no_layer(glob: str, layers: list[str]) -> str:
     import difflib
 
-    from ampaudit.words import plain
+    from ampaudit.core.text import plain
 
     near = difflib.get_close_matches(glob, layers, n=1, cutoff=0.3)
     meant = f"; there is {plain(near[0])!r}" if near else ""

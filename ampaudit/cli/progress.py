@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ampaudit.words import plain
+from ampaudit.core.text import plain
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -28,8 +28,8 @@ def report_command(file: Path, **options: Any) -> None:
 
     Nothing is run, and nothing in FILE is. The exit code is 0 whatever the report says.
     """
-    from ampaudit.files import check_writable
-    from ampaudit.outputs.documents import read_document
+    from ampaudit.core.files import check_writable
+    from ampaudit.report.documents import read_document
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
@@ -65,12 +65,12 @@ def diff_command(context: click.Context, /, old: Path, new: Path, **options: Any
 
     Exit codes: 0 nothing is worse, 1 something is, 2 bad input.
     """
-    from ampaudit.files import check_writable
-    from ampaudit.outputs.choice import chosen_format
-    from ampaudit.outputs.difference import differences
-    from ampaudit.outputs.difference_text import difference_markdown, render_differences
-    from ampaudit.outputs.documents import read_document
-    from ampaudit.report.jsonfile import to_json
+    from ampaudit.core.files import check_writable
+    from ampaudit.render.choice import chosen_format
+    from ampaudit.render.difference_text import difference_markdown, render_differences
+    from ampaudit.render.jsonfile import to_json
+    from ampaudit.report.difference import differences
+    from ampaudit.report.documents import read_document
 
     output: Path | None = options["output"]
     if output is not None:

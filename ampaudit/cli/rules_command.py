@@ -24,7 +24,7 @@ def rules_group() -> None:
 @debug_option
 def list_command(form: str, debug: bool) -> None:
     """The shipped policies."""
-    from ampaudit.report.rules_text import list_rows, render_list
+    from ampaudit.render.rules_text import list_rows, render_list
 
     rows = list_rows()
     deliver(lambda console: console.print(render_list(rows)), _json(rows, form), None, force=False)
@@ -37,7 +37,7 @@ def list_command(form: str, debug: bool) -> None:
 def show_command(policy: str, form: str, debug: bool) -> None:
     """A policy's rules in order, with those that it inherits: a shipped name, or a rule file."""
     from ampaudit.policy import load_file
-    from ampaudit.report.rules_text import render_policy
+    from ampaudit.render.rules_text import render_policy
 
     loaded = load_file(policy)
     data = loaded.file.model_dump(mode="json", exclude_defaults=True, by_alias=True)
@@ -77,8 +77,8 @@ def diff_command(first: str, second: str, model: str | None, dtype: str, form: s
     if model is not None:
         _model_diff(a, b, model, dtype, form, options)
         return
-    from ampaudit.formats import lower_format
-    from ampaudit.report.rules_text import diff_rows, render_diff
+    from ampaudit.core.formats import lower_format
+    from ampaudit.render.rules_text import diff_rows, render_diff
 
     rows = diff_rows(a, b, lower_format(dtype).name)
     shown = render_diff(a, b, rows, verbose=options["verbose"])
@@ -91,13 +91,13 @@ def _model_diff(a: Any, b: Any, model: str, dtype: str, form: str, options: dict
     with Progress(model) as progress:
         source = load_source(model, options)
 
-        from ampaudit.workflows.plan import plan_source
+        from ampaudit.audit.plan import plan_source
 
         plans = [
             plan_source(source, p, dtype, seed=options["seed"], progress=progress.update) for p in (a, b)
         ]
-    from ampaudit.report.jsonfile import to_json
-    from ampaudit.report.plan_text import render_difference
+    from ampaudit.render.jsonfile import to_json
+    from ampaudit.render.plan_text import render_difference
 
     text = None
     if form == "json":

@@ -22,10 +22,10 @@ from ampaudit.cli.common_options import (
 )
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver_document
-from ampaudit.words import plain
+from ampaudit.core.text import plain
 
 if TYPE_CHECKING:
-    from ampaudit.errors import AuditError
+    from ampaudit.core.errors import AuditError
     from ampaudit.policy import RuleSet
     from ampaudit.report.comparison import Comparison
     from ampaudit.report.model import Report
@@ -98,7 +98,7 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
       file.pt2                 an exported program
       directory/               what ``ampaudit convert`` wrote: scanned as it is
     """  # noqa: D301  (click wants the character, not its escape)
-    from ampaudit.files import check_writable
+    from ampaudit.core.files import check_writable
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
@@ -119,7 +119,7 @@ def _document(reports: list[Report], *, compared: bool) -> Report | Comparison:
 
 def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet]) -> Audits:
     """All policies at once; where one cannot be audited, each alone, so that it hides none of the others."""
-    from ampaudit.errors import CouldNotAudit
+    from ampaudit.core.errors import CouldNotAudit
 
     try:
         return audit(policies), []
@@ -155,7 +155,7 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
             policies = policies if _is_given("policy") else [load_policy("as-is")]
             dtype = dtype if _is_given("dtype") else source.dtype or dtype
 
-        from ampaudit.workflows.scan import scan_policies
+        from ampaudit.audit.scan import scan_policies
 
         audit = partial(
             scan_policies,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ampaudit.report.plaintext import as_text
+from ampaudit.render.plaintext import as_text
 
 if TYPE_CHECKING:
     from rich.console import Console

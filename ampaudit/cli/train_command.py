@@ -61,13 +61,13 @@ def train_command(context: click.Context, /, model: str, **options: Any) -> None
       optimizer(params)                     else AdamW with a learning rate of 1e-3
       metric(output, batch)                 optional: larger is better
     """  # noqa: D301  (click wants the character, not its escape)
-    from ampaudit.files import check_writable
+    from ampaudit.core.files import check_writable
 
     for path in (options["output"], options["plot"]):
         if path is not None:
             check_writable(path, force=options["force"])
     if options["plot"] is not None:
-        from ampaudit.report.training_plot import check_picture
+        from ampaudit.render.training_plot import check_picture
 
         check_picture(options["plot"])
     report = _trained(model, options)
@@ -83,7 +83,7 @@ def _trained(location: str, options: dict[str, Any]) -> TrainingReport:
     with Progress(location) as progress:
         from ampaudit.source.interface import SourceOptions
         from ampaudit.source.open import open_source
-        from ampaudit.workflows.train import MOST_BATCHES, TrainSettings, train_source
+        from ampaudit.training.train import MOST_BATCHES, TrainSettings, train_source
 
         names = ("seed", "weights", "inputs")
         count = min(options["steps"], MOST_BATCHES)
@@ -116,7 +116,7 @@ def _scale(given: str | None) -> str | float | None:
 
 def _deliver(report: TrainingReport, options: dict[str, Any]) -> None:
     if options["plot"] is not None:
-        from ampaudit.report.training_plot import plot_training
+        from ampaudit.render.training_plot import plot_training
 
         plot_training(report, options["plot"], force=options["force"])
         click.echo(f"picture written to {options['plot']}", err=True)

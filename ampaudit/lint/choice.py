@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ampaudit.errors import UsageError, did_you_mean
-from ampaudit.pages import all_pages
-from ampaudit.pages.page import LINTED
+from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.report.pages import all_pages
+from ampaudit.report.pages.page import LINTED
 
 __all__ = ["UNUSED", "Choice"]
 

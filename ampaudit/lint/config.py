@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ampaudit.settings import LEVEL, TEXTS, Key, checked, read_table
+from ampaudit.core.pyproject import LEVEL, TEXTS, Key, checked, read_table
 
 __all__ = ["read_lint_config"]
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampaudit.comments import comments_of
-from ampaudit.errors import first_line
+from ampaudit.core.comments import comments_of
+from ampaudit.core.errors import first_line
 from ampaudit.lint.choice import Choice
 from ampaudit.lint.discovery import find
 from ampaudit.lint.flow.script import may_matter, parse, read_script
 from ampaudit.lint.flow.values import Value
 from ampaudit.lint.found import Found
 from ampaudit.lint.pieces import Unit, Unreadable, decode, pieces_of, rebuilt, without_cell
-from ampaudit.lint.report import LintFinding, UnreadFile
 from ampaudit.lint.telling import Hidden, findings_of
+from ampaudit.report.lint import LintFinding, UnreadFile
 
 __all__ = ["Choice", "LintedFile", "lint_bytes", "lint_file", "lint_files", "lint_text"]
 

@@ -6,15 +6,15 @@ import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ampaudit.comments import Comment, comments_of
+from ampaudit.core.comments import Comment, comments_of
 from ampaudit.lint.choice import UNUSED, Choice
 from ampaudit.lint.flow.script import characters, lines_of, parse
 from ampaudit.lint.found import Found
 from ampaudit.lint.pieces import Unit
-from ampaudit.lint.report import LintFinding
-from ampaudit.pages import all_pages
-from ampaudit.pages.page import LINTED
 from ampaudit.report.finding import Severity
+from ampaudit.report.lint import LintFinding
+from ampaudit.report.pages import all_pages
+from ampaudit.report.pages.page import LINTED
 
 __all__ = ["Hidden", "findings_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ampaudit.policy.decide import Decision, Environment, Measurement, OpFacts, RuleSet
 from ampaudit.policy.load import load_file, load_policy, plain_fp32
-from ampaudit.policy.places import policy_names
+from ampaudit.policy.paths import policy_names
 
 __all__ = [
     "Decision",

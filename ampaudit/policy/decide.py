@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ampaudit.formats import format_named
+from ampaudit.core.formats import format_named
+from ampaudit.policy.aten_ops import expand, inner_op
 from ampaudit.policy.matching import applies, fits_environment
-from ampaudit.policy.opset import expand, inner_op
 from ampaudit.policy.schema import Cast, Rule, RuleFile
 
 __all__ = ["Decision", "Environment", "Measurement", "OpFacts", "RuleSet", "Side"]

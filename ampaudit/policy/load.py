@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ampaudit.errors import PolicyError, did_you_mean
+from ampaudit.core.errors import PolicyError, did_you_mean
+from ampaudit.policy.aten_ops import UnknownOp, expand
 from ampaudit.policy.decide import RuleSet
-from ampaudit.policy.mistakes import check_rules, suspicious, unknown_op
-from ampaudit.policy.opset import UnknownOp, expand
-from ampaudit.policy.places import policy_names, rules_directory
+from ampaudit.policy.paths import policy_names, rules_directory
 from ampaudit.policy.scaling import profile
 from ampaudit.policy.schema import Rule, RuleFile
+from ampaudit.policy.validation import check_rules, suspicious, unknown_op
 from ampaudit.policy.vocabulary import Vocabulary, load_vocabulary
 from ampaudit.policy.yamlfile import Document, read_yaml
 

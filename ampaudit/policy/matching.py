@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ampaudit.formats import format_named
+from ampaudit.core.formats import format_named
 from ampaudit.policy.conditions import UNSET, Bound
 from ampaudit.policy.schema import Evidence, Match, Rule, When
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ampaudit.policy.coloring import paint
 from ampaudit.policy.decide import Decision, OpFacts, RuleSet, Side
-from ampaudit.policy.painting import paint
 from ampaudit.policy.schema import PAINTED, Cast
 
 __all__ = ["PlanSite", "plan_graph"]

@@ -7,9 +7,9 @@ from functools import cache
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ampaudit.errors import PolicyError, did_you_mean
-from ampaudit.formats import BFLOAT16, NumberFormat
-from ampaudit.policy.places import rules_directory
+from ampaudit.core.errors import PolicyError, did_you_mean
+from ampaudit.core.formats import BFLOAT16, NumberFormat
+from ampaudit.policy.paths import rules_directory
 from ampaudit.policy.schema import LossScale
 from ampaudit.policy.yamlfile import read_yaml
 

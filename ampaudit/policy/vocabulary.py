@@ -9,9 +9,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ampaudit.errors import PolicyError
-from ampaudit.policy.opset import UnknownOp, expand
-from ampaudit.policy.places import rules_directory
+from ampaudit.core.errors import PolicyError
+from ampaudit.policy.aten_ops import UnknownOp, expand
+from ampaudit.policy.paths import rules_directory
 from ampaudit.policy.yamlfile import Document, read_yaml
 
 __all__ = ["Vocabulary", "load_vocabulary", "vocabulary_names"]

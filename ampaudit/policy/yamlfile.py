@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ampaudit.errors import PolicyError
+from ampaudit.core.errors import PolicyError
 
 __all__ = ["Document", "read_yaml"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ampaudit.core.text import number
 from ampaudit.report.model import OutputAccuracy, Report
-from ampaudit.words import number
 
 __all__ = ["LOST_DB", "accuracy_word", "output_word", "worst_output"]
 

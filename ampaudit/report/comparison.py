@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from ampaudit.report.accuracy import output_word
-from ampaudit.report.finding import Severity
-from ampaudit.report.gradient_tables import scales_that_suit
-from ampaudit.report.grid import open_table
-from ampaudit.report.jsonfile import to_json
 from ampaudit.report.model import Report
-from ampaudit.report.tables import least_headroom
-from ampaudit.words import plain, short_op, size_of
 
-__all__ = ["Comparison", "comparison_json", "render_comparison"]
-
-_SHOWN = 4
+__all__ = ["Comparison"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,58 +19,3 @@ class Comparison:
     def exit_code(self) -> int:
         """The gravest of all: 3, a check that crashed, before 1, findings."""
         return max(report.exit_code for report in self.reports)
-
-
-def comparison_json(reports: Sequence[Report]) -> str:
-    """``{"schema": 1, "reports": [...]}``, each as ``scan`` writes it for one policy."""
-    inner = ",\n".join(to_json(report).rstrip() for report in reports)
-    return f'{{"schema": 1, "reports": [\n{inner}\n]}}\n'
-
-
-def render_comparison(reports: Sequence[Report]) -> RenderableType:
-    """One row per policy, then what breaks under each."""
-    first = reports[0]
-    heading = (
-        f"{plain(first.model.source)}: {len(reports)} policies in {first.run.dtype}, {first.run.mode} mode, "
-        f"on {first.run.device} ({first.run.backend}), against "
-        + ("FP32" if first.backward is not None else "one FP32 run")
-    )
-    table = open_table(
-        *("policy", "", "breaks", "least headroom", "output", "16-bit sites", "casts", "weights"), left=("",)
-    )
-    for report in reports:
-        table.add_row(*_row(report))
-    parts: list[RenderableType] = [Text(heading, "bold"), Text(), table]
-    for report in reports:
-        broken = [f for f in report.findings if f.severity is Severity.ERROR]
-        if broken:
-            names = [f"{plain(f.layer or '(top)')} {plain(short_op(f.op))}" for f in broken]
-            shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
-            parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), f"breaks at {shown}")]
-        if report.backward is not None:
-            parts += [
-                Text(),
-                Text.assemble((f"{report.run.policy}  ", "bold"), scales_that_suit(report.backward)),
-            ]
-        if report.raised:
-            why = f"{len(report.raised)} sites raised to float32 because of their values"
-            parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), why)]
-    return Group(*parts)
-
-
-def _row(report: Report) -> list[str | Text]:
-    errors = report.count(Severity.ERROR)
-    least = least_headroom(report)
-    bits = f"{least.forward.headroom_bits:.1f} bits" if least and least.forward else ""
-    lowered = sum(site.precision == report.run.dtype for site in report.sites)
-    verdict = Text("PASS", "bold green") if report.exit_code == 0 else Text("FAIL", "bold red")
-    return [
-        report.run.policy,
-        verdict,
-        str(errors) if errors else "",
-        bits,
-        output_word(report),
-        f"{lowered} of {len(report.sites)}",
-        str(report.coverage.casts),
-        size_of(report.weights.working_bytes) if report.weights.working_bytes else "FP32",
-    ]

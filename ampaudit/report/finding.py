@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from ampaudit.pages.page import Kind
-from ampaudit.sites import SiteId, SourceLine
+from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.report.pages.page import Kind
 
 __all__ = [
     "CRASHED",

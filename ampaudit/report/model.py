@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampaudit.report.beyond import Proofs, Stressed, Tail, VerdictChange
+from ampaudit.core.sites import SiteId
+from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, Finding, Severity, Source
 from ampaudit.report.gradients import Backward, Gradient
-from ampaudit.sites import SiteId
 
 __all__ = [
     "Coverage",

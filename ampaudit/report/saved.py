@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from ampaudit.errors import InputError, first_line
+from ampaudit.core.errors import InputError, first_line
+from ampaudit.core.text import plain
 from ampaudit.report.model import SCHEMA, Report
-from ampaudit.words import plain
 
 __all__ = ["parse_saved", "read_report", "read_saved"]
 

@@ -24,7 +24,8 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from ampaudit.errors import RunFailed
+from ampaudit.core.errors import RunFailed
+from ampaudit.core.sites import SiteId
 from ampaudit.run.decisions import DecisionDetail
 from ampaudit.run.guards import guarded
 from ampaudit.run.lockstep import LockStep
@@ -32,7 +33,6 @@ from ampaudit.run.outputs import OutputComparison, compare_outputs
 from ampaudit.run.partial import PartialLockStep
 from ampaudit.run.probe import Probe
 from ampaudit.run.units import RoundingUnit, rounding_units
-from ampaudit.sites import SiteId
 
 __all__ = ["Attribution", "Culprit", "accumulates", "find_culprits"]
 

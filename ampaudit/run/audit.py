@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ampaudit.convert import ConvertedModel
-from ampaudit.errors import InputError
+from ampaudit.core.errors import InputError
+from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.guards import guarded
@@ -18,9 +18,9 @@ from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Plan, Runner
 from ampaudit.run.sharing import SharedReference, interleave
 from ampaudit.run.step import LOWER
-from ampaudit.sites import SiteId
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
+from ampaudit.trace.converted import ConvertedModel
 
 __all__ = ["Audit", "Plan", "Progress", "Runner", "measure", "raised_sites", "run_audits", "silent"]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ampaudit.core.sites import SiteId
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.step import LOWER
-from ampaudit.sites import SiteId
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
 

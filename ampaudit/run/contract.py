@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ampaudit.errors import UsageError, did_you_mean
+from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.run.backends import Emulated, rounded
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.step import LOWER, Step

@@ -6,15 +6,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.convert import Release
-from ampaudit.errors import RunFailed
+from ampaudit.core.errors import RunFailed
 from ampaudit.run.guards import guarded
 from ampaudit.run.step import LOWER
 from ampaudit.source.interface import Batch
 from ampaudit.trace.capture import quiet
+from ampaudit.trace.converted import Release
 from ampaudit.trace.entry import flatten_outputs
+from ampaudit.trace.fake_model import named_tensors, without_cache
 from ampaudit.trace.random_state import seeded
-from ampaudit.trace.shadow import named_tensors, without_cache
 from ampaudit.trace.structure import structural_copy
 
 __all__ = ["EagerModel"]

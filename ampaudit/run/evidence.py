@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
-from ampaudit.convert import Release
+from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement
 from ampaudit.run.program import Program
 from ampaudit.run.record import RunRecord
 from ampaudit.run.step import Step
-from ampaudit.sites import SiteId
+from ampaudit.trace.converted import Release
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.opnames import converts
 

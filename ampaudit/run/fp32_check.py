@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.errors import AuditError, ReferenceBroken, RunFailed, first_line
+from ampaudit.core.errors import AuditError, ReferenceBroken, RunFailed, first_line
 from ampaudit.policy import plain_fp32
 from ampaudit.run.code_record import CodeRecord, OutputDifference
 from ampaudit.run.eager import EagerModel

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ampaudit.errors import RunFailed, first_line
+from ampaudit.core.errors import RunFailed, first_line
 
 __all__ = ["exact_float32", "guarded", "memory_errors", "tf32"]
 

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from ampaudit.convert import ConvertedModel
 from ampaudit.run.backends import Backend, Reference
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.sharing import MISSING, SharedReference
 from ampaudit.run.step import LOWER, Step
+from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Placeholder, Slot
 
 __all__ = ["LockStep", "Pair", "StepCall", "Watch", "restore_random_state"]

@@ -8,14 +8,14 @@ from typing import Protocol
 
 import torch
 
-from ampaudit.convert import Release
-from ampaudit.formats import NumberFormat
+from ampaudit.core.formats import NumberFormat
+from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.backends import Backend
-from ampaudit.run.gradient_record import GradientRecord
+from ampaudit.run.backward.record import GradientRecord
 from ampaudit.run.lockstep import LockStep, Pair, Watch
 from ampaudit.run.program import Program
-from ampaudit.sites import SiteId
+from ampaudit.trace.converted import Release
 from ampaudit.trace.edits import Edit
 
 __all__ = ["Differentiator", "KeepOutputs", "Plan"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ampaudit.core.sites import SiteId
 from ampaudit.run.attribution import Culprit
+from ampaudit.run.backward.record import GradientRecord
 from ampaudit.run.buffers import BufferUpdate
 from ampaudit.run.code_record import CodeRecord
 from ampaudit.run.decisions import DecisionStats
-from ampaudit.run.gradient_record import GradientRecord
 from ampaudit.run.observation import Observation
 from ampaudit.run.outputs import OutputComparison
-from ampaudit.sites import SiteId
 
 __all__ = ["Fate", "Origin", "RunRecord"]
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ampaudit.core.sites import SiteId
 from ampaudit.run.components import as_complex, components
 from ampaudit.run.lockstep import StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.meter import Meter, float_outputs
 from ampaudit.run.step import LOWER, Step
-from ampaudit.sites import SiteId
 
 __all__ = ["RepairingMeter"]
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ampaudit.convert import ConvertedModel, convert
-from ampaudit.errors import InputError, ReferenceBroken
+from ampaudit.core.errors import InputError, ReferenceBroken
+from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, plain_fp32
 from ampaudit.run.attribution import Attribution, find_culprits
 from ampaudit.run.backends import choose_backend
-from ampaudit.run.blame import Faults
 from ampaudit.run.buffers import buffer_updates
 from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.eager import EagerModel
@@ -26,16 +25,17 @@ from ampaudit.run.meter import Measured, Meter
 from ampaudit.run.outputs import against_fp32, compare_outputs, merge_outputs
 from ampaudit.run.plan import Plan
 from ampaudit.run.program import Program, compile_program
+from ampaudit.run.propagation import Faults
 from ampaudit.run.record import RunRecord
 from ampaudit.run.repair import RepairingMeter
-from ampaudit.sites import SiteId
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
+from ampaudit.trace.converted import ConvertedModel, convert
 from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.keys import TraceCache, call_key
-from ampaudit.trace.shadow import named_tensors
 from ampaudit.trace.state import PythonState, hand_over
 from ampaudit.trace.structure import structural_copy
 

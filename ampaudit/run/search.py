@@ -15,11 +15,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ampaudit.convert import ConvertedModel
+from ampaudit.core.sites import SiteId
 from ampaudit.run.backends import Reference
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
-from ampaudit.sites import SiteId
+from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Slot
 
 __all__ = ["Found", "Search"]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ampaudit.core.sites import SiteId
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
-from ampaudit.sites import SiteId
 
 __all__ = ["MISSING", "SharedReference", "interleave"]
 

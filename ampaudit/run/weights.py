@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ampaudit.convert import ConvertedModel
-from ampaudit.formats import NumberFormat, format_named
+from ampaudit.core.formats import NumberFormat, format_named
 from ampaudit.run.measure import BLOCK
 from ampaudit.run.step import LOWER
+from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Slot
 
 __all__ = ["WeightRange", "weight_ranges"]

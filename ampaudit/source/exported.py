@@ -12,10 +12,10 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from ampaudit.errors import SourceError, first_line
-from ampaudit.replay import REPLAYED, replaying
+from ampaudit.core.errors import SourceError, first_line
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource, SourceOptions
+from ampaudit.trace.replay import REPLAYED, replaying
 
 __all__ = ["from_exported", "load_program"]
 

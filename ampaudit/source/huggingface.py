@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.errors import InputError, SourceError
+from ampaudit.core.errors import InputError, SourceError
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, SourceOptions
 from ampaudit.source.user_code import calling_user_code

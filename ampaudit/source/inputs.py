@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from ampaudit.errors import InputError
+from ampaudit.core.errors import InputError
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
 from ampaudit.source.user_code import calling_user_code, module_from_file
 

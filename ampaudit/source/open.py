@@ -11,7 +11,7 @@ from pathlib import Path
 from ampaudit.checkpoint.layout import MANIFEST, PROGRAM
 from ampaudit.checkpoint.open import weights_in
 from ampaudit.checkpoint.strict import unique_json
-from ampaudit.errors import SourceError, UsageError, first_line
+from ampaudit.core.errors import SourceError, UsageError, first_line
 from ampaudit.source.interface import ModelSource, SourceOptions
 
 __all__ = ["open_source"]

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from ampaudit.errors import SourceError
+from ampaudit.core.errors import SourceError
 from ampaudit.source.inputs import batches_of, functions_of, has_inputs
 from ampaudit.source.interface import ModelSource, SourceOptions
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file

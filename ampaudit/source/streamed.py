@@ -16,7 +16,7 @@ from torch import nn
 from ampaudit.checkpoint import open_checkpoint, write_safetensors
 from ampaudit.checkpoint.header import Entry
 from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.errors import WeightsError
+from ampaudit.core.errors import WeightsError
 from ampaudit.source.checkpoint_names import model_names
 from ampaudit.source.weights import check_names
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree as pytree
 
-from ampaudit.errors import InputError, first_line
+from ampaudit.core.errors import InputError, first_line
 from ampaudit.source.interface import Batch, ModelSource
 
 __all__ = ["save_inputs", "with_inputs", "with_tensors"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from ampaudit.errors import AuditError, SourceError
+from ampaudit.core.errors import AuditError, SourceError
 
 __all__ = ["calling_user_code", "import_module_named", "module_from_file"]
 

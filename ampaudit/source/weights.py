@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampaudit.checkpoint.mapped import map_checkpoint
-from ampaudit.errors import WeightsError
+from ampaudit.core.errors import WeightsError
 
 __all__ = ["check_names", "load_weights"]
 

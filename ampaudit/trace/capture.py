@@ -18,24 +18,24 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ampaudit.errors import AuditError
-from ampaudit.formats import NumberFormat
+from ampaudit.core.errors import AuditError
+from ampaudit.core.formats import NumberFormat
+from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision, Measurement, RuleSet
-from ampaudit.sites import SiteId
 from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.caster import Caster
-from ampaudit.trace.customs import AFTER_ACCUMULATION, custom_backwards
+from ampaudit.trace.custom_autograd import AFTER_ACCUMULATION, custom_backwards
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
+from ampaudit.trace.fake_model import constant_masters, fake_like, named_tensors, shadow_of
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.going_back import WaysBack
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import current_layer, interposed, same_module
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
 from ampaudit.trace.random_state import seeded
-from ampaudit.trace.shadow import constant_masters, fake_like, named_tensors, shadow_of
 from ampaudit.trace.site_table import build_sites
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.storage import is_cast, own_conversion, split_ties, storage_notes, stored_dtypes

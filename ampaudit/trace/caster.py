@@ -12,10 +12,9 @@ import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from ampaudit.core.sites import SiteId, SiteNumbering
 from ampaudit.policy import Decision, OpFacts, RuleSet
 from ampaudit.policy.schema import PAINTED, Cast
-from ampaudit.replay import OPAQUE, replayed_meta
-from ampaudit.sites import SiteId, SiteNumbering
 from ampaudit.trace import arguments
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region, region_switched_on
 from ampaudit.trace.edits import Edit, History, OpCalled
@@ -30,6 +29,7 @@ from ampaudit.trace.opnames import (
     short_name,
     written_values,
 )
+from ampaudit.trace.replay import OPAQUE, replayed_meta
 
 __all__ = ["HALF_FOURIER", "META_KEY", "NO_KERNEL", "Call", "Caster", "OpRecord"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.sites import SiteId, SourceLine
+from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.text import number, short_op
 from ampaudit.trace.graph import Site, Slot, TracedModel
-from ampaudit.words import number, short_op
 
 __all__ = ["CodePlace", "first_difference"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.opnames import CASTABLE
 from ampaudit.trace.random_state import host_state
+from ampaudit.trace.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.state import PythonState, StateChange
 
 __all__ = [

@@ -10,13 +10,13 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, OpFacts
 from ampaudit.policy.matching import class_names
-from ampaudit.sites import SiteId
 from ampaudit.trace.depth import reduction_depth
 from ampaudit.trace.entry import layer_path
+from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.opnames import named_arguments, op_name
-from ampaudit.trace.shadow import named_tensors
 
 __all__ = ["FactFinder"]
 

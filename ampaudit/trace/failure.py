@@ -6,9 +6,9 @@ import traceback
 from itertools import dropwhile
 from types import TracebackType
 
-from ampaudit.errors import TraceFailed, first_line
+from ampaudit.core.errors import TraceFailed, first_line
+from ampaudit.core.sites import SourceLine
 from ampaudit.policy.load import PLAIN_FP32
-from ampaudit.sites import SourceLine
 from ampaudit.trace.stack import is_tool_file
 
 __all__ = ["failing_line", "plain_reason", "trace_failure"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from ampaudit.sites import SiteId
+from ampaudit.core.sites import SiteId
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import base_name, mutated_arguments, named_arguments

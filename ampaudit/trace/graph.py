@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.policy import Decision, OpFacts
 from ampaudit.policy.schema import Constants
-from ampaudit.sites import SiteId, SourceLine
 from ampaudit.trace.entry import OutputStructure
 from ampaudit.trace.state import StateChange
 

@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ampaudit.policy.opset import inner_op
+from ampaudit.policy.aten_ops import inner_op
 from ampaudit.trace.opnames import composite_kernel, is_composite, is_view, op_name
 
 __all__ = ["InnerOps", "on_meta"]

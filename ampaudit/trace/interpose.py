@@ -27,8 +27,7 @@ from torch.autograd import function as autograd_function
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.proxy import TracerBase
 
-from ampaudit.replay import INSERTED, replayed_meta
-from ampaudit.sites import SiteId
+from ampaudit.core.sites import SiteId
 from ampaudit.trace.autograd_graph import Tracked
 from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, META_KEY, NO_KERNEL, Call, Caster, OpRecord
 from ampaudit.trace.edits import OpCalled
@@ -37,6 +36,7 @@ from ampaudit.trace.fourier import is_fourier, record_half_fourier
 from ampaudit.trace.marks import is_mark
 from ampaudit.trace.opnames import composite_kernel, is_composite
 from ampaudit.trace.out_variants import returning, written_into
+from ampaudit.trace.replay import INSERTED, replayed_meta
 from ampaudit.trace.stack import is_tool_file
 
 __all__ = ["current_layer", "interposed", "same_module"]

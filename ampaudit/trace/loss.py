@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.errors import InputError
+from ampaudit.core.errors import InputError
 from ampaudit.trace.entry import ENTRY_NAME, LossAndOutput, placed, tensor_leaves
 
 __all__ = ["WithLoss", "call_loss", "item_apart", "takes_batch"]

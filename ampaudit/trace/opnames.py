@@ -10,7 +10,7 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
-from ampaudit.policy.opset import inner_op
+from ampaudit.policy.aten_ops import inner_op
 
 __all__ = [
     "CASTABLE",

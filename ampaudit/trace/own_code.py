@@ -14,7 +14,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from ampaudit.sites import SourceLine
+from ampaudit.core.sites import SourceLine
 from ampaudit.trace.graph import OwnCall
 from ampaudit.trace.marks import GRADIENT
 from ampaudit.trace.stack import code_line, is_tool_file

@@ -11,18 +11,18 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
-from ampaudit.formats import NumberFormat
+from ampaudit.core.formats import NumberFormat
+from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet, plain_fp32
 from ampaudit.policy.planning import PlanSite, plan_graph
-from ampaudit.replay import INSERTED, OPAQUE, REPLAYED, replaying
-from ampaudit.sites import SiteId
 from ampaudit.trace.capture import Setting, capture
 from ampaudit.trace.caster import META_KEY, OpRecord
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import layer_path, tensor_leaves
+from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.opnames import CASTABLE
-from ampaudit.trace.shadow import named_tensors
+from ampaudit.trace.replay import INSERTED, OPAQUE, REPLAYED, replaying
 from ampaudit.trace.site_table import float_value
 from ampaudit.trace.ways import with_ways
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ampaudit.sites import SourceLine
+from ampaudit.core.sites import SourceLine
 from ampaudit.trace.dtype_uses import only_makes_tensors
 from ampaudit.trace.stack import code_line, is_library, is_tool_file
 

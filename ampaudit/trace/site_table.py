@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ampaudit.core.sites import SiteNumbering
 from ampaudit.policy import Decision
 from ampaudit.policy.schema import Cast
-from ampaudit.sites import SiteNumbering
 from ampaudit.trace.caster import META_KEY, OpRecord
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot

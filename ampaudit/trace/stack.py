@@ -8,7 +8,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
-from ampaudit.sites import SourceLine
+from ampaudit.core.sites import SourceLine
 
 __all__ = ["code_line", "is_library", "is_tool_file", "source_lines"]
 

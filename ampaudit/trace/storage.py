@@ -11,8 +11,8 @@ from torch import nn
 
 from ampaudit.policy.matching import class_names, matches_any, matches_class, with_attributes
 from ampaudit.policy.schema import KeepFp32, Weights
+from ampaudit.trace.fake_model import named_tensors, without_data
 from ampaudit.trace.opnames import CASTABLE
-from ampaudit.trace.shadow import named_tensors, without_data
 
 __all__ = [
     "is_cast",

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ampaudit.assembly.build import THIS_TOOL, this_environment
-from ampaudit.checks.interface import finding_about
+from ampaudit.audit.checks.interface import finding_about
+from ampaudit.audit.report import THIS_TOOL, this_environment
+from ampaudit.core.sites import SiteId
+from ampaudit.core.text import number, scale_text
 from ampaudit.report.finding import FailOn, Finding, Severity, threshold
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
-from ampaudit.sites import SiteId
-from ampaudit.words import number, scale_text
 
 __all__ = ["findings_of", "training_report", "watched_report"]
 

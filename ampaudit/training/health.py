@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ampaudit.formats import NumberFormat
+from ampaudit.core.formats import NumberFormat
 from ampaudit.report.training import ParameterHealth
 
 __all__ = ["SAMPLE", "StepMeter", "summary_of"]

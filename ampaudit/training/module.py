@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.errors import UsageError
-from ampaudit.formats import NumberFormat
+from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import NumberFormat
+from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import Plan, measure, silent
 from ampaudit.run.step import LOWER
-from ampaudit.sites import SiteId
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
+from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.keys import TraceCache, call_key
-from ampaudit.trace.shadow import named_tensors
 from ampaudit.trace.state import PythonState, hand_over
 from ampaudit.training.executable import Executable, emulated, native
 from ampaudit.training.sharing import StandIn, in_float32

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ampaudit.errors import UsageError
-from ampaudit.formats import NumberFormat, lower_format
+from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import NumberFormat, lower_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.scaling import loss_scale_for, profile
 from ampaudit.policy.schema import LossScale

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampaudit.run.backends import rounded
-from ampaudit.trace.shadow import named_tensors
+from ampaudit.trace.fake_model import named_tensors
 
 __all__ = ["keep_rounded", "lower_parameters"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.errors import InputError, ReferenceBroken, UsageError
+from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
 from ampaudit.policy import RuleSet
 from ampaudit.report.training import Health, Variant
 from ampaudit.run.audit import Progress

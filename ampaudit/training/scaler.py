@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from ampaudit.errors import RunFailed, UsageError, first_line
+from ampaudit.core.errors import RunFailed, UsageError, first_line
 from ampaudit.policy.scaling import profile
 from ampaudit.policy.schema import LossScale
 

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampaudit.errors import OutputError, UsageError
+from ampaudit.core.errors import OutputError, UsageError
+from ampaudit.core.text import plain
 from ampaudit.report.training import TrainingReport, Variant
-from ampaudit.words import plain
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.errors import UsageError
-from ampaudit.files import write_text
-from ampaudit.formats import NumberFormat, lower_format
+from ampaudit.core.errors import UsageError
+from ampaudit.core.files import write_text
+from ampaudit.core.formats import NumberFormat, lower_format
 from ampaudit.report.training import Health, StepRecord
 from ampaudit.trace.entry import layer_path
 from ampaudit.training.health import StepMeter, summary_of
@@ -152,7 +152,7 @@ class Watch:
 
     def save(self, path: Path | str, *, force: bool = False) -> None:
         """Write the report of this loop as JSON."""
-        from ampaudit.report.jsonfile import to_json
+        from ampaudit.render.jsonfile import to_json
         from ampaudit.training.findings import watched_report
 
         write_text(Path(path), to_json(watched_report(self.health())), force=force)

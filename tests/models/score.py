@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ampaudit import scan
-from ampaudit.checks import Finding
+from ampaudit.audit.checks import Finding
 from ampaudit.report.model import Report
 
 from .case import CASES, COMBINATIONS, Case

@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from ampaudit.bounds import Span, SpanTable
-from ampaudit.convert import convert
 from ampaudit.run.backends import Emulated, Native
 from ampaudit.run.lockstep import LockStep, StepCall
 from ampaudit.run.program import compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace import TracedModel
+from ampaudit.trace.converted import convert
 from tests.soundness.program import torchs_own_kernels
 
 __all__ = ["Checked", "Escape", "Runs", "check"]

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from ampaudit.bounds import SpanTable, bound
-from ampaudit.errors import AuditError
-from ampaudit.formats import format_named
+from ampaudit.core.assumptions import Assumption
+from ampaudit.core.errors import AuditError
+from ampaudit.core.formats import format_named
 from ampaudit.policy import load_policy
-from ampaudit.ranges import Assumption
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.graph import Slot
 from tests.soundness.check import Runs

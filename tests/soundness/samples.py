@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ampaudit.bounds import bound
-from ampaudit.errors import AuditError
-from ampaudit.formats import format_named
+from ampaudit.core.assumptions import Assumption
+from ampaudit.core.errors import AuditError
+from ampaudit.core.formats import format_named
 from ampaudit.policy import load_policy
-from ampaudit.ranges import Assumption
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Slot

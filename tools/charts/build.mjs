@@ -3,7 +3,7 @@ import { build } from "esbuild";
 import { readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { createHash } from "node:crypto";
 
-const out = "../../ampaudit/outputs/html/vendor/";
+const out = "../../ampaudit/render/html/vendor/";
 const result = await build({
   entryPoints: ["plot.js"], bundle: true, minify: true, format: "iife", globalName: "Plot",
   target: "es2020", legalComments: "none", metafile: true, outfile: `${out}plot.js`,

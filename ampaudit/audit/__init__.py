@@ -1,0 +1,3 @@
+"""Runs an audit and turns what it measured into findings, proofs and advice."""
+
+from __future__ import annotations

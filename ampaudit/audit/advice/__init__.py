@@ -1,0 +1,9 @@
+"""Changes that may cure a finding, the smallest first; whoever asks tries them out."""
+
+from __future__ import annotations
+
+from ampaudit.audit.advice.difference import diff_of
+from ampaudit.audit.advice.interface import Proposal, Subject
+from ampaudit.audit.advice.proposals import proposals
+
+__all__ = ["Proposal", "Subject", "diff_of", "proposals"]

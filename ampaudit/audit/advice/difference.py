@@ -1,0 +1,56 @@
+"""Gives a rewrite as a unified diff of the user's own file, where exactly one place on its line fits."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from ampaudit.audit.advice.interface import LineChange, Proposal
+from ampaudit.audit.advice.spelling import replacements
+from ampaudit.lint.patch import unified
+from ampaudit.lint.pieces import Unreadable, decode
+from ampaudit.render.evidence import relative_path
+from ampaudit.trace.stack import is_library
+
+__all__ = ["diff_of"]
+
+
+def diff_of(proposal: Proposal) -> str:
+    """The diff; empty where the change is none of the source, or nobody but its author can place it."""
+    change = proposal.source
+    if change is None or is_library(change.line.file):
+        return ""
+    text = _text_of(change)
+    if text is None:
+        return ""
+    after = _rewritten(text, change)
+    if after is None or after == text:
+        return ""
+    return "\n".join(unified(relative_path(change.line.file), text, after)) + "\n"
+
+
+def _text_of(change: LineChange) -> str | None:
+    """The file's text, if it still says on this line what was run."""
+    path = Path(change.line.file)
+    try:
+        text, _ = decode(path.read_bytes())
+    except (OSError, Unreadable):
+        return None
+    lines = text.split("\n")
+    known = change.line.line <= len(lines) and lines[change.line.line - 1].strip() == change.line.code.strip()
+    return text if known and "\r" not in text and change.line.code else None
+
+
+def _rewritten(text: str, change: LineChange) -> str | None:
+    import libcst
+
+    from ampaudit.lint.repairs import repaired_whole
+
+    try:
+        repairs = replacements(text, change)
+        after = repaired_whole(text, repairs) if repairs else None
+        if after is not None:
+            ast.parse(after)
+    except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError):
+        return None
+    return after

@@ -1,0 +1,218 @@
+"""Conditions under which a rewrite is the same function in exact arithmetic; where one fails, it is refused.
+
+- ``log(softmax(x, dim))`` is ``log_softmax(x, dim)`` if the natural logarithm reads the softmax itself (not
+  a view, a sum with an eps or another dtype of it) and nothing writes to ``x`` in between.
+- ``log(sigmoid(x))`` and ``log(1 - sigmoid(x))`` are log-sigmoids under the same conditions.
+- ``(q @ k) * s`` is ``(q * s) @ k`` for whoever reads the scores if each reader scales them by the same
+  number right away (no mask added before), and the model does not return them.
+
+A line of code is one text for all the sites that it makes, so each of them must meet the condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampaudit.audit.checks.interface import CheckContext
+from ampaudit.core.sites import SiteId
+from ampaudit.trace import Role, Site
+from ampaudit.trace.edits import AsLogSigmoid, AsLogSoftmax, Edit, HandedOn, Scaled
+from ampaudit.trace.flow import Flow
+
+__all__ = [
+    "Edits",
+    "flows_with",
+    "is_returned",
+    "log_sigmoid",
+    "log_softmax",
+    "of_the_line",
+    "reads_from",
+    "scaled_at",
+    "scaled_first",
+    "scaling_edits",
+    "siblings",
+]
+
+Edits = dict[SiteId, Edit]
+Proof = Callable[[Flow, Site], Edits | None]
+Likeness = Callable[[Flow, Site], bool]
+_PRODUCTS = ("matmul", "bmm", "mm", "einsum")
+
+
+def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness) -> Edits | None:
+    """The edits at all sites that a line of code makes; ``None`` if one of them fails the proof.
+
+    Args:
+        context: of the audit.
+        site: where the finding is.
+        proof: gives the edits at one site of one graph, or ``None``.
+        alike: whether another op of the line can be the same piece of its code.
+    """
+    edits: Edits = {}
+    for sibling in siblings(context, site):
+        for flow in flows_with(context, sibling):
+            if sibling.id != site.id and not alike(flow, sibling):
+                continue
+            found = proof(flow, sibling)
+            if found is None:
+                return None
+            edits |= found
+    return edits or None
+
+
+def siblings(context: CheckContext, site: Site) -> list[Site]:
+    """The sites with the same op of the same line of code."""
+    flow = context.flow
+    if site.source is None:
+        return [site]
+    return [
+        other
+        for other in context.graph_sites
+        if other.source == site.source and flow.base(other) == flow.base(site) and not other.role.inserted
+    ]
+
+
+def reads_from(op: str) -> Likeness:
+    """Whether an op reads what another one made, at most two steps before."""
+    return lambda flow, site: flow.comes_from(flow.node(site).all_input_nodes[0], op, within=2) is not None
+
+
+def scaled_at(scaling: Site) -> Likeness:
+    """Whether an op is scaled on the same line as another one."""
+    return lambda flow, site: any(
+        reader.source == scaling.source and flow.base(reader) == flow.base(scaling)
+        for reader in flow.readers(site)
+    )
+
+
+def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
+    """The graphs that a site is in, one by one: what holds in one need not hold in another."""
+    every = context.flow.every
+    if len(every) == 1:
+        yield context.flow
+        return
+    for traced in every:
+        if any(own.id == site.id for own in traced.sites):
+            yield Flow(traced)
+
+
+def log_softmax(flow: Flow, site: Site) -> Edits | None:
+    """The edit of a ``log`` that reads a softmax."""
+    softmax = _logarithm_of(flow, site, "softmax")
+    return None if softmax is None else {site.id: AsLogSoftmax()}
+
+
+def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
+    """The edit of a ``log`` that reads a sigmoid, or one minus a sigmoid."""
+    found = _logarithm_of(flow, site, "sigmoid") or _logarithm_of(flow, site, "rsub")
+    if found is None:
+        return None
+    if flow.base(found) == "rsub":
+        given = flow.arguments(found)
+        one_minus = given.get("other") == 1 and given.get("alpha", 1) == 1
+        inner = _maker(flow, given.get("self")) if one_minus else None
+        if inner is None or not _is_untouched(flow, inner, "sigmoid"):
+            return None
+    return {site.id: AsLogSigmoid()}
+
+
+def scaled_first(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
+    """The factor of the scores that a product gives, and the ops that scale them; ``None`` without proof."""
+    if flow.base(site) not in _PRODUCTS or flow.writes(site) or _is_written(flow, flow.node(site)):
+        return None
+    if is_returned(flow, flow.node(site)):
+        return None
+    readers = flow.readers(site)
+    factors = {_factor(flow, reader, site) for reader in readers}
+    if len(factors) != 1 or None in factors:
+        return None
+    (factor,) = factors
+    assert factor is not None
+    return factor, readers
+
+
+def scaling_edits(flow: Flow, site: Site) -> Edits | None:
+    """The edits that scale the first operand of a product, and no longer the product."""
+    found = scaled_first(flow, site)
+    if found is None:
+        return None
+    factor, readers = found
+    return {site.id: Scaled(factor), **{reader.id: HandedOn() for reader in readers}}
+
+
+def _logarithm_of(flow: Flow, site: Site, op: str) -> Site | None:
+    """What a natural logarithm reads, if it is this op's own value and its input stays as it is."""
+    if flow.base(site) != "log" or flow.writes(site):
+        return None
+    maker = _maker(flow, flow.arguments(site).get("self"))
+    return maker if maker is not None and _is_untouched(flow, maker, op) else None
+
+
+def _is_untouched(flow: Flow, site: Site, op: str) -> bool:
+    """Whether a site has this op, is written by nothing, and its input neither."""
+    if flow.base(site) != op or flow.writes(site):
+        return False
+    node, source = flow.node(site), flow.arguments(site).get("self")
+    written = _is_written(flow, node) or (isinstance(source, fx.Node) and _is_written(flow, source))
+    return not written
+
+
+def _maker(flow: Flow, node: Any) -> Site | None:
+    """The site that made a value, behind casts of the policy only."""
+    while isinstance(node, fx.Node):
+        site = flow.site(node)
+        if site is None or not site.role.inserted:
+            return site
+        node = node.all_input_nodes[0]
+    return None
+
+
+def _is_written(flow: Flow, node: fx.Node) -> bool:
+    """Whether an op writes in place to a value, to a view of it or to what it is a view of."""
+    while (site := flow.site(node)) is not None and site.role is Role.VIEW and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return _writes_below(flow, node)
+
+
+def _writes_below(flow: Flow, node: fx.Node) -> bool:
+    for user in node.users:
+        site = flow.site(user)
+        if site is None:
+            continue
+        if flow.writes(site) and user.args and user.args[0] is node:
+            return True
+        if site.role is Role.VIEW and _writes_below(flow, user):
+            return True
+    return False
+
+
+def is_returned(flow: Flow, node: fx.Node) -> bool:
+    """Whether a value, or a view or cast of it, is an output of the model."""
+    for user in node.users:
+        if user.op == "output":
+            return True
+        site = flow.site(user)
+        handed_on = site is None or site.role is Role.VIEW or site.role.converts
+        if handed_on and is_returned(flow, user):
+            return True
+    return False
+
+
+def _factor(flow: Flow, reader: Site, product: Site) -> float | None:
+    """What an op multiplies a product with, if it does that and nothing else."""
+    given = flow.arguments(reader)
+    by, first = given.get("other"), given.get("self")
+    if not isinstance(by, int | float) or isinstance(by, bool) or by == 0:
+        return None
+    if flow.writes(reader) or given.get("rounding_mode") is not None:
+        return None
+    maker = flow.maker(first)
+    if maker is None or maker.id != product.id or flow.base(reader) not in ("div", "mul"):
+        return None
+    if any(isinstance(value, torch.dtype) for value in given.values()):
+        return None
+    return 1.0 / by if flow.base(reader) == "div" else float(by)

@@ -1,0 +1,144 @@
+"""Proposals to write the code differently; the change is tried by tracing that op in its other form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ampaudit.audit.advice.constants import is_limit, large_constants
+from ampaudit.audit.advice.interface import LineChange, Proposal, Subject
+from ampaudit.audit.advice.proofs import (
+    Edits,
+    flows_with,
+    log_sigmoid,
+    log_softmax,
+    of_the_line,
+    reads_from,
+    scaled_at,
+    scaled_first,
+    scaling_edits,
+    siblings,
+)
+from ampaudit.audit.checks.epsilon import lost_eps
+from ampaudit.audit.checks.interface import CheckContext
+from ampaudit.core.text import number
+from ampaudit.report.finding import Finding
+from ampaudit.run.step import LOWER
+from ampaudit.trace import Site
+from ampaudit.trace.edits import Constant
+from ampaudit.trace.flow import Flow
+
+__all__ = ["rewrites"]
+
+Alternatives = tuple[Proposal, ...]
+# the largest has most bits in float16; the smaller ones change the function less
+EPS = (1e-5, 1e-6, 1e-7)
+
+
+def rewrites(subject: Subject, finding: Finding) -> Iterator[Alternatives]:
+    """The rewrite that the finding's page asks for, where it can be tried."""
+    site = subject.context.site.get(finding.site)
+    make = _BY_CODE.get(finding.code)
+    if site is not None and make is not None:
+        yield from make(subject.context, site)
+
+
+def _log_softmax(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+    edits = of_the_line(context, site, log_softmax, reads_from("softmax"))
+    if edits is not None:
+        code = "torch.log_softmax(x, dim)"
+        source = LineChange("log_softmax", site.source) if site.source else None
+        change = f"write {code} for log(softmax(x))"
+        yield (Proposal("rewrite", change, code, edits=edits, source=source),)
+
+
+def _log_sigmoid(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+    edits = of_the_line(context, site, log_sigmoid, reads_from("sigmoid"))
+    if edits is not None:
+        minus = context.flow.made_by(context.flow.node(site).all_input_nodes[0], "rsub")
+        code = "F.logsigmoid(-x)" if minus else "F.logsigmoid(x)"
+        what = "log(1 - sigmoid(x))" if minus else "log(sigmoid(x))"
+        source = LineChange("log_sigmoid", site.source) if site.source else None
+        yield (Proposal("rewrite", f"write {code} for {what}", code, edits=edits, source=source),)
+
+
+def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+    """Where every reader of the scores divides them by, or multiplies them with, one Python number."""
+    found = scaled_first(context.flow, site)
+    if found is None:
+        return
+    factor, (scaling, *others) = found
+    edits = of_the_line(context, site, scaling_edits, scaled_at(scaling))
+    if edits is None:
+        return
+    lines = site.source, scaling.source
+    source = LineChange("scale", lines[0], lines[1]) if lines[0] and lines[1] and not others else None
+    code = f"(q * {factor:.6g}) @ k.transpose(-2, -1)"
+    change = "scale q before the product, not the scores after it"
+    yield (Proposal("rewrite", change, code, edits=edits, source=source),)
+
+
+def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+    """Larger ones that the format holds; which of them keeps the function, if any does, the runs say."""
+    found = lost_eps(context, site)
+    if found is None:
+        return
+    maker, eps = found
+    tries: list[Proposal] = []
+    for larger in (e for e in EPS if eps < e and e > context.number_format.flush_below):
+        code = f"{larger:g}"
+        edits: Edits = {
+            other.id: Constant(eps, larger)
+            for other in siblings(context, maker)
+            if eps in _numbers(context, other)
+        }
+        source = LineChange("number", maker.source, old=eps, new=code) if maker.source else None
+        change = f"eps = {code} for {number(eps)} at {maker.id}"
+        tries.append(Proposal("rewrite", change, f"eps = {code}", edits=edits, source=source))
+    if tries:
+        yield tuple(tries)
+
+
+def _numbers(context: CheckContext, site: Site) -> list[float]:
+    given = (*context.flow.arguments(site).values(), *site.exact.values())
+    return [v for v in given if isinstance(v, float | int) and not isinstance(v, bool)]
+
+
+def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
+    """The number beyond the format that this value is made of, if it is a mask or another limit."""
+    for step, value in large_constants(context, site):
+        limit = context.number_format.max if value > 0 else -context.number_format.max
+
+        def as_limit(flow: Flow, other: Site, value: float = value, limit: float = limit) -> Edits | None:
+            if value not in _numbers(context, other):
+                return {}
+            return {other.id: Constant(value, limit)} if is_limit(context, flow, other, value) else None
+
+        edits = of_the_line(context, step, as_limit, lambda flow, other: True)
+        if edits is None:
+            continue
+        code = "torch.finfo(x.dtype).min" if value < 0 else "torch.finfo(x.dtype).max"
+        held = all(_is_held(flow, step) for flow in flows_with(context, step))
+        lines = step.source, site.source
+        source = LineChange("number", lines[0], lines[1], value, held=held) if lines[0] else None
+        change = f"{code} for {number(value)} at {step.id}"
+        yield (Proposal("rewrite", change, code, edits=edits, source=source, by_dtype=True),)
+
+
+def _is_held(flow: Flow, step: Site) -> bool:
+    """Whether the tensors that an op is called on have the 16-bit dtype themselves, without a cast."""
+    given = [(flow.site(node), node.meta.get("val")) for node in flow.node(step).all_input_nodes]
+    floats = [(s, v) for s, v in given if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    held = all(value.dtype in LOWER for _, value in floats)
+    return bool(floats) and held and not any(s is not None and s.role.inserted for s, _ in floats)
+
+
+_BY_CODE: dict[str, Callable[[CheckContext, Site], Iterator[Alternatives]]] = {
+    "AMP108": _scale_first,
+    "AMP113": _constant,
+    "AMP202": _eps,
+    "AMP203": _log_softmax,
+    "AMP204": _log_sigmoid,
+    "AMP301": _constant,
+}

@@ -1,0 +1,66 @@
+"""A source whose model computes its loss, too, and plans that go back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ampaudit.audit.settings import Settings
+from ampaudit.core.errors import InputError, UsageError
+from ampaudit.policy.scaling import StartingScale, starting_scale
+from ampaudit.run.audit import Plan
+from ampaudit.run.backward.audit import GradientAudit
+from ampaudit.source import Batch, ModelSource
+from ampaudit.trace.loss import WithLoss, item_apart
+
+__all__ = ["differentiated"]
+
+
+def differentiated(
+    source: ModelSource, plans: Sequence[Plan], settings: Settings
+) -> tuple[ModelSource, list[Plan]]:
+    """The same source with its loss, and the same plans with the gradients' side.
+
+    Raises:
+        UsageError: an option that goes forward only.
+        InputError: no parameter asks for a gradient.
+    """
+    _refuse_forward_only(settings, source)
+    if not any(parameter.requires_grad for parameter in source.model.parameters()):
+        raise InputError(
+            "no parameter of the model asks for a gradient", hint="call requires_grad_() on what is trained"
+        )
+    model = WithLoss(source.model, settings.loss or source.loss)
+    batches = tuple(
+        Batch((batch.args, batch.kwargs, item_apart(batch.args, batch.kwargs, batch.whole)))
+        for batch in source.batches
+    )
+    return replace(source, model=model, batches=batches), [_going_back(plan, settings) for plan in plans]
+
+
+def _going_back(plan: Plan, settings: Settings) -> Plan:
+    assert plan.rules is not None, "--ranges goes forward only"
+    scale = starting_scale(plan.rules.file.loss_scale, plan.number_format)
+    if settings.loss_scale is not None:
+        scale = StartingScale(settings.loss_scale, False, "as given")
+    return replace(plan, differentiator=lambda p: GradientAudit(p, scale))
+
+
+def _refuse_forward_only(settings: Settings, source: ModelSource) -> None:
+    given = {
+        "--ranges": settings.ranges,
+        "--static": settings.static,
+        "--contract": bool(settings.contract),
+        "--stress": settings.stress > 0,
+        "--advise": settings.advise,
+        "--diff": settings.diff,
+        "--stream": source.release is not None,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise UsageError(f"--backward cannot go with {option}", hint=f"leave out {option}")
+    if source.kind in ("pt2", "converted"):
+        raise UsageError(
+            f"--backward: {source.location} is an exported program, which has no loss",
+            hint="scan the Python model",
+        )

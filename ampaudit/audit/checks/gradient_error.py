@@ -1,0 +1,42 @@
+"""AMP704: the gradient of a parameter is inaccurate, though nothing overflows and little vanishes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.audit.checks.gradient_evidence import gradient_finding, name_of, vanishes
+from ampaudit.audit.checks.interface import Check, CheckContext
+from ampaudit.report.finding import Finding
+from ampaudit.run.backward.record import GradientSeen
+from ampaudit.trace import Role, Site
+
+__all__ = ["CHECK"]
+
+_LISTED = 5
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """The least accurate parameter gradients below the threshold, if nothing graver explains them."""
+    record = context.record.gradients
+    if record is None or record.origins or context.record.origins:
+        return
+    if any(vanishes(gradient.seen) for gradient in context.gradients):
+        return
+    found: list[tuple[float, Site, GradientSeen]] = []
+    for site in context.graph_sites:
+        seen = record.sites.get(site.id) if site.role is Role.WEIGHT_CAST else None
+        if seen is None or seen.cancelled or not seen.seen.ref_peak:
+            continue
+        sqnr = seen.seen.sqnr_db
+        if sqnr is not None and sqnr < context.min_sqnr:
+            found.append((sqnr, site, seen))
+    for sqnr, site, seen in sorted(found, key=lambda item: item[0])[:_LISTED]:
+        name = name_of(context, site.id, False)
+        cause = (
+            f"the gradient of {name} has {sqnr:.0f} dB against FP32; {context.min_sqnr:.0f} dB were asked for"
+        )
+        advice = "look for an op on the way back that cancels, or keep the layers after it in float32"
+        yield gradient_finding(context, site, "AMP704", seen, cause, advice)
+
+
+CHECK = Check("AMP704", find)

@@ -1,0 +1,62 @@
+"""Findings about gradients: the numbers of one at a site."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ampaudit.audit.checks.interface import CheckContext, finding_about, source_of
+from ampaudit.report.finding import Evidence, Finding, Severity
+from ampaudit.run.backward.record import GradientSeen
+from ampaudit.trace import Role, Site
+
+__all__ = ["VANISHED", "gradient_finding", "name_of", "vanishes"]
+
+VANISHED = 0.5  # share of a gradient's elements that is flushed
+CARRIED_DB = 20.0  # above, what was flushed carries less than a tenth of the gradient
+
+
+def vanishes(seen: GradientSeen) -> bool:
+    """Whether most of a 16-bit gradient is flushed to zero, and what is left says something else."""
+    if not seen.lowered or seen.cancelled or seen.flushed_share < VANISHED:
+        return False
+    sqnr = seen.seen.sqnr_db
+    return sqnr is not None and sqnr < CARRIED_DB
+
+
+def name_of(context: CheckContext, value: str, is_parameter: bool) -> str:
+    """Whose gradient, for readers: the parameter, also behind its cast; or the site."""
+    site = None if is_parameter else next((s for s in context.sites if s.id == value), None)
+    if site is not None and site.role is Role.WEIGHT_CAST and site.weight is not None:
+        return site.weight
+    return value
+
+
+def gradient_finding(
+    context: CheckContext,
+    site: Site,
+    code: str,
+    seen: GradientSeen | None,
+    cause: str,
+    advice: str,
+    *,
+    severity: Severity | None = None,
+) -> Finding:
+    """A finding about the backward of the op at a site."""
+    made = finding_about(code, site.id, site.layer, cause, advice, severity=severity)
+    evidence = Evidence() if seen is None else _evidence(context, seen)
+    return replace(made, phase="backward", op=site.op, source=source_of(site), evidence=evidence)
+
+
+def _evidence(context: CheckContext, seen: GradientSeen) -> Evidence:
+    form, values = context.number_format, seen.seen
+    peak = values.finite_peak
+    return Evidence(
+        peak=peak,
+        limit=form.max,
+        inf=int(values.pos_inf + values.neg_inf),
+        nan=int(values.nan),
+        elements=values.elements,
+        headroom_bits=form.headroom_bits(peak) if peak else None,
+        sqnr_db=values.sqnr_db,
+        flushed=seen.flushed_share,
+    )

@@ -1,0 +1,48 @@
+"""AMP302: a dtype written into the code that fights the policy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.report.finding import Finding
+from ampaudit.run.step import LOWER
+from ampaudit.trace import Role, Site
+
+__all__ = ["CHECK"]
+
+_WRITTEN = re.compile(r"\.(float|half|bfloat16)\(\)|torch\.(float16|bfloat16|float32|half|float)\b")
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Casts in the author's code to the other 16-bit format, or to float32 where the policy undoes it."""
+    for site in context.graph_sites:
+        if site.role is not Role.CAST or site.source is None or not _WRITTEN.search(site.source.code):
+            continue
+        other = site.dtype in LOWER and not context.lowered(site)
+        if other and site.decision.reason != "author":
+            name = str(site.dtype).removeprefix("torch.")
+            cause = f"the code asks for {name}, and this run is in {context.number_format.name}"
+            yield finding_at(context, site, "AMP302", cause, "write x.to(y.dtype) of a tensor y beside it")
+        elif site.dtype is torch.float32 and (undone := _undone(context, site)) is not None:
+            cause = f"the code asks for float32, and the policy casts the value down again for {undone.id}"
+            advice = "switch autocast off for that line: with torch.autocast(device, enabled=False)"
+            yield finding_at(context, site, "AMP302", cause, advice)
+
+
+def _undone(context: CheckContext, site: Site) -> Site | None:
+    """The op for which the policy casts an upcast value down, if that is all that becomes of it."""
+    node = context.flow.node(site)
+    users = [context.flow.site(user) for user in node.users]
+    if not users or not all(u and u.role is Role.INSERTED_CAST and u.dtype in LOWER for u in users):
+        return None
+    source = node.all_input_nodes[0].meta.get("val")
+    if getattr(source, "dtype", None) not in LOWER:
+        return None
+    return next(iter(context.flow.readers(site)), None)
+
+
+CHECK = Check("AMP302", find)

@@ -1,0 +1,33 @@
+"""AMP102: a value stays in range, but nearer to the limit than the margin asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.core.text import number
+from ampaudit.report.finding import Finding
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Healthy 16-bit sites with less headroom than the margin; masks are meant to be at the limit."""
+    if context.ranges_only:
+        return
+    form = context.number_format
+    for site in context.sites:
+        seen = context.observed(site.id)
+        exempt = site.id in context.broken_sites or site.id in context.record.by_design
+        if exempt or site.id in context.parameter_free or not seen.elements or not context.lowered(site):
+            continue
+        bits = form.headroom_bits(seen.finite_peak)
+        if bits < context.min_headroom and seen.bad == 0:
+            cause = f"a peak of {number(seen.finite_peak)} leaves {bits:.2f} bits to {number(form.max)}"
+            advice = (
+                f"values {2 ** max(bits, 0):.3g} times as large overflow here; check more data with --batches"
+            )
+            yield finding_at(context, site, "AMP102", cause, advice)
+
+
+CHECK = Check("AMP102", find)

@@ -1,0 +1,37 @@
+"""AMP112: a square inside a norm or variance leaves the range, and the output does not show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.core.text import number
+from ampaudit.report.finding import Finding, Severity
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Norms with 16-bit input whose squares pass the limit; a note while the kernel is fused."""
+    form = context.number_format
+    for site in context.graph_sites:
+        inside = context.observed(site.id).inside_peak
+        if inside < form.overflow_at or site.id in context.broken_sites:
+            continue
+        if context.fused:
+            what = (
+                "a kernel with float32 inside is assumed here; taken apart, as in many exports, it overflows"
+            )
+        else:
+            what = "taken apart into 16-bit ops it overflows, and the norm returns zeros"
+        yield finding_at(
+            context,
+            site,
+            "AMP112",
+            f"a square inside reaches {number(inside)}; {form.name} ends at {number(form.max)}; {what}",
+            "keep this norm and its input in float32, or divide the input by its peak first",
+            severity=Severity.NOTE if context.fused else Severity.ERROR,
+        )
+
+
+CHECK = Check("AMP112", find)

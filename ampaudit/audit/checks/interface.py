@@ -1,0 +1,270 @@
+"""What a check is given, what it is, and how a finding about a site is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from ampaudit.bounds import SpanTable
+from ampaudit.core.formats import NumberFormat
+from ampaudit.core.sites import SiteId
+from ampaudit.report.finding import Evidence, Finding, Severity, Source
+from ampaudit.report.pages import page_of
+from ampaudit.report.scales import ScaleAdvice
+from ampaudit.run.backward.scale import NamedGradient, advice_on_scale
+from ampaudit.run.observation import Observation
+from ampaudit.run.record import Origin, RunRecord
+from ampaudit.run.weights import WeightRange
+from ampaudit.trace import Role, Site
+from ampaudit.trace.flow import Flow
+
+__all__ = [
+    "Cause",
+    "Check",
+    "CheckContext",
+    "finding_about",
+    "finding_at",
+    "some_sites",
+    "source_of",
+]
+
+_HANDS_ON = (Role.VIEW, Role.SELECT)
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """Everything a check may look at.
+
+    Attributes:
+        sites: all sites in graph order.
+        record: what the run saw.
+        flow: who makes and who reads each value.
+        number_format: the 16-bit format of the run.
+        parameter_free: sites that no parameter reaches (masks, positions, constants).
+        weights: the weights that are held in 16 bits.
+        users: for each site, the names of the weights that it uses directly.
+        min_headroom: bits below which a site is reported.
+        min_sqnr: decibels below which a result is called inaccurate.
+        ranges_only: whether only FP32 ran (``--ranges``).
+        bounds: what is proved, if that was asked for.
+        fused: whether norms are taken to be one kernel with FP32 inside.
+        saturating: whether overflow gives the largest finite number.
+    """
+
+    sites: tuple[Site, ...]
+    record: RunRecord
+    flow: Flow
+    number_format: NumberFormat
+    parameter_free: frozenset[str]
+    weights: tuple[WeightRange, ...]
+    users: dict[SiteId, tuple[str, ...]]
+    min_headroom: float = 1.0
+    min_sqnr: float = 20.0
+    ranges_only: bool = False
+    fused: bool = True
+    saturating: bool = False
+    bounds: SpanTable | None = None
+
+    @cached_property
+    def site(self) -> dict[SiteId, Site]:
+        """Sites by id."""
+        return {site.id: site for site in self.sites}
+
+    @cached_property
+    def gradients(self) -> tuple[NamedGradient, ...]:
+        """The gradients seen, of sites in graph order and then of parameters; none without ``--backward``."""
+        seen = self.record.gradients
+        if seen is None:
+            return ()
+        made = [NamedGradient(s.id, s.layer, seen.sites[s.id]) for s in self.sites if s.id in seen.sites]
+        held = [NamedGradient(n, n.rpartition(".")[0], g) for n, g in seen.parameters.items()]
+        return (*made, *held)
+
+    @cached_property
+    def scale_advice(self) -> ScaleAdvice | None:
+        """The loss scales that suit; ``None`` where no gradient is held in 16 bits."""
+        seen = self.record.gradients
+        return None if seen is None else advice_on_scale(self.gradients, self.number_format, seen.scale)
+
+    @cached_property
+    def broken_weights(self) -> frozenset[str]:
+        """Names of weights that overflow when they are held in 16 bits."""
+        return frozenset(w.name for w in self.weights if w.peak >= self.number_format.overflow_at)
+
+    @cached_property
+    def graph_sites(self) -> tuple[Site, ...]:
+        """The sites that ``flow`` is about."""
+        own = {site.id for traced in self.flow.every for site in traced.sites}
+        return tuple(site for site in self.sites if site.id in own)
+
+    @cached_property
+    def lowered_sites(self) -> tuple[Site, ...]:
+        """Sites of the graph that make 16-bit values, views and selections left out."""
+        return tuple(s for s in self.graph_sites if self.lowered(s) and s.role not in _HANDS_ON)
+
+    @cached_property
+    def outputs(self) -> tuple[tuple[str, SiteId | None, float | None], ...]:
+        """Per output of the model: its name, the site that made its values, and their accuracy in dB.
+
+        ``None`` is exact, -inf where nothing can be right: another shape, or a value where FP32 gives 0. An
+        output that is not finite in 16 bits has the accuracy that it has when its faults are repaired.
+        """
+        found: dict[tuple[str, SiteId | None], float | None] = {}
+        for traced in self.flow.every:
+            for name, node in zip(traced.outputs, traced.graph.output_node().args[0], strict=False):  # type: ignore[arg-type]
+                site = self._made(node)
+                seen = self.record.outputs.get(name)
+                if seen is None or seen.bad:
+                    found[name, site] = self.observed(site).sqnr_db if site is not None else None
+                else:
+                    found[name, site] = seen.accuracy_db
+        return tuple((name, site, accuracy) for (name, site), accuracy in found.items())
+
+    @cached_property
+    def proved(self) -> frozenset[SiteId]:
+        """Sites that are proved not to overflow by their own fault."""
+        return self.bounds.proved if self.bounds is not None else frozenset()
+
+    @cached_property
+    def origin_sites(self) -> frozenset[SiteId]:
+        """Sites that went wrong by themselves."""
+        return frozenset(origin.site for origin in self.record.origins)
+
+    @cached_property
+    def broken_sites(self) -> frozenset[SiteId]:
+        """Origins, and what they poison."""
+        return self.origin_sites | {site for origin in self.record.origins for site in origin.poisons}
+
+    def _made(self, node: object) -> SiteId | None:
+        while (site := self.flow.site(node)) is None or site.role in _HANDS_ON:  # type: ignore[arg-type]
+            sources = node.all_input_nodes  # type: ignore[attr-defined]
+            if not sources:
+                break
+            node = sources[0]
+        return site.id if site is not None else None
+
+    def observed(self, site: SiteId) -> Observation:
+        """The observation of a site, an empty one if it has none."""
+        return self.record.observations.get(site, Observation())
+
+    def lowered(self, site: Site) -> bool:
+        """Whether a site's output is in the 16-bit format of the run."""
+        return site.dtype is not None and str(site.dtype) == f"torch.{self.number_format.name}"
+
+    def from_weight(self, site: Site) -> str | None:
+        """The weight whose own overflow explains an origin at this site."""
+        if site.role is Role.WEIGHT_CAST and site.weight in self.broken_weights:
+            return site.weight
+        return next((name for name in self.users.get(site.id, ()) if name in self.broken_weights), None)
+
+    def is_overflow(self, origin: Origin) -> bool:
+        """Whether the wrong elements were beyond the format in FP32 (else a domain error made them)."""
+        observation = self.observed(origin.site)
+        infinite = observation.pos_inf + observation.neg_inf > 0
+        return infinite and observation.bad_ref_peak >= self.number_format.max / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A named question asked of a run; its page says the rest."""
+
+    code: str
+    find: Callable[[CheckContext], Iterable[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A named reason for an origin.
+
+    Attributes:
+        code: of its page.
+        applies: says why this is the reason, as a clause to go on "in FP32 ..."; ``None`` if it is not.
+        advice: what to write instead.
+    """
+
+    code: str
+    applies: Callable[[CheckContext, Site, Origin], str | None]
+    advice: str
+
+
+def finding_at(
+    context: CheckContext,
+    site: Site,
+    code: str,
+    cause: str,
+    advice: str,
+    *,
+    severity: Severity | None = None,
+    confidence: Literal["observed", "proved", "rule"] = "observed",
+) -> Finding:
+    """A forward finding at a site, with that site's numbers; kind and severity are the page's."""
+    made = finding_about(code, site.id, site.layer, cause, advice, severity=severity, confidence=confidence)
+    return replace(
+        made, phase="forward", op=site.op, source=source_of(site), evidence=_evidence(context, site)
+    )
+
+
+def finding_about(
+    code: str,
+    site: SiteId,
+    layer: str,
+    cause: str,
+    advice: str,
+    *,
+    severity: Severity | None = None,
+    confidence: Literal["observed", "proved", "rule"] = "observed",
+) -> Finding:
+    """A finding about something that is no op; kind and severity are the page's."""
+    page = page_of(code)
+    return Finding(
+        code=code,
+        kind=page.kind,
+        severity=severity or Severity(page.severity),
+        confidence=confidence,
+        phase="static",
+        layer=layer,
+        op="",
+        site=site,
+        source=None,
+        evidence=Evidence(),
+        origin=False,
+        poisons=(),
+        cause=cause,
+        advice=advice,
+    )
+
+
+def _evidence(context: CheckContext, site: Site) -> Evidence:
+    seen, form = context.observed(site.id), context.number_format
+    peak = seen.finite_peak if seen.elements else None
+    samples = seen.samples
+    share = max(samples.sampled, 1)
+    return Evidence(
+        peak=peak,
+        limit=form.max,
+        inf=int(seen.pos_inf + seen.neg_inf),
+        nan=int(seen.nan),
+        elements=seen.elements,
+        headroom_bits=form.headroom_bits(peak) if peak else None,
+        sqnr_db=seen.sqnr_db,
+        local_sqnr_db=seen.local_sqnr_db,
+        max_error=samples.max_error if samples.sampled else None,
+        flushed=samples.flushed / share,
+        subnormal=samples.subnormal / share,
+    )
+
+
+def source_of(site: Site) -> Source | None:
+    """The site's source line in the form that findings carry."""
+    if site.source is None:
+        return None
+    return Source(site.source.file, site.source.line, site.source.code, site.caller)
+
+
+def some_sites(sites: Sequence[Site | SiteId | str], shown: int = 3) -> str:
+    """The first few ids, and how many more."""
+    names = [site.id if isinstance(site, Site) else str(site) for site in sites]
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"

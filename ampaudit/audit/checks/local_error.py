@@ -1,0 +1,30 @@
+"""AMP208: an op that loses most of its precision by itself, whatever went before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.audit.checks.accuracy import local_error_matters
+from ampaudit.audit.checks.cancellation import subtracts
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.report.finding import Finding
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Ops whose own error is above the threshold, differences left to AMP205."""
+    for site in context.lowered_sites:
+        if site.id in context.origin_sites or subtracts(context, site):
+            continue
+        severity = local_error_matters(context, site)
+        if severity is not None:
+            db = context.observed(site.id).local_sqnr_db
+            cause = (
+                f"on exact inputs this op alone gives {db:.0f} dB; {context.min_sqnr:.0f} dB were asked for"
+            )
+            advice = "keep this op in float32: the error is its own, not inherited"
+            yield finding_at(context, site, "AMP208", cause, advice, severity=severity)
+
+
+CHECK = Check("AMP208", find)

@@ -1,0 +1,38 @@
+"""AMP203: log(softmax(x)): a small probability becomes 0, and its log is -inf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.audit.checks.interface import Cause, Check, CheckContext
+from ampaudit.audit.checks.latent import LOGARITHMS, latent
+from ampaudit.core.text import number
+from ampaudit.report.finding import Finding
+from ampaudit.run.record import Origin
+from ampaudit.trace import Site
+
+__all__ = ["CAUSE", "CHECK"]
+
+_ADVICE = "write torch.log_softmax(x, dim)"
+
+
+def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | None:
+    """A log whose input is a softmax in 16 bits."""
+    del origin
+    flow = context.flow
+    if flow.base(site) not in LOGARITHMS:
+        return None
+    softmax = flow.comes_from(flow.node(site).all_input_nodes[0], "softmax", within=2)
+    if softmax is None or not any(context.lowered(step) for step in (softmax, *flow.makers(site))):
+        return None
+    form = context.number_format
+    return f"probabilities below {number(form.flush_below)} are 0 in {form.name}, and log(0) is -inf"
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """The pattern in 16 bits where this input did not break it."""
+    return latent(context, "AMP203", applies, _ADVICE)
+
+
+CAUSE = Cause("AMP203", applies, _ADVICE)
+CHECK = Check("AMP203", find)

@@ -1,0 +1,96 @@
+"""AMP306: an op that has no 16-bit kernel on common devices: it raises, or its library upcasts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.trace import Site
+from ampaudit.trace.caster import NO_KERNEL
+from ampaudit.trace.fourier import is_fourier, signal_sizes
+from ampaudit.trace.opnames import base_name
+
+__all__ = ["CHECK"]
+
+_ADVICE = "call it on x.float(); a rule with cast: float32 does the same"
+# LAPACK, MAGMA and cuSOLVER have neither float16 nor bfloat16
+_PREFIXES = ("linalg_", "_linalg")
+_NAMES = {
+    "cholesky",
+    "inverse",
+    "pinverse",
+    "svd",
+    "qr",
+    "lu_solve",
+    "triangular_solve",
+    "det",
+}
+_NAMES |= {"logdet", "slogdet", "geqrf", "ormqr", "lobpcg", "histc", "cholesky_solve", "cholesky_inverse"}
+_HAVE_ONE = {
+    "linalg_vector_norm",
+    "linalg_norm",
+    "linalg_cross",
+    "linalg_vecdot",
+    "linalg_matmul",
+    "linalg_diagonal",
+}
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Ops of that kind that are given 16-bit input."""
+    for site in context.graph_sites:
+        said = _lacking(context, site)
+        if said is not None:
+            cause, severity = said
+            yield finding_at(context, site, "AMP306", cause, _ADVICE, severity=severity, confidence="rule")
+
+
+def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
+    """Which device has no kernel for a site, and how much that matters."""
+    base, form = context.flow.base(site), context.number_format.name
+    node = context.flow.node(site)
+    if isinstance(node.target, OpOverload) and is_fourier(node.target):
+        return _fourier(node, node.target, site, form)
+    if site.decision is NO_KERNEL:
+        where = context.record.device
+        cause = (
+            f"torch has no {form} kernel for {base} on this device ({where}); the audit went on in float32"
+        )
+        return cause, Severity.ERROR
+    if base in _HAVE_ONE or not (base in _NAMES or base.startswith(_PREFIXES)):
+        return None
+    if any(_is_lowered(context, source) for source in node.all_input_nodes):
+        return f"{base} has no {form} kernel on CUDA for every size", Severity.WARNING
+    return None
+
+
+def _fourier(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str, Severity] | None:
+    """CUDA transforms float16 where the size is a power of two; a CPU has float32 and float64 only."""
+    base = base_name(op)
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta.get("val"))
+    odd = [size for size in signal_sizes(op, args, kwargs) if size & (size - 1)]
+    if site.decision is NO_KERNEL and not (form == "float16" and odd):
+        return f"{base} has no {form} kernel on any device; the audit went on in float32", Severity.ERROR
+    half = any(
+        getattr(v, "dtype", None) in (torch.float16, torch.complex32) for v in pytree.tree_leaves(args)
+    )
+    if odd and (site.decision is NO_KERNEL or half):
+        cause = f"{base} has float16 kernels for powers of two only, on CUDA, and {odd[0]} is none"
+        return cause, Severity.ERROR
+    if not half:
+        return None
+    return f"{base} has no float16 kernel on a CPU; CUDA has one for powers of two", Severity.WARNING
+
+
+def _is_lowered(context: CheckContext, node: object) -> bool:
+    value = getattr(node, "meta", {}).get("val")
+    return str(getattr(value, "dtype", "")) == f"torch.{context.number_format.name}"
+
+
+CHECK = Check("AMP306", find)

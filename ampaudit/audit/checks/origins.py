@@ -1,0 +1,131 @@
+"""Findings about origins: each is given the most telling of the causes that apply to it.
+
+A cause is a file with ``CAUSE = Cause(code, applies, advice)``; the first in order that applies is named.
+AMP101 and AMP103 are what is left: a value that left the range, or a result outside its op's domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ampaudit.audit.checks import (
+    attention,
+    buffers,
+    cancellation,
+    constant,
+    domain,
+    epsilon,
+    exponential,
+    flushed,
+    log_sigmoid,
+    log_softmax,
+    masked_row,
+    positions,
+    reduction,
+    residual,
+    squares,
+    undefined,
+)
+from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
+from ampaudit.core.text import number
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.run.record import Origin
+from ampaudit.trace import Role, Site
+
+__all__ = ["CHECK", "DOMAIN_CAUSES", "OVERFLOW_CAUSES"]
+
+OVERFLOW_CAUSES: tuple[Cause, ...] = (
+    buffers.CAUSE,
+    masked_row.CAUSE,
+    positions.CAUSE,
+    constant.CAUSE,
+    attention.CAUSE,
+    squares.CAUSE,
+    exponential.CAUSE,
+    reduction.CAUSE,
+    residual.CAUSE,
+)
+DOMAIN_CAUSES: tuple[Cause, ...] = (
+    buffers.CAUSE,
+    masked_row.CAUSE,
+    log_sigmoid.CAUSE,
+    log_softmax.CAUSE,
+    epsilon.CAUSE,
+    cancellation.CAUSE,
+    domain.CAUSE,
+    flushed.CAUSE,
+    undefined.CAUSE,
+)
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """One finding per origin that no weight explains."""
+    for origin in context.record.origins:
+        site = context.site[origin.site]
+        if not context.from_weight(site):
+            yield _finding(context, origin, site)
+
+
+def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
+    overflow = context.is_overflow(origin)
+    causes = OVERFLOW_CAUSES if overflow else DOMAIN_CAUSES
+    reasons = ((cause, cause.applies(context, site, origin)) for cause in causes)
+    cause, reason = next(((c, r) for c, r in reasons if r is not None), (None, None))
+    code = cause.code if cause else ("AMP101" if overflow else "AMP103")
+    text = _overflow_text(context, site) if overflow else _domain_text(context, site)
+    finding = finding_at(
+        context,
+        site,
+        code,
+        f"{reason}; {text}" if reason else text,
+        cause.advice if cause else _advice(context, site),
+        severity=Severity.ERROR if origin.harms else Severity.NOTE,
+    )
+    fate = _fate_text(origin)
+    return replace(
+        finding,
+        origin=True,
+        poisons=origin.poisons,
+        fate=origin.fate,
+        hidden_at=origin.hidden_at,
+        cause=f"{finding.cause}; {fate}" if fate else finding.cause,
+    )
+
+
+def _fate_text(origin: Origin) -> str:
+    """What became of a value that is hidden again: finite is not right."""
+    if origin.fate != "recovered":
+        return ""
+    where = origin.hidden_at[0]
+    if not origin.harms:
+        return f"{where} makes it finite again, with the right values"
+    return (
+        f"{where} makes it finite again, and wrong ({origin.hidden_sqnr_db or 0.0:.0f} dB against FP32): "
+        "no NaN shows it"
+    )
+
+
+def _overflow_text(context: CheckContext, site: Site) -> str:
+    form, seen = context.number_format, context.observed(site.id)
+    what = f"in FP32 the values reach {number(seen.bad_ref_peak)}; {form.name} ends at {number(form.max)}"
+    if site.role is Role.INSERTED_CAST:
+        return f"{what}, and the policy casts this input to {form.name}"
+    if site.decision.rule is None:
+        return f"{what}, and no rule of the policy keeps this op in float32"
+    return f"{what}; rule {site.decision.rule} lowers this op"
+
+
+def _domain_text(context: CheckContext, site: Site) -> str:
+    seen = context.observed(site.id)
+    became = "NaN" if seen.nan else "infinite"
+    return f"values up to {number(seen.bad_ref_peak)} in FP32 became {became} in {context.number_format.name}"
+
+
+def _advice(context: CheckContext, site: Site) -> str:
+    where = f"layer {site.layer!r}" if site.layer else "this op"
+    other = "" if context.number_format.name == "bfloat16" else ", or use --dtype bfloat16 (range of float32)"
+    return f"try a rule that keeps {where} in float32{other}"
+
+
+CHECK = Check("AMP101", find)

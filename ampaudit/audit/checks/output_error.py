@@ -1,0 +1,172 @@
+"""AMP207, AMP209, AMP210: an output is less accurate than required, and where its error enters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from ampaudit.audit.checks.amplification import amplified
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
+from ampaudit.core.text import number
+from ampaudit.report.finding import Finding
+from ampaudit.run.attribution import Culprit
+from ampaudit.run.decisions import DecisionDetail, spacing
+from ampaudit.run.outputs import OutputComparison
+from ampaudit.trace import Site
+
+__all__ = ["CHECK", "accuracy_text", "findings_with", "inaccurate"]
+
+STALLS = 0.1  # share of the additions that change nothing, from which a sum is said to stall
+
+
+def inaccurate(context: CheckContext) -> dict[str, OutputComparison]:
+    """Outputs below the required accuracy, the worst first."""
+    found = {
+        name: seen
+        for name, seen in context.record.outputs.items()
+        if seen.accuracy_db is not None and seen.accuracy_db < context.min_sqnr
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1].accuracy_db or 0.0))
+
+
+def accuracy_text(seen: OutputComparison, dtype: str) -> str:
+    """What is wrong with an output, to follow its name."""
+    if seen.mismatch:
+        return f"has {seen.mismatch}"
+    if seen.bad:
+        return f"has {seen.bad} of {seen.elements} elements that are inf or NaN in {dtype} only"
+    if seen.kind == "integer":
+        return f"differs from FP32 in {seen.differing} of {seen.elements} elements"
+    accuracy = seen.accuracy_db
+    if accuracy is None:
+        return "is exact"
+    if accuracy == -math.inf:
+        return f"is 0 in FP32 and not in {dtype}"
+    return f"has {accuracy:.0f} dB against FP32"
+
+
+def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
+    """Findings of one of the three codes: one per culprit, and one per output whose culprit is not known."""
+    harmed = any(origin.harms for origin in context.record.origins)
+    if harmed or context.broken_weights or context.ranges_only:
+        return
+    wrong = inaccurate(context)
+    known = [culprit for culprit in context.record.culprits if wrong.keys() & set(culprit.outputs)]
+    told = {name for culprit in known for name in culprit.outputs}
+    for culprit in (*known, *(Culprit((name,)) for name in wrong if name not in told)):
+        names = [name for name in culprit.outputs if name in wrong]
+        if not culprit.sites and _by_code(context, names[0]):
+            continue
+        finding = _finding(context, culprit, wrong[names[0]], names)
+        if finding.code == code and not _saturated(context, culprit):
+            yield finding
+
+
+def _by_code(context: CheckContext, name: str) -> bool:
+    """Whether an output is wrong because the code does something else in 16 bits (AMP212)."""
+    differs = context.record.code.outputs.get(name)
+    return differs is not None and not differs.agrees
+
+
+def _saturated(context: CheckContext, culprit: Culprit) -> bool:
+    """Whether the error is that of a value beyond the range, which a contract clips (AMP116)."""
+    peaks = [context.observed(site).ref_peak for site in culprit.sites]
+    return context.saturating and any(peak > context.number_format.max for peak in peaks)
+
+
+def _finding(context: CheckContext, culprit: Culprit, seen: OutputComparison, names: list[str]) -> Finding:
+    dtype = context.number_format.name
+    what = f"{names[0]} {accuracy_text(seen, dtype)}; {_required(context, seen)}"
+    if len(names) > 1:
+        what += f" ({some_sites(names[1:])} too)"
+    code, why, advice = _explained(context, culprit, seen, names[0])
+    site = _site(context, culprit, names[0])
+    finding = finding_at(context, site, code, f"{what}; {why}", advice)
+    return replace(finding, poisons=tuple(culprit.sites[1:]))
+
+
+def _required(context: CheckContext, seen: OutputComparison) -> str:
+    if seen.mismatch or seen.bad:
+        return "it cannot be compared with FP32"
+    if seen.kind == "integer":
+        return f"at most {10 ** (-context.min_sqnr / 20):.0%} may differ (--min-sqnr {context.min_sqnr:.0f})"
+    return f"{context.min_sqnr:.0f} dB are required"
+
+
+def _site(context: CheckContext, culprit: Culprit, output: str) -> Site:
+    if culprit.sites:
+        return context.site[culprit.sites[0]]
+    made = next((site for name, site, _ in context.outputs if name == output and site is not None), None)
+    return context.site[made] if made is not None else context.graph_sites[-1]
+
+
+def _explained(
+    context: CheckContext, culprit: Culprit, seen: OutputComparison, output: str
+) -> tuple[str, str, str]:
+    """Code, cause and advice."""
+    if not culprit.sites:
+        why = "no op or line stands out: the error is spread over the model"
+        return "AMP207", why, "use --dtype float16, or a policy that keeps more ops in float32"
+    where, proof = _where(culprit), _proof(context, culprit, seen)
+    if culprit.decision is not None:
+        itself = (
+            "its own choices" if culprit.decision in culprit.sites else f"the choices of {culprit.decision}"
+        )
+        why = f"{where} flips {itself}: {_detail(context, culprit.detail)}; {proof}"
+        return "AMP209", why, f"compute what {culprit.decision} compares in float32"
+    if culprit.stalled >= STALLS:
+        why = f"the sum stalls: {culprit.stalled:.0%} of the additions at {where} change nothing, since "
+        why += f"x + y rounds to x once y is below half of {context.number_format.name}'s step at x; {proof}"
+        return "AMP210", why, "keep the sum in float32, or count in integers"
+    grows = amplified(context, culprit.sites[-1], output)
+    growth = f", and grows at {grows.site} from {grows.before:.0f} to {grows.after:.0f} dB" if grows else ""
+    advice = "keep this op in float32"
+    if culprit.without_db is not None and culprit.without_db < context.min_sqnr:
+        advice += " together with those that round its values again; alone it does not suffice"
+    if grows is not None and grows.cancels:
+        advice += f", and rewrite {grows.site}, a difference of nearly equal values"
+    return "AMP207", f"the error enters at {where}{growth}; {proof}", advice
+
+
+def _where(culprit: Culprit) -> str:
+    more = f" and {len(culprit.sites) - 1} more of its line" if len(culprit.sites) > 1 else ""
+    rounded = f"the rounding of {culprit.given}, read by " if culprit.given else ""
+    return f"{rounded}{culprit.sites[0]}{more}"
+
+
+def _proof(context: CheckContext, culprit: Culprit, seen: OutputComparison) -> str:
+    dtype = context.number_format.name
+    alone, rest = (_decibels(db, seen) for db in (culprit.alone_db, culprit.without_db))
+    return f"with only this in {dtype} the output has {alone}, with all but this {rest}"
+
+
+def _decibels(accuracy: float | None, seen: OutputComparison) -> str:
+    if accuracy is None:
+        return "no error"
+    if accuracy == -math.inf:
+        return "nothing right"
+    if seen.kind == "integer":
+        return f"{round(10 ** (-accuracy / 20) * seen.elements)} elements wrong"
+    return f"{accuracy:.0f} dB"
+
+
+def _detail(context: CheckContext, detail: DecisionDetail | None) -> str:
+    if detail is None or not detail.differing:
+        return "they differ between the two runs"
+    form = context.number_format
+    text = f"{detail.differing} of {detail.elements} differ"
+    if detail.ties:
+        text += f", {detail.ties} of them ties in {form.name}"
+    if detail.error is not None:
+        text += f"; what they are made from is off by {number(detail.error)} (median)"
+    if detail.margin is not None and detail.magnitude is not None:
+        step = spacing(detail.magnitude, form.fraction_bits)
+        text += f"; the median margin in FP32 is {number(detail.margin)}"
+        if detail.margin <= step:
+            text += f", and {form.name} has steps of {number(step)} at {number(detail.magnitude)}"
+    return text
+
+
+CHECK = Check("AMP207", partial(findings_with, "AMP207"))

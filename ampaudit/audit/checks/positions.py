@@ -1,0 +1,87 @@
+"""AMP206: positions, timestamps, angles or coordinates that are too large to be told apart in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
+from ampaudit.core.text import number
+from ampaudit.report.finding import Finding
+from ampaudit.run.record import Origin
+from ampaudit.trace import Site
+
+__all__ = ["CAUSE", "CHECK"]
+
+_WAVES = ("sin", "cos", "polar", "tan")
+_ADVICE = "compute positions and angles in float32 and cast what comes after sin and cos"
+POSITION_ERROR = 0.5  # half of the distance between two neighbours
+ANGLE_ERROR = 0.1  # radians
+LEAST_COUNT = 16.0  # a mask is made of integers, too: of 0 and 1
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """The first 16-bit site of each chain of positions or angles that is visibly off."""
+    told: set[str] = set()
+    for site in context.lowered_sites:
+        seen = context.observed(site.id)
+        error = seen.samples.max_error
+        limit = _limit(context, site)
+        if limit is None or error < limit or site.id in context.origin_sites:
+            continue
+        inherited = any(maker.id in told for maker in context.flow.makers(site)) or _follows(context, site)
+        told.add(site.id)
+        if not inherited:
+            what = "angle" if limit == ANGLE_ERROR else "position"
+            form = context.number_format
+            exact = 2 ** (form.fraction_bits + 1)
+            cause = (
+                f"{what}s up to {number(seen.ref_peak)} are off by up to {number(error)}; "
+                f"{form.name} counts in ones only up to {exact}"
+            )
+            yield finding_at(context, site, "AMP206", cause, _ADVICE)
+
+
+def _limit(context: CheckContext, site: Site) -> float | None:
+    """The error that matters here; ``None`` for values that are neither positions nor angles."""
+    if site.id in context.record.by_design or site.id in context.record.masks:
+        return None
+    if any(context.flow.base(reader) in _WAVES for reader in context.flow.readers(site)):
+        return ANGLE_ERROR
+    return POSITION_ERROR if _counts(context, site) else None
+
+
+def _counts(context: CheckContext, site: Site) -> bool:
+    """Whether a site turns integers, of which there are more than a mask has, into floats."""
+    base = context.flow.base(site)
+    if base not in ("to", "_to_copy", "type_as", "arange", "mul", "add", "div"):
+        return False
+    if context.observed(site.id).ref_peak < LEAST_COUNT or site.id not in context.parameter_free:
+        return False
+    return base == "arange" or any(map(_is_integer, context.flow.node(site).all_input_nodes))
+
+
+def _is_integer(node: object) -> bool:
+    value = getattr(node, "meta", {}).get("val")
+    dtype = getattr(value, "dtype", None)
+    name = str(dtype).removeprefix("torch.")
+    return name.startswith(("int", "uint"))
+
+
+def _follows(context: CheckContext, site: Site) -> bool:
+    """Whether the values were positions in 16 bits already."""
+    makers = context.flow.makers(site)
+    return any(context.lowered(m) and _counts(context, m) and _off(context, m) for m in makers)
+
+
+def _off(context: CheckContext, site: Site) -> bool:
+    return context.observed(site.id).samples.max_error >= POSITION_ERROR
+
+
+def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """Integers that pass the format's limit."""
+    del origin
+    return "these are counts, such as positions or timestamps" if _counts(context, site) else None
+
+
+CAUSE = Cause("AMP206", applies, _ADVICE)
+CHECK = Check("AMP206", find)

@@ -1,0 +1,26 @@
+"""AMP304: binary cross entropy on probabilities: sigmoid has rounded to 0 or 1 before the logarithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.policy.schema import Cast
+from ampaudit.report.finding import Finding
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """``binary_cross_entropy`` with a 16-bit input, unless the policy forbids it anyway (AMP601)."""
+    for site in context.graph_sites:
+        if context.flow.base(site) != "binary_cross_entropy" or site.decision.cast is Cast.FORBID:
+            continue
+        made = context.flow.maker(context.flow.node(site).all_input_nodes[0])
+        if context.lowered(site) or (made is not None and context.lowered(made)):
+            cause = f"a probability in {context.number_format.name} is 1 long before its logit is large"
+            advice = "give the logits to binary_cross_entropy_with_logits"
+            yield finding_at(context, site, "AMP304", cause, advice, confidence="rule")
+
+
+CHECK = Check("AMP304", find)

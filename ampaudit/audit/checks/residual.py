@@ -1,0 +1,31 @@
+"""AMP109: a residual stream that grows from block to block until it leaves the range."""
+
+from __future__ import annotations
+
+from ampaudit.audit.checks.interface import Cause, CheckContext
+from ampaudit.core.text import number
+from ampaudit.run.record import Origin
+from ampaudit.trace import Site
+
+__all__ = ["CAUSE"]
+
+
+def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
+    """An add of two values, one of which was added up just the same way before."""
+    del origin
+    flow = context.flow
+    nodes = flow.node(site).all_input_nodes
+    if flow.base(site) != "add" or len(nodes) != 2 or any(flow.is_weight(node) for node in nodes):
+        return None
+    stream = next((flow.made_by(node, "add") for node in nodes if flow.made_by(node, "add")), None)
+    if stream is None or context.observed(stream.id).bad:
+        return None
+    peak = number(context.observed(stream.id).ref_peak)
+    return f"the stream comes with {peak} from {stream.id} and grows here"
+
+
+CAUSE = Cause(
+    "AMP109",
+    applies,
+    "keep the residual stream in float32 (the adds alone cost little), or use bfloat16",
+)

@@ -1,0 +1,33 @@
+"""AMP116: a value beyond the format on a target that saturates: the largest finite number, not infinity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.core.sites import SiteId
+from ampaudit.core.text import number
+from ampaudit.report.finding import Finding
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Under ``--contract saturate``: values that FP32 has beyond the format, masks and constants left out."""
+    if not context.saturating:
+        return
+    form = context.number_format
+    for site in context.lowered_sites:
+        seen = context.observed(site.id)
+        meant = site.id in context.flow.constants or site.id in context.record.by_design
+        inherited = any(_beyond(context, maker.id) for maker in context.flow.makers(site))
+        if seen.ref_peak >= form.overflow_at and not meant and not inherited:
+            cause = f"in FP32 the values reach {number(seen.ref_peak)}; they become {number(form.max)} here"
+            yield finding_at(context, site, "AMP116", cause, "cure it as an overflow: nothing shows it later")
+
+
+def _beyond(context: CheckContext, site: SiteId) -> bool:
+    return context.observed(site).ref_peak >= context.number_format.overflow_at
+
+
+CHECK = Check("AMP116", find)

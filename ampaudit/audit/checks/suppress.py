@@ -1,0 +1,124 @@
+"""Hides findings on purpose, by code, layer or a comment on the source line; reports what hides nothing."""
+
+from __future__ import annotations
+
+import tokenize
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ampaudit.audit.checks.interface import finding_about
+from ampaudit.core.comments import comments_of
+from ampaudit.core.errors import UsageError
+from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.report.finding import Finding, Source
+from ampaudit.report.pages import page_of
+from ampaudit.report.pages.page import LINTED
+from ampaudit.trace import Site
+
+__all__ = ["Suppression", "comments_in", "option", "suppressed"]
+
+UNUSED = "AMP991"
+_NEVER = ("AMP990", UNUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Suppression:
+    """What is hidden, and who said so.
+
+    Attributes:
+        codes: check codes; empty means every one.
+        layer: a glob over layer paths, or ``None`` for all.
+        line: the source line with the comment, or ``None`` for an option.
+        text: how reports name it.
+    """
+
+    codes: tuple[str, ...]
+    layer: str | None
+    line: SourceLine | None
+    text: str
+
+    def hides(self, finding: Finding) -> bool:
+        """Whether it is about a finding; crashes and other suppressions cannot be hidden."""
+        if finding.code in _NEVER or (self.codes and finding.code not in self.codes):
+            return False
+        if self.layer is not None:
+            return fnmatchcase(finding.layer, self.layer)
+        if self.line is None:
+            return True
+        at = finding.source
+        lines = (
+            []
+            if at is None
+            else [(at.file, at.line), *([(at.caller.file, at.caller.line)] if at.caller else [])]
+        )
+        return (self.line.file, self.line.line) in lines
+
+
+def option(text: str) -> Suppression:
+    """Of ``AMP102``, ``AMP102:encoder.*`` or ``:encoder.*``.
+
+    Raises:
+        UsageError: the code is none.
+    """
+    code, _, layer = text.partition(":")
+    codes = (page_of(code).code,) if code else ()
+    if not codes and not layer:
+        raise UsageError(
+            f"--ignore {text!r} names neither a code nor a layer", hint="--ignore AMP102:encoder.*"
+        )
+    return Suppression(codes, layer or None, None, f"--ignore {text}")
+
+
+def comments_in(sites: Iterable[Site]) -> tuple[Suppression, ...]:
+    """The comments in every file that the sites' lines are in."""
+    files: dict[str, None] = {}
+    for site in sites:
+        for line in (site.source, site.caller):
+            if line is not None:
+                files[line.file] = None
+    return tuple(found for file in files for found in _comments_of(Path(file)))
+
+
+def _comments_of(path: Path) -> list[Suppression]:
+    try:
+        with tokenize.open(path) as stream:
+            comments = comments_of(stream.read())
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return []  # not a file that can be read: code from a string, an archive, a notebook
+    return [
+        Suppression(
+            comment.codes,
+            None,
+            SourceLine(str(path), comment.line, comment.code),
+            f"comment: {comment.reason}",
+        )
+        for comment in comments
+        if not comment.codes or not all(code.startswith(LINTED) for code in comment.codes)
+    ]
+
+
+def suppressed(findings: Sequence[Finding], hiding: Sequence[Suppression]) -> tuple[Finding, ...]:
+    """The findings, the hidden ones marked so, and one for each suppression that hides nothing."""
+    used: set[int] = set()
+    marked: list[Finding] = []
+    for finding in findings:
+        index = next((i for i, item in enumerate(hiding) if item.hides(finding)), None)
+        if index is None:
+            marked.append(finding)
+        else:
+            used.add(index)
+            marked.append(replace(finding, suppressed=hiding[index].text))
+    idle = [item for index, item in enumerate(hiding) if index not in used]
+    return (*marked, *map(_unused, idle))
+
+
+def _unused(item: Suppression) -> Finding:
+    what = ", ".join(item.codes) or "every code"
+    layer = item.layer or ""
+    cause = f"this suppression of {what} hides nothing ({item.text})"
+    found = finding_about(UNUSED, SiteId(f"{layer or '(top)'}/suppression"), layer, cause, "remove it")
+    if item.line is None:
+        return found
+    return replace(found, source=Source(item.line.file, item.line.line, item.line.code))

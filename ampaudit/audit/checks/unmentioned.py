@@ -1,0 +1,28 @@
+"""AMP902: an op from outside ATen that no rule of the policy mentions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.report.finding import Finding
+from ampaudit.trace import Role
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """One note per such op; ATen ops without a rule are counted in the report's coverage."""
+    told: set[str] = set()
+    for site in context.graph_sites:
+        foreign = site.role is Role.COMPUTE and "." in site.op and not site.op.startswith("aten.")
+        if foreign and not site.decision.explicit and site.op not in told and not context.ranges_only:
+            told.add(site.op)
+            cause = (
+                f"{site.op} is no ATen op, and no rule mentions it: it gets whatever dtype its inputs have"
+            )
+            advice = "add a rule that names it, with what its kernel can hold"
+            yield finding_at(context, site, "AMP902", cause, advice, confidence="rule")
+
+
+CHECK = Check("AMP902", find)

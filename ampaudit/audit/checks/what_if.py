@@ -1,0 +1,29 @@
+"""AMP110: in FP32 a value is beyond the 16-bit format (``--ranges``): it would overflow if computed there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
+from ampaudit.core.text import number
+from ampaudit.report.finding import Finding
+
+__all__ = ["CHECK"]
+
+
+def find(context: CheckContext) -> Iterator[Finding]:
+    """Sites whose FP32 peak would round to infinity; masks and constants are left out."""
+    if not context.ranges_only:
+        return
+    form = context.number_format
+    for site in context.sites:
+        seen = context.observed(site.id)
+        meant = site.id in context.parameter_free or site.id in context.record.by_design
+        if not seen.elements or seen.ref_peak < form.overflow_at or meant:
+            continue
+        cause = f"FP32 values reach {number(seen.ref_peak)}; {form.name} ends at {number(form.max)}"
+        advice = "run a full scan: it says whether the policy computes this in 16 bits, and what that breaks"
+        yield finding_at(context, site, "AMP110", cause, advice)
+
+
+CHECK = Check("AMP110", find)

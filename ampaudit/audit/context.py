@@ -1,0 +1,57 @@
+"""What checks look at, put together from an audit."""
+
+from __future__ import annotations
+
+from ampaudit.audit.checks.interface import CheckContext
+from ampaudit.audit.settings import Settings
+from ampaudit.bounds import SpanTable
+from ampaudit.core.formats import NumberFormat
+from ampaudit.core.sites import SiteId
+from ampaudit.run.audit import Audit
+from ampaudit.run.contract import contract_of
+from ampaudit.run.weights import WeightRange, weight_ranges
+from ampaudit.trace.flow import Flow
+
+__all__ = ["context_of"]
+
+
+def context_of(
+    audit: Audit, form: NumberFormat, settings: Settings, bounds: SpanTable | None = None
+) -> CheckContext:
+    """The context of one audit under a number format."""
+    contract = contract_of(settings.contract)
+    return CheckContext(
+        sites=audit.sites,
+        record=audit.record,
+        flow=Flow(*(converted.traced for converted in audit.every)),
+        number_format=form,
+        parameter_free=audit.parameter_free,
+        weights=() if settings.ranges else _weights(audit),
+        users=_weight_users(audit),
+        min_headroom=settings.min_headroom,
+        min_sqnr=settings.min_sqnr,
+        ranges_only=settings.ranges,
+        bounds=bounds,
+        fused=contract.fused,
+        saturating="saturate" in contract.words,
+    )
+
+
+def _weights(audit: Audit) -> tuple[WeightRange, ...]:
+    """Ranges of the weights held in 16 bits; those that the run has measured are not read again."""
+    seen = audit.record.observations
+    peaks = {s.weight: seen[s.id].ref_peak for s in audit.sites if s.weight is not None and s.id in seen}
+    ranges = (found for converted in audit.every for found in weight_ranges(converted, peaks))
+    return tuple({found.name: found for found in ranges}.values())
+
+
+def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
+    """For each site, the weights held in 16 bits that it uses directly."""
+    users: dict[SiteId, tuple[str, ...]] = {}
+    for converted in audit.every:
+        copies = {copy.node: copy.name for copy in converted.copies.values()}
+        nodes = {node.name: node for node in converted.traced.graph.nodes}
+        for site in converted.traced.sites:
+            sources = nodes[site.node].all_input_nodes
+            users.setdefault(site.id, tuple(copies[n.name] for n in sources if n.name in copies))
+    return users

@@ -1,0 +1,63 @@
+"""Puts what was seen of gradients into the report."""
+
+from __future__ import annotations
+
+import math
+
+from ampaudit.audit.checks.interface import CheckContext
+from ampaudit.report.gradients import Backward, Gradient, Loss, ParameterGradient
+from ampaudit.run.backward.record import GradientSeen
+from ampaudit.trace import Site
+
+__all__ = ["backward_report", "gradient_of"]
+
+
+def gradient_of(context: CheckContext, site: Site) -> Gradient | None:
+    """The gradient of a site's output, if one was seen."""
+    record = context.record.gradients
+    seen = record.sites.get(site.id) if record is not None else None
+    return None if seen is None else _gradient(context, seen)
+
+
+def backward_report(context: CheckContext) -> Backward | None:
+    """Everything about the way back that is not about one site."""
+    record = context.record.gradients
+    if record is None:
+        return None
+    advice = context.scale_advice
+    return Backward(
+        loss_scale=record.scale,
+        dynamic=record.dynamic,
+        scale_from=record.scale_from,
+        losses=tuple(Loss(_finite(first), _finite(second)) for first, second in record.losses),
+        advice=advice,
+        suggested=advice.suggested if advice is not None else None,
+        parameters=tuple(
+            ParameterGradient(name, _gradient(context, seen)) for name, seen in record.parameters.items()
+        ),
+        frozen=record.frozen,
+        unused=record.unused,
+        notes=tuple(record.notes),
+    )
+
+
+def _gradient(context: CheckContext, seen: GradientSeen) -> Gradient:
+    values, form = seen.seen, context.number_format
+    peak = values.finite_peak
+    sqnr = values.sqnr_db
+    return Gradient(
+        precision="16 bits" if seen.lowered else "float32",
+        peak=peak,
+        headroom_bits=round(form.headroom_bits(peak), 4) if peak > 0 else None,
+        inf=int(values.pos_inf + values.neg_inf),
+        nan=int(values.nan),
+        elements=values.elements,
+        flushed=round(seen.flushed_share, 6),
+        sqnr_db=None if sqnr is None else round(sqnr, 3),
+        exponents=dict(sorted(seen.exponents.items())),
+        cancelled=seen.cancelled,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

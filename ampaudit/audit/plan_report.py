@@ -1,0 +1,122 @@
+"""Puts a converted model into a plan report: decisions, casts and bytes, nothing run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from ampaudit.report.plan import PlannedSite, PlannedWeights, PlanReport, RuleUse
+from ampaudit.run.step import LOWER
+from ampaudit.trace.converted import ConvertedModel
+from ampaudit.trace.graph import Role, Site
+from ampaudit.trace.opnames import converts
+
+__all__ = ["build_plan"]
+
+
+def build_plan(
+    converted: ConvertedModel, model: str, *, masters: bool, notes: tuple[str, ...] = ()
+) -> PlanReport:
+    """The plan of a converted model; ``masters`` says whether the policy keeps FP32 masters."""
+    traced = converted.traced
+    floats = [site for site in traced.sites if site.dtype is not None]
+    casts = _casts(converted)
+    shown = [s for s in floats if not s.role.inserted]
+    sites = tuple(_planned(site, casts.get(site.node, (0, 0))) for site in shown)
+    computing = [s for s in shown if s.role is Role.COMPUTE]
+    return PlanReport(
+        model=model,
+        policy=traced.policy,
+        dtype=str(traced.dtype).removeprefix("torch."),
+        sites=sites,
+        rules=_rules(shown),
+        lower=sum(s.dtype in LOWER for s in computing),
+        float32=sum(s.dtype is torch.float32 for s in computing),
+        other=sum(s.dtype not in (*LOWER, torch.float32) for s in computing),
+        casts=sum(count for count, _ in casts.values()),
+        cast_bytes=sum(size for _, size in casts.values()),
+        author_casts=sum(s.role is Role.CAST for s in shown),
+        weights=_weights(converted, masters),
+        notes=traced.notes + notes,
+    )
+
+
+def _planned(site: Site, casts: tuple[int, int]) -> PlannedSite:
+    decision = site.decision
+    return PlannedSite(
+        site=site.id,
+        layer=site.layer,
+        op=site.op,
+        role=site.role.value,
+        precision=str(site.dtype).removeprefix("torch."),
+        rule=decision.rule,
+        reason=decision.reason,
+        why=decision.why,
+        casts=casts[0],
+        cast_bytes=casts[1],
+    )
+
+
+def _rules(sites: Iterable[Site]) -> tuple[RuleUse, ...]:
+    counts: dict[str | None, RuleUse] = {}
+    for site in sites:
+        decision = site.decision
+        known = counts.get(decision.rule)
+        why = decision.why.partition(" (measured:")[0]
+        counts[decision.rule] = RuleUse(
+            decision.rule, decision.reason, why, known.sites + 1 if known is not None else 1
+        )
+    return tuple(sorted(counts.values(), key=lambda use: (use.rule is None, -use.sites)))
+
+
+def _casts(converted: ConvertedModel) -> dict[str, tuple[int, int]]:
+    """For each node, how many conversions were inserted for it, and the bytes that they move.
+
+    A conversion that several ops share is counted at the first.
+    """
+    nodes = {node.name: node for node in converted.traced.graph.nodes}
+    found: dict[str, tuple[int, int]] = {}
+    for site in converted.traced.sites:
+        if not site.role.inserted or site.dtype is None:
+            continue
+        node = nodes[site.node]
+        first = next((user.name for user in node.users if user.op == "call_function"), "output")
+        count, size = found.get(first, (0, 0))
+        found[first] = (count + 1, size + _moved(node))
+    return found
+
+
+def _moved(node: fx.Node) -> int:
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return int(before.numel() * before.element_size() + after.numel() * after.element_size())
+
+
+def _weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
+    traced = converted.traced
+    nodes = {node.name: node for node in traced.graph.nodes}
+    before: dict[int, int] = {}
+    after: dict[int, int] = {}
+    kept: dict[int, int] = {}
+    for place in traced.placeholders:
+        tensor = traced.tensors.get(place.node)
+        if tensor is None:
+            continue
+        size = tensor.numel() * tensor.element_size()
+        stored = _stored_size(nodes[place.node], place.dtype, tensor)
+        before[id(tensor)] = size
+        after[id(tensor)] = max(stored, after.get(id(tensor), 0))
+        if after[id(tensor)] < size:
+            kept[id(tensor)] = size
+    total = sum(kept.values()) if masters else 0
+    return PlannedWeights(sum(before.values()), sum(after.values()), total)
+
+
+def _stored_size(node: fx.Node, dtype: torch.dtype | None, tensor: torch.Tensor) -> int:
+    """Bytes of a weight in the narrowest dtype in which all of its uses take it."""
+    itemsize = (dtype or tensor.dtype).itemsize
+    uses = [user.meta.get("val") for user in node.users]
+    if uses and all(converts(user.target) for user in node.users):
+        itemsize = max(value.element_size() for value in uses if isinstance(value, torch.Tensor))
+    return tensor.numel() * min(itemsize, tensor.element_size())

@@ -1,0 +1,268 @@
+"""Puts sites, record and findings together into a report."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from typing import Literal
+
+from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
+from ampaudit.audit.checks.interface import CheckContext, source_of
+from ampaudit.audit.checks.output_error import accuracy_text
+from ampaudit.audit.gradient_report import backward_report, gradient_of
+from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
+from ampaudit.core.sites import SiteId
+from ampaudit.core.version import __version__
+from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
+from ampaudit.report.finding import FailOn, threshold
+from ampaudit.report.model import (
+    SCHEMA,
+    Coverage,
+    Environment,
+    Forward,
+    ModelInfo,
+    OutputAccuracy,
+    Report,
+    RunInfo,
+    SiteReport,
+    ToolInfo,
+    WeightMemory,
+    WhatIf,
+)
+from ampaudit.run.extreme_value import LEAST_BATCHES, tail_risk
+from ampaudit.run.observation import Observation
+from ampaudit.trace import Role, Site
+from ampaudit.trace.converted import ConvertedModel
+
+__all__ = ["THIS_TOOL", "build_report", "changed_verdicts", "this_environment"]
+
+THIS_TOOL = ToolInfo("ampaudit", __version__)
+
+CONTRACT = (
+    "matrix products, sums and norms add up in float32 in any order; a norm's variance is taken about the "
+    "mean that it subtracts; overflow gives infinity; subnormals are kept"
+)
+_TAILS = 5
+_HANDS_ON = (Role.VIEW, Role.SELECT)
+
+
+def build_report(
+    context: CheckContext,
+    findings: tuple[Finding, ...],
+    converted: ConvertedModel,
+    model: ModelInfo,
+    run: RunInfo,
+    fail_on: FailOn,
+    raised: tuple[SiteId, ...] = (),
+) -> Report:
+    """The report of one audit; ``raised`` are the sites that measured rules decided."""
+    failed = any(f.severity.rank >= threshold(fail_on) and f.suppressed is None for f in findings)
+    memory = converted.weight_bytes
+    return Report(
+        schema=SCHEMA,
+        tool=THIS_TOOL,
+        model=model,
+        run=run,
+        verdict="fail" if failed else "pass",
+        fail_on=fail_on,
+        coverage=_coverage(context),
+        findings=findings,
+        sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
+        outputs=_outputs(context),
+        weights=WeightMemory(memory["master"], memory["working"]),
+        notes=tuple(dict.fromkeys(note for traced in context.flow.every for note in traced.notes)),
+        raised=raised,
+        proofs=_proofs(context),
+        tails=_tails(context),
+        backward=backward_report(context),
+        environment=this_environment(),
+        timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
+    )
+
+
+def this_environment() -> Environment:
+    """The versions that run here."""
+    return Environment(platform.python_version(), version("torch"))
+
+
+def changed_verdicts(usual: CheckContext, here: CheckContext, report: Report) -> tuple[VerdictChange, ...]:
+    """Sites with another gravest finding, notes aside, than under the usual contract; in graph order."""
+    before = _gravest(run_checks(usual, ALL_CHECKS))
+    after = _gravest(report.findings)
+    sites = [s.id for s in here.sites if s.id in before or s.id in after]
+    fine = "no finding"
+    changes = (VerdictChange(s, before.get(s, fine), after.get(s, fine)) for s in sites)
+    return tuple(change for change in changes if change.usual != change.here)
+
+
+def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
+    found: dict[SiteId, str] = {}
+    for finding in findings:  # the gravest come first
+        if finding.severity is not Severity.NOTE:
+            found.setdefault(finding.site, f"{finding.severity} {finding.code}")
+    return found
+
+
+def _not_gone_back(context: CheckContext) -> Iterator[str]:
+    """The author's own ways back before which no gradient is known."""
+    record = context.record.gradients
+    return (way.name for way in record.unfollowed if not way.instead) if record is not None else iter(())
+
+
+def _coverage(context: CheckContext) -> Coverage:
+    floats = [site for site in context.sites if site.dtype is not None]
+    seen = [s for s in floats if s.id in context.record.observations]
+    handed_on = [s for s in floats if s.role in _HANDS_ON]
+    return Coverage(
+        sites=len(floats),
+        audited=len(seen) + sum(s.id not in context.record.observations for s in handed_on),
+        measured=len(seen),
+        proved=len(context.proved),
+        integer_sites=len(context.sites) - len(floats),
+        no_rule=sum(s.decision.rule is None and not s.role.inserted for s in floats),
+        author_sites=sum(s.decision.reason == "author" for s in floats),
+        casts=sum(s.role.inserted for s in floats),
+        author_casts=sum(s.role is Role.CAST for s in floats),
+        uncovered_ops=tuple(sorted({*context.record.uncovered, *_not_gone_back(context)})),
+    )
+
+
+def _site(context: CheckContext, site: Site) -> SiteReport:
+    seen = context.record.observations.get(site.id)
+    what_if = None
+    if context.ranges_only and seen is not None:
+        what_if = {form.name: _what_if(seen, form) for form in WHAT_IF_FORMATS}
+    return SiteReport(
+        site=site.id,
+        layer=site.layer,
+        layer_type=site.layer_type,
+        op=site.op,
+        role=site.role.value,
+        precision=str(site.dtype).removeprefix("torch."),
+        shape=site.shape,
+        rule=site.decision.rule,
+        reason=site.decision.reason,
+        why=site.decision.why,
+        source=source_of(site),
+        verdict=_verdict(context, site, seen),
+        by_design=site.id in context.record.by_design or site.id in context.parameter_free,
+        forward=_forward(seen, context.number_format) if seen is not None else None,
+        gradient=gradient_of(context, site),
+        bound=_bound(context, site),
+        bound_inside=_bound_inside(context, site),
+        inside=seen.inside_peak if seen is not None and seen.inside_peak > 0 else None,
+        what_if=what_if,
+    )
+
+
+def _bound(context: CheckContext, site: Site) -> float | None:
+    found = context.bounds.bounds.get(site.id) if context.bounds is not None else None
+    return found.peak if found is not None and math.isfinite(found.peak) else None
+
+
+def _bound_inside(context: CheckContext, site: Site) -> float | None:
+    found = context.bounds.bounds.get(site.id) if context.bounds is not None else None
+    inside = found.inside if found is not None else None
+    return inside if inside is not None and math.isfinite(inside) else None
+
+
+def _tails(context: CheckContext) -> tuple[Tail, ...]:
+    """For the 16-bit sites nearest to the limit, where there are batches enough."""
+    if context.record.batches < LEAST_BATCHES or context.record.origins:
+        return ()
+    shapes = [shape for shape, _ in context.flow.traced.signature]
+    samples = shapes[0][0] if shapes and shapes[0] else 1
+    sites = [s for s in context.lowered_sites if s.role is not Role.WEIGHT_CAST]
+    sites = [s for s in sites if s.id not in context.record.by_design | context.flow.constants]
+    sites.sort(key=lambda s: -context.observed(s.id).ref_peak)
+    limit = context.number_format.overflow_at
+    found = ((s.id, tail_risk(context.observed(s.id).batch_peaks, limit, samples)) for s in sites[:_TAILS])
+    return tuple(
+        Tail(site, r.per_million, r.low, r.high, r.batches, r.samples) for site, r in found if r is not None
+    )
+
+
+def _proofs(context: CheckContext) -> Proofs | None:
+    table = context.bounds
+    if table is None:
+        return None
+    return Proofs(table.assumed, len(table.proved), len(table.bounds), table.uncovered, CONTRACT)
+
+
+def _verdict(
+    context: CheckContext, site: Site, seen: Observation | None
+) -> Literal["proved", "observed", "overflows", "poisoned", "not observed"]:
+    if any(origin.site == site.id for origin in context.record.origins):
+        return "overflows"
+    if any(site.id in origin.poisons for origin in context.record.origins):
+        return "poisoned"
+    if site.id in context.proved:
+        return "proved"
+    return "observed" if seen is not None or site.role in _HANDS_ON else "not observed"
+
+
+def _forward(seen: Observation, form: NumberFormat) -> Forward:
+    samples = seen.samples
+    count = max(samples.sampled, 1)
+    return Forward(
+        peak=seen.finite_peak,
+        headroom_bits=_bits(form, seen.finite_peak),
+        inf=int(seen.pos_inf + seen.neg_inf),
+        nan=int(seen.nan),
+        elements=seen.elements,
+        sqnr_db=_rounded(seen.sqnr_db),
+        local_sqnr_db=_rounded(seen.local_sqnr_db),
+        local_elements=seen.local_elements,
+        sampled=samples.sampled,
+        min_nonzero=samples.min_nonzero,
+        flushed=samples.flushed / count,
+        subnormal=samples.subnormal / count,
+        max_error=samples.max_error,
+        max_relative_error=samples.max_relative,
+        exponents=dict(sorted(samples.exponents.items())),
+    )
+
+
+def _what_if(seen: Observation, form: NumberFormat) -> WhatIf:
+    samples = seen.samples
+    nonzero = sum(samples.exponents.values())
+    _, cut = math.frexp(form.flush_below)
+    vanished = sum(n for exponent, n in samples.exponents.items() if exponent < cut - 1)
+    return WhatIf(
+        headroom_bits=_bits(form, seen.ref_peak),
+        overflows=seen.ref_peak >= form.overflow_at,
+        vanish=vanished / nonzero if nonzero else 0.0,
+    )
+
+
+def _outputs(context: CheckContext) -> tuple[OutputAccuracy, ...]:
+    return tuple(_output(context, name, made, sqnr) for name, made, sqnr in context.outputs)
+
+
+def _output(context: CheckContext, name: str, made: SiteId | None, sqnr: float | None) -> OutputAccuracy:
+    seen = context.record.outputs.get(name)
+    if seen is None:
+        return OutputAccuracy(name, made, _rounded(sqnr))
+    problem = accuracy_text(seen, context.number_format.name) if sqnr == -math.inf else ""
+    finite = None if sqnr == -math.inf else sqnr
+    return OutputAccuracy(
+        name,
+        made,
+        _rounded(finite),
+        kind=seen.kind,
+        differing=seen.differing,
+        problem=problem,
+        variation_db=_rounded(seen.variation_db),
+        constant=seen.constant if seen.kind != "integer" else None,
+        empty=not seen.elements and not seen.mismatch,
+    )
+
+
+def _bits(form: NumberFormat, peak: float) -> float | None:
+    return round(form.headroom_bits(peak), 4) if peak > 0 else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

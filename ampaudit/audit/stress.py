@@ -1,0 +1,85 @@
+"""``scan --stress N``: looks for an input of the domain that overflows a site which is only observed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ampaudit.audit.checks import CheckContext
+from ampaudit.audit.settings import Settings
+from ampaudit.bounds import SpanTable
+from ampaudit.core.errors import AuditError
+from ampaudit.report.extrapolation import Stressed
+from ampaudit.run.audit import Audit, Plan, run_audits, silent
+from ampaudit.run.search import Search
+from ampaudit.source import Batch, ModelSource
+from ampaudit.source.tensors import save_inputs, with_tensors
+from ampaudit.trace import Role, Site
+from ampaudit.trace.entry import tensor_leaves
+
+__all__ = ["stressed"]
+
+SITES = 5
+
+
+def stressed(
+    source: ModelSource,
+    audit: Audit,
+    plan: Plan,
+    context: CheckContext,
+    settings: Settings,
+) -> tuple[Stressed, ...]:
+    """One result per searched site, the nearest to the limit first; inputs that overflow one are saved."""
+    table = context.bounds
+    assert table is not None
+    search = Search(audit.converted, _ends(table, audit), plan.device)
+    batch = source.batches[0]
+    start = tensor_leaves(batch.args, batch.kwargs)
+    found: list[Stressed] = []
+    for number, site in enumerate(_targets(context, table)):
+        settings.told(f"stressing {site.id}", number, SITES)
+        best = search.ascend(site.id, start, settings.stress, settings.seed + number)
+        seen = context.observed(site.id).ref_peak
+        over = best.peak >= context.number_format.overflow_at
+        broken = over and _breaks(source, plan, with_tensors(batch, best.tensors), site)
+        saved = None
+        if broken:
+            path = Path(settings.stress_dir) / f"overflow-{_file_name(site)}.safetensors"
+            save_inputs(best.tensors, path)
+            saved = str(path)
+        found.append(Stressed(site.id, seen, max(best.peak, seen), broken, saved))
+    return tuple(found)
+
+
+def _ends(table: SpanTable, audit: Audit) -> dict[str, tuple[float, float]]:
+    by_name = {assumed.name: (assumed.low, assumed.high) for assumed in table.assumed}
+    return {p.node: by_name[p.name] for p in audit.converted.traced.placeholders if p.name in by_name}
+
+
+def _targets(context: CheckContext, table: SpanTable) -> Sequence[Site]:
+    """Sites in 16 bits that are neither proved nor broken, nearest to the limit first."""
+    left = [
+        site
+        for site in context.lowered_sites
+        if site.role in (Role.COMPUTE, Role.CAST, Role.INSERTED_CAST)
+        and site.id not in table.proved
+        and site.id not in context.broken_sites
+        and site.id not in context.parameter_free
+        and context.observed(site.id).elements
+    ]
+    return sorted(left, key=lambda site: -context.observed(site.id).ref_peak)[:SITES]
+
+
+def _breaks(source: ModelSource, plan: Plan, batch: Batch, site: Site) -> bool:
+    """Whether a real run of the input has the site as an origin, or as part of one's poison."""
+    try:
+        (audit,) = run_audits(source.model, [batch], [replace(plan, measured={})], silent)
+    except AuditError:
+        return False
+    return audit.record.observations[site.id].bad > 0 if site.id in audit.record.observations else False
+
+
+def _file_name(site: Site) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", site.id)

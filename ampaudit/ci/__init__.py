@@ -1,0 +1,3 @@
+"""``ampaudit check``, ``assert_safe`` and the pytest plugin."""
+
+from __future__ import annotations

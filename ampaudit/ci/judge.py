@@ -1,0 +1,109 @@
+"""Holds a report against budgets, and against an earlier report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.render.tables import least_headroom
+from ampaudit.report.budgets import Breach, Budgets, Measured
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.model import Report
+from ampaudit.report.pages import all_pages
+from ampaudit.report.saved import read_report
+
+__all__ = ["breaches", "check_codes", "measured_in", "read_baseline"]
+
+# smaller changes are rounding: another order of a sum, another version of a kernel
+_BITS, _DB, _SHARE = 0.05, 0.5, 1e-9
+
+
+def check_codes(codes: tuple[str, ...]) -> None:
+    """Refuse codes that no check has.
+
+    Raises:
+        UsageError: naming the nearest one.
+    """
+    known = list(all_pages())
+    for code in codes:
+        if code not in known:
+            raise UsageError(
+                f"--allow {code}: no such check", hint=f"{did_you_mean(code, known)}see docs/checks.md"
+            )
+
+
+def read_baseline(path: Path) -> Report:
+    """An earlier report, as ``scan --format json`` writes it.
+
+    Raises:
+        InputError: it is none.
+    """
+    return read_report(path, f"--baseline {path}")
+
+
+def measured_in(report: Report) -> Measured:
+    """What the budgets are about, out of a report."""
+    least = least_headroom(report)
+    broken = report.broken_outputs
+    accuracies = [o.sqnr_db for o in report.outputs if o.sqnr_db is not None and o not in broken]
+    computing = [site for site in report.sites if site.role == "compute"]
+    wide = sum(site.precision == "float32" for site in computing)
+    return Measured(
+        headroom_bits=least.forward.headroom_bits if least and least.forward else None,
+        headroom_site=least.site if least else None,
+        sqnr_db=min(accuracies, default=None),
+        broken=tuple(output.name for output in broken),
+        fp32_share=wide / len(computing) if computing else 0.0,
+    )
+
+
+def breaches(
+    report: Report, seen: Measured, budgets: Budgets, baseline: Report | None = None
+) -> Iterator[Breach]:
+    """Every finding that counts and every budget that is exceeded; with a baseline, what is new or worse."""
+    known = {(f.code, f.site) for f in baseline.findings if _counts(f, budgets)} if baseline else set()
+    for finding in report.findings:
+        if _counts(finding, budgets) and (finding.code, finding.site) not in known:
+            yield Breach(finding.code, finding.site, finding.cause, finding.severity, finding.source)
+    before = measured_in(baseline) if baseline else None
+    yield from _numbers(seen, budgets, before)
+
+
+def _counts(finding: Finding, budgets: Budgets) -> bool:
+    if budgets.fail_on == "never" or finding.suppressed is not None or finding.code in budgets.allow:
+        return False
+    return finding.severity.rank >= Severity(budgets.fail_on).rank
+
+
+def _numbers(seen: Measured, budgets: Budgets, before: Measured | None) -> Iterator[Breach]:
+    if _too_low("headroom_bits", seen, budgets.min_headroom, before, _BITS):
+        text = f"headroom {seen.headroom_bits:.2f} bits, {budgets.min_headroom:g} asked for"
+        yield Breach("min-headroom", seen.headroom_site or "", text)
+    if _too_low("sqnr_db", seen, budgets.min_sqnr, before, _DB):
+        yield Breach("min-sqnr", "outputs", f"{seen.sqnr_db:.1f} dB, {budgets.min_sqnr:g} asked for")
+    for name in seen.broken if budgets.min_sqnr is not None else ():
+        if before is None or name not in before.broken:
+            yield Breach(
+                "min-sqnr", name, f"holds inf or NaN, or nothing like FP32; {budgets.min_sqnr:g} dB asked for"
+            )
+    drop, most = seen.metric_drop, budgets.max_metric_drop
+    if most is not None and drop is not None and not drop <= most:
+        text = f"{seen.metric_fp32:.6g} in FP32, {seen.metric_lower:.6g} in 16 bits: a drop of {drop:.3g}"
+        yield Breach("max-metric-drop", "metric", f"{text}, at most {most:g} allowed")
+    share, most = seen.fp32_share, budgets.max_fp32_share
+    if most is not None and share > most and (before is None or share - before.fp32_share > _SHARE):
+        text = f"{share:.1%} of the computing sites are in float32, at most {most:.1%} allowed"
+        yield Breach("max-fp32-share", "graph", text)
+
+
+def _too_low(name: str, seen: Measured, least: float | None, before: Measured | None, slack: float) -> bool:
+    """Whether a number is below its limit and, with a baseline, worse than there by more than rounding."""
+    value = getattr(seen, name)
+    if value is None or least is None or value >= least:
+        return False
+    if before is None:
+        return True
+    old = getattr(before, name)
+    return bool((math.inf if old is None else old) - value > slack)

@@ -1,0 +1,69 @@
+"""The pytest plugin. It is loaded wherever ampaudit is installed, so it imports next to nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from ampaudit.report.model import Report
+
+__all__ = ["assert_safe", "pytest_addoption"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Defaults in the ini file, and a folder for reports."""
+    parser.addini("ampaudit_policy", "policy of assert_safe, if the test names none", default="ampaudit")
+    parser.addini("ampaudit_dtype", "dtype of assert_safe, if the test names none", default="float16")
+    group = parser.getgroup("ampaudit")
+    group.addoption(
+        "--ampaudit-report",
+        metavar="DIR",
+        help="write each assert_safe's report to DIR, as JSON and HTML",
+    )
+
+
+@pytest.fixture
+def assert_safe(request: pytest.FixtureRequest) -> Callable[..., Report]:
+    """``assert_safe(model, inputs, ...)``, with the project's defaults; see ``ampaudit.assert_safe``."""
+    config = request.config
+    folder = config.getoption("--ampaudit-report")
+    made = 0
+
+    def checked(model: Any, inputs: Any = None, **options: Any) -> Report:
+        __tracebackhide__ = True
+        from ampaudit.ci.assertion import UnsafeModel
+        from ampaudit.ci.assertion import assert_safe as assertion
+
+        nonlocal made
+        made += 1
+        options.setdefault("policy", config.getini("ampaudit_policy"))
+        options.setdefault("dtype", config.getini("ampaudit_dtype"))
+        try:
+            report = assertion(model, inputs, **options)
+        except UnsafeModel as unsafe:
+            if folder is not None:
+                written = _write(unsafe.report, Path(folder), request.node.nodeid, made)
+                unsafe.add_note(f"report written to {written}")
+            raise
+        if folder is not None:
+            _write(report, Path(folder), request.node.nodeid, made)
+        return report
+
+    return checked
+
+
+def _write(report: Report, folder: Path, test: str, number: int) -> Path:
+    """Both files of one report; a test run is free to replace those of the last one."""
+    from ampaudit.core.files import write_text
+    from ampaudit.render.render import as_file
+
+    name = re.sub(r"[^\w.-]+", "-", test).strip("-")[-120:] + (f"-{number}" if number > 1 else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    for form in ("json", "html"):
+        write_text(folder / f"{name}.{form}", as_file(report, form), force=True)
+    return folder / f"{name}.html"

@@ -1,0 +1,126 @@
+"""Checks one target in this process and writes the result as JSON.
+
+Run as ``python -m ampaudit.ci.worker REQUEST RESULT``; the model's code runs here: whatever it does
+to the process, other targets go on.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from ampaudit.audit.scan import scan_source
+from ampaudit.ci.judge import breaches, measured_in, read_baseline
+from ampaudit.ci.metric import Outputs, with_metric
+from ampaudit.core.errors import AuditError, first_line
+from ampaudit.export.manifest import read_manifest
+from ampaudit.export.verify import verify
+from ampaudit.report.budgets import Breach, Budgets, Measured
+from ampaudit.report.check import Request, TargetResult
+from ampaudit.source import ModelSource, SourceOptions
+from ampaudit.source.open import open_source
+
+__all__ = ["check_target"]
+
+_SOURCE = ("batches", "seed", "weights", "inputs", "train")
+_SETTINGS = ("device", "seed", "min_headroom", "min_sqnr", "ignore")
+AS_IS = "as-is"
+
+
+def check_target(request: Request) -> TargetResult:
+    """Audit a target and hold it against its budgets.
+
+    Raises:
+        AuditError: see ``ampaudit.core.errors``.
+    """
+    options = request.options
+    given: dict[str, Any] = {name: options[name] for name in _SOURCE if options.get(name) is not None}
+    for name in ("weights", "inputs"):
+        if name in given:
+            given[name] = Path(given[name])
+    baseline = read_baseline(Path(request.baseline)) if request.baseline else None
+    source = open_source(request.target, SourceOptions(**given))
+    budgets = Budgets.of(request.budgets)
+    found: list[Breach] = []
+    notes: list[str] = []
+    policy = str(options.get("policy") or "ampaudit")
+    if source.kind == "converted":
+        policy = AS_IS
+        options = {**options, "dtype": source.dtype or options.get("dtype")}
+        found += _integrity(Path(request.target))
+        notes.append("audited as it was converted, casts and all; its files were verified")
+    report, outputs = _scanned(source, policy, options)
+    measured = with_metric(measured_in(report), source, outputs)
+    if source.kind == "converted":
+        measured = _with_recorded(measured, Path(request.target))
+    if budgets.max_metric_drop is not None and measured.metric_fp32 is None:
+        notes.append("the model file has no metric(output, batch): max-metric-drop was not checked")
+    found += breaches(report, measured, budgets, baseline)
+    if baseline is not None and baseline.model.source != report.model.source:
+        notes.append(f"the baseline is about {baseline.model.source}")
+    crashed = report.exit_code == 3  # one of our checks
+    return TargetResult(
+        target=request.target,
+        verdict="error" if crashed else "fail" if found else "pass",
+        exit_code=3 if crashed else int(bool(found)),
+        error="a check failed and its findings are missing\n  next: run 'ampaudit scan' on it"
+        if crashed
+        else "",
+        breaches=tuple(found),
+        measured=measured,
+        policy=report.run.policy,
+        dtype=report.run.dtype,
+        notes=tuple(notes),
+    )
+
+
+def _scanned(source: ModelSource, policy: str, options: dict[str, object]) -> tuple[Any, Outputs]:
+    outputs: Outputs = {}
+    settings: dict[str, Any] = {name: options[name] for name in _SETTINGS if options.get(name) is not None}
+    if source.metric is not None:
+        settings["keep_outputs"] = outputs.__setitem__
+    dtype = str(options.get("dtype") or "float16")
+    return scan_source(source, policy=policy, dtype=dtype, **settings), outputs
+
+
+def _integrity(directory: Path) -> list[Breach]:
+    return [Breach("integrity", problem.where, problem.what) for problem in verify(directory).problems]
+
+
+def _with_recorded(measured: Measured, directory: Path) -> Measured:
+    """With the accuracy that was recorded against the FP32 model, whose weights are not in the program."""
+    recorded = read_manifest(directory).outputs
+    found = [o.sqnr_db for o in recorded if o.sqnr_db is not None]
+    found += [measured.sqnr_db] if measured.sqnr_db is not None else []
+    broken = (o.name for o in recorded if o.max_error is None)
+    return replace(
+        measured,
+        sqnr_db=min(found, default=None),
+        broken=tuple(dict.fromkeys([*measured.broken, *broken])),
+    )
+
+
+def main() -> None:
+    """Read the request, check, write the result; errors of the user's become part of it."""
+    request = TypeAdapter(Request).validate_json(Path(sys.argv[1]).read_bytes())
+    try:
+        result = check_target(request)
+    except AuditError as error:
+        result = TargetResult(request.target, "error", error.exit_code, error=str(error))
+    except MemoryError:
+        result = TargetResult(request.target, "error", 3, error="out of memory\n  next: use a smaller batch")
+    except Exception as error:
+        what = f"internal error: {type(error).__name__}: {first_line(error)}"
+        text = f"{what}\n  next: run 'ampaudit scan --debug' on it"
+        result = TargetResult(request.target, "error", 3, error=text)
+    part = Path(f"{sys.argv[2]}.part")
+    part.write_bytes(TypeAdapter(TargetResult).dump_json(result))
+    part.replace(sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

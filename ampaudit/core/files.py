@@ -1,0 +1,218 @@
+"""Writes files and directories so that they are either the old ones or the whole new ones, never a part."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ampaudit.core.errors import AuditError, OutputError
+
+__all__ = ["check_directory", "check_writable", "replace_bytes", "staged_directory", "write_text"]
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
+
+
+def check_writable(path: Path, *, force: bool) -> None:
+    """Refuse early what would fail after a long run.
+
+    Raises:
+        OutputError: the file exists and ``force`` is not set, or its directory is missing.
+    """
+    if path.is_dir():
+        raise OutputError(f"{path} is a directory", hint="give -o the path of a file")
+    if path.exists() and not force:
+        raise OutputError(f"{path} exists", hint="choose another path, or pass --force to replace it")
+    _check_parent(path.resolve().parent)
+
+
+def write_text(path: Path, text: str, *, force: bool) -> None:
+    """Write to a temporary file beside the target, flush it to disk, and rename it.
+
+    Raises:
+        OutputError: it cannot be written; what was there before is untouched.
+    """
+    check_writable(path, force=force)
+    _replace(path, text.encode("utf-8"), lambda target: 0o666 & ~_umask())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Replace a file's content and keep its permissions, by a temporary file beside it that is renamed.
+
+    Raises:
+        OutputError: it cannot be written; what was there before is untouched.
+    """
+    _replace(path, data, lambda target: target.stat().st_mode & 0o7777)
+
+
+def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
+    target = path.resolve()
+    temporary = ""
+    try:
+        mode = mode_of(target)
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def check_directory(path: Path, *, force: bool, ours: str) -> None:
+    """Refuse an output directory that could not, or should not, be replaced.
+
+    Args:
+        path: the directory to be written.
+        force: replace one that is there.
+        ours: name of a file that marks a directory as one that we wrote; only such a one, or an empty
+            one, is ever replaced.
+
+    Raises:
+        OutputError: it exists and may not be replaced, is a link or a file, or has no parent directory.
+    """
+    if path.is_symlink():
+        raise OutputError(f"{path} is a symbolic link", hint="give -o the directory that is meant")
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"{path} is a file", hint="give -o the path of a directory")
+    if path.is_dir() and any(path.iterdir()):
+        if not (path / ours).is_file():
+            raise OutputError(
+                f"{path} is not empty and has no {ours}: it was not written by ampaudit",
+                hint="choose another directory; --force replaces only what ampaudit wrote",
+            )
+        if not force:
+            raise OutputError(f"{path} exists", hint="choose another path, or pass --force to replace it")
+    _check_parent(path.resolve().parent)
+
+
+@contextlib.contextmanager
+def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
+    """A new directory beside the target, to be filled, which becomes the target at the end.
+
+    The swap is one system call where Linux offers it, so that at any moment, also after a crash, the
+    target is the whole old directory or the whole new one. If anything fails, the new one is removed.
+    What a killed process left behind is removed by the next one that writes the same target.
+
+    Raises:
+        OutputError: see ``check_directory``; or the disk is full or read-only.
+    """
+    check_directory(path, force=force, ours=ours)
+    target = path.resolve()
+    prefix = f".{target.name}.part-"
+    try:
+        _remove_leftovers(target.parent, prefix)
+        stage = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    lock = _locked(stage)
+    try:
+        yield stage
+        _flush(stage)
+        stage.chmod(0o777 & ~_umask())
+        check_directory(path, force=force, ours=ours)  # somebody may have made it meanwhile
+        _swap(stage, target)
+    except AuditError:
+        raise
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)  # the new one, or after the swap the old one
+        if lock is not None:
+            os.close(lock)
+
+
+def _cannot_write(path: Path, error: OSError) -> OutputError:
+    what = error.strerror or str(error)
+    hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose another path with -o"
+    return OutputError(f"cannot write {path}: {what}; nothing was changed", hint=hint)
+
+
+def _check_parent(parent: Path) -> None:
+    if not parent.is_dir():
+        raise OutputError(f"no such directory: {parent}", hint="create it first")
+
+
+def _swap(stage: Path, target: Path) -> None:
+    if not target.exists():
+        os.rename(stage, target)
+    elif not _exchanged(stage, target):
+        old = stage.with_name(f"{stage.name}.old")
+        os.rename(target, old)
+        try:
+            os.rename(stage, target)
+        except OSError:
+            os.rename(old, target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    _fsync(target.parent)
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Swap two directories in one step; False where the system or the file system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    code = rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    return bool(code == 0)
+
+
+def _flush(directory: Path) -> None:
+    for place, _, names in os.walk(directory):
+        for name in names:
+            _fsync(Path(place) / name)
+        _fsync(Path(place))
+
+
+def _fsync(path: Path) -> None:
+    if os.name == "nt":
+        return  # directories cannot be opened there
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _locked(directory: Path) -> int | None:
+    """A lock on a directory, held while its writer lives; ``None`` where there are none."""
+    if os.name == "nt":
+        return None
+    import fcntl
+
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _remove_leftovers(parent: Path, prefix: str) -> None:
+    """Staging directories whose writer is gone: their lock is free."""
+    for found in parent.iterdir():
+        ours = found.name.startswith(prefix) and found.is_dir() and not found.is_symlink()
+        if ours and (lock := _locked(found)) is not None:
+            shutil.rmtree(found, ignore_errors=True)
+            os.close(lock)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,114 @@
+"""The number formats that a value is tested against, with the limits that matter.
+
+Sources: IEEE 754-2019 for float16 and float32; the bfloat16 layout of 1+8+7 bits; the OCP "8-bit
+Floating Point Specification" 1.0 for the two 8-bit formats (E4M3 has no infinity: overflow is NaN).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ampaudit.core.errors import UsageError
+
+__all__ = [
+    "BFLOAT16",
+    "FLOAT8_E4M3FN",
+    "FLOAT8_E5M2",
+    "FLOAT16",
+    "FLOAT32",
+    "FORMATS",
+    "LOWER_FORMATS",
+    "WHAT_IF_FORMATS",
+    "NumberFormat",
+    "format_named",
+    "lower_format",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """A binary floating-point format.
+
+    Attributes:
+        name: the torch dtype's name.
+        fraction_bits: explicit bits of the significand.
+        min_exponent: exponent of the smallest normal number, so that it is ``2**min_exponent``.
+        max: largest finite value.
+        has_inf: whether overflow gives infinity (otherwise it gives NaN).
+    """
+
+    name: str
+    fraction_bits: int
+    min_exponent: int
+    max: float
+    has_inf: bool = True
+
+    @property
+    def eps(self) -> float:
+        """Distance from 1 to the next larger number: ``2**-fraction_bits``."""
+        return math.ldexp(1.0, -self.fraction_bits)
+
+    @property
+    def min_normal(self) -> float:
+        """Smallest number with full precision: ``2**min_exponent``."""
+        return math.ldexp(1.0, self.min_exponent)
+
+    @property
+    def min_subnormal(self) -> float:
+        """Smallest positive number: ``2**(min_exponent - fraction_bits)``."""
+        return math.ldexp(1.0, self.min_exponent - self.fraction_bits)
+
+    @property
+    def overflow_at(self) -> float:
+        """Smallest magnitude that round-to-nearest-even turns into infinity: max plus half an ulp."""
+        _, exponent = math.frexp(self.max)
+        return self.max + math.ldexp(1.0, exponent - self.fraction_bits - 2)
+
+    @property
+    def flush_below(self) -> float:
+        """Magnitudes up to here round to zero: half of the smallest subnormal (ties go to even, zero)."""
+        return self.min_subnormal / 2
+
+    def headroom_bits(self, peak: float) -> float:
+        """Doublings left before the peak passes the largest finite value: ``log2(max / peak)``."""
+        if peak == 0.0:
+            return math.inf
+        return math.log2(self.max / peak) if math.isfinite(peak) else -math.inf
+
+
+FLOAT32 = NumberFormat("float32", 23, -126, (2 - 2.0**-23) * 2.0**127)
+FLOAT16 = NumberFormat("float16", 10, -14, 65504.0)
+BFLOAT16 = NumberFormat("bfloat16", 7, -126, (2 - 2.0**-7) * 2.0**127)
+FLOAT8_E4M3FN = NumberFormat("float8_e4m3fn", 3, -6, 448.0, has_inf=False)
+FLOAT8_E5M2 = NumberFormat("float8_e5m2", 2, -14, 57344.0)
+
+FORMATS = {f.name: f for f in (FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)}
+LOWER_FORMATS = (FLOAT16, BFLOAT16)
+WHAT_IF_FORMATS = (FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
+_SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def format_named(name: str) -> NumberFormat:
+    """The format of that name; short forms (fp16, half, bf16, fp32) are accepted.
+
+    Raises:
+        UsageError: no such format.
+    """
+    full = _SHORT.get(name, name)
+    if full not in FORMATS:
+        raise UsageError(f"unknown dtype {name!r}", hint=f"one of: {', '.join(FORMATS)}")
+    return FORMATS[full]
+
+
+def lower_format(name: str) -> NumberFormat:
+    """The 16-bit format of that name.
+
+    Raises:
+        UsageError: no such format, or one of another width.
+    """
+    form = format_named(name)
+    if form not in LOWER_FORMATS:
+        names = ", ".join(f.name for f in LOWER_FORMATS)
+        raise UsageError(f"--dtype {name}: not a 16-bit format", hint=f"one of: {names}")
+    return form

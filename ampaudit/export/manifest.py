@@ -1,0 +1,146 @@
+"""``manifest.json``: the digest of every file, where it came from, and what it computed when it was made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from ampaudit.checkpoint.layout import MANIFEST
+from ampaudit.checkpoint.strict import unique_json
+from ampaudit.core.errors import WeightsError, first_line
+from ampaudit.export.stream import StoredTensor
+from ampaudit.policy.schema import Constants
+from ampaudit.report.conversion import OutputRecord
+
+__all__ = [
+    "FileRecord",
+    "Manifest",
+    "digest_of",
+    "files_under",
+    "read_manifest",
+    "write_manifest",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """SHA-256 (hexadecimal) and bytes of a file."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that is known about a converted directory.
+
+    Attributes:
+        self_sha256: of this file with this field empty, so that a flipped bit in it is found, too.
+        tool: name and version.
+        kind: ``model``, traced and run; or ``weights``, a checkpoint alone.
+        source: what was converted.
+        source_sha256: digest of the file or configuration that the model was made from.
+        mode: whether casts are folded into the weights, or left in the graph over FP32 masters.
+        policy: name of the policy.
+        dtype: the 16-bit format.
+        seed: of the random numbers.
+        versions: of Python, torch and others that can change a result.
+        masters: whether what was rounded was kept.
+        clip: what the policy does to weights before they are rounded.
+        files: every file but this one, by its path in the directory.
+        tensors: every tensor of the checkpoint, by its name there.
+        inputs_sha256: of the recorded inputs' bytes; null without a run.
+        outputs: what the program computed from them.
+        notes: what a user of the directory should know.
+    """
+
+    schema: Literal[1]
+    self_sha256: str
+    tool: dict[str, str]
+    kind: Literal["model", "weights"]
+    source: str
+    source_sha256: str | None
+    mode: Literal["inference", "train"]
+    policy: str
+    dtype: str
+    seed: int
+    versions: dict[str, str]
+    masters: bool
+    clip: Constants | None
+    files: dict[str, FileRecord]
+    tensors: dict[str, StoredTensor]
+    inputs_sha256: str | None
+    outputs: tuple[OutputRecord, ...]
+    notes: tuple[str, ...]
+
+
+_ADAPTER = TypeAdapter(Manifest)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a directory.
+
+    Raises:
+        WeightsError: missing, corrupt, changed since it was written, or with a path that leads elsewhere.
+    """
+    path = directory / MANIFEST
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise WeightsError(
+            f"{directory} has no readable {MANIFEST}", hint="give a directory that 'ampaudit convert' wrote"
+        ) from error
+    try:
+        table = unique_json(text)
+        manifest = _ADAPTER.validate_python(table)
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise _corrupt(path, f"{where}: {error.errors()[0]['msg']}") from error
+    except (ValueError, TypeError) as error:
+        raise _corrupt(path, first_line(error)) from error
+    if _own_digest(manifest) != manifest.self_sha256:
+        raise _corrupt(path, "it was changed after it was written: its own digest differs")
+    named = {*manifest.files, *(t.file for t in manifest.tensors.values())}
+    named |= {t.master for t in manifest.tensors.values() if t.master is not None}
+    for name in named:
+        parts = PurePosixPath(name).parts
+        if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name:
+            raise _corrupt(path, f"it names the file {name!r}, which is not in the directory")
+    return manifest
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
+    """Write it; its own digest is filled in."""
+    complete = replace(manifest, self_sha256=_own_digest(manifest))
+    (directory / MANIFEST).write_text(_text(complete), encoding="utf-8")
+    return complete
+
+
+def files_under(directory: Path) -> list[str]:
+    """Every file of a directory but the manifest, as relative paths."""
+    found = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def digest_of(path: Path) -> FileRecord:
+    """SHA-256 and size of a file, read in pieces."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return FileRecord(digest, path.stat().st_size)
+
+
+def _own_digest(manifest: Manifest) -> str:
+    return hashlib.sha256(_text(replace(manifest, self_sha256="")).encode()).hexdigest()
+
+
+def _text(manifest: Manifest) -> str:
+    return json.dumps(_ADAPTER.dump_python(manifest, mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+
+def _corrupt(path: Path, what: str) -> WeightsError:
+    return WeightsError(f"{path}: {what}", hint="convert the model again")

@@ -1,0 +1,113 @@
+"""The decisions of a plan as a rule file of their own: it needs no measurement and no other policy."""
+
+from __future__ import annotations
+
+import glob
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import yaml
+
+from ampaudit.core.sites import pattern_of
+from ampaudit.policy import Decision, RuleSet
+from ampaudit.policy.schema import Reason
+from ampaudit.trace.graph import Site, TracedModel
+
+__all__ = ["plan_rules"]
+
+_REASONS = frozenset(Reason)
+Key = tuple[str, str, tuple[tuple[str, str], ...], float | None]
+
+
+def plan_rules(traced: TracedModel, rules: RuleSet, model: str) -> str:
+    """A rule file, in YAML, under which the same model is traced into the same graph.
+
+    It says for every op that a rule mentions what was decided there, by site; storage and defaults are
+    the policy's. What the author's own regions decide is not in it: they decide again.
+
+    Args:
+        traced: the model under the plan.
+        rules: the policy that the plan was made with.
+        model: the model's name, for the title.
+    """
+    named = [site for site in traced.sites if site.facts is not None]
+    groups: dict[Key, list[Site]] = defaultdict(list)
+    for site in named:
+        if _is_ours(site, rules):
+            groups[_key(site.decision)].append(site)
+    ids = [site.id for site in named]
+    form = str(traced.dtype).removeprefix("torch.")
+    file = rules.file
+    data = {
+        "name": f"{rules.name[:59]}-plan",
+        "title": f"the decisions of {rules.name} about {model}, {form}"[:2000],
+        "level": file.level,
+        "autocast": file.autocast,
+        "weights": file.weights.model_dump(mode="json", exclude_defaults=True),
+        "loss_scale": _plain(file.loss_scale),
+        "defaults": file.defaults.model_dump(mode="json"),
+        "rules": _rules(groups, ids, form),
+    }
+    kept = {name: value for name, value in data.items() if value not in ({}, [])}
+    return yaml.safe_dump(kept, sort_keys=False, width=110, allow_unicode=True)
+
+
+def _is_ours(site: Site, rules: RuleSet) -> bool:
+    """Whether the policy decided, and has to say so again."""
+    if site.facts is None or site.role.inserted or site.decision.reason not in {*_REASONS, "default"}:
+        return False
+    if site.decision.rule is None:
+        return site.facts.op in rules.op_names and site.decision.reason == "default"
+    return True
+
+
+def _key(decision: Decision) -> Key:
+    return decision.rule or "default", decision.cast.value, decision.arguments, decision.clamp
+
+
+def _rules(groups: dict[Key, list[Site]], ids: Sequence[str], form: str) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    used: dict[str, int] = defaultdict(int)
+    for (rule, cast, arguments, clamp), sites in groups.items():
+        used[rule] += 1
+        decision = sites[0].decision
+        entry: dict[str, Any] = {
+            "id": rule if used[rule] == 1 else f"{rule}-{used[rule]}",
+            "match": {
+                "op": sorted({site.facts.op for site in sites if site.facts is not None}),
+                "site": _globs([site.id for site in sites], ids),
+            },
+            "when": {"dtype": [form]},
+            "cast": cast,
+            "arguments": dict(arguments),
+            "clamp": clamp,
+            "reason": decision.reason if decision.reason in _REASONS else Reason.SEMANTICS.value,
+            "why": decision.why.partition(" (measured:")[0],
+            "source": f"decided by {rule}",
+        }
+        made.append({name: value for name, value in entry.items() if value not in ({}, None)})
+    return made
+
+
+def _globs(sites: list[str], every: Iterable[str]) -> list[str]:
+    """Globs that match just these sites: one with stars for the layers of a stack, where that is so."""
+    mine = set(sites)
+    by_pattern: dict[str, list[str]] = defaultdict(list)
+    for site in sites:
+        by_pattern[_starred(site)].append(site)
+    others = [site for site in every if site not in mine]
+    found: list[str] = []
+    for pattern, members in by_pattern.items():
+        alone = len(members) == 1 or any(fnmatchcase(other, pattern) for other in others)
+        found.extend(map(glob.escape, members) if alone else [pattern])
+    return found
+
+
+def _starred(site: str) -> str:
+    return "*".join(glob.escape(part) for part in pattern_of(site).split("*"))
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str) else value.model_dump(mode="json", exclude_defaults=True)

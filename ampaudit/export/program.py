@@ -1,0 +1,155 @@
+"""The deployed graph as an exported program (``.pt2``), called as the model is called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from ampaudit.core.errors import RunFailed, first_line
+from ampaudit.export.fold import Deployed
+from ampaudit.trace.converted import identity
+from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.graph import Placeholder, Slot
+
+__all__ = ["GraphModel", "as_structure", "export_program", "same_nodes"]
+
+_ITEM = re.compile(r"^output\[(\d+)\]$")
+
+
+class GraphModel(nn.Module):
+    """Runs a deployed graph; its parameters and buffers have the names that they have in the model.
+
+    It takes what the model takes. Tensors are found wherever they are in the arguments; other arguments
+    are those of the batch that was traced, whatever is given. It returns a tensor if the model does, a
+    tuple for a tuple of tensors, and otherwise a dict from the path of each tensor in the model's output.
+    """
+
+    def __init__(
+        self, deployed: Deployed, values: Mapping[str, torch.Tensor], outputs: tuple[str, ...], *, train: bool
+    ) -> None:
+        super().__init__()
+        homes: dict[str, tuple[str, str]] = {}
+        # one attribute, so that no layer of a model is likely to have its name
+        self._ampaudit = (deployed.graph, deployed.placeholders, outputs, homes)
+        held: dict[tuple[object, ...], nn.Parameter] = {}
+        for place in deployed.placeholders:
+            if place.slot is Slot.INPUT:
+                continue
+            path = place.name if place.slot is not Slot.CONSTANT else place.node
+            owner, _, leaf = path.rpartition(".")
+            homes[place.node] = (owner, leaf)
+            value = values[place.node]
+            module = _submodule(self, owner)
+            if place.slot is Slot.PARAMETER and value.is_floating_point():
+                parameter = held.setdefault(identity(value), nn.Parameter(value, requires_grad=train))
+                module.register_parameter(leaf, parameter)
+            else:
+                module.register_buffer(leaf, value.detach())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs."""
+        graph, places, outputs, homes = self._ampaudit
+        inputs = iter(tensor_leaves(args, kwargs))
+        values = [
+            _given(next(inputs), place)
+            if place.slot is Slot.INPUT
+            else getattr(self.get_submodule(homes[place.node][0]), homes[place.node][1])
+            for place in places
+        ]
+        found = fx.Interpreter(nn.Module(), graph=graph).run(*values, enable_io_processing=False)
+        return as_structure(outputs, tuple(found))
+
+
+def _given(tensor: torch.Tensor, place: Placeholder) -> torch.Tensor:
+    """An input in the dtype in which the policy takes it; what the graph does not change is not cast."""
+    return tensor if place.dtype in (None, tensor.dtype) else tensor.to(place.dtype)
+
+
+def as_structure(names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    """Outputs as the caller of an exported program gets them: a tensor, a tuple, or a dict by path."""
+    if names == ("output",):
+        return values[0]
+    items = [_ITEM.match(name) for name in names]
+    if all(items) and [int(m[1]) for m in items if m] == list(range(len(names))):
+        return tuple(values)
+    keys = (re.sub(r"^output\.?", "", name) for name in names)
+    return dict(zip(keys, values, strict=True))
+
+
+def export_program(
+    deployed: Deployed,
+    values: Mapping[str, torch.Tensor],
+    outputs: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    train: bool = False,
+) -> ExportedProgram:
+    """The program for inputs of these shapes, with layer and source line of the model on each node.
+
+    Raises:
+        RunFailed: torch cannot export the converted graph.
+    """
+    model = GraphModel(deployed, values, outputs, train=train)
+    model.train(train)
+    try:
+        with torch.no_grad() if not train else torch.enable_grad():
+            program = torch.export.export(model, args, _tensors_only(kwargs), strict=False)
+    except Exception as error:
+        raise RunFailed(
+            f"the converted graph could not be exported: {first_line(error)}",
+            hint="run again with --debug, or leave the program out with --no-program",
+        ) from error
+    _drop_assertions(program.graph)
+    _copy_origins(deployed.graph, program.graph)
+    return program
+
+
+def _tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that hold a tensor; the others are fixed in the graph."""
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+    }
+
+
+def _drop_assertions(graph: fx.Graph) -> None:
+    """Torch records the dtype that it saw before each conversion; under another policy it may be another."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+
+
+def _copy_origins(old: fx.Graph, new: fx.Graph) -> None:
+    """Layer and line of each op."""
+    for ours, theirs in same_nodes(old, new):
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in ours.meta:
+                theirs.meta[key] = ours.meta[key]
+
+
+def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """The ops of a deployed graph with those of its program; none unless both are the same in order."""
+    before = [node for node in old.nodes if node.op == "call_function"]
+    after = [node for node in new.nodes if node.op == "call_function"]
+    after = after[len(after) - len(before) :]  # inputs that are cast come first
+    same = [node.target for node in before] == [node.target for node in after]
+    return list(zip(before, after, strict=True)) if same else []
+
+
+def _submodule(root: nn.Module, path: str) -> nn.Module:
+    module = root
+    for name in path.split(".") if path else ():
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        child = module._modules[name]
+        assert child is not None
+        module = child
+    return module

@@ -1,0 +1,116 @@
+"""What a converted program computes on recorded inputs, and how far that is from FP32."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from ampaudit.core.errors import first_line
+from ampaudit.report.conversion import OutputRecord
+from ampaudit.trace.calling import call_unchanged
+from ampaudit.trace.entry import flatten_outputs, tensor_leaves
+
+__all__ = [
+    "Reference",
+    "compared",
+    "digest_of_tensors",
+    "flat_outputs",
+    "record_reference",
+    "run_program",
+]
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Recorded tensors by name (``input[i]``, ``output[i]``, ``fp32[i]``), and what was found.
+
+    ``note`` says why there is no output, if there is none.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    outputs: tuple[OutputRecord, ...]
+    note: str
+
+
+def record_reference(
+    program: ExportedProgram,
+    model: nn.Module,
+    given: Call,
+    call: Call,
+    names: Sequence[str],
+    seed: int,
+) -> Reference:
+    """Run the program in its own dtypes, and the model in FP32, on one batch.
+
+    Args:
+        program: the converted program.
+        model: the FP32 model.
+        given: positional and keyword inputs of the model.
+        call: those of the program, which takes no fixed arguments.
+        names: of the outputs.
+        seed: set before each run.
+    """
+    inputs = [t.detach().cpu().contiguous() for t in tensor_leaves(*call)]
+    tensors = {f"input[{i}]": t.clone() for i, t in enumerate(inputs)}
+    every = dict(
+        flatten_outputs(call_unchanged(model, *given, seed=seed))
+    )  # with caches, which the program has not
+    exact = [every[name] for name in names]
+    tensors |= {f"fp32[{i}]": t.clone().contiguous() for i, t in enumerate(exact)}
+    found = run_program(program, call, seed)
+    if isinstance(found, str):
+        return Reference(tensors, (), found)
+    tensors |= {f"output[{i}]": t.clone().contiguous() for i, t in enumerate(found)}
+    outputs = tuple(
+        OutputRecord(
+            name, str(ours.dtype).removeprefix("torch."), digest_of_tensors([ours]), *compared(ours, ref)
+        )
+        for name, ours, ref in zip(names, found, exact, strict=True)
+    )
+    return Reference(tensors, outputs, "")
+
+
+def run_program(program: ExportedProgram, call: Call, seed: int) -> list[torch.Tensor] | str:
+    """The program's outputs on the CPU, flat; or, in a line, why this machine cannot run it."""
+    try:
+        return flat_outputs(call_unchanged(program.module(), *call, seed=seed))
+    except (RuntimeError, NotImplementedError) as error:
+        return f"this machine's CPU cannot run the program in its dtypes: {first_line(error)}"
+
+
+def flat_outputs(found: Any) -> list[torch.Tensor]:
+    """Output tensors in order, detached."""
+    leaves = torch.utils._pytree.tree_leaves(found)
+    return [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def compared(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
+    """Largest absolute error, and signal to noise in dB; ``None`` for what is not finite, or exact."""
+    if not ours.is_floating_point():
+        return (0.0, None) if torch.equal(ours, reference) else (None, None)
+    error = ours.double() - reference.double()
+    largest = float(error.abs().amax()) if error.numel() else 0.0
+    noise, signal = float(error.square().sum()), float(reference.double().square().sum())
+    if not math.isfinite(largest):
+        return None, None
+    return largest, round(10 * math.log10(signal / noise), 2) if noise > 0 and signal > 0 else None
+
+
+def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> str:
+    """SHA-256 over the tensors' dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

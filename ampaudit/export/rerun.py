@@ -1,0 +1,119 @@
+"""Loads a converted program in this process, runs it, and says as JSON what it found: for a fresh process.
+
+Run as ``python -m ampaudit.export.rerun DIRECTORY``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from ampaudit.checkpoint.layout import PROGRAM, REFERENCE
+from ampaudit.checkpoint.mapped import map_checkpoint
+from ampaudit.core.errors import AuditError, first_line
+from ampaudit.export.manifest import Manifest, read_manifest
+from ampaudit.export.reference import compared, digest_of_tensors, run_program
+from ampaudit.report.problem import Problem
+from ampaudit.source.exported import load_program
+
+__all__ = ["rerun"]
+
+
+def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
+    """Run the program on the recorded inputs; the problems, and a line on each output that is in order.
+
+    Args:
+        directory: a converted directory with a program.
+        tolerance_db: signal to noise, against the recorded outputs, from which another machine's kernels
+            are taken to have given the same.
+    """
+    manifest = read_manifest(directory)
+    try:
+        program = load_program(directory / PROGRAM)
+        recorded = map_checkpoint(directory / REFERENCE).tensors
+    except AuditError as error:
+        return [Problem("program", PROGRAM, str(error.args[0]))], []
+    problems = _other_weights(program, directory, manifest) if manifest.mode == "inference" else []
+    call = _with_inputs(program, recorded)
+    if call is None:
+        return [
+            *problems,
+            Problem("program", REFERENCE, "its inputs are not those that the program takes"),
+        ], []
+    found = run_program(program, call, manifest.seed)
+    if isinstance(found, str):
+        return [*problems, Problem("program", PROGRAM, found)], []
+    lines: list[str] = []
+    for index, (record, ours) in enumerate(zip(manifest.outputs, found, strict=False)):
+        before = recorded.get(f"output[{index}]")
+        if digest_of_tensors([ours]) == record.sha256:
+            lines.append(f"{record.name}: the same bits")
+            continue
+        if before is None or before.shape != ours.shape or before.dtype != ours.dtype:
+            problems.append(
+                Problem("output", record.name, "has another shape or dtype than the recorded one")
+            )
+            continue
+        off, accuracy = compared(ours, before)
+        text = f"differs from the recorded one by up to {off:.3g}" if off is not None else "is not finite"
+        if accuracy is not None and accuracy >= tolerance_db:
+            lines.append(
+                f"{record.name}: {text} ({accuracy:.0f} dB): the kernels of another machine or version"
+            )
+        else:
+            shown = f", {accuracy:.0f} dB" if accuracy is not None else ""
+            problems.append(Problem("output", record.name, f"{text}{shown}"))
+    return problems, lines
+
+
+def _with_inputs(program: ExportedProgram, recorded: dict[str, torch.Tensor]) -> Any:
+    """The program's example call with the recorded tensors in it."""
+    leaves, spec = pytree.tree_flatten(program.example_inputs or ((), {}))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    names = [f"input[{number}]" for number in range(len(places))]
+    if any(name not in recorded for name in names):
+        return None
+    for place, name in zip(places, names, strict=True):
+        leaves[place] = recorded[name]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _other_weights(program: ExportedProgram, directory: Path, manifest: Manifest) -> list[Problem]:
+    """Parameters of the program that are not those of the checkpoint, bit for bit."""
+    problems: list[Problem] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for file in dict.fromkeys(t.file for t in manifest.tensors.values()):
+        try:
+            tensors.update(map_checkpoint(directory / file).tensors)
+        except AuditError:
+            continue  # named by the check of the files
+    for name, stored in manifest.tensors.items():
+        ours = program.state_dict.get(stored.parameter or name)
+        theirs = tensors.get(name)
+        if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            continue
+        if digest_of_tensors([ours]) != digest_of_tensors([theirs]):
+            problems.append(
+                Problem("program", f"{PROGRAM}: {stored.parameter or name}", f"is not that of {stored.file}")
+            )
+    return problems
+
+
+def main() -> None:
+    """Print ``{"problems": [...], "lines": [...]}``."""
+    try:
+        problems, lines = rerun(Path(sys.argv[1]), float(sys.argv[2]))
+    except Exception as error:
+        problems, lines = [Problem("program", PROGRAM, f"{type(error).__name__}: {first_line(error)}")], []
+    print(json.dumps({"problems": [asdict(p) for p in problems], "lines": lines}))
+
+
+if __name__ == "__main__":
+    main()

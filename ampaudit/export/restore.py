@@ -1,0 +1,138 @@
+"""``ampaudit convert --to float32``: the checkpoint as it was, from a converted directory's masters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampaudit.checkpoint import Entry, Part, write_safetensors
+from ampaudit.checkpoint.header import FLOAT_TYPES, TORCH_NAMES
+from ampaudit.checkpoint.layout import BESIDE_WEIGHTS, MANIFEST, MASTER
+from ampaudit.checkpoint.open import INDEX_SUFFIX
+from ampaudit.checkpoint.parts import SafetensorsFile
+from ampaudit.core.errors import UsageError, WeightsError
+from ampaudit.core.files import staged_directory
+from ampaudit.export.manifest import (
+    FileRecord,
+    Manifest,
+    digest_of,
+    files_under,
+    read_manifest,
+    write_manifest,
+)
+from ampaudit.export.stream import StoredTensor
+
+__all__ = ["restore"]
+
+
+def restore(directory: Path, output: Path, *, force: bool) -> Manifest:
+    """Write every tensor as it was before it was rounded, bit for bit, and check that it is.
+
+    Names, shards, metadata and the files beside the weights are those of the converted directory.
+
+    Raises:
+        UsageError: masters were not kept.
+        WeightsError: the directory is damaged: a tensor is not what the manifest says.
+        OutputError: the output cannot be written; nothing is left behind.
+    """
+    manifest = read_manifest(directory)
+    lost = [name for name, t in manifest.tensors.items() if t.master_dtype is not None and t.master is None]
+    if lost:
+        raise UsageError(
+            f"{directory} has no masters: {lost[0]!r} and {len(lost) - 1} more cannot be restored",
+            hint="convert again without --no-masters",
+        )
+    with staged_directory(output, force=force, ours=MANIFEST) as stage:
+        parts = {name: SafetensorsFile(directory / name) for name in _weight_files(manifest)}
+        files: dict[str, FileRecord] = {}
+        tensors: dict[str, StoredTensor] = {}
+        for label in dict.fromkeys(t.file for t in manifest.tensors.values()):
+            record, found = _restore_file(label, manifest, parts, stage / label)
+            files[label] = record
+            tensors |= found
+        _copy_rest(directory, stage, manifest)
+        for name in files_under(stage):
+            files.setdefault(name, digest_of(stage / name))
+        made = replace(
+            manifest, kind="weights", mode="inference", policy="none", dtype="float32", clip=None,
+            files=dict(sorted(files.items())), tensors=tensors, inputs_sha256=None, outputs=(),
+            source=str(directory), notes=("restored from the masters of a converted directory",),
+        )  # fmt: skip
+        return write_manifest(stage, made)
+
+
+def _weight_files(manifest: Manifest) -> set[str]:
+    files = {t.file for t in manifest.tensors.values()}
+    return files | {t.master for t in manifest.tensors.values() if t.master is not None}
+
+
+def _restore_file(
+    label: str, manifest: Manifest, parts: dict[str, SafetensorsFile], path: Path
+) -> tuple[FileRecord, dict[str, StoredTensor]]:
+    """One file of the checkpoint, its tensors in the order in which they lie in the converted one."""
+    working = parts[label]
+    stored = {name: manifest.tensors[name] for name in working.entries if name in manifest.tensors}
+    entries = [Entry(name, t.master_dtype or t.dtype, t.shape) for name, t in stored.items()]
+
+    def pieces() -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
+        for name, t in stored.items():
+            part: Part = parts[t.master] if t.master is not None else working
+            if name not in part.entries:
+                raise WeightsError(f"{part.label}: tensor {name!r} is missing", hint="run 'ampaudit verify'")
+            yield name, part.pieces(name)
+
+    written = write_safetensors(path, entries, working.metadata, pieces())
+    for name, t in stored.items():
+        expected = t.crc32 if t.master is None else t.master_crc32
+        if written.crc32[name] != expected:
+            source = t.master or label
+            raise WeightsError(
+                f"{source}: tensor {name!r} was changed after the conversion", hint="run 'ampaudit verify'"
+            )
+    tensors = {
+        entry.name: StoredTensor(
+            label,
+            entry.dtype,
+            entry.shape,
+            written.crc32[entry.name],
+            "as it was",
+            stored[entry.name].parameter,
+        )
+        for entry in entries
+    }
+    return FileRecord(written.sha256, written.size), tensors
+
+
+def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
+    """What is neither ours nor weights; config.json names the old dtype again, an index the old size."""
+    weights = _weight_files(manifest)
+    before = [Entry(name, t.master_dtype or t.dtype, t.shape) for name, t in manifest.tensors.items()]
+    for name in manifest.files:
+        if name in weights or name in BESIDE_WEIGHTS or name == f"{MASTER}{INDEX_SUFFIX}":
+            continue
+        place = stage / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(directory / name, place)
+        if name == "config.json":
+            _edit_config(place, before)
+        elif name.endswith(INDEX_SUFFIX):
+            table = json.loads(place.read_text(encoding="utf-8"))
+            table["metadata"] = {**table["metadata"], "total_size": sum(entry.size for entry in before)}
+            _write(place, table)
+
+
+def _edit_config(path: Path, before: Iterable[Entry]) -> None:
+    floats = {TORCH_NAMES[entry.dtype] for entry in before if entry.dtype in FLOAT_TYPES}
+    dtype = "float32" if "float32" in floats or not floats else min(floats)
+    table = json.loads(path.read_text(encoding="utf-8"))
+    _write(path, {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in table.items()})
+
+
+def _write(path: Path, table: dict[str, Any]) -> None:
+    path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,114 @@
+"""In which dtype each tensor of a checkpoint is stored: as planned, or by name, shape and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ampaudit.checkpoint import Checkpoint, Entry
+from ampaudit.checkpoint.header import FLOAT_TYPES
+from ampaudit.checkpoint.parts import type_name
+from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import NumberFormat
+from ampaudit.policy import OpFacts, RuleSet
+from ampaudit.policy.matching import matches_any
+from ampaudit.policy.schema import Cast, KeepFp32
+
+__all__ = ["CASTABLE_TYPES", "Choice", "Mode", "choose_by_name", "choose_planned", "type_of"]
+
+Mode = Literal["inference", "train"]  # casts folded into the weights; or masters, and casts in the graph
+CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is done to one tensor.
+
+    Attributes:
+        dtype: the safetensors type in which it is stored.
+        reason: why, in a few words.
+        parameter: the model's name of it, where the model is known.
+    """
+
+    dtype: str
+    reason: str
+    parameter: str | None = None
+
+
+def type_of(form: NumberFormat) -> str:
+    """The safetensors name of a format."""
+    import torch
+
+    return type_name(getattr(torch, form.name), form.name)
+
+
+def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, Choice]:
+    """Choices for a checkpoint whose model is not there.
+
+    A policy that stores 16 bits is followed, but for what it says about modules. One that casts at each
+    use, such as autocast, lowers what matrix products take: tensors of two or more dimensions are stored
+    in 16 bits; vectors (biases, norms, statistics) stay. One that lowers no matrix product changes nothing.
+
+    Raises:
+        UsageError: the policy asks for something that only a model can tell.
+    """
+    weights = rules.file.weights
+    keep = [rule for rule in weights.keep if not rule.dtype or form.name in rule.dtype]
+    if any(rule.model or rule.module or rule.attributes for rule in keep):
+        raise UsageError(
+            f"policy {rules.name!r} stores weights by the class of their module, and a checkpoint has none",
+            hint="convert the model, or choose --policy half",
+        )
+    style = _style(rules, form)
+    cast = CASTABLE_TYPES if weights.storage != "lower" or weights.casts == "float32" else FLOAT_TYPES
+    choices: dict[str, Choice] = {}
+    for part in checkpoint.parts:
+        for name, entry in part.entries.items():
+            choices[name] = (
+                _by_rule(entry, style, keep, type_of(form))
+                if entry.dtype in cast
+                else Choice(entry.dtype, "not a floating-point type that is cast")
+            )
+    return choices
+
+
+def _style(rules: RuleSet, form: NumberFormat) -> str:
+    """What a policy means for weights known by name only: ``all`` are lowered, ``matrices``, or ``none``."""
+    if rules.file.weights.storage == "lower":
+        return "all"
+    product = rules.decide(OpFacts("linear", "", form.name))
+    return "matrices" if product.cast in (Cast.LOWER, Cast.ALLOW) else "none"
+
+
+def _by_rule(entry: Entry, style: str, keep: Iterable[KeepFp32], lower: str) -> Choice:
+    if any(matches_any(rule.parameter, entry.name) for rule in keep):
+        return Choice(entry.dtype, "the policy keeps it")
+    if style == "none":
+        return Choice(entry.dtype, "the policy lowers no matrix product")
+    if style == "matrices" and len(entry.shape) < 2:
+        return Choice(entry.dtype, "a vector: biases, norms and statistics stay")
+    return Choice(lower, "the policy stores it in 16 bits")
+
+
+def choose_planned(
+    checkpoint: Checkpoint, planned: Mapping[str, tuple[str, str]], names: Mapping[str, str]
+) -> dict[str, Choice]:
+    """Choices that a plan has made.
+
+    Args:
+        checkpoint: the tensors.
+        planned: type and reason by parameter; what is not in it stays as it is.
+        names: the model's name of each tensor, where that is another one.
+    """
+    choices: dict[str, Choice] = {}
+    for part in checkpoint.parts:
+        for name, entry in part.entries.items():
+            parameter = names.get(name, name)
+            dtype, reason = planned.get(parameter, (entry.dtype, "the graph does not use it"))
+            if entry.dtype not in FLOAT_TYPES or dtype not in CASTABLE_TYPES:
+                dtype = entry.dtype
+            if dtype == "F32":
+                dtype = entry.dtype  # a file is never made wider than it was
+            choices[name] = Choice(dtype, reason, parameter=parameter)
+    return choices

@@ -1,0 +1,67 @@
+"""``ampaudit verify``: whether a converted directory is what was written, and still computes the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from ampaudit.checkpoint.layout import PROGRAM
+from ampaudit.export.integrity import check_files, check_rounding
+from ampaudit.export.manifest import read_manifest
+from ampaudit.report.problem import Problem
+from ampaudit.report.verification import Verification
+
+__all__ = ["verify"]
+
+# kernels that add up in another order agree to about 60 dB in float16 and 42 dB in bfloat16
+_TOLERANCE_DB = {"float16": 40.0, "bfloat16": 25.0}
+_PATIENCE = 3600.0
+
+
+def verify(directory: Path | str, *, run: bool = True, tolerance_db: float | None = None) -> Verification:
+    """Check hashes and rounding; load the program in a fresh process, run it, and compare.
+
+    Args:
+        directory: what ``ampaudit convert`` wrote.
+        run: also load and run the program.
+        tolerance_db: agreement, in dB, that is asked of outputs whose bits differ; 40 for float16 and 25
+            for bfloat16 if not given.
+
+    Raises:
+        WeightsError: there is no manifest that can be trusted.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory)
+    problems = [*check_files(directory, manifest), *check_rounding(directory, manifest)]
+    lines: list[str] = []
+    if run and PROGRAM in manifest.files and (directory / PROGRAM).is_file() and manifest.outputs:
+        asked = tolerance_db if tolerance_db is not None else _TOLERANCE_DB.get(manifest.dtype, 40.0)
+        more, lines = _in_fresh_process(directory, asked)
+        problems += more
+    elif run:
+        lines = ["nothing was run: the directory holds no program with recorded outputs"]
+    return Verification(
+        directory=str(directory),
+        files=len(manifest.files),
+        bytes=sum(record.size for record in manifest.files.values()),
+        tensors=len(manifest.tensors),
+        masters=sum(t.master is not None for t in manifest.tensors.values()),
+        problems=tuple(problems),
+        outputs=tuple(lines),
+        notes=manifest.notes,
+    )
+
+
+def _in_fresh_process(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
+    command = [sys.executable, "-m", "ampaudit.export.rerun", str(directory.resolve()), str(tolerance_db)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return [Problem("program", PROGRAM, f"did not end within {_PATIENCE:.0f} s")], []
+    except (ValueError, IndexError):
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return [Problem("program", PROGRAM, f"could not be run in a fresh process: {last[0]}")], []
+    return [Problem(**item) for item in found["problems"]], list(found["lines"])

@@ -1,0 +1,145 @@
+"""The numbers that the charts of the page are drawn from, packed by column so that the file stays small."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ampaudit.core.formats import format_named
+from ampaudit.core.text import plain, short_op
+from ampaudit.render.evidence import codes_by_site, evident_line, relative_path
+from ampaudit.report.finding import Severity
+from ampaudit.report.gradients import Backward
+from ampaudit.report.model import Report, SiteReport
+
+__all__ = ["figure_data"]
+
+_SHARES = 1e-4  # of a histogram; smaller bars cannot be seen
+_ALIKE = ("layer", "type", "op", "precision", "verdict", "rule", "why", "file", "findings", "worst")
+
+
+def figure_data(report: Report) -> dict[str, Any]:
+    """What the scripts need of one report: the format, a row per measured site, the loss scales."""
+    form = format_named(report.run.dtype)
+    static = report.run.level == "static"  # there, bounds are all that is known
+    measured = [s for s in report.sites if s.forward or s.gradient or (static and s.bound is not None)]
+    return {
+        "dtype": form.name,
+        "label": f"{plain(report.run.policy)}, {form.name}",
+        "max": form.max,
+        "minNormal": form.min_normal,
+        "minSubnormal": form.min_subnormal,
+        "level": report.run.level,
+        "lossScale": report.backward.loss_scale if report.backward is not None else 1.0,
+        "sites": _columns(list(_rows(report, measured))),
+        "scales": _scales(report.backward) if report.backward is not None else None,
+    }
+
+
+def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any]]:
+    codes = codes_by_site(report)
+    worst: dict[str, str] = {}
+    wrong: dict[str, set[str]] = {"forward": set(), "backward": set()}
+    for finding in report.findings:
+        if finding.suppressed is None:
+            if finding.severity is not Severity.NOTE:  # the gravest come first
+                worst.setdefault(finding.site, finding.severity.value)
+            if finding.severity is Severity.ERROR:
+                wrong["backward" if finding.phase == "backward" else "forward"].add(finding.site)
+    for site in sites:
+        line = evident_line(site.source)
+        yield {
+            "site": plain(site.site),
+            "layer": plain(site.layer or "(top module)"),
+            "type": plain(site.layer_type),
+            "op": plain(short_op(site.op)),
+            "precision": site.precision,
+            "verdict": site.verdict,
+            "rule": plain(site.rule or site.role),
+            "why": plain(site.why),
+            "file": plain(relative_path(line.file)) if line is not None else "",
+            "line": line.line if line is not None else 0,
+            "findings": " ".join(dict.fromkeys(codes[site.site])),
+            "worst": worst.get(site.site, ""),
+            "bad": int(site.site in wrong["forward"]),
+            "gbad": int(site.site in wrong["backward"]),
+            "weight": int(site.role == "weight-cast"),
+            "design": int(site.by_design),
+            "bound": _short(site.bound),
+            **_forward(site),
+            **_gradient(site),
+        }
+
+
+def _forward(site: SiteReport) -> dict[str, Any]:
+    seen = site.forward
+    return {
+        "peak": _short(seen.peak if seen else None),
+        "low": _short(seen.min_nonzero if seen else None),
+        "head": _short(seen.headroom_bits if seen else None),
+        "sqnr": _short(seen.sqnr_db if seen else None),
+        "alone": _short(seen.local_sqnr_db if seen else None),
+        "inf": seen.inf if seen else 0,
+        "nan": seen.nan if seen else 0,
+        "count": seen.elements if seen else 0,
+        "bins": _bins(seen.exponents) if seen else [],
+    }
+
+
+def _gradient(site: SiteReport) -> dict[str, Any]:
+    seen = site.gradient
+    return {
+        "gpeak": _short(seen.peak if seen else None),
+        "ghead": _short(seen.headroom_bits if seen else None),
+        "gflushed": _short(seen.flushed if seen else None),
+        "gbins": _bins(seen.exponents) if seen else [],
+    }
+
+
+def _bins(exponents: dict[int, int]) -> list[int]:
+    """The first exponent, then the share of each from there on, in units of 1e-4."""
+    total = sum(exponents.values())
+    kept = {e: n for e, n in exponents.items() if n >= _SHARES * total}
+    if not kept:
+        return []
+    first, last = min(kept), max(kept)
+    return [first, *(round(kept.get(e, 0) / total / _SHARES) for e in range(first, last + 1))]
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Columns; of texts that repeat, a list of the different ones and an index into it."""
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in (rows[0] if rows else {})}
+    for name in _ALIKE if rows else ():
+        texts = list(dict.fromkeys(columns[name]))
+        places = {text: index for index, text in enumerate(texts)}
+        columns[name] = {"texts": texts, "at": [places[text] for text in columns[name]]}
+    return columns
+
+
+def _scales(backward: Backward) -> dict[str, Any] | None:
+    advice = backward.advice
+    if advice is None:
+        return None
+    return {
+        "scale": math.log2(backward.loss_scale),
+        "low": advice.low,
+        "high": advice.high,
+        "suggested": backward.suggested,
+        "rows": [[row.exponent, _short(row.flushed), row.overflowing] for row in advice.rows],
+        "layers": [
+            [
+                plain(layer.layer or "(top module)"),
+                layer.low,
+                layer.high,
+                _short(layer.flushed),
+                plain(layer.high_at),
+            ]
+            for layer in advice.layers
+        ],
+    }
+
+
+def _short(value: float | None) -> float | None:
+    """Four digits are more than a picture shows."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,78 @@
+"""JUnit XML, so that continuous integration lists layers as it lists tests."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from xml.etree import ElementTree
+
+from ampaudit.core.text import plain
+from ampaudit.render.subjects import Alert, Subject, subjects_of
+from ampaudit.report.documents import Document
+
+__all__ = ["to_junit"]
+
+
+def to_junit(document: Document) -> str:
+    """A suite per subject, a case per layer, run or target; findings below the threshold are only noted."""
+    root = ElementTree.Element("testsuites", name="ampaudit")
+    totals = {"tests": 0, "failures": 0, "errors": 0}
+    for subject in subjects_of(document):
+        suite = _suite(subject)
+        root.append(suite)
+        for name in totals:
+            totals[name] += int(suite.get(name, "0"))
+    root.attrib |= {name: str(count) for name, count in totals.items()}
+    ElementTree.indent(root, " ")
+    text = ElementTree.tostring(root, encoding="unicode")
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'
+
+
+def _suite(subject: Subject) -> ElementTree.Element:
+    by_case: defaultdict[str, list[Alert]] = defaultdict(list)
+    for alert in subject.alerts:
+        by_case[alert.case].append(alert)
+    failed = {case for case, found in by_case.items() if any(a.fails for a in found)} - subject.errors.keys()
+    suite = ElementTree.Element(
+        "testsuite",
+        name=_legal(f"{subject.name} ({subject.label})"),
+        tests=str(len(subject.cases)),
+        failures=str(len(failed)),
+        errors=str(len(subject.errors)),
+        skipped="0",
+        time=f"{sum(subject.seconds.values()):.3f}",
+    )
+    for case in subject.cases:
+        seconds = f"{subject.seconds.get(case, 0.0):.3f}"
+        attributes = {"classname": _legal(subject.name), "name": _legal(case), "time": seconds}
+        made = ElementTree.SubElement(suite, "testcase", attributes)
+        if case in subject.errors:
+            first = subject.errors[case].partition("\n")[0]
+            inner = ElementTree.SubElement(made, "error", type="error", message=_legal(first))
+            inner.text = _legal(subject.errors[case])
+        else:
+            _fill(made, by_case[case])
+    return suite
+
+
+def _fill(case: ElementTree.Element, alerts: list[Alert]) -> None:
+    failing = [alert for alert in alerts if alert.fails]
+    others = [alert for alert in alerts if not alert.fails]
+    if failing:
+        first, more = failing[0], len(failing) - 1
+        message = f"{first.code} {first.title} at {first.site}" + (f", and {more} more" if more else "")
+        inner = ElementTree.SubElement(case, "failure", type=first.code, message=_legal(message))
+        inner.text = _legal("\n\n".join(map(_paragraph, failing)))
+    if others:
+        ElementTree.SubElement(case, "system-out").text = _legal("\n\n".join(map(_paragraph, others)))
+
+
+def _paragraph(alert: Alert) -> str:
+    where = f" {alert.line.file}:{alert.line.line}" if alert.line is not None else ""
+    hidden = f" (suppressed: {alert.suppressed})" if alert.suppressed is not None else ""
+    head = f"{alert.level.value}: {alert.code} {alert.title} at {alert.site}{where}{hidden}"
+    return f"{head}\n{alert.text}\n{alert.advice}".rstrip()
+
+
+def _legal(text: str) -> str:
+    """Without what XML 1.0 does not allow in a document."""
+    return "\n".join(plain(line) for line in text.split("\n"))

@@ -1,0 +1,86 @@
+"""A lint's findings for people: where, what, the line, what to write instead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ampaudit.core.text import plain
+from ampaudit.report.lint import LintFinding, LintReport
+
+__all__ = ["render_lint"]
+
+_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+_WIDEST = 100
+
+
+def render_lint(report: LintReport, *, verbosity: int = 0) -> RenderableType:
+    """Each finding with its line, and a line that counts; with ``verbosity`` -1 the count alone."""
+    parts: list[RenderableType] = []
+    if verbosity >= 0:
+        for finding in report.findings:
+            if finding.suppressed is None or verbosity > 0:
+                parts += _finding(finding)
+    for item in report.unread:
+        parts.append(Text(str(item), "yellow"))
+    return Group(*parts, _summary(report))
+
+
+def _finding(finding: LintFinding) -> Iterator[RenderableType]:
+    cell = f"cell {finding.cell}:" if finding.cell is not None else ""
+    # not wrapped: editors and scripts read one line per finding
+    head = Text(
+        f"{plain(finding.file)}:{cell}{finding.line}:{finding.column}: ", no_wrap=True, overflow="ignore"
+    )
+    head += Text(f"{finding.severity} {finding.code}", _STYLES[finding.severity])
+    head += Text(f" {plain(finding.cause)}")
+    if finding.suppressed is not None:
+        head += Text(f" [suppressed: {plain(finding.suppressed)}]", "dim")
+    yield head
+    line = plain(finding.source.expandtabs(4))
+    # what stands before the finding may be wider than it was: tabs, and what is shown as an escape
+    before = len(plain(finding.source[: finding.column - 1].expandtabs(4)))
+    last = finding.end_column - 1 if finding.end_line == finding.line else len(finding.source.rstrip())
+    width = max(len(plain(finding.source[:last].expandtabs(4))) - before, 1)
+    indent = len(line) - len(line.lstrip())
+    shown = line.strip()
+    if len(shown) > _WIDEST:
+        shown, width = shown[:_WIDEST] + "…", min(width, max(_WIDEST - before + indent, 1))
+    gutter = f"{finding.line:>5} | "
+    yield Text(f"{gutter}{shown}", no_wrap=True, overflow="ignore")
+    if before - indent <= _WIDEST:
+        yield Text(
+            f"{'':>5} | {' ' * max(before - indent, 0)}{'^' * width}", "red", no_wrap=True, overflow="ignore"
+        )
+    fix = "  (--fix does it)" if finding.fixable else ""
+    yield Text(f"{'':>5} = {plain(finding.advice)}{fix}", no_wrap=True, overflow="ignore")
+    yield Text()
+
+
+def _summary(report: LintReport) -> Text:
+    counted = [finding for finding in report.findings if finding.suppressed is None]
+    levels = Counter(str(finding.severity) for finding in counted)
+    parts = [_many(levels[level], level) for level in _STYLES if levels[level]]
+    files = _many(report.linted, "file")
+    said = f"{', '.join(parts)} in {files}" if parts else f"nothing found in {files}"
+    if not report.linted:
+        said = "no script, notebook or Markdown file there"
+    fixable = sum(finding.fixable for finding in counted)
+    if fixable:
+        said += f"; {fixable} can be repaired with --fix"
+    if report.fixed:
+        said += f"; {report.fixed} repaired"
+    hidden = len(report.findings) - len(counted)
+    if hidden:
+        said += f"; {hidden} suppressed"
+    if report.unread:
+        said += f"; {_many(len(report.unread), 'problem')} reading"
+    verdict = Text("FAIL  ", "bold red") if report.exit_code else Text("PASS  ", "bold green")
+    return verdict + Text(said)
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}{'s' if count != 1 else ''}"

@@ -1,0 +1,179 @@
+"""Policies for people: the list, one of them, the difference of two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from ampaudit.core.text import plain
+from ampaudit.policy import OpFacts, RuleSet, load_policy, policy_names
+from ampaudit.policy.aten_ops import aten_names
+from ampaudit.policy.load import Loaded
+from ampaudit.policy.schema import Rule, Weights, When
+from ampaudit.render.grid import open_table
+
+__all__ = ["diff_rows", "list_rows", "render_diff", "render_list", "render_policy"]
+
+_OPS_SHOWN = 16
+
+
+def list_rows() -> list[dict[str, Any]]:
+    """Name, title and size of each shipped policy."""
+    rows = []
+    for name in policy_names():
+        rules = load_policy(name)
+        rows.append(
+            {
+                "name": name,
+                "title": rules.file.title,
+                "level": rules.file.level,
+                "rules": len(rules.file.rules),
+                "ops": len(rules.op_names),
+                "measured": rules.measured,
+            }
+        )
+    return rows
+
+
+def render_list(rows: Sequence[dict[str, Any]]) -> RenderableType:
+    """A table of the shipped policies."""
+    made = open_table("policy", "rules", "ops", "acts on", "title", left=("acts on", "title"))
+    for row in rows:
+        acts = "calls" if row["level"] == "calls" else "FP32 graph"
+        measured = ", numbers" if row["measured"] else ""
+        made.add_row(row["name"], str(row["rules"]), str(row["ops"]), f"{acts}{measured}", Text(row["title"]))
+    return made
+
+
+def render_policy(loaded: Loaded) -> RenderableType:
+    """Title, weights, and every rule with what it matches and why."""
+    file = loaded.file
+    parts: list[RenderableType] = [
+        Text.assemble((file.name, "bold"), f"  {plain(file.title)}"),
+        Text(_headline(loaded), "dim"),
+    ]
+    for number, rule in enumerate(file.rules, 1):
+        parts += [Text(), _rule(number, rule, loaded)]
+    default = f"otherwise  {file.defaults.cast}: {file.defaults.why}"
+    return Group(*parts, Text(), Text(default))
+
+
+def _headline(loaded: Loaded) -> str:
+    file = loaded.file
+    extends = f"extends {', '.join(file.extends)}; " if file.extends else ""
+    where = "while the model's code runs" if file.level == "calls" else "on the model's FP32 graph"
+    scale = file.loss_scale if isinstance(file.loss_scale, str) else file.loss_scale.kind
+    return f"{extends}acts {where}; {_weights(file.weights)}; loss scale {scale}"
+
+
+def _weights(weights: Weights) -> str:
+    stored = "weights stored in 16 bits" if weights.storage == "lower" else "weights stored in FP32"
+    master = ", FP32 masters kept" if weights.master and weights.storage == "lower" else ""
+    moved = [
+        f"{k} {v}" for k, v in (("inputs", weights.inputs), ("outputs", weights.outputs)) if v != "unchanged"
+    ]
+    kept = f", {len(weights.keep)} exceptions" if weights.keep else ""
+    return ", ".join([stored + master + kept, *moved])
+
+
+def _rule(number: int, rule: Rule, loaded: Loaded) -> RenderableType:
+    head = Text.assemble(
+        f"{number:>3}  ", (plain(rule.id), "bold"), f"  {rule.cast}", (f"  {rule.reason.value}", "dim")
+    )
+    body: list[RenderableType] = [Text(line) for line in _conditions(rule, loaded)]
+    body += [
+        Text.assemble(("why     ", "dim"), plain(rule.why)),
+        Text(f"source  {plain(rule.source)}", "dim"),
+    ]
+    return Group(head, Padding(Group(*body), (0, 0, 0, 5), expand=False))
+
+
+def _conditions(rule: Rule, loaded: Loaded) -> list[str]:
+    lines = []
+    if rule.match.op:
+        named = ", ".join(rule.match.op)
+        count = len(loaded.ops.get(rule.id, ()))
+        lines.append(
+            f"ops     {plain(named)}" + (f"  ({count} of ATen's)" if count != len(rule.match.op) else "")
+        )
+    rest = rule.match.model_dump(exclude_defaults=True, exclude={"op"})
+    lines += [f"{key:<7} {plain(_words(value))}" for key, value in rest.items()]
+    when = rule.when.model_dump(exclude_defaults=True, by_alias=True) if rule.when != When() else {}
+    lines += [f"when    {key} {plain(_words(value))}" for key, value in when.items()]
+    if rule.arguments:
+        lines.append(f"but     {_words(rule.arguments)}")
+    if rule.clamp is not None:
+        lines.append(f"then    clamp the output to {rule.clamp}")
+    return lines
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(item)}" for key, item in value.items() if item is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def diff_rows(first: RuleSet, second: RuleSet, dtype: str) -> list[dict[str, str]]:
+    """The ATen ops for which two policies decide differently, layers and numbers aside."""
+    rows = []
+    for op in sorted((first.op_names | second.op_names) & aten_names()):
+        a, b = (rules.decide(OpFacts(op, "", dtype)) for rules in (first, second))
+        if a.cast is not b.cast:
+            ours, theirs = (f"{d.cast} ({d.reason})" for d in (a, b))
+            rows.append({"op": op, "first": ours, "second": theirs})
+    return rows
+
+
+def render_diff(
+    first: RuleSet, second: RuleSet, rows: Sequence[dict[str, str]], *, verbose: bool = False
+) -> RenderableType:
+    """Ops with the same difference together, and what differs besides ops."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        groups.setdefault((row["first"], row["second"]), []).append(row["op"])
+    total = len(first.op_names | second.op_names)
+    parts: list[RenderableType] = [
+        Text.assemble(
+            ("diff  ", "bold"),
+            f"{first.name} and {second.name} treat {len(rows)} of the {total} ops that they name differently",
+        )
+    ]
+    if groups:
+        made = open_table(first.name, second.name, "ops", left=(second.name, "ops"))
+        for (ours, theirs), ops in sorted(
+            groups.items(), key=lambda item: (_is_mild(*item[0]), -len(item[1]))
+        ):
+            made.add_row(ours, theirs, Text(_op_list(ops, verbose)))
+        parts += [Text(), made]
+    other = open_table("", first.name, second.name, left=(first.name, second.name))
+    for label, ours, theirs in _other_differences(first, second):
+        other.add_row(label, Text(ours), Text(theirs))
+    return Group(*parts, Text(), other)
+
+
+def _is_mild(ours: str, theirs: str) -> bool:
+    """Whether neither side insists on a precision: the difference shows only where inputs differ."""
+    return all(side.split(" ")[0] in ("follow", "narrowest", "widest") for side in (ours, theirs))
+
+
+def _op_list(ops: Sequence[str], verbose: bool) -> str:
+    """Base names, in-place twins and overloads left out; a long list is cut."""
+    bases = list(dict.fromkeys(op.partition(".")[0].removesuffix("_") for op in ops))
+    shown = bases if verbose else bases[:_OPS_SHOWN]
+    more = f" and {len(bases) - len(shown)} more (-v)" if len(shown) < len(bases) else ""
+    return plain(", ".join(shown)) + more
+
+
+def _other_differences(first: RuleSet, second: RuleSet) -> list[tuple[str, str, str]]:
+    a, b = first.file, second.file
+    return [
+        ("any other op", a.defaults.cast.value, b.defaults.cast.value),
+        ("weights", _weights(a.weights), _weights(b.weights)),
+        ("acts on", a.level, b.level),
+    ]

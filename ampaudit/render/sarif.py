@@ -1,0 +1,158 @@
+"""SARIF 2.1.0, so that code hosts show findings on the line, as they do for a linter.
+
+Source: OASIS "Static Analysis Results Interchange Format (SARIF) Version 2.1.0"; section numbers below are
+its. What a code host asks for beyond that (relative paths, fingerprints, a category per run) is kept, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ampaudit.core.sites import SourceLine
+from ampaudit.render.evidence import relative_path
+from ampaudit.render.subjects import Alert, Subject, subjects_of
+from ampaudit.report.documents import Document
+from ampaudit.report.pages import Page, all_pages
+
+__all__ = ["to_sarif"]
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+_PATH_SHOWN = 20
+_MOST_RESULTS = 25_000  # of a run; code hosts refuse a file with more
+_ROOT = "%SRCROOT%"
+
+
+def to_sarif(document: Document) -> str:
+    """One run per subject; findings that are suppressed are there and marked so."""
+    runs = [_run(subject) for subject in subjects_of(document)]
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": runs}
+    return json.dumps(log, indent=1, ensure_ascii=False) + "\n"
+
+
+def _run(subject: Subject) -> dict[str, Any]:
+    alerts = subject.alerts[:_MOST_RESULTS]
+    codes = sorted({alert.code for alert in alerts})
+    titles = {alert.code: alert.title for alert in alerts}
+    left = len(subject.alerts) - len(alerts)
+    told = [f"{left} more findings are in the JSON report"] if left else []
+    told += [f"{case}: {text}" for case, text in subject.errors.items()]
+    return {
+        "tool": {
+            "driver": {
+                "name": "ampaudit",
+                "version": subject.tool_version,
+                "rules": [_rule(code, titles[code]) for code in codes],
+            }
+        },
+        "automationDetails": {"id": f"ampaudit/{subject.name}/{subject.label}/"},
+        "invocations": [
+            {
+                "executionSuccessful": not subject.errors,
+                "toolExecutionNotifications": [
+                    {"level": "error", "message": {"text": _text(text)}} for text in told
+                ],
+            }
+        ],
+        "results": [_result(subject, alert, codes.index(alert.code)) for alert in alerts],
+        "columnKind": "unicodeCodePoints",
+    }
+
+
+def _rule(code: str, title: str) -> dict[str, Any]:
+    rule: dict[str, Any] = {
+        "id": code,
+        "name": "".join(word.capitalize() for word in title.split()),
+        "shortDescription": {"text": title},
+    }
+    page = all_pages().get(code)
+    return rule if page is None else rule | _documented(page)
+
+
+def _documented(page: Page) -> dict[str, Any]:
+    says = page.text.partition("## What it says")[2].partition("##")[0]
+    return {
+        "fullDescription": {"text": " ".join(says.split())},
+        "help": {"text": page.text, "markdown": page.text},
+        "defaultConfiguration": {"level": page.severity},
+        "properties": {"tags": sorted({"precision", page.kind})},
+    }
+
+
+def _result(subject: Subject, alert: Alert, rule: int) -> dict[str, Any]:
+    text = f"{alert.site}: {alert.text}\n{alert.advice}".rstrip()
+    result: dict[str, Any] = {
+        "ruleId": alert.code,
+        "ruleIndex": rule,
+        "level": alert.level.value,
+        "message": {"text": _text(text)},
+        "locations": [_location(_shown_at(subject, alert), alert)],
+        "partialFingerprints": {"ampauditSite/v1": _fingerprint(subject, alert)},
+    }
+    if alert.related is not None:
+        result["relatedLocations"] = [_location(alert.related, None, "the line that computes the value")]
+    if alert.path:
+        result["codeFlows"] = [{"threadFlows": [{"locations": list(_flow(subject, alert))}]}]
+    if alert.suppressed is not None:
+        how = "inSource" if alert.suppressed.startswith("comment:") else "external"
+        result["suppressions"] = [{"kind": how, "justification": alert.suppressed}]
+    return result
+
+
+def _flow(subject: Subject, alert: Alert) -> Iterable[dict[str, Any]]:
+    """From where it breaks to what it poisons."""
+    yield {"location": _location(_shown_at(subject, alert), alert, f"{alert.site} breaks")}
+    for site in alert.path[:_PATH_SHOWN]:
+        message = {"message": {"text": _text(f"{site} is poisoned")}}
+        yield {"location": {"logicalLocations": [_logical(site)], **message}}
+
+
+def _shown_at(subject: Subject, alert: Alert) -> SourceLine:
+    """A code host shows nothing without a line: where none is known, the first of the model's file."""
+    return alert.line or SourceLine(subject.name.partition(":")[0], 1)
+
+
+def _location(line: SourceLine, alert: Alert | None, message: str = "") -> dict[str, Any]:
+    region: dict[str, Any] = {"startLine": max(line.line, 1)}
+    if alert is not None and alert.region is not None and alert.line is line:
+        column, last, behind = alert.region
+        region |= {"startColumn": column, "endLine": last, "endColumn": behind}
+    elif line.code:
+        region["snippet"] = {"text": line.code}
+    found: dict[str, Any] = {"physicalLocation": {"artifactLocation": _artifact(line.file), "region": region}}
+    if alert is not None:
+        found["logicalLocations"] = [_logical(alert.site)]
+    if message:
+        found["message"] = {"text": _text(message)}
+    return found
+
+
+def _artifact(file: str) -> dict[str, str]:
+    """Relative to the root of the sources, where code hosts look; else an absolute URI."""
+    path = Path(relative_path(file))
+    if path.is_absolute():
+        return {"uri": f"file://{quote(path.as_posix())}"}  # Path.as_uri takes the locale's encoding
+    return {"uri": quote(path.as_posix()), "uriBaseId": _ROOT}
+
+
+def _logical(site: str) -> dict[str, str]:
+    return {"fullyQualifiedName": site, "kind": "member"}
+
+
+def _text(text: str) -> str:
+    """A plain message: braces would be placeholders (3.11.5), ``[a](b)`` a link (3.11.6)."""
+    doubled = text.replace("\\", "\\\\").replace("{", "{{").replace("}", "}}")
+    return doubled.replace("](", "\\](")
+
+
+def _fingerprint(subject: Subject, alert: Alert) -> str:
+    """The same for the same finding in the next run, also when lines have moved."""
+    of_lint = alert.region is not None and alert.line is not None
+    # lint's label counts files, and a function may have the same mistake twice
+    which = (alert.line.code,) if of_lint and alert.line is not None else (subject.label,)
+    said = "\n".join((*which, alert.case, alert.code, alert.site))
+    return hashlib.sha256(said.encode()).hexdigest()[:32]

@@ -1,0 +1,89 @@
+"""Loss curves, loss scales and gradient peaks of training runs as a picture, with matplotlib."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ampaudit.core.errors import UsageError
+from ampaudit.core.files import check_writable
+from ampaudit.report.training import TrainingReport
+
+__all__ = ["check_picture", "figure_of", "plot_training"]
+
+# colours that readers with colour blindness can tell apart (Okabe and Ito, 2008)
+_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def plot_training(report: TrainingReport, path: Path, *, force: bool = False) -> None:
+    """Write the picture; the suffix says which format (png, svg, pdf).
+
+    Raises:
+        UsageError: matplotlib is missing, or the suffix is none of its formats.
+        OutputExists: the file exists and ``force`` is off.
+    """
+    check_writable(path, force=force)
+    figure = figure_of(path, (9, 7))
+    loss, scale, gradient = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))
+    _draw(report, loss, scale, gradient)
+    figure.suptitle(f"{report.steps} steps of {report.optimizer}, {report.dtype} beside FP32")
+    figure.savefig(path, dpi=150)
+
+
+def check_picture(path: Path) -> None:
+    """Refuse early what would fail after a long run.
+
+    Raises:
+        UsageError: matplotlib is missing, or the suffix is none of its formats.
+    """
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib", hint="pip install 'ampaudit[plots]'")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot {path}: unknown kind of picture", hint="end the name in .png, .svg or .pdf")
+
+
+def figure_of(path: Path, size: tuple[float, float]) -> Any:
+    """An empty figure of so many inches, for a file of that name.
+
+    Raises:
+        UsageError: matplotlib is missing, or the suffix is none of its formats.
+    """
+    check_picture(path)
+    import matplotlib.figure
+
+    return matplotlib.figure.Figure(figsize=size, layout="constrained")
+
+
+def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:
+    for index, variant in enumerate(report.variants):
+        health = variant.health
+        style = {"color": _COLOURS[index % len(_COLOURS)], "label": variant.name, "linewidth": 1.5}
+        style |= {"linestyle": "-" if index == 0 else (0, (4 + index, 1 + index / 2))}
+        steps = [record.step for record in health.steps]
+        loss.plot(steps, [_or_gap(record.loss) for record in health.steps], **style)
+        scale.plot(steps, [record.scale for record in health.steps], **style)
+        skipped = [record for record in health.steps if record.skipped]
+        scale.plot([r.step for r in skipped], [r.scale for r in skipped], "x", color=style["color"])
+        peaks = [_largest(variant, place) for place in range(len(health.watched))]
+        gradient.plot(health.watched, peaks, marker=".", **style)
+    loss.set_ylabel("loss")
+    loss.legend(frameon=False)
+    scale.set_yscale("log", base=2)
+    scale.set_ylabel("loss scale\n(x: skipped)")
+    gradient.set_yscale("log")
+    gradient.set_ylabel("largest gradient")
+    gradient.set_xlabel("step")
+    for axes in (loss, scale, gradient):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+
+
+def _largest(variant: Any, place: int) -> float:
+    rows = [p.gradient_peaks for p in variant.health.parameters if place < len(p.gradient_peaks)]
+    peaks = [row[place] for row in rows if row[place]]
+    return max(peaks, default=float("nan"))
+
+
+def _or_gap(value: float | None) -> float:
+    return float("nan") if value is None else value

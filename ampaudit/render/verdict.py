@@ -1,0 +1,100 @@
+"""The verdict in one line: what broke, or what a pass rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.core.text import plain, short_op
+from ampaudit.render.tables import least_headroom
+from ampaudit.report.accuracy import accuracy_word, worst_output
+from ampaudit.report.finding import Severity
+from ampaudit.report.model import OutputAccuracy, Report
+
+__all__ = ["verdict_words"]
+
+_OPS = 3  # names of ops that were not audited
+
+
+def verdict_words(report: Report) -> tuple[str, str]:
+    """``PASS``, ``FAIL`` or ``LOOK``, and in a sentence why."""
+    errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
+    word = "FAIL" if errors or report.verdict == "fail" else "PASS"
+    if word == "PASS" and report.run.level == "ranges" and warnings:
+        word = "LOOK"
+    extra = f" ({_counted(warnings, 'warning')})" if warnings and (errors or word == "FAIL") else ""
+    if errors:
+        what = "; ".join((*_broken(report), *_gaps(report)))
+    elif report.run.level == "static" and report.proofs is not None:
+        left = report.proofs.sites - report.proofs.proved
+        what = f"{report.proofs.proved} of {report.proofs.sites} sites are proved safe in {report.run.dtype}"
+        what += f"; a scan must observe the other {left}" if left else ""
+    elif report.run.level == "ranges" and warnings:
+        what = f"{_counted(warnings, 'site')} would overflow in {report.run.dtype}"
+    else:
+        what = "; ".join((*_sound(report), *_gaps(report)))
+    return word, f"{what}{extra}"
+
+
+def _broken(report: Report) -> Iterator[str]:
+    errors = [f for f in report.findings if f.severity is Severity.ERROR and f.suppressed is None]
+    places = sum(not f.finite for f in errors)
+    if places:
+        yield f"{_counted(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}"
+    if places == len(errors):
+        return
+    worst = worst_output(report)
+    if worst is None:
+        yield f"{_counted(len(errors), 'buffer')} no longer changes in {report.run.dtype}"
+        return
+    if worst.problem:
+        wrong = worst.problem
+    elif worst.kind == "integer":
+        wrong = f"differs from FP32 in {worst.differing:,} elements"
+    else:
+        wrong = f"has {accuracy_word(worst)} against FP32"
+    yield f"finite but wrong in {report.run.dtype}: {plain(worst.name)} {plain(wrong)}"
+
+
+def _sound(report: Report) -> Iterator[str]:
+    """What a pass rests on."""
+    yield f"nothing breaks in {report.run.dtype}"
+    if report.run.level == "scan":
+        yield from _accuracy(report)
+    nearest = least_headroom(report)
+    if nearest is not None and nearest.forward is not None:
+        yield f"the least headroom is {nearest.forward.headroom_bits:.1f} bits, at {plain(nearest.site)}"
+    if report.raised:
+        yield f"{_counted(len(report.raised), 'site')} raised to float32"
+    if report.proofs is not None:
+        yield f"{report.proofs.proved} of {report.proofs.sites} sites proved"
+
+
+def _accuracy(report: Report) -> Iterator[str]:
+    """The least accurate output, and outputs of which no accuracy can be told."""
+    blank = [o for o in report.outputs if o.empty or o.constant is not None]
+    worst = worst_output(report)
+    if worst is not None and worst not in blank:
+        among = f", the least of {len(report.outputs)}" if len(report.outputs) > 1 else ""
+        against = "" if worst.kind == "integer" else " against FP32"
+        yield f"{plain(worst.name)} {_has(worst)}{accuracy_word(worst)}{against}{among}"
+    elif len(blank) < len(report.outputs):
+        yield "outputs are exact"
+    for output in blank[:1]:
+        more = f", and so are {len(blank) - 1} more" if len(blank) > 1 else ""
+        yield f"{plain(output.name)} is {accuracy_word(output)}{more}"
+
+
+def _has(output: OutputAccuracy) -> str:
+    return "has elements of which " if output.kind == "integer" else "has "
+
+
+def _gaps(report: Report) -> Iterator[str]:
+    """What nobody looked at."""
+    ops = [plain(short_op(op)) for op in report.coverage.uncovered_ops]
+    if ops:
+        more = f" and {len(ops) - _OPS} more" if len(ops) > _OPS else ""
+        yield f"not audited: {', '.join(ops[:_OPS])}{more}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"

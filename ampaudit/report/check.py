@@ -1,0 +1,79 @@
+"""What is known about one target after its check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ampaudit.report.budgets import Breach, Measured
+
+__all__ = ["CheckResults", "Request", "TargetResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One target and how to check it: what a worker process is told, as JSON.
+
+    Attributes:
+        target: a model file, a converted directory, a ``.pt2``.
+        options: options of the audit and of the source by name.
+        budgets: fields of ``Budgets``.
+        baseline: path of an earlier report.
+    """
+
+    target: str
+    options: dict[str, object]
+    budgets: dict[str, object]
+    baseline: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetResult:
+    """One target.
+
+    Attributes:
+        target: which.
+        verdict: ``pass``, ``fail`` (a budget is exceeded), or ``error`` (it could not be audited).
+        exit_code: 0, 1, or the error's: 2 for bad input, 3 for an audit that could not be carried out.
+        breaches: what is exceeded.
+        measured: what was measured.
+        policy: under which policy.
+        dtype: in which format.
+        error: what went wrong, where, and what to do next.
+        seconds: wall-clock time.
+        peak_bytes: largest resident memory of the process and its children, as far as it was sampled.
+        notes: what a reader should know.
+    """
+
+    target: str
+    verdict: Literal["pass", "fail", "error"]
+    exit_code: int
+    breaches: tuple[Breach, ...] = ()
+    measured: Measured | None = None
+    policy: str = ""
+    dtype: str = ""
+    error: str = ""
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResults:
+    """All targets of one ``ampaudit check``."""
+
+    schema: Literal[1]
+    verdict: Literal["pass", "fail"]
+    targets: tuple[TargetResult, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """The gravest of all: 3, what could not be audited, before 2, bad input, before 1, a budget."""
+        return max((target.exit_code for target in self.targets), default=0)
+
+    @classmethod
+    def of(cls, targets: Sequence[TargetResult]) -> CheckResults:
+        """Passes if every target does."""
+        failed = any(target.exit_code != 0 for target in targets)
+        return cls(1, "fail" if failed else "pass", tuple(targets))

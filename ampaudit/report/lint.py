@@ -1,0 +1,91 @@
+"""What a lint found, as values that any format can be made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ampaudit.core.text import plain
+from ampaudit.report.finding import FailOn, Severity, threshold
+
+__all__ = ["LintFinding", "LintReport", "UnreadFile"]
+
+
+@dataclass(frozen=True, slots=True)
+class LintFinding:
+    """One mistake.
+
+    Attributes:
+        code: of its page.
+        severity: how much it matters.
+        file: path as it was given.
+        line: from 1; in a notebook, within the cell.
+        column: from 1, in characters.
+        end_line: where it ends.
+        end_column: one behind its last character.
+        cell: of a notebook, from 1, among all its cells.
+        function: that it is in, dotted; empty in the module itself.
+        cause: what is wrong here.
+        advice: what to write instead.
+        fixable: whether ``--fix`` can change it.
+        source: the line as it stands there.
+        suppressed: why it does not count.
+    """
+
+    code: str
+    severity: Severity
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    cell: int | None
+    function: str
+    cause: str
+    advice: str
+    fixable: bool
+    source: str
+    suppressed: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadFile:
+    """A file that could not be read, and why, in one line."""
+
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{plain(self.file)}:{self.line}: not read: {plain(self.reason)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LintReport:
+    """All files of one lint.
+
+    Attributes:
+        schema: of this form.
+        tool_version: of the ampaudit that read them.
+        fail_on: severity from which a finding fails.
+        linted: how many files were read.
+        findings: by file and line.
+        unread: what could not be read.
+        fixed: how many mistakes were repaired, or would be.
+    """
+
+    schema: Literal[1]
+    tool_version: str
+    fail_on: FailOn
+    linted: int
+    findings: tuple[LintFinding, ...]
+    unread: tuple[UnreadFile, ...]
+    fixed: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a finding counts; else 2 if a file could not be read; else 0."""
+        least = threshold(self.fail_on)
+        if any(f.suppressed is None and f.severity.rank >= least for f in self.findings):
+            return 1
+        return 2 if self.unread else 0

@@ -1,0 +1,149 @@
+"""Audits the gradients of a run: follows it, goes back, and again with repairs if something broke."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampaudit.core.errors import ReferenceBroken, RunFailed
+from ampaudit.policy.scaling import StartingScale
+from ampaudit.run.backends import Backend, choose_backend
+from ampaudit.run.backward.backward import Backward
+from ampaudit.run.backward.meter import GradientMeter
+from ampaudit.run.backward.record import GradientRecord, UnfollowedWay
+from ampaudit.run.backward.tape import Tape, needs_gradient
+from ampaudit.run.backward.watches import Measuring, Names, Repairing, Rounding
+from ampaudit.run.backward.ways import Ways
+from ampaudit.run.lockstep import LockStep, Watch
+from ampaudit.run.program import Program
+from ampaudit.run.runner import Plan
+from ampaudit.trace.graph import Placeholder, Slot
+from ampaudit.trace.marks import APPLIED, HOOKED, marked, number_of
+
+__all__ = ["GradientAudit"]
+
+
+class GradientAudit:
+    """Implements ``run.runner.Differentiator``.
+
+    Args:
+        plan: of the run.
+        scale: the loss scale that training starts with.
+    """
+
+    def __init__(self, plan: Plan, scale: StartingScale) -> None:
+        self.record = GradientRecord(scale.value, scale.dynamic, scale.source, scale.least)
+        self._backend: Backend = plan.backend or choose_backend(plan.device)
+        self._limit = plan.number_format.max
+        self._needed: dict[int, frozenset[fx.Node]] = {}
+        self._device = plan.device
+        self._ways: dict[int, Ways] = {}
+        self._tape: Tape | None = None
+        self._reached: set[str] = set()
+        self._behind: set[str] = set()  # parameters behind what could not be gone back through
+
+    def following(self, watch: Watch, program: Program) -> Watch:
+        """A tape around the watch."""
+        if id(program) not in self._needed:
+            self._needed[id(program)] = needs_gradient(program)
+        self._tape = Tape(watch, self._needed[id(program)])
+        return self._tape
+
+    def run(self, executor: LockStep, outputs: list[Any], number: int) -> None:
+        """Go back from the loss, which is the last output."""
+        assert self._tape is not None, "a run is followed before it is gone back through"
+        tape, program = self._tape, executor.program
+        self._tape = None
+        reference, value = outputs[-1]
+        self._note_parameters(program)
+        self.record.losses.append((float(reference), float(value)))
+        loss, needed = program.outputs[-1], self._needed[id(program)]
+        if loss not in needed:
+            raise RunFailed(
+                "no parameter gets a gradient: the loss depends on none that asks for one",
+                hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
+            )
+        dtypes = _dtypes(program)
+        if id(program) not in self._ways:
+            self._ways[id(program)] = Ways(program, self._backend, self._device)
+        ways = self._ways[id(program)]
+        backward = Backward(tape, needed, dtypes, self._backend, ways)
+        seed = torch.full_like(reference, self.record.scale)
+        pair = (seed, self._backend.hold(torch.full_like(seed, self.record.scale), dtypes[loss][0]))
+        names = Names(program.traced.site_of_node, program.traced.placeholders)
+        meter = GradientMeter(self.record.scale)
+        backward.run(loss, pair, Measuring(meter, names))
+        meter.finish()
+        if meter.broken:
+            repaired = GradientMeter(self.record.scale)
+            rounding = Rounding(self._backend, dtypes)
+            repairing = Repairing(Measuring(repaired, names), names, rounding, self._limit, number)
+            backward.run(loss, pair, repairing)
+            repaired.finish()
+            self._note_origins(repairing)
+            meter = repaired
+        self._refuse_broken_reference(meter, number)
+        meter.into(self.record)
+        self._note_unpaired(meter)
+        self._note_unfollowed(ways, names, tape)
+        self._note_unused(program)
+
+    def _note_origins(self, repairing: Repairing) -> None:
+        known = {(origin.site, origin.value) for origin in self.record.origins}
+        self.record.origins += [o for o in repairing.origins if (o.site, o.value) not in known]
+
+    def _refuse_broken_reference(self, meter: GradientMeter, number: int) -> None:
+        broken = meter.broken_reference
+        if broken:
+            raise ReferenceBroken(
+                f"the FP32 gradient itself is NaN or infinite in batch {number}: of {broken[0]}"
+                + (f" and {len(broken) - 1} more parameters" if len(broken) > 1 else "")
+            )
+
+    def _note_parameters(self, program: Program) -> None:
+        places = _parameters(program)
+        frozen = {p.name for p in places if not program.traced.tensors[p.node].requires_grad}
+        self._note_customs(program)
+        self.record.frozen = tuple(sorted(frozen | set(self.record.frozen)))
+        self._reached |= {p.name for p in places} - frozen
+
+    def _note_customs(self, program: Program) -> None:
+        self.record.notes += [n for n in program.traced.way_notes if n not in self.record.notes]
+
+    def _note_unfollowed(self, ways: Ways, names: Names, tape: Tape) -> None:
+        known = {(way.site, way.name) for way in self.record.unfollowed}
+        for mark in (taped.step.node for taped in tape.marks if taped.step.target in (APPLIED, HOOKED)):
+            number = number_of(mark)
+            if number in ways.unfollowed:
+                way, (reason, instead) = ways.ways[number], ways.unfollowed[number]
+                site = names.own(mark)
+                if not instead:
+                    self._behind |= names.parameters_behind(marked(mark))
+                if (site, way.name) not in known:
+                    self.record.unfollowed.append(UnfollowedWay(site, way.name, reason, way.source, instead))
+
+    def _note_unpaired(self, meter: GradientMeter) -> None:
+        for site in meter.unpaired:
+            note = f"{site}: its gradient is not audited; its size depends on values and differs in 16 bits"
+            if note not in self.record.notes:
+                self.record.notes.append(note)
+
+    def _note_unused(self, program: Program) -> None:
+        """A tied parameter is used if it is under one of its names."""
+        names = {p.name: id(program.traced.tensors[p.node]) for p in _parameters(program)}
+        used = {names[name] for name in self.record.parameters if name in names}
+        left = self._reached - set(self.record.parameters) - self._behind
+        self.record.unused = tuple(sorted(name for name in left if names.get(name) not in used))
+
+
+def _parameters(program: Program) -> list[Placeholder]:
+    return [p for p in program.traced.placeholders if p.slot is Slot.PARAMETER]
+
+
+def _dtypes(program: Program) -> dict[fx.Node, tuple[torch.dtype | None, ...]]:
+    places = {p.node: p.dtype for p in program.traced.placeholders}
+    found: dict[fx.Node, tuple[torch.dtype | None, ...]] = {n: (places[n.name],) for n in program.inputs}
+    found.update({step.node: step.dtypes for step in program.steps})
+    return found

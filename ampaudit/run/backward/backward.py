@@ -1,0 +1,193 @@
+"""Goes back through a taped run, FP32 and 16 bits side by side, one op's derivative at a time."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from ampaudit.run.backends import Backend, Reference
+from ampaudit.run.backward.product import vector_jacobian
+from ampaudit.run.backward.tape import Tape, Taped
+from ampaudit.run.backward.ways import Fault, GradientPair, Share, Ways, WaysThrough
+from ampaudit.run.step import LOWER, Step
+from ampaudit.trace.marks import APPLIED, is_mark, marked, number_of
+
+__all__ = ["Backward", "GradientPair", "GradientWatch", "Gradients"]
+
+
+class GradientWatch(Protocol):
+    """Sees gradients as they are made; what is returned goes on in the 16-bit run."""
+
+    def made(
+        self,
+        step: Step,
+        of: fx.Node,
+        out: Sequence[GradientPair | None],
+        pair: GradientPair,
+        fault: Fault | None = None,
+    ) -> torch.Tensor:
+        """An op's backward made its share of the gradient of ``of``, from the gradients ``out``.
+
+        A way back of the author's own says where in it is to blame.
+        """
+
+    def summed(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
+        """All shares of the gradient of a node's value have been added up; hooks come next."""
+
+    def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
+        """The gradient of a node's value is complete."""
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Gradients on their way: of each node, by the number of its output."""
+
+    pairs: dict[fx.Node, dict[int, GradientPair]] = field(default_factory=dict)
+
+    def take(self, node: fx.Node, count: int) -> list[GradientPair | None]:
+        """What has arrived for a node's outputs."""
+        arrived = self.pairs.pop(node, {})
+        return [arrived.get(index) for index in range(count)]
+
+    def add(
+        self, node: fx.Node, index: int, pair: GradientPair, rounding: torch.dtype | None, backend: Backend
+    ) -> None:
+        """Add a share; the sum of two is rounded as the format does."""
+        arrived = self.pairs.setdefault(node, {})
+        if index not in arrived:
+            arrived[index] = pair
+            return
+        before = arrived[index]
+        reference = before[0] + pair[0]
+        same = before[0] is before[1] and pair[0] is pair[1]
+        value = reference if same else backend.hold(before[1] + pair[1], rounding)
+        arrived[index] = (reference, value)
+
+
+class Backward:
+    """The way back through one tape.
+
+    Args:
+        tape: of the run.
+        needed: nodes that a gradient is for.
+        dtypes: of each node's outputs in the converted model.
+        backend: how the 16-bit run computes.
+        ways: the author's own ways back along the tape.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        needed: frozenset[fx.Node],
+        dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]],
+        backend: Backend,
+        ways: Ways,
+    ) -> None:
+        self._ways = ways  # of each run, for a second one begins anew
+        self._tape = tape
+        self._needed = needed
+        self._dtypes = dtypes
+        self._backend = backend
+        self._reference = Reference()
+        self._own = WaysThrough(ways, tape)
+
+    def run(self, loss: fx.Node, seed: GradientPair, watch: GradientWatch) -> None:
+        """From the loss, whose gradient is the seed, to the parameters."""
+        gradients = Gradients()
+        gradients.pairs[loss] = {0: seed}
+        self._own = WaysThrough(self._ways, self._tape)
+        for taped in reversed(self._tape.steps):
+            self._step(taped, gradients, watch)
+        for node in list(gradients.pairs):
+            self._complete(node, gradients.take(node, 1), watch)
+
+    def _step(self, taped: Taped, gradients: Gradients, watch: GradientWatch) -> None:
+        node = taped.step.node
+        if is_mark(taped.step.target):
+            if taped.step.target is APPLIED:
+                self._through_function(taped, gradients, watch)
+            return
+        arrived = gradients.take(node, len(taped.step.dtypes))
+        if not any(arrived):
+            return
+        if taped.step.target is operator.getitem:
+            source, index = node.args
+            pair = arrived[0]
+            assert isinstance(source, fx.Node)
+            assert isinstance(index, int)
+            assert pair is not None
+            pair = self._completed(node, taped.step.dtypes[0], pair, watch)
+            gradients.add(source, index, pair, taped.step.dtypes[0], self._backend)
+            return
+        out = self._complete(node, arrived, watch)
+        for used, made in self._products(taped, out):
+            pair = (made[0], watch.made(taped.step, used, out, made))
+            gradients.add(used, 0, pair, self._dtypes[used][0], self._backend)
+
+    def _complete(
+        self, node: fx.Node, arrived: list[GradientPair | None], watch: GradientWatch
+    ) -> list[GradientPair | None]:
+        if len(arrived) > 1:  # each was complete at the getitem that shows it
+            return arrived
+        return [
+            None if pair is None else self._completed(node, dtype, pair, watch)
+            for pair, dtype in zip(arrived, self._dtypes[node], strict=True)
+        ]
+
+    def _completed(
+        self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair, watch: GradientWatch
+    ) -> GradientPair:
+        pair = (pair[0], watch.summed(node, pair))
+        for step, number in self._own.hooks.get(node, ()):
+            for share in self._own.run(number, [pair]):
+                made = self._held(share)
+                pair = (made[0], watch.made(step, node, [pair], made, share.fault))
+        return pair[0], watch.complete(node, dtype, pair)
+
+    def _through_function(self, taped: Taped, gradients: Gradients, watch: GradientWatch) -> None:
+        """A custom function's outputs have their gradients: its own backward makes those of its inputs."""
+        out = [self._complete(node, gradients.take(node, 1), watch)[0] for node in marked(taped.step.node)]
+        if not any(out):
+            return
+        for share in self._own.run(number_of(taped.step.node), out):
+            if share.node in self._needed:
+                made = self._held(share)
+                pair = (made[0], watch.made(taped.step, share.node, out, made, share.fault))
+                gradients.add(share.node, 0, pair, self._dtypes[share.node][0], self._backend)
+
+    def _held(self, share: Share) -> GradientPair:
+        """Autograd gives a gradient the dtype of its value."""
+        dtype = self._dtypes[share.node][0]
+        first = self._reference.hold(share.pair[0], dtype)
+        return first, self._backend.hold(share.pair[1], dtype)
+
+    def _products(
+        self, taped: Taped, out: list[GradientPair | None]
+    ) -> Iterator[tuple[fx.Node, GradientPair]]:
+        wanted = [
+            node
+            for node in dict.fromkeys(taped.step.node.all_input_nodes)
+            if node in self._needed and isinstance(taped.inputs[node][0], torch.Tensor)
+        ]
+        if not wanted:
+            return
+        first = [None if pair is None else pair[0] for pair in out]
+        second = [None if pair is None else pair[1] for pair in out]
+        references = vector_jacobian(taped, 0, self._reference, wanted, first)
+        same = taped.shared and all(a is b for a, b in zip(first, second, strict=True))
+        if same and not any(self._dtypes[node][0] in LOWER for node in wanted):
+            values = references
+        else:
+            values = vector_jacobian(taped, 1, self._backend, wanted, second)
+        for node, reference, value in zip(wanted, references, values, strict=True):
+            if reference is not None and value is not None:
+                if value is not reference:
+                    # what the formulas and autograd hand on may be the reference's own memory, too
+                    given = (*second, *first, reference, *values[: wanted.index(node)])
+                    value = self._backend.held_result(value, self._dtypes[node][0], given)
+                yield node, (reference, value)

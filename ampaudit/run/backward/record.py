@@ -1,0 +1,121 @@
+"""What was seen on the way back through a model: one entry per gradient, and the ops that broke one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.run.observation import Observation
+
+__all__ = ["GradientOrigin", "GradientRecord", "GradientSeen", "UnfollowedWay"]
+
+
+@dataclass(slots=True)
+class GradientSeen:
+    """One gradient, summed over batches: that of a site's output, or of a parameter.
+
+    Attributes:
+        lowered: whether it is held in 16 bits.
+        seen: peaks, counts and errors of the scaled gradient, as for a value.
+        nonzero: elements that are not zero in FP32.
+        flushed: of those, the elements that are zero in 16 bits.
+        exponents: counts of FP32's magnitudes g, without the loss scale, by the e of 2^e < g <= 2^(e+1);
+            every element that is not zero is counted.
+        peak: FP32's largest magnitude, without the loss scale.
+        cancelled: whether it is a sum over a batch that nearly cancels in FP32: what is left is rounding.
+    """
+
+    lowered: bool = False
+    seen: Observation = field(default_factory=Observation)
+    nonzero: int = 0
+    flushed: int = 0
+    exponents: Counter[int] = field(default_factory=Counter)
+    peak: float = 0.0
+    cancelled: bool = False
+
+    @property
+    def flushed_share(self) -> float:
+        """Share of the elements that are not zero in FP32 and zero in 16 bits."""
+        return self.flushed / self.nonzero if self.nonzero else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOrigin:
+    """An op whose backward made inf or NaN out of gradients and values that were in order.
+
+    Attributes:
+        site: the op; of several that share a value, the one where the sum of theirs went wrong.
+        value: the site whose output's gradient it is, or the parameter's name.
+        is_parameter: which of the two ``value`` is.
+        batch: number of the first batch in which it happened, from 0.
+        way: the author's own backward or hook that did it, such as ``Scale.backward``; empty for torch's.
+        op: the op in it, as far as one is known.
+        source: that op's line, or where the way back is defined.
+    """
+
+    site: SiteId
+    value: str
+    is_parameter: bool
+    batch: int
+    way: str = ""
+    op: str = ""
+    source: SourceLine | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnfollowedWay:
+    """A backward or hook of the author's own that no trace could follow.
+
+    Attributes:
+        site: of the output whose gradient it takes.
+        name: such as ``Scale.backward``.
+        reason: why not.
+        source: the line that stopped the trace, or where it is defined.
+        instead: it ran ``as a whole``, or is ``left out`` if it is a hook; else nothing before it is audited.
+    """
+
+    site: SiteId
+    name: str
+    reason: str
+    source: SourceLine | None
+    instead: str
+
+
+@dataclass(slots=True)
+class GradientRecord:
+    """The gradients of one audit.
+
+    Attributes:
+        scale: what the loss was multiplied by.
+        dynamic: whether training lowers the scale when something overflows.
+        scale_from: who says so.
+        least: how far down, at most.
+        sites: by site, the gradient of what it makes.
+        parameters: by name, the gradient of a parameter, in the dtype in which it is stored.
+        origins: ops whose backward broke a gradient, in the order of the way back.
+        losses: per batch the loss in FP32 and in 16 bits, without the scale.
+        frozen: parameters that ask for no gradient.
+        unused: parameters that ask for one, and that no batch's loss depends on.
+        notes: what was not as in training.
+        unfollowed: ways back of the author's own that could not be followed.
+    """
+
+    scale: float
+    dynamic: bool = True
+    scale_from: str = ""
+    least: float = 0.0
+    sites: dict[SiteId, GradientSeen] = field(default_factory=dict)
+    parameters: dict[str, GradientSeen] = field(default_factory=dict)
+    origins: list[GradientOrigin] = field(default_factory=list)
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    frozen: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    unfollowed: list[UnfollowedWay] = field(default_factory=list)
+
+    def broken_at(self, origin: GradientOrigin) -> GradientSeen | None:
+        """The gradient that broke there; ``None`` if it was not measured."""
+        if origin.is_parameter:
+            return self.parameters.get(origin.value)
+        return self.sites.get(SiteId(origin.value))

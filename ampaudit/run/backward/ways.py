@@ -1,0 +1,203 @@
+"""Runs the author's own ways back, backwards of functions and hooks, FP32 and 16 bits in lock-step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampaudit.core.errors import first_line
+from ampaudit.core.sites import SourceLine
+from ampaudit.run.backends import Backend, Reference
+from ampaudit.run.backward.tape import Tape, Taped
+from ampaudit.run.backward.whole import called_as_whole
+from ampaudit.run.lockstep import LockStep, Pair, StepCall
+from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.program import Program, compile_program
+from ampaudit.run.step import Step
+from ampaudit.trace.converted import convert
+from ampaudit.trace.graph import Site, WayBack
+from ampaudit.trace.marks import APPLIED, ENTERED, HOOKED, kept_values, marked, number_of
+
+__all__ = ["Fault", "GradientPair", "Share", "Ways", "WaysThrough"]
+
+GradientPair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Who is to blame if a gradient is wrong: the way back, the op in it, and a line."""
+
+    way: str
+    op: str
+    source: SourceLine | None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a way back adds to the gradient of a node."""
+
+    node: fx.Node
+    pair: GradientPair
+    fault: Fault
+
+
+class Ways:
+    """All ways back of a program.
+
+    Args:
+        program: of the model.
+        backend: how the 16-bit run computes.
+        device: of both runs.
+
+    Attributes:
+        unfollowed: those that do not run as steps: why, and what happens instead.
+    """
+
+    def __init__(self, program: Program, backend: Backend, device: torch.device) -> None:
+        self.backend = backend
+        self.reference = Reference()
+        self.ways = {way.number: way for way in program.traced.ways}
+        self.unfollowed: dict[int, tuple[str, str]] = {}
+        self.executors = {
+            number: LockStep(compile_program(way.traced, device), convert(way.traced), backend, device)
+            for number, way in self.ways.items()
+            if way.traced is not None
+        }
+
+
+class WaysThrough:
+    """The ways back along one tape, as gradients arrive.
+
+    Attributes:
+        hooks: of a node's gradient, in order: the step that marks one, and its number.
+    """
+
+    def __init__(self, ways: Ways, tape: Tape) -> None:
+        self._ways = ways
+        self._shared: dict[str, Pair] = {}  # what one way back has made and another one reads
+        self._marks: dict[tuple[Any, int], Taped] = {}
+        self.hooks: defaultdict[fx.Node, list[tuple[Step, int]]] = defaultdict(list)
+        for taped in tape.marks:
+            node = taped.step.node
+            self._marks[node.target, number_of(node)] = taped
+            if node.target is HOOKED:
+                self.hooks[marked(node)[0]].append((taped.step, number_of(node)))
+
+    def run(self, number: int, given: Sequence[GradientPair | None]) -> list[Share]:
+        """From the gradients of a function's outputs to those of its inputs, and of leaves.
+
+        A hook's one input is the value whose gradient it is given.
+        """
+        way = self._ways.ways.get(number)
+        if way is None:
+            return []
+        entered = self._marks.get((ENTERED, number)) or self._marks[HOOKED, number]
+        if way.traced is None:
+            return self._as_whole(way, entered, given)
+        kept = self._marks[kept_values, number]
+        values, watch = marked(kept.step.node), _FirstFault()
+        pairs: list[Pair] = []
+        for kind, key in way.inputs:
+            if kind == "gradient":
+                pairs.append(self._gradient(entered, number, int(key), given))
+            elif kind == "shared":
+                pairs.append(self._shared[str(key)])
+            else:
+                pairs.append(kept.inputs[values[int(key)]])
+        executor = self._ways.executors[number]
+        outputs = executor.run_pairs(pairs, watch)
+        first = len(outputs) - len(way.shares)
+        self._shared.update(zip(way.shares, outputs[first:], strict=True))
+        nodes = [*marked(entered.step.node), *(values[place] for place in way.leaves)]
+        numbers = [*way.returns, *range(first - len(way.leaves), first)]
+        made = executor.program.outputs
+        return [
+            Share(node, outputs[index], watch.fault(way, made[index]))
+            for node, index in zip(nodes, numbers, strict=True)
+            if index is not None
+        ]
+
+    def _gradient(
+        self, entered: Taped, number: int, index: int, given: Sequence[GradientPair | None]
+    ) -> Pair:
+        """What arrived, or zeros, in the memory format of the value."""
+        shown = self._marks.get((APPLIED, number)) or entered
+        like, pair = shown.inputs[marked(shown.step.node)[index]], given[index]
+        if pair is None:
+            zeros = torch.zeros_like(like[0])
+            return zeros, zeros if like[0] is like[1] else torch.zeros_like(like[1])
+        first = _laid_out(pair[0], like[0])
+        return first, first if pair[0] is pair[1] else _laid_out(pair[1], like[1])
+
+    def _as_whole(self, way: WayBack, entered: Taped, given: Sequence[GradientPair | None]) -> list[Share]:
+        """Of a function that could not be followed, if it can be called on its own."""
+        reason = way.failure or ""
+        self._ways.unfollowed[way.number] = (reason, "left out" if entered.step.target is HOOKED else "")
+        if way.call is None:
+            return []
+        nodes, fault = marked(entered.step.node), Fault(way.name, "", way.source)
+        values = [entered.inputs[node] for node in nodes]
+        try:
+            first = called_as_whole(way.call, [v[0] for v in values], [g and g[0] for g in given])
+            dtypes = [node.meta["val"].dtype for node in nodes]
+            lowered = [
+                v[1].to(d) if v[1].is_floating_point() else v[1] for v, d in zip(values, dtypes, strict=True)
+            ]
+            second = called_as_whole(way.call, lowered, [g and g[1] for g in given])
+        except Exception as error:  # whatever the author's code, or a kernel, raises
+            self._ways.unfollowed[way.number] = (f"{reason}; run as a whole: {first_line(error)}", "")
+            return []
+        self._ways.unfollowed[way.number] = (reason, "as a whole")
+        return [
+            Share(node, (a, self._ways.backend.hold(b, dtype)), fault)
+            for node, dtype, a, b in zip(nodes, dtypes, first, second, strict=True)
+            if a is not None and b is not None
+        ]
+
+
+class _FirstFault:
+    """A watch that changes nothing and keeps the first step that makes inf or NaN in 16 bits only."""
+
+    def __init__(self) -> None:
+        self._first: Site | None = None
+        self._sites: dict[fx.Node, Site] = {}
+
+    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """It looks at whole results."""
+        del step, reference
+        return None
+
+    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Look at one result."""
+        del call
+        if step.site is not None:
+            before = self._sites.get(step.node.all_input_nodes[0]) if step.node.all_input_nodes else None
+            # what autograd itself does to a gradient has no line: the op before it has
+            self._sites[step.node] = step.site if step.site.source is not None else before or step.site
+            if self._first is None and value is not reference and _goes_wrong(reference, value):
+                self._first = self._sites[step.node]
+        return value
+
+    def fault(self, way: WayBack, made: fx.Node) -> Fault:
+        """Who is to blame: the first one, else what made the gradient."""
+        site = self._first or self._sites.get(made)
+        if site is None:
+            return Fault(way.name, "", way.source)
+        return Fault(way.name, site.op, site.source or way.source)
+
+
+def _laid_out(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A gradient with strides like its value's: autograd may hand on a view, or one number expanded."""
+    like = torch.empty_like(value, dtype=gradient.dtype)
+    return gradient if gradient.stride() == like.stride() else like.copy_(gradient)
+
+
+def _goes_wrong(reference: Any, value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.shape != reference.shape:
+        return False
+    return bool((reference.isfinite() & ~value.isfinite()).any())

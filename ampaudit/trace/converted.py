@@ -1,0 +1,109 @@
+"""Joins a traced model with its weights: the FP32 masters stay, 16-bit working copies stand beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampaudit.trace.clipping import clipped
+from ampaudit.trace.graph import Role, Slot, TracedModel
+
+__all__ = ["ConvertedModel", "Release", "WeightCopy", "convert", "identity"]
+
+Release = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCopy:
+    """A tensor that the converted model holds in another dtype than its master.
+
+    Attributes:
+        node: node of the graph whose value it is: a placeholder (stored so) or a weight cast.
+        placeholder: the placeholder of the master.
+        name: the parameter's, buffer's or constant's name.
+        dtype: dtype of the working copy.
+    """
+
+    node: str
+    placeholder: str
+    name: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedModel:
+    """A graph with casts, its FP32 masters (the model's own tensors) and its working copies.
+
+    ``release`` gives a master's memory back until it is used again, where masters are left on disk.
+    """
+
+    traced: TracedModel
+    masters: dict[str, torch.Tensor]
+    copies: dict[str, WeightCopy]
+    release: Release | None = None
+
+    def working(self, node: str) -> torch.Tensor:
+        """The working copy for a node, made from its master by round-to-nearest-even."""
+        copy = self.copies[node]
+        return self.unrounded(copy.placeholder, self.masters[copy.placeholder].detach()).to(copy.dtype)
+
+    def unrounded(self, placeholder: str, master: torch.Tensor) -> torch.Tensor:
+        """What a working copy is rounded from: its master, on whatever device, or the master clipped.
+
+        Some converters clip finite weights first; that is part of their policy, and only done for them.
+        """
+        clip = self.traced.clip if placeholder in self.copies else None
+        return clipped(master, clip) if clip is not None else master
+
+    def graph_module(self) -> fx.GraphModule:
+        """The converted graph as a module; its inputs are ``arguments`` of a batch."""
+        return fx.GraphModule({}, self.traced.graph)
+
+    def arguments(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Values for every placeholder: stored weights in their dtype, then the batch's tensors."""
+        remaining = iter(inputs)
+        values: list[torch.Tensor] = []
+        for place in self.traced.placeholders:
+            if place.slot is Slot.INPUT:
+                value = next(remaining)
+                values.append(value.to(place.dtype) if value.is_floating_point() else value)
+            elif place.node in self.copies:
+                values.append(self.working(place.node))
+            else:
+                values.append(self.masters[place.node].detach())
+        return values
+
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes of the FP32 masters and of the 16-bit working copies, tied tensors once."""
+        masters = {id(t): t.numel() * t.element_size() for t in self.masters.values()}
+        copies = {
+            (id(self.masters[c.placeholder]), c.dtype): self.masters[c.placeholder].numel() * c.dtype.itemsize
+            for c in self.copies.values()
+        }
+        return {"master": sum(masters.values()), "working": sum(copies.values())}
+
+
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors that show the same values in the same memory: tied weights under several names."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def convert(traced: TracedModel, release: Release | None = None) -> ConvertedModel:
+    """Find what is stored or cast in 16 bits; nothing is copied until a run needs it."""
+    copies: dict[str, WeightCopy] = {}
+    for place in traced.placeholders:
+        tensor = traced.tensors.get(place.node)
+        if tensor is not None and place.dtype is not None and place.dtype != tensor.dtype:
+            copies[place.node] = WeightCopy(place.node, place.node, place.name, place.dtype)
+    nodes: dict[str, Any] = {node.name: node for node in traced.graph.nodes}
+    for site in traced.sites:
+        if site.role is Role.WEIGHT_CAST and site.dtype is not None and site.weight is not None:
+            source = nodes[site.node].args[0].name
+            if source not in copies and traced.tensors[source].is_floating_point():
+                copies[site.node] = WeightCopy(site.node, source, site.weight, site.dtype)
+    return ConvertedModel(traced, dict(traced.tensors), copies, release)

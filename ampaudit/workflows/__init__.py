@@ -1,3 +1,0 @@
-"""What the commands do, callable from Python."""
-
-from __future__ import annotations
