@@ -39,7 +39,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python -c "from ampaudit.report.pages.document import document; print(document(), end='')" > docs/checks.md
 
 aten: $(VENV)/.dev
-	$(BIN)/python -m tests.aten_ops > ampaudit/policy/aten_ops.txt
+	$(BIN)/python -m tests.support.aten_ops > ampaudit/policy/aten_ops.txt
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/scan_overhead.py

@@ -27,7 +27,8 @@ from typing import Any
 import psutil
 import torch
 
-from ampaudit.checkpoint import Entry, write_safetensors
+from ampaudit.checkpoint.header import Entry
+from ampaudit.checkpoint.write import write_safetensors
 
 WIDTH = 5000  # a weight of 100 MB
 LIMITS = {"convert": 1.5, "memory_mb": 300, "stream": 2.0, "limit": 4.0}

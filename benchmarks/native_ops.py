@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from tests.native import Comparison, compared, sample_calls
+from tests.support.native import Comparison, compared, sample_calls
 
 RUNS = (("half", torch.float16), ("half", torch.bfloat16), ("torch-cpu", torch.bfloat16))
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.proved_share [--repeats 5] [--json FILE]
 
-Models have random weights: the tiny configurations of ``tests/zoo.py``, and the default ones of Transformers
-(of LLaMA, four narrower layers). Token ids range over the vocabulary, pixels over those of the batch.
+Models have random weights: the tiny configurations of ``tests/support/zoo.py``, and the default ones of
+Transformers (of LLaMA, four narrower layers). Token ids range over the vocabulary, pixels over those of
+the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.trace import trace
 from ampaudit.trace.entry import tensor_leaves
-from tests.zoo import ZOO, ZooModel
+from tests.support.zoo import ZOO, ZooModel
 
 MODELS = ("bert", "llama", "vit", "t5", "resnet")
 POLICIES = ("half", "torch-cuda")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.soundness [--graphs 100000] [--seed 0] [--processes 2] [--samples 4] [--json FILE]
 
-Each seed makes 40 branches of up to six steps (``tests/soundness``), which are traced as one model,
+Each seed makes 40 branches of up to six steps (``tests/support/soundness``), which are traced as one model,
 bounded, and run on hostile inputs in their true dtypes and as a scan emulates them. Then come torch's
 own sample inputs, ``--samples`` for every op, on their own ranges and wider ones, in float32 and float16.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from tests.soundness.fuzz import (
+from tests.support.soundness.fuzz import (
     BRANCHES,
     RAISED,
     SETTINGS,
@@ -33,7 +33,7 @@ from tests.soundness.fuzz import (
     examine_seed,
     shrunk,
 )
-from tests.soundness.samples import sample_problems
+from tests.support.soundness.samples import sample_problems
 
 SHOWN = 2  # of each class
 SAMPLED = (Setting("as-is", "float16"), Setting("half", "float16"))

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.paths import ROOT
+
 settings.register_profile("ampaudit", deadline=None)  # how long an example takes is a matter of the machine
 settings.load_profile("ampaudit")
 
@@ -19,8 +21,6 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 for _wish in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING"):
     os.environ.pop(_wish, None)  # of this terminal: a test of one of them sets its own
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ from ampaudit.ci.config import read_config
 from ampaudit.cli.main import main
 from ampaudit.lint.config import read_lint_config
 from ampaudit.policy import load_policy
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # docs/checks.md is written from the pages, whose examples test_pages.py runs
 FILES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "checks.md")]
 

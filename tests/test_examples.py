@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,9 @@ from ampaudit.audit.scan import scan_source
 from ampaudit.report.model import Report
 from ampaudit.source import SourceOptions
 from ampaudit.source.open import open_source
+from tests.support.paths import ROOT
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def report_of(name: str, policy: str = "torch-cuda", **options: object) -> Report:

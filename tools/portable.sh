@@ -10,9 +10,17 @@ parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(numeric threads text orders)
 
 # what computes, so that the processor and its libraries could matter; what is written for people
-numeric=(tests/test_{accuracy,bounds,buffers,evidence,findings,gradients,half,low_precision,measure,models,oracle_ops,origins,prepare,proofs,run,scaler,silent,storage,tail,unusual_models}.py)
-memory=(tests/test_bench.py -k "predicted or kernel or peak or bytes")
-text=(tests/test_{bad_input,cli,files,golden,outputs,report,rules_cli,saved,terminal}.py)
+numeric=(
+    tests/run/test_{accuracy,buffers,evidence,extreme_value,low_precision,measure,origins,run}.py
+    tests/run/backward/test_gradients.py tests/bounds/test_bounds.py
+    tests/audit/test_{findings,models,proofs,silent}.py tests/trace/test_{half,oracle_ops,unusual_models}.py
+    tests/training/test_{prepare,scaler}.py tests/export/test_storage.py
+)
+memory=(tests/bench/test_bench.py -k "predicted or kernel or peak or bytes")
+text=(
+    tests/audit/test_bad_input.py tests/core/test_files.py tests/render/test_{golden,outputs}.py
+    tests/report/test_{report,saved}.py tests/cli/test_{cli,rules_cli,terminal}.py
+)
 home=$(mktemp -d)
 trap 'rm -rf "$home"' EXIT
 mkdir "$home/with spaces ü"

@@ -13,11 +13,11 @@ from torch import nn
 from ampaudit.audit.inputs import Inputs, source_of
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.audit.settings import ScanOptions, Settings
-from ampaudit.checkpoint import Checkpoint, open_checkpoint, write_part
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
-from ampaudit.checkpoint.open import weights_in
+from ampaudit.checkpoint.open import Checkpoint, open_checkpoint, weights_in
 from ampaudit.checkpoint.parts import InMemory
+from ampaudit.checkpoint.write import write_part
 from ampaudit.core.errors import RunFailed, SourceError, UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.export.convert_weights import conversion_of

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ampaudit.checkpoint import Checkpoint, open_checkpoint
 from ampaudit.checkpoint.layout import MANIFEST
-from ampaudit.checkpoint.open import PICKLED
+from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.formats import lower_format

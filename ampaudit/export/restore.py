@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ampaudit.checkpoint import Entry, Part, write_safetensors
-from ampaudit.checkpoint.header import FLOAT_TYPES, TORCH_NAMES
+from ampaudit.checkpoint.header import FLOAT_TYPES, TORCH_NAMES, Entry
 from ampaudit.checkpoint.layout import BESIDE_WEIGHTS, MANIFEST, MASTER
 from ampaudit.checkpoint.open import INDEX_SUFFIX
-from ampaudit.checkpoint.parts import SafetensorsFile
+from ampaudit.checkpoint.parts import Part, SafetensorsFile
+from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
 from ampaudit.export.manifest import (

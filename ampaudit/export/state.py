@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ampaudit.checkpoint import Checkpoint
 from ampaudit.checkpoint.layout import SINGLE
+from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.checkpoint.parts import InMemory, type_name
 from ampaudit.export.fold import Deployed
 from ampaudit.trace.converted import identity

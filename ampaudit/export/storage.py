@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.checkpoint import Checkpoint, Entry
-from ampaudit.checkpoint.header import FLOAT_TYPES
+from ampaudit.checkpoint.header import FLOAT_TYPES, Entry
+from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.checkpoint.parts import type_name
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import NumberFormat

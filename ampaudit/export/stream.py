@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from ampaudit.checkpoint import Checkpoint, Entry, Part, Written, write_part, write_safetensors
+from ampaudit.checkpoint.header import Entry
 from ampaudit.checkpoint.layout import MASTER, SINGLE
-from ampaudit.checkpoint.open import INDEX_SUFFIX
-from ampaudit.checkpoint.parts import dtype_of
+from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint
+from ampaudit.checkpoint.parts import Part, dtype_of
+from ampaudit.checkpoint.write import Written, write_part, write_safetensors
 from ampaudit.core.formats import NumberFormat
 from ampaudit.export.storage import CASTABLE_TYPES, Choice
 from ampaudit.export.tensor_stats import Survey, Surveyor

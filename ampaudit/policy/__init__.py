@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ampaudit.policy.decide import Decision, Environment, Measurement, OpFacts, RuleSet
+from ampaudit.policy.decide import Decision, RuleSet
+from ampaudit.policy.facts import Environment, Measurement, OpFacts
 from ampaudit.policy.load import load_file, load_policy, plain_fp32
 from ampaudit.policy.paths import policy_names
 

@@ -6,14 +6,12 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ampaudit.core.formats import format_named
 from ampaudit.policy.conditions import UNSET, Bound
+from ampaudit.policy.facts import Environment, Measurement, OpFacts
 from ampaudit.policy.schema import Evidence, Match, Rule, When
-
-if TYPE_CHECKING:
-    from ampaudit.policy.decide import Environment, Measurement, OpFacts
 
 __all__ = [
     "applies",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ampaudit.policy.coloring import paint
-from ampaudit.policy.decide import Decision, OpFacts, RuleSet, Side
+from ampaudit.policy.decide import Decision, RuleSet, Side
+from ampaudit.policy.facts import OpFacts
 from ampaudit.policy.schema import PAINTED, Cast
 
 __all__ = ["PlanSite", "plan_graph"]

@@ -13,9 +13,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ampaudit.checkpoint import open_checkpoint, write_safetensors
 from ampaudit.checkpoint.header import Entry
 from ampaudit.checkpoint.mapped import map_checkpoint
+from ampaudit.checkpoint.open import open_checkpoint
+from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import WeightsError
 from ampaudit.source.checkpoint_names import model_names
 from ampaudit.source.weights import check_names

@@ -1,0 +1,118 @@
+"""The search for inputs that overflow: it finds planted ones, saves them, and never breaks what is proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ampaudit import scan
+from ampaudit.audit.scan import scan_source
+from ampaudit.core.errors import InputError
+from ampaudit.report.model import Report
+from ampaudit.source.interface import SourceOptions
+from ampaudit.source.open import open_source
+from tests.support.zoo import ZOO
+
+MODEL = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            self.inner.weight.copy_(torch.eye(8) * 1000 + 900)
+
+    def forward(self, x):
+        return self.inner(x) * 12
+
+def example_inputs():
+    return torch.tensor([[1.0, -1.0] * 4])
+"""
+
+
+def stressed(path: Path, place: Path, options: SourceOptions | None = None, stress: int = 30) -> Report:
+    source = open_source(str(path), options or SourceOptions())
+    return scan_source(
+        source, policy="half", dtype="float16", assume=["input=-1:1"], stress=stress, stress_dir=str(place)
+    )
+
+
+def test_an_input_that_overflows_is_found_saved_and_overflows_again(model_file, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """On the example half of the terms cancel; in the corner of the domain none do."""
+    path = model_file(MODEL)
+    report = stressed(path, tmp_path / "found")
+    assert report.verdict == "pass"
+    broken = [s for s in report.stressed if s.overflows]
+    assert [s.site for s in broken] == ["(top)/mul"]
+    assert broken[0].reached == pytest.approx(12 * 8200)
+    assert broken[0].file is not None
+    again = stressed(path, tmp_path, SourceOptions(inputs=Path(broken[0].file)), stress=0)
+    assert [f.site for f in again.findings if f.severity == "error"] == ["(top)/mul"]
+    assert "overflow-_top_mul.safetensors" in broken[0].file
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+@pytest.mark.parametrize("policy", ["half", "torch-cuda"])
+def test_no_proved_site_is_ever_broken(name: str, policy: str, tmp_path: Path) -> None:
+    """Every input that the search visits is run in full, and every proved site stays finite."""
+    zoo = ZOO[name]()
+    model = zoo.model.eval()
+    report = scan(model, zoo.kwargs, policy=policy, prove=True, stress=12, stress_dir=str(tmp_path))
+    proved = {site.site for site in report.sites if site.verdict == "proved"}
+    assert report.proofs is not None
+    assert len(proved) >= 0.7 * report.proofs.sites
+    assert not proved & {s.site for s in report.stressed if s.overflows}
+    bounds = {site.site: site.bound for site in report.sites if site.verdict == "proved"}
+    peaks = {site.site: site.forward.peak for site in report.sites if site.forward is not None}
+    assert all(peaks[site] <= bound for site, bound in bounds.items() if site in peaks and bound is not None)
+
+
+def test_the_search_is_the_same_each_time(model_file, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = model_file(MODEL)
+    first, second = (stressed(path, tmp_path / str(i)).stressed for i in range(2))
+    assert [(s.site, s.reached) for s in first] == [(s.site, s.reached) for s in second]
+
+
+class Tokens(nn.Module):
+    """One row of the table is large; a search that only draws ids at random would need luck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(5000, 8), nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            self.table.weight[4321] = 60.0
+            self.up.weight.copy_(torch.eye(8) * 2000)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.up(self.table(ids))
+
+
+def test_token_ids_are_searched_through_their_embedding(tmp_path: Path) -> None:
+    ids = torch.randint(0, 4000, (2, 4))
+    report = scan(Tokens().eval(), ids, policy="half", stress=9, stress_dir=str(tmp_path))
+    (found,) = [s for s in report.stressed if s.overflows]
+    assert found.site == "up/linear"
+    assert found.reached == pytest.approx(120_000)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [({"x": torch.zeros(1)}, "holds x"), ({"input[0]": torch.zeros(1, 8).half()}, "float16")],
+)
+def test_a_file_with_other_tensors_is_refused(model_file, tmp_path: Path, tensors, message) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "inputs.safetensors"
+    save_file(tensors, path)
+    with pytest.raises(InputError, match=message):
+        open_source(str(model_file(MODEL)), SourceOptions(inputs=path))
+
+
+def test_a_file_that_is_no_safetensors_is_refused(model_file, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "inputs.safetensors"
+    path.write_bytes(b"\x00" * 20)
+    with pytest.raises(InputError, match="cannot be read"):
+        open_source(str(model_file(MODEL)), SourceOptions(inputs=path))
+    with pytest.raises(InputError, match="cannot be read"):
+        open_source(str(model_file(MODEL)), SourceOptions(inputs=tmp_path / "none.safetensors"))

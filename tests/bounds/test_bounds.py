@@ -1,0 +1,408 @@
+"""Bounds are sound: whatever a real run computes lies inside, at corners, at random and on hostile inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampaudit.bounds import SpanTable, bound
+from ampaudit.bounds.domain import assumptions
+from ampaudit.bounds.span import exactly
+from ampaudit.bounds.transfers import DuplicateTransfer, transfer
+from ampaudit.core.assumptions import parse_assumption
+from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import FLOAT16, format_named
+from ampaudit.policy import load_policy
+from ampaudit.trace import TracedModel, trace
+from ampaudit.trace.entry import tensor_leaves
+from tests.support.soundness.check import check
+from tests.support.soundness.inputs import extreme_values
+from tests.support.zoo import ZOO
+
+Function = Callable[..., Any]
+
+
+class Call(nn.Module):
+    """One expression, with a few weights at hand."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+        self.w = nn.Parameter(torch.randn(6, 8) * 0.7)
+        self.square = nn.Parameter(torch.randn(8, 8))
+        self.b, self.g = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(8))
+        self.k1, self.k2 = nn.Parameter(torch.randn(4, 3, 3)), nn.Parameter(torch.randn(4, 3, 3, 3))
+        self.k3 = nn.Parameter(torch.randn(2, 3, 2, 2, 2))
+        self.norm, self.batch, self.group = nn.LayerNorm(8), nn.BatchNorm2d(3), nn.GroupNorm(3, 6)
+        self.table, self.rms = nn.Embedding(11, 8), nn.RMSNorm(8, eps=1e-5)
+        with torch.no_grad():
+            for norm in (self.norm, self.batch, self.group):
+                norm.weight.normal_()
+                norm.bias.normal_()
+            self.batch.running_var.uniform_(1e-6, 3)
+            self.batch.running_mean.normal_()
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+ROWS, IMAGE, VOLUME, LINE = (2, 5, 8), (2, 3, 6, 6), (1, 3, 4, 4, 4), (2, 3, 9)
+CASES: dict[str, tuple[Function, tuple[int, ...]]] = {
+    "linear": (lambda m, x: F.linear(x, m.w, m.b), ROWS),
+    "linear of a linear": (lambda m, x: F.linear(F.linear(x, m.w, m.b), m.w.t()), ROWS),
+    "linear of a norm": (lambda m, x: F.linear(m.norm(x), m.w), ROWS),
+    "norms in a row": (lambda m, x: m.norm(F.linear(m.norm(x * 100), m.square) + x), ROWS),
+    "norm with a tiny eps": (lambda m, x: F.layer_norm(F.linear(x, m.square), (8,), eps=1e-12), ROWS),
+    "addmm": (lambda m, x: torch.addmm(m.b, x[0], m.w.t()), ROWS),
+    "matmul": (lambda m, x: torch.matmul(x, x.transpose(-1, -2)), ROWS),
+    "matmul with a weight": (lambda m, x: x @ m.square, ROWS),
+    "mm": (lambda m, x: torch.mm(x[0], x[1].t()), ROWS),
+    "bmm": (lambda m, x: torch.bmm(x, x.mT), ROWS),
+    "attention": (
+        lambda m, x: torch.softmax((m.norm(x) @ m.norm(x).transpose(1, 2)) * 0.3, -1) @ F.linear(x, m.square),
+        ROWS,
+    ),
+    "heads": (
+        lambda m, x: F.linear(m.norm(x), m.square).view(2, 5, 2, 4).transpose(1, 2).contiguous(),
+        ROWS,
+    ),
+    "heads and back": (
+        lambda m, x: (
+            m.norm(x).view(2, 5, 2, 4).transpose(1, 2).reshape(4, 5, 4).flatten(1).unflatten(1, [5, 4])
+        ),
+        ROWS,
+    ),
+    "fused attention": (lambda m, x: F.scaled_dot_product_attention(*[m.norm(x)[:, None]] * 3), ROWS),
+    "conv1d": (lambda m, x: F.conv1d(x, m.k1, padding=1), LINE),
+    "conv2d": (lambda m, x: F.conv2d(x, m.k2, m.b[:4], stride=2, padding=1), IMAGE),
+    "conv2d in groups": (lambda m, x: F.conv2d(x, m.k2[:3, :1], groups=3), IMAGE),
+    "conv2d of channels": (lambda m, x: F.conv2d(F.relu(m.batch(x)), m.k2, m.b[:4], padding=1), IMAGE),
+    "conv3d": (lambda m, x: F.conv3d(x, m.k3), VOLUME),
+    "batch norm": (lambda m, x: m.batch(x), IMAGE),
+    "batch norm in training": (lambda m, x: F.batch_norm(x, None, None, training=True), IMAGE),
+    "group norm": (lambda m, x: m.group(torch.cat([x, x * 2], 1)), IMAGE),
+    "rms norm": (lambda m, x: m.rms(x), ROWS),
+    "rms norm by hand": (lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), ROWS),
+    "rms norm in float32": (lambda m, x: upcast_norm(x), ROWS),
+    "softmax": (lambda m, x: torch.softmax(x, 1), ROWS),
+    "softmax by hand": (lambda m, x: torch.exp(x - x.amax(-1, keepdim=True)), ROWS),
+    "log_softmax": (lambda m, x: torch.log_softmax(x, -1), ROWS),
+    "casts": (
+        lambda m, x: (
+            x.long() * 1.0,
+            x.to(torch.int8) + x,
+            x.bool() * x,
+            x.int().float() * 0.5,
+            x.double() * 3,
+        ),
+        ROWS,
+    ),
+    "embedding": (lambda m, x: m.table((x.abs() * 3).long().clamp(0, 10)), (2, 5)),
+    "sums": (lambda m, x: (x.sum(), x.sum(-1), x.sum((0, 2), keepdim=True), m.norm(x).sum(-1)), ROWS),
+    "sum of a softmax": (lambda m, x: torch.softmax(x, -1).sum(-1), ROWS),
+    "means": (lambda m, x: (x.mean(), x.mean(1), m.norm(x).mean((0, 1))), ROWS),
+    "extremes": (lambda m, x: (x.amax(-1), x.amin((0, 1), keepdim=True), m.norm(x).amax(1)), ROWS),
+    "cumsum": (lambda m, x: torch.cumsum(x, 1), ROWS),
+    "vector norm": (lambda m, x: (torch.linalg.vector_norm(x, dim=-1), x.norm(dim=1, keepdim=True)), ROWS),
+    "norm function": (lambda m, x: torch.norm(x.float(), dim=1), ROWS),
+    "variance": (lambda m, x: (x.var(-1), x.std((0, 1)), x.var(1, correction=0)), ROWS),
+    "pools": (
+        lambda m, x: (
+            F.max_pool2d(x, 2),
+            F.avg_pool2d(x, 3, padding=1),
+            F.adaptive_avg_pool2d(x, 2),
+            F.adaptive_max_pool2d(x, 2),
+        ),
+        IMAGE,
+    ),
+    "pools of one dimension": (
+        lambda m, x: (F.max_pool1d(x, 2), F.avg_pool1d(x, 3), F.adaptive_avg_pool1d(x, 2)),
+        LINE,
+    ),
+    "pools of three": (
+        lambda m, x: (F.avg_pool3d(x.float(), 2), F.max_pool3d(x, 2), F.adaptive_avg_pool3d(x.float(), 1)),
+        VOLUME,
+    ),
+    "arithmetic": (lambda m, x: (x + m.g, 3 - x, x - m.g, x * m.g, x * x, x.add(m.g, alpha=-2), -x), ROWS),
+    "residual": (lambda m, x: m.norm(x) + F.linear(m.norm(x), m.square) * 0.5, ROWS),
+    "division": (lambda m, x: (x / 7, m.norm(x) / (x.abs() + 1), x / m.g, 1 / (x * x + 0.5)), ROWS),
+    "powers": (lambda m, x: (x**2, x**3, x.square(), (x.abs() + 0.1) ** -0.5, x.abs() ** 1.5), ROWS),
+    "roots": (lambda m, x: (x.abs().sqrt(), torch.rsqrt(x.abs() + 0.25), (x * x + 1).reciprocal()), ROWS),
+    "exponentials": (lambda m, x: (x.exp(), torch.expm1(x), torch.exp2(x), F.softplus(x), x.sinh()), ROWS),
+    "logarithms": (
+        lambda m, x: ((x.abs() + 1e-3).log(), x.abs().log1p(), (x.abs() + 1).log2(), (x.abs() + 1).log10()),
+        ROWS,
+    ),
+    "bounded": (lambda m, x: (x.sigmoid(), x.tanh(), x.erf(), x.atan(), x.sin(), x.cos(), x.asinh()), ROWS),
+    "gates": (lambda m, x: (F.gelu(x), F.silu(x), F.mish(x), F.hardswish(x), F.hardsigmoid(x)), ROWS),
+    "gates of norms": (lambda m, x: F.gelu(F.linear(m.norm(x), m.square), approximate="tanh"), ROWS),
+    "rectified": (lambda m, x: (x.relu(), F.relu6(x), F.hardtanh(x), F.logsigmoid(x)), ROWS),
+    "leaky": (
+        lambda m, x: (F.leaky_relu(x, -0.3), F.elu(x, 2.0), F.celu(x), F.selu(x), F.prelu(x, m.g[:1])),
+        ROWS,
+    ),
+    "steps": (lambda m, x: (x.floor(), x.ceil(), x.round(), x.trunc(), x.sign(), x.abs()), ROWS),
+    "limits": (
+        lambda m, x: (
+            x.clamp(-1, 2),
+            x.clamp(min=0.5),
+            x.clamp_max(1),
+            torch.maximum(x, m.g),
+            torch.minimum(x, m.g),
+        ),
+        ROWS,
+    ),
+    "choice": (lambda m, x: (torch.where(x > 0, x, m.g), x.masked_fill(x < 0, -7.0), (x > 0) * x), ROWS),
+    "shapes": (
+        lambda m, x: (
+            x.permute(2, 0, 1),
+            m.norm(x).transpose(0, 2),
+            x[0].t(),
+            x.unsqueeze(1).expand(2, 3, 5, 8),
+            m.norm(x)[:, :, 2:5],
+            m.norm(x).select(1, 2),
+            x.roll(1, 0),
+            x.flip(0),
+        ),
+        ROWS,
+    ),
+    "parts": (
+        lambda m, x: [p * 2 for p in (*m.norm(x).chunk(2, -1), *x.split(2, 1), *m.norm(x).unbind(1))],
+        ROWS,
+    ),
+    "joined": (
+        lambda m, x: (torch.cat([x, m.norm(x)], 1), torch.stack([x, -x]), F.pad(x, (1, 2), value=9.0)),
+        ROWS,
+    ),
+    "made": (
+        lambda m, x: (
+            x + torch.arange(8).to(x.dtype),
+            torch.full_like(x, 3.0) * x,
+            x + x.new_zeros(8),
+            x * torch.ones_like(x),
+            torch.zeros_like(x) - x,
+        ),
+        ROWS,
+    ),
+    "picked": (
+        lambda m, x: (
+            x.index_select(1, torch.tensor([0, 3])),
+            x.gather(1, torch.zeros(2, 1, 8, dtype=torch.long)),
+            x[:, [1, 2]],
+            x.repeat(1, 2, 1),
+            x.tril(),
+            x.repeat_interleave(2, 0),
+        ),
+        ROWS,
+    ),
+    "upsampled": (lambda m, x: F.interpolate(x, scale_factor=2), IMAGE),
+    "shuffled": (lambda m, x: F.pixel_shuffle(torch.cat([x, x, x, x], 1), 2), IMAGE),
+    "in place": (lambda m, x: in_place(m, x), ROWS),
+    "in place, read later": (lambda m, x: in_place_and_read(x), ROWS),
+}
+
+
+def upcast_norm(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return wide.to(x.dtype)
+
+
+def in_place(m: Call, x: torch.Tensor) -> torch.Tensor:
+    y = F.linear(x, m.w)
+    y.add_(m.b)
+    return F.relu_(y).mul_(2.0)
+
+
+def in_place_and_read(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    z = y[0]
+    y.mul_(100.0)
+    return z + y
+
+
+@functools.cache
+def traced_case(name: str, policy: str, dtype: str) -> tuple[TracedModel, tuple[int, ...]]:
+    function, shape = CASES[name]
+    form = format_named(dtype)
+    torch.manual_seed(3)
+    model = Call(function).eval()
+    made = trace(model, (torch.zeros(shape),), {}, load_policy(policy), load_policy("torch-cuda"), form)
+    return made, shape
+
+
+def table_of(traced: TracedModel, shape: tuple[int, ...], low: float, high: float, dtype: str) -> SpanTable:
+    domain = assumptions(traced, [[torch.zeros(shape)]], [f"input={low}:{high}"])
+    return bound(traced, domain, format_named(dtype))
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [("half", "float16"), ("half", "bfloat16"), ("torch-cuda", "float16")]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_run_computes_is_inside(name: str, policy: str, dtype: str) -> None:
+    traced, shape = traced_case(name, policy, dtype)
+    for low, high in ((-1.0, 1.0), (-300.0, 20.0), (5.0, 5.0), (0.0, 6e4)):
+        table = table_of(traced, shape, low, high, dtype)
+        check(traced, table, ([x] for x in extreme_values(shape, low, high, 7)))
+
+
+ENDS = st.floats(-1e4, 1e4, width=16)
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(
+    st.sampled_from(sorted(CASES)),
+    st.sampled_from([("half", "float16"), ("half", "bfloat16"), ("torch-cuda", "float16")]),
+    ENDS,
+    ENDS,
+    st.integers(0, 1 << 20),
+    st.sampled_from([1, 5]),
+)
+def test_what_a_run_computes_is_inside_for_any_domain(
+    name: str, how: tuple[str, str], a: float, b: float, seed: int, grow: int
+) -> None:
+    traced, shape = traced_case(name, *how)
+    low, high = min(a, b), max(a, b) * grow if max(a, b) > 0 else max(a, b)
+    table = table_of(traced, shape, low, high, how[1])
+    check(traced, table, ([x] for x in extreme_values(shape, low, high, seed)))
+
+
+def test_a_second_transfer_for_an_op_is_refused() -> None:
+    with pytest.raises(DuplicateTransfer):
+        transfer("add.Tensor")(lambda call: call.span("self"))
+
+
+def test_an_op_without_a_transfer_is_unbounded_and_counted() -> None:
+    model = Call(lambda m, x: torch.special.i0(x) + 1)
+    made = trace(
+        model,
+        (torch.zeros(ROWS),),
+        {},
+        load_policy("half"),
+        load_policy("torch-cuda"),
+        FLOAT16,
+    )
+    table = table_of(made, ROWS, -1, 1, "float16")
+    assert any("i0" in op for op in table.uncovered)
+    assert not any("i0" in site for site in table.proved)
+
+
+def test_most_of_an_encoder_is_proved() -> None:
+    zoo = ZOO["bert"]()
+    made = trace(
+        zoo.model.eval(),
+        (),
+        zoo.kwargs,
+        load_policy("half"),
+        load_policy("torch-cuda"),
+        FLOAT16,
+    )
+    domain = assumptions(made, [tensor_leaves((), zoo.kwargs)], [])
+    table = bound(made, domain, FLOAT16)
+    assert len(table.proved) >= 0.9 * len(table.bounds)
+    assert {a.source for a in table.assumed} <= {"embedding table", "batches"}
+
+
+@pytest.mark.parametrize("function", ["norm", "rms", "group", "var"])
+def test_the_inside_of_a_norm_has_a_bound_of_its_own(function: str) -> None:
+    calls: dict[str, Function] = {
+        "norm": lambda m, x: m.norm(x),
+        "rms": lambda m, x: m.rms(x),
+        "group": lambda m, x: m.group(x.reshape(2, 5, 8)[:, :, :6].transpose(1, 2)),
+        "var": lambda m, x: x.var(-1),
+    }
+    made = trace(
+        Call(calls[function]).eval(),
+        (torch.zeros(ROWS),),
+        {},
+        load_policy("half"),
+        load_policy("torch-cuda"),
+        FLOAT16,
+    )
+    table = table_of(made, ROWS, -300.0, 500.0, "float16")
+    (inside,) = [b.inside for b in table.bounds.values() if b.inside is not None]
+    for x in extreme_values(ROWS, -300.0, 500.0, 1):
+        centre = x if function == "rms" else x - x.mean(-1, keepdim=True)
+        assert inside >= float(centre.half().double().square().amax())
+    assert inside <= 1.02 * (500.0**2 if function == "rms" else 800.0**2)
+
+
+def test_a_weight_that_overflows_is_not_proved() -> None:
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight[0, 0] = 1e6
+    made = trace(
+        model,
+        (torch.zeros(1, 4),),
+        {},
+        load_policy("torch-cuda"),
+        load_policy("torch-cuda"),
+        FLOAT16,
+    )
+    table = bound(made, assumptions(made, [[torch.zeros(1, 4)]], []), FLOAT16)
+    assert not any("cast(weight)" in site for site in table.proved)
+    assert any("cast(bias)" in site for site in table.proved)
+
+
+def test_assumptions_are_stated_per_input_or_for_all() -> None:
+    assert parse_assumption("input[0]=-1:2.5") == ("input[0]", -1.0, 2.5)
+    for wrong in ("input", "input=1", "=0:1", "x=2:1", "x=nan:1", "x=0:inf", "x=a:b"):
+        with pytest.raises(UsageError, match="no range"):
+            parse_assumption(wrong)
+    traced, shape = traced_case("linear", "half", "float16")
+    with pytest.raises(UsageError, match="no such input"):
+        assumptions(traced, [[torch.zeros(shape)]], ["inptu=0:1"])
+    (calibrated,) = assumptions(traced, [[torch.ones(shape)], [torch.zeros(shape)]], []).values()
+    assert (calibrated.low, calibrated.high, calibrated.source) == (0.0, 1.0, "batches")
+
+
+def test_a_large_known_tensor_keeps_the_ends_of_its_rows() -> None:
+    tensor = torch.randn(300, 400)
+    span = exactly(tensor)
+    assert span.low.shape == (1, 400)
+    assert span.contains(tensor)
+    assert not span.contains(tensor * 2)
+
+
+# where float32 itself ends, or a kernel rounds once more than the formula says
+EDGES: dict[str, tuple[Function, torch.Tensor, str, str]] = {
+    "a mean pool adds up beyond float32": (
+        lambda m, x: F.avg_pool2d(x, 2), torch.full((1, 1, 4, 4), 2e38), "half", "bfloat16",
+    ),
+    "scores beyond float32": (
+        lambda m, x: F.scaled_dot_product_attention(x, x, torch.tanh(x)), torch.randn(2, 4, 8) * 1e25, "half",
+        "bfloat16",
+    ),
+    "scores that a scale takes beyond float32": (
+        lambda m, x: F.scaled_dot_product_attention(x, x, x, scale=1e38), torch.randn(2, 4, 8) * 100, "half",
+        "float16",
+    ),
+    "a cast to float8": (
+        lambda m, x: x.to(torch.float8_e5m2).float() * 1.0, torch.tensor([430.0, 1.9]), "half", "float16",
+    ),
+    "an eps that is zero in float32": (
+        lambda m, x: F.rms_norm(x, (4,), eps=1e-50), torch.zeros(2, 4), "half", "float16",
+    ),
+    "zero times a number beyond float32": (
+        lambda m, x: (x * 0.0) * 1e39, torch.ones(4), "half", "float16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_what_float32_cannot_hold_is_not_proved(name: str) -> None:
+    function, x, policy, dtype = EDGES[name]
+    form = format_named(dtype)
+    torch.manual_seed(3)
+    traced = trace(Call(function).eval(), (x,), {}, load_policy(policy), load_policy("torch-cuda"), form)
+    domain = assumptions(traced, [[x]], [])
+    check(traced, bound(traced, domain, form), [[x]])

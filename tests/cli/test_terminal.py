@@ -1,0 +1,154 @@
+"""What a terminal shows: a live bar, ASCII where it has no more, no colour where none is wanted."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ampaudit.cli.progress import Progress
+from ampaudit.cli.terminal import _ASCII, _HANDLER, make_printable
+from tests.support.paths import ROOT
+from tests.support.saved import PLACE
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
+
+
+def on_a_terminal(*arguments: object, cwd: Path | None = None, **environment: str) -> str:
+    """Run the program with a terminal on all three streams; what it wrote."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ampaudit", *map(str, arguments)],
+        stdin=follower, stdout=follower, stderr=follower, close_fds=True, cwd=cwd,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment},
+    )  # fmt: skip
+    os.close(follower)
+    written = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        written += part
+    os.close(leader)
+    process.wait(timeout=60)
+    return written.decode(errors="backslashreplace")
+
+
+def test_colour_on_a_terminal_and_none_with_no_color() -> None:
+    path = PLACE / "overflow.json"
+    assert COLOUR.search(on_a_terminal("report", path))
+    assert not COLOUR.search(on_a_terminal("report", path, NO_COLOR="1"))
+
+
+def test_no_escape_and_no_trailing_blank_in_a_pipe(cli: Cli) -> None:
+    text = cli("report", PLACE / "training.json", COLUMNS="80").stdout
+    assert "\x1b" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert max(map(len, text.splitlines())) <= 80
+    wide = cli("report", PLACE / "training.json", COLUMNS="200").stdout
+    assert 80 < max(map(len, wide.splitlines())) <= 200
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+@pytest.mark.parametrize("name", ["training", "check", "overflow"])
+def test_letters_that_a_terminal_lacks_are_replaced(name: str, encoding: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ampaudit", "report", str(PLACE / f"{name}.json")],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80"},
+        check=True,
+    )
+    text = done.stdout.decode(encoding)
+    assert "\\u" not in text
+    if name == "training":
+        assert "fp32       #***" in text
+
+
+def test_other_letters_become_escapes(tmp_path: Path) -> None:
+    text = (PLACE / "overflow.json").read_text(encoding="utf-8").replace("blocks.1.wo", "blöcke.漢🙂")
+    (tmp_path / "r.json").write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "ampaudit", "report", str(tmp_path / "r.json")],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=True,
+    )
+    assert b"bl\\xf6cke.\\u6f22\\U0001f642" in done.stdout
+
+
+def test_every_mark_of_ours_has_an_ascii_form() -> None:
+    make_printable()
+    for mark, plain in _ASCII.items():
+        assert mark.encode("ascii", _HANDLER).decode() == plain
+    root = ROOT / "ampaudit"
+    printed = "".join(
+        (root / "report" / name).read_text(encoding="utf-8")
+        for name in ("training_text.py", "text.py", "tables.py")
+    )
+    strings = re.findall(r'"[^"\n]*"', printed)
+    marks = {letter for text in strings for letter in text if ord(letter) > 127}
+    assert marks <= _ASCII.keys()
+
+
+def test_the_bar_is_drawn_and_wiped(model_file: Callable[..., Path]) -> None:
+    slow = model_file(
+        "import time\n"
+        "def get_model():\n    return nn.Linear(8, 8)\n"
+        "def batches():\n"
+        "    for _ in range(6):\n        time.sleep(0.7)\n        yield torch.ones(2, 8)\n"
+        "def example_inputs():\n    return torch.ones(2, 8)\n",
+        "slow [bold]model.py",
+    )
+    text = on_a_terminal("scan", slow.name, "--batches", "6", "-q", cwd=slow.parent)
+    assert "loading" in text
+    assert "[bold]model.py" in text  # a name is not markup
+    assert "\x1b[2K" in text  # the line is wiped
+    assert text.rstrip().splitlines()[-1].endswith("(top)/linear")
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, text: str) -> None:
+        self.lines.append(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
+
+
+def test_a_log_gets_lines_and_a_short_run_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(sys, "stderr", recorder)
+    with Progress("model.py") as progress:
+        progress.update("auditing", 0, 3)
+    assert recorder.lines == []
+    monkeypatch.setattr("ampaudit.cli.progress.PATIENCE_SECONDS", 0.01)
+    with Progress("evil\x1b[31m.py") as progress:
+        shown = threading.Event()
+        while not recorder.lines and not shown.wait(0.01):
+            pass
+        progress.update("auditing", 0, 3)
+        progress.update("auditing", 1, 3)
+        progress.update("trying", 0, 2)
+    assert recorder.lines == [
+        "loading evil\\x1b[31m.py ...\n",
+        "auditing evil\\x1b[31m.py: batch 1 of 3 ...\n",
+        "trying: 1 of 2 ...\n",
+    ]
+    progress.update("auditing", 2, 3)  # after its end it is silent
+    assert len(recorder.lines) == 3

@@ -1,0 +1,133 @@
+"""Folding casts into stored weights changes where they are rounded, and no bit of what is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ampaudit.core.formats import lower_format
+from ampaudit.export.fold import deploy, weights_of
+from ampaudit.export.program import GraphModel, as_structure, export_program
+from ampaudit.export.storage import Mode
+from ampaudit.policy import load_policy
+from ampaudit.trace import TracedModel, trace
+from ampaudit.trace.converted import convert
+from tests.support import zoo
+
+AUTHOR = load_policy("torch-cuda")
+
+
+def traced(model: nn.Module, kwargs: dict[str, torch.Tensor], policy: str, dtype: str) -> TracedModel:
+    return trace(model, (), kwargs, load_policy(policy), AUTHOR, lower_format(dtype))
+
+
+def outputs(made: TracedModel, kwargs: dict[str, torch.Tensor], mode: Mode) -> dict[str, torch.Tensor]:
+    converted = convert(made)
+    deployed = deploy(converted, mode)
+    names = tuple(f"output.{i}" for i in range(len(made.outputs)))
+    model = GraphModel(deployed, weights_of(converted, deployed, {}), names, train=mode == "train")
+    with torch.no_grad():
+        return dict(model(**kwargs))
+
+
+@pytest.mark.parametrize("policy", ["torch-cuda", "half", "keep-fp32-modules", "tensorflow"])
+@pytest.mark.parametrize("architecture", ["bert", "t5", "llama", "resnet", "mamba"])
+def test_folding_changes_no_bit(architecture: str, policy: str) -> None:
+    torch.manual_seed(0)
+    subject = zoo.ZOO[architecture]()
+    subject.model.eval()
+    for dtype in ("float16", "bfloat16"):
+        made = traced(subject.model, subject.kwargs, policy, dtype)
+        folded, cast = (outputs(made, subject.kwargs, mode) for mode in ("inference", "train"))
+        for name, value in folded.items():
+            assert value.dtype == cast[name].dtype
+            assert torch.equal(value, cast[name])
+            assert value.isfinite().all()
+
+
+class Shared(nn.Module):
+    """One weight, used in 16 bits by a product and in float32 by a sum; another by products alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.product = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.both + x @ self.product + torch.cumsum(self.both, 0)
+
+
+def test_only_a_weight_that_every_use_casts_is_stored_in_16_bits() -> None:
+    made = traced(Shared(), {"x": torch.randn(8, 8)}, "torch-cuda", "float16")
+    deployed = deploy(convert(made), "inference")
+    assert {p.name: p.dtype for p in deployed.placeholders} == {
+        "both": torch.float32,
+        "product": torch.float16,
+        "input[0]": torch.float32,
+    }
+    assert (deployed.folded, deployed.casts) == (1, 1)
+
+
+class Counted(nn.Module):
+    """A float weight that the author uses as whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = nn.Parameter(torch.arange(4.0) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.sizes.to(torch.int8).sum()
+
+
+def test_a_weight_is_never_stored_as_integers() -> None:
+    made = traced(Counted(), {"x": torch.randn(4)}, "torch-cuda", "float16")
+    deployed = deploy(convert(made), "inference")
+    assert {p.name: p.dtype for p in deployed.placeholders}["sizes"] is torch.float32
+
+
+class TiedApart(nn.Module):
+    """Two layers with one weight, of which an author's region keeps one in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.autocast("cuda", enabled=False):
+            return self.second(x.float())
+
+
+def test_tied_weights_are_stored_alike() -> None:
+    made = traced(TiedApart(), {"x": torch.randn(2, 8)}, "torch-cuda", "float16")
+    deployed = deploy(convert(made), "inference")
+    weights = {p.name: p.dtype for p in deployed.placeholders if p.name.endswith("weight")}
+    assert set(weights.values()) == {torch.float32}
+
+
+def test_layers_and_lines_are_on_the_exported_ops() -> None:
+    subject = zoo.bert()
+    made = traced(subject.model.eval(), subject.kwargs, "torch-cuda", "float16")
+    converted = convert(made)
+    deployed = deploy(converted, "inference")
+    values = weights_of(converted, deployed, {})
+    program = export_program(deployed, values, made.outputs, (), subject.kwargs)
+    linears = [node for node in program.graph.nodes if str(node.target) == "aten.linear.default"]
+    stacks = [str(list(node.meta["nn_module_stack"].values())[-1][0]) for node in linears]
+    assert stacks[0].endswith("encoder.layer.0.attention.self.query")
+    assert all("modeling_bert" in node.meta["stack_trace"] for node in linears)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("output",), 1),
+        (("output[0]", "output[1]"), (1, 2)),
+        (("output.a", "output.b[0]"), {"a": 1, "b[0]": 2}),
+        (("output[0]", "output[1].x"), {"[0]": 1, "[1].x": 2}),
+        (("output[1]", "output[0]"), {"[1]": 1, "[0]": 2}),
+    ],
+)
+def test_outputs_have_a_plain_structure(names: tuple[str, ...], expected: object) -> None:
+    assert as_structure(names, (1, 2)[: len(names)]) == expected

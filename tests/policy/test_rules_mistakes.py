@@ -1,0 +1,225 @@
+"""Rule files with mistakes, or that mean harm: an error with file, line, column and what to do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ampaudit.cli.main import main
+from ampaudit.core.errors import PolicyError
+from ampaudit.policy import load_file, load_policy
+from tests.support.rule_file import GOOD
+
+WHY = "    reason: range\n    why: so.\n    source: this test\n"
+
+
+def rule(text: str) -> str:
+    return GOOD + text + WHY
+
+
+def written(tmp_path: Path, text: str, name: str = "mine") -> Path:
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(text)
+    return path
+
+
+MISTAKES = {
+    "unknown key": (
+        GOOD.replace("reason: speed", "reasons: speed"),
+        r"14:5: unknown key 'rules\.1\.reasons'",
+    ),
+    "unknown cast": (
+        GOOD.replace("cast: float32", "cast: float16"),
+        r"6:11: rules\.0\.cast: Input should be",
+    ),
+    "unknown dtype": (
+        GOOD.replace("[float16]", "[float8]"),
+        r"12:20: rules\.1\.when\.dtype\.0: .*'bfloat16'",
+    ),
+    "unknown op": (GOOD.replace("[linear]", "[linaer]"), r"11:18: ATen has no op 'linaer'"),
+    "no default overload": (GOOD.replace("[linear]", "[softmax]"), r"11:18: ATen has no op 'softmax'"),
+    "unknown vocabulary": (
+        GOOD.replace("title", "vocabulary: onx\ntitle"),
+        r"2:13: unknown vocabulary 'onx'",
+    ),
+    "op of another vocabulary": (
+        GOOD.replace("title", "vocabulary: onnx\ntitle").replace("[linear]", "[Gem]"),
+        r"12:18: the vocabulary 'onnx' has no op 'Gem'",
+    ),
+    "duplicate id": (GOOD.replace("id: linear", "id: head"), r"10:9: duplicate rule id 'head'"),
+    "conflict": (
+        rule("  - id: again\n    match: {op: [linear]}\n    when: {dtype: [float16]}\n    cast: float32\n"),
+        r"18:17: conflict: linear is float32 here and lower in rule 'linear'",
+    ),
+    "never matches": (
+        rule("  - id: again\n    match: {op: [linear]}\n    when: {dtype: [float16]}\n    cast: lower\n"),
+        r"18:12: rule 'again' can never match",
+    ),
+    "behind a rule about everything": (
+        GOOD.replace('match: {layer: ["head*"]}', "match: {}"),
+        r"11:12: rule 'linear' can never match: rule 'head'",
+    ),
+    "no number": (
+        rule("  - id: deep\n    when: {depth: {min: 5, max: 4}}\n    cast: float32\n"),
+        r"18:19: rules\.2\.when\.depth: no number lies between 5 and 4",
+    ),
+    "unknown argument": (
+        rule(
+            "  - id: a\n    match: {op: [softmax.int]}\n"
+            "    when: {arguments: {dims: {equals: 1}}}\n    cast: lower\n"
+        ),
+        r"19:30: no op of this rule has an argument 'dims'; did you mean 'dim'",
+    ),
+    "empty test": (
+        rule(
+            "  - id: a\n    match: {op: [softmax.int]}\n    when: {arguments: {dim: {}}}\n    cast: lower\n"
+        ),
+        r"19:29: .*give at least one of equals",
+    ),
+    "measured rule that lowers": (
+        rule("  - id: a\n    when: {evidence: {output_peak: {below: 1}}}\n    cast: lower\n"),
+        r"19:11: a measured rule may only raise the precision",
+    ),
+    "colour without a graph": (
+        rule("  - id: a\n    match: {op: [exp]}\n    cast: deny\n"),
+        r"19:11: rule 'a' looks at neighbours: that needs 'level: graph'",
+    ),
+    "no dtype argument": (
+        rule("  - id: a\n    match: {op: [exp]}\n    cast: set-dtype\n"),
+        r"19:11: exp has no argument 'dtype'",
+    ),
+    "look-around regex": (
+        rule("  - id: a\n    match: {layer_regex: ['(?=x)']}\n    cast: lower\n"),
+        r"18:26: '\(\?=x\)' is not a pattern of RE2",
+    ),
+    "bad version": (
+        rule("  - id: a\n    match: {op: [exp]}\n    when: {versions: {torch: new}}\n    cast: lower\n"),
+        r"19:30: 'new' is not a version condition",
+    ),
+    "unknown scale": (GOOD.replace("title", "loss_scale: torhc\ntitle"), r"2:13: unknown loss-scale profile"),
+    "unknown parent": (
+        GOOD.replace("title", "extends: [torch-cud]\ntitle"),
+        r"2:11: unknown policy 'torch-cud'",
+    ),
+    "unknown drop": (
+        GOOD.replace("title", "extends: [half]\ndrop: [x]\ntitle"),
+        r"3:8: no inherited rule has the id 'x'",
+    ),
+    "clip without storage": (
+        GOOD.replace("title", "weights: {clip: {max_finite: 1, min_positive: 0}}\ntitle"),
+        r"2:17: weights are clipped when they are stored",
+    ),
+    "key twice": (
+        GOOD.replace("title: a test", "title: a test\ntitle: b"),
+        r"3:1: key 'title' is given twice",
+    ),
+    "alias": (GOOD.replace("rules:", "rules: &a\n  - *a\n#"), r"4:5: YAML aliases"),
+    "tag": ("!!python/object/apply:os.system ['true']", r"1:1: YAML tags"),
+    "tab": (GOOD.replace("    match: {op", "\tmatch: {op"), r"11:1: not valid YAML"),
+    "unclosed": (GOOD.replace("[linear]", "[linear"), r":\d+:\d+: not valid YAML"),
+    "not a mapping": ("- a\n- b\n", r"1:1: a rule file is a mapping"),
+    "empty": ("", r"a rule file is a mapping|not valid YAML"),
+    "NaN": (
+        rule("  - id: deep\n    when: {depth: {min: .nan}}\n    cast: float32\n"),
+        r"18:25: rules\.2\.when\.depth\.min",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_located(tmp_path: Path, name: str) -> None:
+    text, message = MISTAKES[name]
+    path = written(tmp_path, text)
+    with pytest.raises(PolicyError, match=message) as caught:
+        load_policy(str(path))
+    assert "mine.yaml" in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_command_says_it_in_one_line(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path, MISTAKES[name][0])
+    result = CliRunner().invoke(main, ["rules", "validate", str(path)])
+    assert isinstance(result.exception, PolicyError)
+    assert len(str(result.exception).splitlines()) == 2
+
+
+def test_near_misses_are_suggested(tmp_path: Path) -> None:
+    for wrong, near in (("linaer", "linear"), ("softmax", "softmax.int"), ("@softmx", "@softmax")):
+        path = written(tmp_path, GOOD.replace("[linear]", f'["{wrong}"]'))
+        with pytest.raises(PolicyError) as caught:
+            load_policy(str(path))
+        assert f"did you mean '{near}'" in caught.value.hint
+
+
+def test_a_policy_that_extends_itself(tmp_path: Path) -> None:
+    for name, parent in (("a", "b"), ("b", "c"), ("c", "a")):
+        text = GOOD.replace("name: mine", f"name: {name}").replace(
+            "title", f"extends: [{parent}.yaml]\ntitle"
+        )
+        written(tmp_path, text, name)
+    with pytest.raises(PolicyError, match=r"c\.yaml:2:11: a policy extends itself: a -> b -> c -> a"):
+        load_policy(str(tmp_path / "a.yaml"))
+
+
+def test_a_regex_that_would_backtrack_for_ever_does_not(tmp_path: Path) -> None:
+    from ampaudit.policy import OpFacts
+
+    path = written(tmp_path, GOOD.replace('layer: ["head*"]', "layer_regex: ['^(a+)+$']"))
+    rules = load_policy(str(path))
+    started = time.perf_counter()
+    assert rules.decide(OpFacts("relu", "a" * 5000 + "b", "float16")).rule is None
+    assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nc: [*b,*b,*b,*b,*b,*b,*b,*b]\n",
+        "name: " + "[" * 100_000,
+        "name:\n" + "".join(" " * depth + "- \n" for depth in range(1, 500)),
+        "? " * 50_000,
+        "#" * (10 << 20),
+        "name: \x00",
+    ],
+    ids=["bomb", "brackets", "indentation", "question marks", "10 MB", "control character"],
+)
+def test_hostile_files_are_refused_at_once(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, text)
+    started = time.perf_counter()
+    with pytest.raises(PolicyError):
+        load_policy(str(path))
+    assert time.perf_counter() - started < 2
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="cannot read rule file"):
+        load_policy(str(tmp_path / "none.yaml"))
+    (tmp_path / "directory.yaml").mkdir()
+    with pytest.raises(PolicyError, match="cannot read rule file"):
+        load_policy(str(tmp_path / "directory.yaml"))
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9\xff")
+    with pytest.raises(PolicyError, match="not UTF-8"):
+        load_policy(str(tmp_path / "latin.yaml"))
+
+
+def test_suspicious_rules_are_warned_about(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        GOOD.replace('"head*"', '"^head.*$"')
+        .replace("[linear]", '["mylib::swish"]')
+        .replace("title", "extends: [torch-cuda]\ntitle")
+        + "  - id: shadow\n    match: {op: [norm.Scalar, norm.ScalarOpt_dim]}\n    cast: float32\n"
+        + WHY,
+    )
+    warnings = "\n".join(load_file(str(path)).warnings)
+    assert "mine.yaml:6:12: the glob '^head.*$' looks like a regular expression" in warnings
+    assert "mylib::swish belongs to another library" in warnings
+    assert "the inherited rule 'torch-cuda/norm' can no longer match" in warnings
+    result = CliRunner().invoke(main, ["rules", "validate", str(path)])
+    assert result.exit_code == 0
+    assert "valid" in result.stdout
+    assert result.stderr.count("warning: ") == 3

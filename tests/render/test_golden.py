@@ -1,0 +1,161 @@
+"""Everything that a user reads, compared letter by letter; ``pytest --refresh-golden`` writes it anew.
+
+Reports are saved ones, so that no number depends on the machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ampaudit.cli.main import COMMANDS, main
+from ampaudit.cli.terminal import as_text
+from ampaudit.lint.linting import Choice, lint_text
+from ampaudit.render.difference_text import difference_markdown, render_differences
+from ampaudit.render.html.page import to_html
+from ampaudit.render.jsonfile import to_json
+from ampaudit.render.render import as_file, for_terminal
+from ampaudit.report.comparison import Comparison
+from ampaudit.report.difference import differences
+from ampaudit.report.lint import LintReport
+from ampaudit.report.pages import all_pages
+from tests.support.paths import GOLDEN
+from tests.support.saved import NAMES, saved, saved_report
+
+Golden = Callable[[str, str], None]
+TOLD = ("markdown", "sarif", "junit", "github")
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("name", NAMES)
+def test_text(golden: Golden, name: str, width: int) -> None:
+    text = as_text(lambda console: console.print(for_terminal(saved(name))), width)
+    assert all(len(line) <= width for line in text.splitlines())
+    golden(f"{name}-{width}.txt", text)
+
+
+@pytest.mark.parametrize("verbosity", [-1, 1])
+@pytest.mark.parametrize("name", ["overflow", "gradients", "training"])
+def test_quiet_and_verbose_text(golden: Golden, name: str, verbosity: int) -> None:
+    text = as_text(lambda console: console.print(for_terminal(saved(name), verbosity)), 100)
+    golden(f"{name}-{'quiet' if verbosity < 0 else 'verbose'}.txt", text)
+
+
+def linted() -> LintReport:
+    """Findings of every severity, one with a repair, one suppressed, one in Markdown; what was not read."""
+    pages = all_pages()
+    hidden = pages["AMP807"].bad.code.replace("1.0)", "1.0)  # ampaudit: ignore[AMP807] sign only")
+    names = {
+        "train.py": pages["AMP803"].bad.code,
+        "model.py": pages["AMP861"].bad.code,
+        "old.py": "print 'x'\n",
+    }
+    names |= {
+        "hidden.py": hidden,
+        "weights.py": pages["AMP820"].bad.code,
+        "notes.md": "```python\nimport apex.amp\n```\n",
+    }
+    files = [lint_text(text, name, Choice()) for name, text in names.items()]
+    findings = tuple(finding for file in files for finding in file.findings)
+    return LintReport(1, "0.1.0", "warning", len(files), findings, tuple(u for f in files for u in f.unread))
+
+
+@pytest.mark.parametrize("verbosity", [-1, 0, 1])
+def test_lint(golden: Golden, verbosity: int) -> None:
+    text = as_text(lambda console: console.print(for_terminal(linted(), verbosity), soft_wrap=True), 80)
+    golden(f"lint-{('quiet', 'normal', 'verbose')[verbosity + 1]}.txt", text)
+
+
+@pytest.mark.parametrize("form", ["json", *TOLD])
+def test_lint_for_machines(golden: Golden, form: str) -> None:
+    golden(f"lint.{form}", as_file(linted(), form))
+
+
+@pytest.mark.parametrize("form", TOLD)
+@pytest.mark.parametrize("name", ["overflow", "policies", "training", "check"])
+def test_formats_for_machines(golden: Golden, name: str, form: str) -> None:
+    golden(f"{name}.{form}", as_file(saved(name), form))
+
+
+@pytest.mark.parametrize("name", ["overflow", "training"])
+def test_tables(golden: Golden, name: str) -> None:
+    golden(f"{name}.csv", as_file(saved(name), "csv"))
+
+
+@pytest.mark.parametrize("name", ["overflow", "policies", "gradients"])
+def test_the_words_of_the_page(golden: Golden, name: str) -> None:
+    """Without its scripts, its style and the pages of codes, which have tests of their own."""
+    text = to_html(saved(name))
+    text = re.sub(r"<(script|style)\b[^>]*>.*?</\1>", "", text, flags=re.S)
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    text = re.sub(r'<section class="pages".*?</section>', "", text, flags=re.S)
+    golden(f"{name}.html", re.sub(r"\n\s*\n+", "\n", text))
+
+
+def test_differences(golden: Golden) -> None:
+    policies = saved("policies")
+    assert isinstance(policies, Comparison)
+    better = differences(policies.reports[0], policies.reports[2])
+    worse = differences(policies.reports[2], policies.reports[0])
+    for name, found in (("better", better), ("worse", worse)):
+        for width in (80, 200):
+            shown = as_text(lambda console, f=found: console.print(render_differences(f)), width)  # type: ignore[misc]
+            golden(f"diff-{name}-{width}.txt", shown)
+    golden("diff-worse.md", difference_markdown(worse))
+    golden("diff-worse.json", to_json(worse))
+
+
+def helps(command: click.Command, name: str) -> list[tuple[str, list[str]]]:
+    if isinstance(command, click.Group):
+        inner = [pair for sub in command.commands.values() for pair in helps(sub, f"{name} {sub.name}")]
+        return [(name, [*name.split()[1:], "--help"]), *inner]
+    return [(name, [*name.split()[1:], "--help"])]
+
+
+@pytest.mark.parametrize(("name", "arguments"), helps(main, "ampaudit"), ids=lambda v: str(v))
+def test_help(golden: Golden, name: str, arguments: list[str]) -> None:
+    done = CliRunner().invoke(main, arguments, prog_name="ampaudit", terminal_width=100)
+    assert done.exit_code == 0
+    golden(f"help-{name.replace(' ', '-')}.txt", done.output)
+
+
+def test_every_command_has_a_golden_help() -> None:
+    names = {path.name for path in (GOLDEN).glob("help-*")}
+    assert {f"help-ampaudit-{command.name}.txt" for command in COMMANDS} <= names
+
+
+@pytest.mark.parametrize("arguments", [["explain"], ["explain", "AMP204"], ["rules", "list"]], ids=" ".join)
+def test_lists_and_pages(golden: Golden, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    done = CliRunner().invoke(main, arguments, prog_name="ampaudit")
+    assert done.exit_code == 0
+    golden(f"{'-'.join(arguments)}.txt", done.output)
+
+
+def test_no_golden_file_is_left_over(request: pytest.FixtureRequest) -> None:
+    """Every file in the folder is named in this module's tests; one that is not would never be compared."""
+    known = {f"{n}-{w}.txt" for n in NAMES for w in (80, 200)}
+    known |= {f"{n}-{k}.txt" for n in ("overflow", "gradients", "training") for k in ("quiet", "verbose")}
+    known |= {f"{n}.{f}" for n in ("overflow", "policies", "training", "check") for f in TOLD}
+    known |= {"overflow.csv", "training.csv", "overflow.html", "policies.html", "gradients.html"}
+    known |= {f"diff-{n}-{w}.txt" for n in ("better", "worse") for w in (80, 200)}
+    known |= {"diff-worse.md", "diff-worse.json", "explain.txt", "explain-AMP204.txt", "rules-list.txt"}
+    known |= {f"lint-{k}.txt" for k in ("quiet", "normal", "verbose")} | {
+        f"lint.{f}" for f in ("json", *TOLD)
+    }
+    known |= {f"help-{name.replace(' ', '-')}.txt" for name, _ in helps(main, "ampaudit")}
+    assert {path.name for path in (GOLDEN).iterdir()} == known
+
+
+def test_a_finding_of_a_later_version_can_be_shown() -> None:
+    from dataclasses import replace
+
+    report = saved_report()
+    unknown = replace(report, findings=(replace(report.findings[0], code="AMP899"),))
+    for form in (*TOLD, "html", "csv", "json"):
+        assert "AMP899" in as_file(unknown, form)
+    assert "AMP899 overflow" in as_text(lambda console: console.print(for_terminal(unknown)), 100)

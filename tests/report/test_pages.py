@@ -1,0 +1,130 @@
+"""Every check has a page, and the page's own examples: it fires on the bad one and is silent on the good."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ampaudit.audit import scan as workflow
+from ampaudit.audit.checks import ALL_CHECKS, Check, CheckContext, Finding
+from ampaudit.audit.checks.origins import DOMAIN_CAUSES, OVERFLOW_CAUSES
+from ampaudit.report.model import Report
+from ampaudit.report.pages import Example, Page, all_pages
+from ampaudit.report.pages.document import document
+from ampaudit.report.pages.page import LINTED
+from ampaudit.report.training import TrainingReport
+from ampaudit.source.interface import SourceOptions
+from ampaudit.source.open import open_source
+from ampaudit.training.train import TrainSettings, train_source
+from tests.support.paths import ROOT
+
+# those that reading finds have tests of their own: test_lint.py
+PAGES = {code: page for code, page in all_pages().items() if not code.startswith(LINTED)}
+
+
+def _crash(context: CheckContext) -> Iterator[Finding]:
+    raise ValueError("on purpose\nand more")
+    yield
+
+
+def trained(path: Path, options: dict[str, str]) -> TrainingReport:
+    """The training runs that a page's example asks for."""
+    steps = int(options.pop("steps"))
+    given = options.pop("loss_scale", None)
+    scale = given if given is None or given[0].isalpha() else float(given)
+    source = open_source(str(path), SourceOptions(batches=steps, train=True))
+    settings = TrainSettings(steps=steps, policies=(options.pop("policy"),), loss_scale=scale)
+    return train_source(source, settings)
+
+
+def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> Report | TrainingReport:
+    """The scan, or the training, that a page's example asks for."""
+    path = place / "model.py"
+    path.write_text(example.code, encoding="utf-8")
+    options = dict(example.options)
+    if options.pop("train", None):
+        return trained(path, options)
+    if options.pop("crash", None):
+        monkeypatch.setattr(workflow, "ALL_CHECKS", (Check("AMP101", _crash), *ALL_CHECKS))
+    return workflow.scan_source(
+        open_source(str(path), SourceOptions(train=options.pop("mode", "") == "train")),
+        policy=options.pop("policy", "half"),
+        dtype=options.pop("dtype", "float16"),
+        ranges=options.pop("ranges", "") == "true",
+        contract=options.pop("contract", ""),
+        backward=options.pop("backward", "") == "true",
+        loss_scale=float(given) if (given := options.pop("loss_scale", "")) else None,
+    )
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=lambda page: page.code)
+def test_a_check_fires_on_its_bad_example(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = scanned(page.bad, tmp_path, monkeypatch)
+    found = [f for f in report.findings if f.code == page.code]
+    assert found, [(f.code, f.site) for f in report.findings]
+    assert found[0].severity == page.severity, found[0]
+    assert found[0].kind == page.kind
+    training = {f"AMP{n}" for n in range(711, 716)}  # one loop can have several of these at once
+    others = [f for f in report.findings if f.severity == "error" and f.code != page.code]
+    others = [f for f in others if {f.code, page.code} - training]
+    assert not others or page.severity != "error", others
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=lambda page: page.code)
+def test_a_check_is_silent_on_its_good_example(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = scanned(page.good, tmp_path, monkeypatch)
+    assert page.code not in [f.code for f in report.findings]
+    graver = [f for f in report.findings if f.severity != "note" and f.suppressed is None]
+    assert not graver
+
+
+def test_every_check_and_every_cause_has_a_page_and_no_page_is_left_over() -> None:
+    checks = [check.code for check in ALL_CHECKS]
+    assert len(checks) == len(set(checks))
+    causes = {cause.code for cause in (*OVERFLOW_CAUSES, *DOMAIN_CAUSES)}
+    beside = {"AMP103", "AMP403", "AMP990", "AMP991"} | {f"AMP{n}" for n in range(711, 716)}
+    assert set(PAGES) == set(checks) | causes | beside
+
+
+def test_a_check_that_raises_is_reported_and_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = PAGES["AMP106"].bad
+    example = Example(bad.code, {**bad.options, "crash": "yes"})
+    report = scanned(example, tmp_path, monkeypatch)
+    codes = [f.code for f in report.findings]
+    assert "AMP106" in codes
+    assert "AMP990" in codes
+    assert report.exit_code == 3
+    crash = next(f for f in report.findings if f.code == "AMP990")
+    assert "ValueError: on purpose" in crash.cause
+    assert "and more" not in crash.cause
+
+
+def test_the_document_is_made_from_the_pages() -> None:
+    path = ROOT / "docs" / "checks.md"
+    assert path.read_text(encoding="utf-8") == document(), "run: make docs"
+
+
+def test_the_readme_counts_them() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{len(all_pages())} codes" in readme
+
+
+def test_explain_prints_a_page_and_the_list(cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    page = cli("explain", "amp204")
+    assert page.returncode == 0
+    assert "log of a sigmoid" in page.stdout
+    assert "F.logsigmoid" in page.stdout
+    listed = cli("explain")
+    assert all(code in listed.stdout for code in all_pages())
+    wrong = cli("explain", "AMP205x")
+    assert wrong.returncode == 2
+    assert "did you mean 'AMP205'" in wrong.stderr

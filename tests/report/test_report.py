@@ -1,0 +1,124 @@
+"""The report: its schema, its text, and names that must not be obeyed."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import jsonschema
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from ampaudit.core.text import plain
+from ampaudit.render.jsonfile import from_json, json_schema, schema_text, to_json
+from ampaudit.render.text import print_report
+from ampaudit.report.model import Report
+from tests.support.paths import ROOT
+from tests.support.planted import WIDTH, TwoBranches
+from tests.support.planted import scan_under_autocast as scan
+
+
+def text_of(report: Report, width: int = 100, verbosity: int = 0) -> str:
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=width, highlight=False), verbosity=verbosity)
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def failing() -> Report:
+    torch.manual_seed(0)
+    return scan(TwoBranches(left=6e4, right=5e4).eval(), torch.randn(8, WIDTH) * 3)
+
+
+@pytest.mark.parametrize("ranges", [False, True])
+def test_json_follows_the_schema_and_comes_back(ranges: bool) -> None:
+    report = scan(TwoBranches(left=6e4).eval(), torch.randn(8, WIDTH) * 3, ranges=ranges)
+    document = json.loads(to_json(report), parse_constant=pytest.fail)
+    jsonschema.Draft202012Validator(json_schema()).validate(document)
+    assert document["schema"] == 1
+    assert list(document)[:6] == ["schema", "tool", "model", "run", "verdict", "fail_on"]
+    assert from_json(to_json(report)) == report
+
+
+def test_the_documented_schema_is_the_one_in_force() -> None:
+    assert (ROOT / "docs" / "report.schema.json").read_text() == schema_text(), "run: make schema"
+
+
+def test_the_design_fields_are_there(failing: Report) -> None:
+    document = json.loads(to_json(failing))
+    finding = document["findings"][0]
+    assert {"code", "kind", "severity", "confidence", "phase", "layer", "op", "site", "source"} <= set(
+        finding
+    )
+    assert {"evidence", "origin", "poisons", "cause", "advice"} <= set(finding)
+    assert {"peak", "limit", "inf", "nan", "headroom_bits"} <= set(finding["evidence"])
+    assert {"site", "layer", "op", "precision", "rule", "reason", "verdict", "forward"} <= set(
+        document["sites"][0]
+    )
+    assert {"sites", "audited", "proved", "uncovered_ops"} <= set(document["coverage"])
+    assert document["verdict"] == "fail"
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_text_says_what_where_and_how_far(failing: Report, width: int) -> None:
+    text = text_of(failing, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    words = " ".join(text.split())
+    for expected in (
+        "FAIL 2 places break in float16",
+        "left.up linear AMP101 overflow",
+        "right.up linear AMP101 overflow",
+        "tests/support/planted.py:",
+        "limit 65,504; headroom -",
+        "poisons",
+        "Nearest the limit",
+        "Coverage",
+    ):
+        assert expected in words, expected
+    assert text.index("FAIL") < text.index("left.up") < text.index("right.up") < text.index("Nearest")
+
+
+def test_quiet_is_one_line_and_verbose_lists_every_site(failing: Report) -> None:
+    assert text_of(failing, 120, -1).strip().count("\n") == 0
+    verbose = "".join(text_of(failing, 200, 1).split())
+    for site in failing.sites:
+        assert site.site.replace(" ", "") in verbose
+
+
+def test_names_with_escapes_and_markup_are_shown_and_not_obeyed() -> None:
+    name = "evil\x1b[31m[bold red]x[/]\n<b>"
+    model = nn.Sequential()
+    model.add_module("ok", nn.Linear(WIDTH, WIDTH))
+    model._modules[name] = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        model._modules[name].weight.mul_(1e6)  # type: ignore[union-attr, operator]
+    report = scan(model.eval(), torch.randn(8, WIDTH), ranges=True)
+    text = text_of(report, 200, 1)
+    assert "\x1b" not in text
+    assert "[bold red]x[/]" in text
+    assert plain(name) == "evil\\x1b[31m[bold red]x[/]\\n<b>"
+
+
+def test_an_empty_model_and_one_without_floats() -> None:
+    class Integers(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    report = scan(Integers().eval(), torch.arange(4))
+    assert report.exit_code == 0
+    assert report.coverage.sites == 0
+    assert report.coverage.integer_sites == 1
+    assert "nothing breaks" in text_of(report)
+    assert scan(nn.Identity().eval(), torch.randn(4)).exit_code == 0
+
+
+def test_complex_numbers_are_audited() -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.rfft(x).abs()
+
+    report = scan(Spectrum().eval(), torch.randn(4, 16))
+    assert report.coverage.uncovered_ops == ()
+    assert report.findings == ()

@@ -1,0 +1,313 @@
+"""``ampaudit report`` and ``ampaudit diff``: saved reports, good and bad, and what changed between two."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampaudit.core.errors import InputError
+from ampaudit.report.comparison import Comparison
+from ampaudit.report.difference import Difference, differences
+from ampaudit.report.documents import parse_document, read_document
+from ampaudit.report.finding import Severity
+from ampaudit.report.model import Report, SiteReport
+from tests.support.saved import NAMES, PLACE, saved, saved_report, text_of
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+WO = "blocks.1.wo/linear"
+
+
+def refused(text: str) -> str:
+    with pytest.raises(InputError) as caught:
+        parse_document(text, "r.json")
+    message = str(caught.value)
+    assert message.startswith("r.json")
+    assert "\n  next: " in message
+    return message
+
+
+def with_site(report: Report, name: str, change: Callable[[SiteReport], SiteReport]) -> Report:
+    return replace(report, sites=tuple(change(s) if s.site == name else s for s in report.sites))
+
+
+def only(old: Report, new: Report, **options: float) -> Difference:
+    (pair,) = differences(old, new, **options).pairs
+    return pair
+
+
+# reading
+
+
+def test_a_newer_schema_says_so() -> None:
+    text = text_of("overflow").replace('"schema": 1', '"schema": 2', 1)
+    assert "written by a newer ampaudit (schema 2; this one reads 1)" in refused(text)
+
+
+def test_fields_of_a_later_version_are_passed_over() -> None:
+    data = json.loads(text_of("overflow"))
+    data["later"] = {"a": 1}
+    data["findings"][0]["later"] = 2
+    data["sites"][0]["later"] = [3]
+    assert parse_document(json.dumps(data), "r") == saved("overflow")
+
+
+def test_fields_that_an_earlier_version_did_not_write_have_their_defaults() -> None:
+    data = json.loads(text_of("overflow"))
+    for late in ("raised", "proofs", "changed", "stressed", "tails", "backward"):
+        del data[late]
+    for site in data["sites"]:
+        for late in ("gradient", "bound", "bound_inside", "inside", "what_if"):
+            del site[late]
+    found = parse_document(json.dumps(data), "r")
+    assert isinstance(found, Report)
+    assert found.proofs is None
+    assert len(found.sites) == len(saved_report().sites)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
+def test_a_truncated_report_is_one_clear_line(name: str, share: float) -> None:
+    text = text_of(name).rstrip()
+    message = refused(text[: int(len(text) * share)])
+    assert "cut off" in message or "not JSON" in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "3", "null", '"x"', '{"findings": 1}', '{"a": NaN}', "[" * 100_000]
+)
+def test_what_is_no_report(text: str) -> None:
+    refused(text)
+
+
+@given(st.sampled_from(NAMES), st.data())
+def test_a_field_of_another_type_never_crashes(name: str, data: st.DataObject) -> None:
+    document = json.loads(text_of(name))
+    field = data.draw(st.sampled_from(sorted(document)))
+    document[field] = data.draw(
+        st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers()))
+    )
+    text = json.dumps(document)
+    try:
+        parse_document(text, "r.json")
+    except InputError:
+        refused(text)  # any other error fails
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00{")
+    for name, part in (("gone.json", "No such file"), ("binary.json", "not UTF-8"), (".", "directory")):
+        with pytest.raises(InputError, match=part):
+            read_document(tmp_path / name)
+
+
+def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(text_of("overflow"), encoding="utf-8-sig")
+    assert read_document(tmp_path / "r.json") == saved("overflow")
+
+
+# differences
+
+
+def test_a_report_does_not_differ_from_itself() -> None:
+    report = saved_report()
+    pair = only(report, report)
+    assert pair.changes == pair.added == pair.removed == pair.notes == ()
+    assert pair.same == len(report.sites)
+    assert differences(report, report).exit_code == 0
+
+
+def test_a_new_error_is_worse_and_a_gone_one_better() -> None:
+    report = saved_report()
+    clean = replace(report, findings=report.findings[1:])
+    worse, better = only(clean, report), only(report, clean)
+    assert [(c.way, c.site) for c in worse.changes] == [("worse", WO)]
+    assert worse.changes[0].what.startswith("new error AMP101")
+    assert [(c.way, c.site) for c in better.changes] == [("better", WO)]
+    assert differences(clean, report).exit_code == 1
+    assert differences(report, clean).exit_code == 0
+
+
+def test_a_note_is_neither() -> None:
+    report = saved_report()
+    noted = replace(report, findings=tuple(replace(f, severity=Severity.NOTE) for f in report.findings))
+    clean = replace(report, findings=())
+    assert {c.way for c in only(clean, noted).changes} == {"other"}
+    graver = only(noted, report)
+    assert {c.way for c in graver.changes} == {"worse"}
+    assert {c.way for c in only(report, noted).changes} == {"better"}
+
+
+def test_suppressed_findings_are_not_there() -> None:
+    report = saved_report()
+    hidden = replace(report, findings=tuple(replace(f, suppressed="comment: known") for f in report.findings))
+    assert only(replace(report, findings=()), hidden).changes == ()
+
+
+@pytest.mark.parametrize(("bits", "way"), [(-0.6, "worse"), (-0.4, None), (0.4, None), (0.6, "better")])
+def test_headroom_counts_from_half_a_bit(bits: float, way: str | None) -> None:
+    report = saved_report()
+    site = next(s for s in report.sites if s.verdict == "proved" and s.precision == "float16" and s.forward)
+
+    def moved(found: SiteReport) -> SiteReport:
+        assert found.forward is not None
+        assert found.forward.headroom_bits is not None
+        return replace(
+            found, forward=replace(found.forward, headroom_bits=found.forward.headroom_bits + bits)
+        )
+
+    pair = only(report, with_site(report, site.site, moved))
+    assert [c.way for c in pair.changes] == ([way] if way else [])
+    assert all(c.after - c.before == pytest.approx(bits) for c in pair.changes if c.after and c.before)
+    assert only(report, with_site(report, site.site, moved), bits=0.3).changes != ()
+
+
+def test_proofs_that_were_lost() -> None:
+    report = saved_report()
+    site = next(s for s in report.sites if s.verdict == "proved")
+    lost = with_site(report, site.site, lambda s: replace(s, verdict="observed"))
+    assert [(c.way, c.what) for c in only(report, lost).changes] == [("worse", "proved became observed")]
+    assert [c.way for c in only(lost, report).changes] == ["better"]
+    never = with_site(report, site.site, lambda s: replace(s, verdict="observed", bound=None))
+    assert only(never, report).changes == ()  # nobody asked for proofs there
+
+
+def test_repaired_values_are_not_compared() -> None:
+    """After a fault the numbers are those of a run that was repaired: better than they would be."""
+    policies = saved("policies")
+    assert isinstance(policies, Comparison)
+    broken, sound = policies.reports[0], policies.reports[2]
+    pair = only(sound, broken)
+    wrong = {s.site for s in broken.sites if s.verdict in ("overflows", "poisoned")}
+    assert not any(c.before is not None for c in pair.changes if c.site in wrong)
+    assert {c.way for c in only(broken, sound).changes} == {"better", "other"}
+    assert [c.what for c in pair.changes if c.site == "output"] == ["now holds infinity or NaN"]
+    back = only(broken, sound)
+    assert [c.what for c in back.changes if c.site == "output"] == ["no longer holds infinity or NaN"]
+
+
+def test_sites_that_came_and_went() -> None:
+    report = saved_report()
+    fewer = replace(report, sites=report.sites[3:])
+    gone = tuple(site.site for site in report.sites[:3])
+    assert only(report, fewer).removed == gone
+    assert only(fewer, report).added == gone
+
+
+def test_other_settings_are_noted() -> None:
+    report = saved_report()
+    other = replace(report, run=replace(report.run, dtype="bfloat16", batches=4))
+    assert only(report, other).notes == ("dtype was float16, is bfloat16", "batches was 1, is 4")
+
+
+def test_several_policies_are_matched_by_name() -> None:
+    policies = saved("policies")
+    assert isinstance(policies, Comparison)
+    shuffled = Comparison(policies.reports[::-1])
+    found = differences(policies, shuffled)
+    assert len(found.pairs) == 3
+    assert found.exit_code == 0
+    with pytest.raises(InputError, match="no policy in common"):
+        differences(
+            policies, replace(policies.reports[0], run=replace(policies.reports[0].run, policy="mine"))
+        )
+
+
+@pytest.mark.parametrize("name", ["training", "check", "plan"])
+def test_only_scans_are_compared(name: str) -> None:
+    with pytest.raises(InputError, match="only reports of scans"):
+        differences(saved(name), saved("overflow"))
+
+
+# the commands
+
+
+@pytest.mark.parametrize("form", ["text", "json", "html", "markdown", "sarif", "junit", "github", "csv"])
+def test_every_format_from_the_command_line(cli: Cli, form: str) -> None:
+    done = cli("report", PLACE / "overflow.json", "--format", form)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "blocks.1.wo" in done.stdout
+
+
+def test_the_suffix_of_the_output_chooses(cli: Cli, tmp_path: Path) -> None:
+    for suffix, begin in (
+        (".html", "<!doctype html>"),
+        (".sarif", "{"),
+        (".xml", "<?xml"),
+        (".csv", "policy,"),
+        (".md", "## "),
+    ):
+        out = tmp_path / f"r{suffix}"
+        done = cli("report", PLACE / "overflow.json", "-o", out)
+        assert done.returncode == 0
+        assert out.read_text().startswith(begin)
+        assert "FAIL" in done.stderr
+    assert cli("report", PLACE / "overflow.json", "-o", tmp_path / "r.md").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("report", "gone.json"), "gone.json: No such file"),
+        (("report", "cut.json"), "cut.json:"),
+        (("diff", "cut.json", "cut.json"), "cut off"),
+        (
+            ("report", "training.json", "--format", "html"),
+            "only reports of scans and of bench have an HTML page",
+        ),
+    ],
+)
+def test_mistakes_end_in_one_line(cli: Cli, tmp_path: Path, arguments: tuple[str, ...], part: str) -> None:
+    (tmp_path / "cut.json").write_text(text_of("overflow")[:5000])
+    (tmp_path / "training.json").write_text(text_of("training"))
+    done = cli(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert "next: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_diff_says_it_with_its_exit_code(cli: Cli, tmp_path: Path) -> None:
+    policies = json.loads(text_of("policies"))["reports"]
+    for name, report in (("bad", policies[0]), ("good", policies[2])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    worse = cli("diff", "good.json", "bad.json", cwd=tmp_path)
+    assert worse.returncode == 1
+    assert "3 worse" in worse.stdout
+    better = cli("diff", "bad.json", "good.json", "-o", "d.json", cwd=tmp_path)
+    assert better.returncode == 0
+    assert json.loads((tmp_path / "d.json").read_text())["pairs"][0]["notes"] == [
+        "policy was torch-cuda, is ampaudit"
+    ]
+
+
+def test_neither_command_needs_torch() -> None:
+    code = (
+        "import sys\nsys.argv = ['ampaudit', {}]\n"
+        "from ampaudit.cli.main import run\n"
+        "try:\n    run()\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)\n"
+    )
+    path = str(PLACE / "overflow.json")
+    for form in ("text", "html", "sarif", "markdown", "csv", "junit", "github", "json"):
+        arguments = f"'report', {path!r}, '--format', {form!r}"
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(arguments)], capture_output=True, text=True, check=True
+        )
+        assert done.stderr.splitlines()[-1] == "False", form
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(f"'diff', {path!r}, {path!r}")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.splitlines()[-1] == "False"

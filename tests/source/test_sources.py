@@ -1,0 +1,248 @@
+"""Every kind of source, and every kind of bad one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ampaudit import scan
+from ampaudit.core.errors import AuditError, InputError, SourceError, WeightsError
+from ampaudit.source import SourceOptions
+from ampaudit.source.open import open_source
+from tests.support.zoo import ZOO
+
+Write = Callable[..., Path]
+MODEL = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+    def forward(self, x, scale=1.0):
+        return self.inner(x) * scale
+"""
+INPUTS = "def example_inputs():\n    return torch.randn(2, 8)\n"
+
+
+def test_a_python_file_with_one_model(model_file: Write) -> None:
+    source = open_source(str(model_file(MODEL + INPUTS)), SourceOptions(batches=3))
+    assert type(source.model).__name__ == "Net"
+    assert not source.model.training
+    assert len(source.batches) == 3
+    assert source.sha256
+    assert not torch.equal(source.batches[0].args[0], source.batches[1].args[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "args", "kwargs"),
+    [
+        ("def example_inputs():\n    return (torch.ones(2, 8), 2.0)\n", 2, set()),
+        ("def example_inputs():\n    return {'x': torch.ones(2, 8)}\n", 0, {"x"}),
+        (INPUTS + "def example_kwargs():\n    return {'scale': 3.0}\n", 1, {"scale"}),
+        ("def batches():\n    while True:\n        yield torch.ones(2, 8)\n", 1, set()),
+    ],
+)
+def test_forms_of_inputs(model_file: Write, body: str, args: int, kwargs: set[str]) -> None:
+    source = open_source(str(model_file(MODEL + body)), SourceOptions(batches=2))
+    assert len(source.batches) == 2
+    assert len(source.batches[0].args) == args
+    assert set(source.batches[0].kwargs) == kwargs
+    assert scan(source.model, batches=source.batches).exit_code == 0
+
+
+def test_a_named_factory_and_an_import_path(model_file: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model_file(MODEL + INPUTS + "def build():\n    return Net().train()\n", "some_models.py")
+    assert type(open_source(f"{path}:build", SourceOptions()).model).__name__ == "Net"
+    monkeypatch.chdir(path.parent)
+    source = open_source("some_models:build", SourceOptions(train=True))
+    assert source.kind == "import"
+    assert source.model.training
+
+
+def test_the_same_seed_gives_the_same_weights_and_inputs(model_file: Write) -> None:
+    path = str(model_file(MODEL + INPUTS))
+    first, second, other = (open_source(path, SourceOptions(seed=s)) for s in (1, 1, 2))
+    assert torch.equal(first.model.inner.weight, second.model.inner.weight)
+    assert torch.equal(first.batches[0].args[0], second.batches[0].args[0])
+    assert not torch.equal(first.model.inner.weight, other.model.inner.weight)
+
+
+def test_a_hugging_face_directory(tmp_path: Path) -> None:
+    ZOO["bert"]().model.save_pretrained(tmp_path / "model")
+    source = open_source(str(tmp_path / "model"), SourceOptions())
+    assert source.kind == "huggingface"
+    assert scan(source.model, batches=source.batches).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["t5", "vit", "gpt2"])
+def test_inputs_are_made_for_other_directories(tmp_path: Path, name: str) -> None:
+    ZOO[name]().model.save_pretrained(tmp_path / "model")
+    source = open_source(str(tmp_path / "model"), SourceOptions())
+    assert scan(source.model, batches=source.batches, ranges=True).coverage.measured > 20
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": self.head(self.encoder(x)) * scale}
+
+
+@pytest.mark.parametrize("policy", ["onnx", "tensorflow", "modelopt"])
+def test_an_exported_program_under_a_policy_of_level_graph(tmp_path: Path, policy: str) -> None:
+    model = Scaled().eval()
+    inputs = (torch.randn(2, 8),), {"scale": torch.tensor(2.0)}
+    path = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(model, *inputs, strict=False), path)
+    source = open_source(str(path), SourceOptions())
+    exported = scan(source.model, batches=source.batches, policy=policy)
+    alive = scan(model, {"x": inputs[0][0], **inputs[1]}, policy=policy)
+    kinds = ({s.site: (s.precision, s.rule, s.layer, s.source) for s in r.sites} for r in (exported, alive))
+    ours, theirs = kinds
+    assert ours == theirs
+    assert ours["head/linear"][0] == "float16"
+
+
+def test_an_exported_program_keeps_layers_lines_and_values(tmp_path: Path) -> None:
+    model = Scaled().eval()
+    inputs = (torch.randn(2, 8),), {"scale": torch.ones(1)}
+    torch.export.save(torch.export.export(model, *inputs, strict=False), tmp_path / "m.pt2")
+    source = open_source(str(tmp_path / "m.pt2"), SourceOptions())
+    for policy in ("torch-cuda", "half"):
+        exported = scan(source.model, batches=source.batches, policy=policy)
+        live = scan(model, {"x": inputs[0][0], "scale": inputs[1]["scale"]}, policy=policy)
+        assert [(s.site, s.precision, s.rule) for s in exported.sites] == [
+            (s.site, s.precision, s.rule) for s in live.sites
+        ]
+        line = next(s.source for s in exported.sites if s.site == "head/linear")
+        assert line is not None
+        assert line.file == __file__
+
+
+def test_weights_from_both_kinds_of_checkpoint(model_file: Write, tmp_path: Path) -> None:
+    path = str(model_file(MODEL + INPUTS))
+    state = {"inner.weight": torch.full((4, 8), 2.0), "inner.bias": torch.zeros(4)}
+    save_file(state, tmp_path / "w.safetensors")
+    torch.save(state, tmp_path / "w.pt")
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "wrapped.pt")
+    for name in ("w.safetensors", "w.pt", "wrapped.pt"):
+        source = open_source(path, SourceOptions(weights=tmp_path / name))
+        assert torch.equal(source.model.inner.weight, state["inner.weight"])
+
+
+class Hostile:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (self.marker,)  # type: ignore[return-value]
+
+
+def test_a_hostile_pickle_is_refused_and_does_not_run(model_file: Write, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    torch.save({"inner.weight": Hostile(marker)}, tmp_path / "bad.pt")
+    (tmp_path / "raw.pt").write_bytes(pickle.dumps(Hostile(marker)))
+    path = str(model_file(MODEL + INPUTS))
+    for name in ("bad.pt", "raw.pt"):
+        with pytest.raises(WeightsError, match=r"(would run code|corrupt)"):
+            open_source(path, SourceOptions(weights=tmp_path / name))
+    assert not marker.exists()
+
+
+def test_a_hostile_exported_program_is_refused_and_does_not_run(tmp_path: Path) -> None:
+    import zipfile
+
+    marker = tmp_path / "ran"
+    torch.export.save(
+        torch.export.export(Scaled(), (torch.randn(2, 8), torch.ones(1)), strict=False), tmp_path / "m.pt2"
+    )
+    hostile = tmp_path / "bad.pt2"
+    torch.save({"x": Hostile(marker)}, tmp_path / "payload")
+    replaced = 0
+    with zipfile.ZipFile(tmp_path / "m.pt2") as good, zipfile.ZipFile(hostile, "w") as bad:
+        for item in good.infolist():
+            data = good.read(item)
+            if "sample_inputs" in item.filename:
+                data, replaced = (tmp_path / "payload").read_bytes(), replaced + 1
+            bad.writestr(item.filename, data)
+    assert replaced
+    with pytest.raises(SourceError, match=r"(refused|not a readable)"):
+        open_source(str(hostile), SourceOptions())
+    assert not marker.exists()
+
+
+def raises(location: str, kind: type[AuditError], message: str, **options: object) -> AuditError:
+    with pytest.raises(kind, match=message) as caught:
+        open_source(location, SourceOptions(**options))  # type: ignore[arg-type]
+    assert caught.value.exit_code == 2
+    assert caught.value.hint
+    return caught.value
+
+
+def test_bad_python_files(model_file: Write, tmp_path: Path) -> None:
+    raises(str(tmp_path / "none.py"), SourceError, "no such file")
+    raises(str(tmp_path / "nothing"), SourceError, "no such file or directory")
+    broken = model_file("def f(:\n", "broken.py")
+    raises(str(broken), SourceError, r"broken\.py:3: syntax error")
+    raises(str(model_file("x = 1\n", "empty.py")), SourceError, "no model in the file")
+    raises(str(model_file(MODEL, "noinput.py")), SourceError, "no example_inputs")
+    two = MODEL + MODEL.replace("Net", "Other") + INPUTS
+    raises(str(model_file(two, "two.py")), SourceError, r"several models .*Net, Other")
+    raises(str(model_file("import nosuchthing\n", "dep.py")), SourceError, r"dep\.py:3: ModuleNotFound")
+    failing = "def get_model():\n    return 1 / 0\n" + INPUTS
+    raises(str(model_file(failing, "failing.py")), SourceError, r"failing\.py:4: ZeroDivisionError")
+    wrong = "def get_model():\n    return 3\n" + INPUTS
+    raises(str(model_file(wrong, "wrong.py")), SourceError, r"returned int, not an nn\.Module")
+    raises(f"{model_file(MODEL + INPUTS)}:nosuch", SourceError, "'nosuch' is not defined")
+    raises("no.such.module:build", SourceError, "no module named")
+    exits = model_file("import sys\nsys.exit(5)\n", "exits.py")
+    raises(str(exits), SourceError, r"sys\.exit")
+
+
+def test_bad_inputs(model_file: Write) -> None:
+    raises(
+        str(model_file(MODEL + "def batches():\n    return []\n", "a.py")),
+        InputError,
+        "batches.. yields nothing",
+    )
+    raises(
+        str(model_file(MODEL + "def example_inputs():\n    return 'text'\n", "b.py")), InputError, "gave str"
+    )
+    nan = model_file(MODEL + "def example_inputs():\n    return torch.full((2, 8), float('nan'))\n", "c.py")
+    source = open_source(str(nan), SourceOptions())
+    with pytest.raises(InputError, match=r"input\[0\] of batch 0 holds NaN"):
+        scan(source.model, batches=source.batches)
+
+
+def test_bad_checkpoints(model_file: Write, tmp_path: Path) -> None:
+    path = str(model_file(MODEL + INPUTS))
+    (tmp_path / "torn.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{broken")
+    raises(path, WeightsError, "not a valid safetensors file", weights=tmp_path / "torn.safetensors")
+    (tmp_path / "torn.pt").write_bytes(b"PK\x03\x04 nothing here")
+    raises(path, WeightsError, r"torn\.pt: (corrupt|holds)", weights=tmp_path / "torn.pt")
+    raises(path, WeightsError, "no such file", weights=tmp_path / "none.pt")
+    save_file(
+        {"inner.weight": torch.ones(4, 9), "inner.bias": torch.zeros(4)}, tmp_path / "shape.safetensors"
+    )
+    raises(path, WeightsError, r"inner\.weight is \(4, 9\)", weights=tmp_path / "shape.safetensors")
+    save_file({"inner.weight": torch.ones(4, 8)}, tmp_path / "less.safetensors")
+    raises(path, WeightsError, r"missing: inner\.bias", weights=tmp_path / "less.safetensors")
+
+
+def test_bad_directories(tmp_path: Path) -> None:
+    raises(str(tmp_path), SourceError, r"no config\.json")
+    (tmp_path / "config.json").write_text("{")
+    raises(str(tmp_path), SourceError, "not valid JSON")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"]}))
+    raises(str(tmp_path), SourceError, "NoSuchModel")
+    (tmp_path / "torn.pt2").write_bytes(b"nothing")
+    raises(str(tmp_path / "torn.pt2"), SourceError, "not a readable exported program")

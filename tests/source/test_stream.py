@@ -1,0 +1,218 @@
+"""``--stream``: weights stay on disk, and nothing else changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from ampaudit.audit.scan import scan_source
+from ampaudit.audit.settings import Settings
+from ampaudit.checkpoint.header import Entry, laid_out
+from ampaudit.core.errors import AuditError, UsageError, WeightsError
+from ampaudit.export.convert import convert_source
+from ampaudit.export.manifest import read_manifest
+from ampaudit.export.options import ConvertOptions
+from ampaudit.report.model import Report
+from ampaudit.source.interface import ModelSource, SourceOptions
+from ampaudit.source.open import open_source
+from tests.support import zoo
+
+MODEL = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 32)
+        self.body = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32))
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("scale", torch.arange(32.0), persistent=False)
+    def forward(self, ids):
+        return self.head(self.body(self.table(ids) * self.scale) + self.steps)
+def get_model(): return Net().eval()
+def example_inputs(): return torch.arange(20).view(2, 10)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "m.py").write_text(MODEL)
+    torch.manual_seed(5)
+    made = open_source(str(tmp_path / "m.py"), SourceOptions()).model
+    made.steps.fill_(0.5)
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    safetensors.torch.save_model(made, str(tmp_path / "w.safetensors"))
+    return tmp_path / "m.py"
+
+
+def opened(path: Path, *, stream: bool, **options: Any) -> ModelSource:
+    return open_source(str(path), SourceOptions(stream=stream, **options))
+
+
+def without_timings(report: Report) -> Report:
+    return dataclasses.replace(report, timings={})
+
+
+@pytest.mark.parametrize("policy", ["ampaudit", "torch-cuda", "half"])
+def test_the_report_is_the_same(model: Path, policy: str) -> None:
+    weights = model.with_name("w.safetensors")
+    reports = [
+        without_timings(
+            scan_source(opened(model, stream=stream, weights=weights), policy=policy, dtype="float16")
+        )
+        for stream in (False, True)
+    ]
+    assert reports[0] == reports[1]
+    assert reports[0].sites
+
+
+def test_ties_buffers_and_values_are_those_of_a_loaded_model(model: Path) -> None:
+    weights = model.with_name("w.safetensors")
+    plain, streamed = (opened(model, stream=s, weights=weights).model for s in (False, True))
+    assert streamed.head.weight is streamed.table.weight
+    assert {n: t.tolist() for n, t in streamed.state_dict().items()} == {
+        n: t.tolist() for n, t in plain.state_dict().items()
+    }
+    assert torch.equal(streamed.scale, plain.scale)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "t5", "llama"])
+def test_hugging_face_directories(tmp_path: Path, architecture: str) -> None:
+    torch.manual_seed(0)
+    zoo.ZOO[architecture]().model.save_pretrained(tmp_path)
+    reports = [
+        without_timings(scan_source(opened(tmp_path, stream=s), policy="torch-cuda", dtype="float16"))
+        for s in (False, True)
+    ]
+    assert reports[0] == reports[1]
+
+
+def test_given_weights_go_before_those_of_the_directory(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = zoo.bert().model
+    made.save_pretrained(tmp_path / "hf")
+    state = {name: tensor * 2 for name, tensor in made.state_dict().items()}
+    safetensors.torch.save_file(state, tmp_path / "w.safetensors")
+    weights = tmp_path / "w.safetensors"
+    plain, streamed = (opened(tmp_path / "hf", stream=s, weights=weights).model for s in (False, True))
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(streamed.state_dict()[name], tensor)
+        assert torch.equal(tensor, state[name])
+
+
+def test_16_bit_checkpoints_are_widened_on_disk(model: Path, tmp_path: Path) -> None:
+    state = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    lower = {n: t.bfloat16() if t.is_floating_point() else t for n, t in state.items()}
+    safetensors.torch.save_file(lower, tmp_path / "low.safetensors")
+    weights = tmp_path / "low.safetensors"
+    plain, streamed = (opened(model, stream=s, weights=weights).model for s in (False, True))
+    assert streamed.table.weight.dtype is torch.float32
+    assert torch.equal(streamed.table.weight, plain.table.weight)
+
+
+def test_experts_that_are_put_together_cannot_be_streamed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    zoo.mixtral().model.save_pretrained(tmp_path)
+    with pytest.raises(WeightsError, match="put together from several tensors") as caught:
+        opened(tmp_path, stream=True)
+    assert "leave out --stream" in caught.value.hint
+
+
+def test_what_cannot_be_streamed_is_one_line(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="brings no weights"):
+        opened(model, stream=True)
+    safetensors.torch.save_file({"table.weight": torch.ones(50, 32)}, tmp_path / "few.safetensors")
+    with pytest.raises(WeightsError, match=r"missing: .*body\.0\.weight"):
+        opened(model, stream=True, weights=tmp_path / "few.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes(b"12345678")
+    with pytest.raises(AuditError):
+        opened(model, stream=True, weights=tmp_path / "torn.safetensors")
+
+
+def test_a_streamed_conversion_writes_the_same_weights(model: Path, tmp_path: Path) -> None:
+    weights = model.with_name("w.safetensors")
+    manifests, outputs = [], []
+    for stream in (False, True):
+        source = opened(model, stream=stream, weights=weights)
+        out = tmp_path / f"out-{stream}"
+        _, made = convert_source(source, out, ConvertOptions(policy="half", weights=weights), Settings())
+        assert made is not None
+        manifests.append(read_manifest(out))
+        with torch.no_grad():
+            outputs.append(torch.export.load(out / "model.pt2").module()(*source.batches[0].args))
+    assert torch.equal(outputs[0], outputs[1])
+    assert outputs[0].dtype is torch.float16
+    assert manifests[0].tensors == manifests[1].tensors
+    assert "streamed" in manifests[1].notes[-1]
+
+
+LARGE = """
+import sys, torch
+from torch import nn
+LAYERS, WIDTH = 24, 2048
+def get_model(): return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+def example_inputs(): return torch.randn(2, WIDTH)
+"""
+PEAK = """
+import sys, re, runpy
+sys.argv = ["ampaudit", *sys.argv[1:]]
+try:
+    runpy.run_module("ampaudit", run_name="__main__")
+finally:
+    print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1], file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with /proc")
+def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
+    """400 MB of weights; eight steps of the reference run ahead, each with its weight of 17 MB."""
+    (tmp_path / "large.py").write_text(LARGE)
+    (tmp_path / "small.py").write_text(LARGE.replace("LAYERS, WIDTH = 24", "LAYERS, WIDTH = 10"))
+    peaks = {}
+    for name, layers in (("small", 10), ("large", 24)):
+        values = {f"{i}.weight": torch.full((2048, 2048), 2.0**-11) for i in range(layers)}
+        safetensors.torch.save_file(values, tmp_path / f"{name}.safetensors")
+        for stream in ((), ("--stream",)):
+            command = [sys.executable, "-c", PEAK, "scan", str(tmp_path / f"{name}.py"), *stream]
+            command += ["--weights", str(tmp_path / f"{name}.safetensors"), "--policy", "half", "-q"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+            assert done.returncode == 0, done.stderr
+            peaks[name, bool(stream)] = int(done.stderr.split()[-1]) / 1000
+    assert peaks["large", False] - peaks["small", False] > 200
+    assert peaks["large", True] - peaks["small", True] < 60, json.dumps({str(k): v for k, v in peaks.items()})
+
+
+def zeros(path: Path, rows: int) -> Path:
+    """A checkpoint of one tensor of zeros: a hole in the file, not bytes on the disk."""
+    head, (entry,) = laid_out([Entry("w", "F32", (rows, 1 << 20))], {})
+    with path.open("wb") as stream:
+        stream.write(head)
+        stream.truncate(len(head) + entry.size)
+    return path
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with /proc")
+def test_converting_needs_no_more_memory_for_a_larger_file(tmp_path: Path) -> None:
+    peaks = []
+    for rows in (10, 100):  # 42 and 419 MB, in a single tensor
+        path = zeros(tmp_path / f"{rows}.safetensors", rows)
+        command = [sys.executable, "-c", PEAK, "convert", str(path), "-o", str(tmp_path / f"out-{rows}")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stderr.split()[-1]) / 1000)
+        assert (tmp_path / f"out-{rows}" / "model.safetensors").stat().st_size > rows * (2 << 20)
+    assert peaks[1] - peaks[0] < 20

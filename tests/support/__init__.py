@@ -1,0 +1,1 @@
+"""Models, oracles and helpers that several test modules share."""

@@ -1,0 +1,59 @@
+"""Audits of gradients, with the gradients themselves kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampaudit.core.formats import FLOAT16, NumberFormat
+from ampaudit.policy import load_policy
+from ampaudit.policy.scaling import StartingScale
+from ampaudit.run.audit import Audit, Plan, run_audits, silent
+from ampaudit.run.backward.audit import GradientAudit
+from ampaudit.run.backward.watches import Measuring
+from ampaudit.source.interface import Batch
+from ampaudit.trace.loss import WithLoss, item_apart
+
+__all__ = ["Kept", "audit"]
+
+
+def audit(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss: Callable[..., Any],
+    policy: str = "torch-cuda",
+    scale: float = 65536.0,
+    form: NumberFormat = FLOAT16,
+) -> Audit:
+    kwargs = kwargs or {}
+    batch = Batch((args, kwargs, item_apart(args, kwargs, args or kwargs)))
+    plan = Plan(
+        load_policy(policy),
+        load_policy("torch-cuda"),
+        form,
+        torch.device("cpu"),
+        differentiator=lambda p: GradientAudit(p, StartingScale(scale, True, "test")),
+    )
+    return run_audits(WithLoss(model, loss), [batch], [plan], silent)[0]
+
+
+class Kept:
+    """Keeps the pairs of parameter gradients of a run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        original = Measuring.complete
+
+        def complete(watch: Measuring, node: Any, dtype: Any, pair: Any) -> Any:
+            name = watch._names.of(node)
+            if name is not None and name[1]:
+                self.pairs[name[0]] = pair
+            return original(watch, node, dtype, pair)
+
+        monkeypatch.setattr(Measuring, "complete", complete)

@@ -1,0 +1,375 @@
+"""Watching a loop changes nothing in it, and says what brute force says; training runs and their mistakes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ampaudit
+from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
+from ampaudit.render.training_text import render_training, sparkline
+from ampaudit.source.interface import Batch, ModelSource
+from ampaudit.training.divergence import diverged_at
+from ampaudit.training.train import TrainSettings, train_source
+from tests.support.training.cases import HEALTHY, WIDTH, Case, Stack, classes, rows
+
+
+def fresh(number: int = 0) -> Case:
+    torch.manual_seed(0)
+    return HEALTHY[number]()
+
+
+def loop(case: Case, optimizer: torch.optim.Optimizer, scaler: Any, steps: int, watch: Any = None) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = case.loss(case.model(case.inputs))
+        if watch is not None:
+            watch.loss(loss)
+        (scaler.scale(loss) if scaler else loss).backward()
+        scaler.step(optimizer) if scaler else optimizer.step()
+        if scaler:
+            scaler.update()
+
+
+@pytest.mark.parametrize("with_scaler", [False, True])
+def test_watching_changes_no_bit(with_scaler: bool) -> None:
+    states = []
+    for watched in (False, True):
+        case = fresh(2)
+        optimizer = torch.optim.Adam(case.model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu") if with_scaler else None
+        if watched:
+            with ampaudit.watch(case.model, optimizer, scaler, every=2) as seen:
+                loop(case, optimizer, scaler, 6, seen)
+        else:
+            loop(case, optimizer, scaler, 6)
+        states.append(case.model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_what_is_seen_is_what_brute_force_says() -> None:
+    case = fresh()
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-5)
+    with ampaudit.watch(case.model, optimizer, every=1) as seen:
+        loop(case, optimizer, None, 1, seen)
+    health = seen.health()
+    again = fresh()
+    other = torch.optim.AdamW(again.model.parameters(), lr=1e-5)
+    again.loss(again.model(again.inputs)).backward()
+    before = {n: p.detach().clone() for n, p in again.model.named_parameters()}
+    other.step()
+    for parameter in health.parameters:
+        weight = dict(again.model.named_parameters())[parameter.name]
+        gradient, old = weight.grad, before[parameter.name]
+        assert gradient is not None
+        assert parameter.gradient_peaks == (pytest.approx(gradient.abs().max().item()),)
+        assert parameter.zero == pytest.approx((gradient == 0).float().mean().item())
+        flushed = ((gradient != 0) & (gradient.half() == 0)).sum() / (gradient != 0).sum().clamp(min=1)
+        assert parameter.flushed == pytest.approx(flushed.item())
+        update = weight.detach() - old
+        assert parameter.update_ratio == pytest.approx((update.norm() / old.norm()).item(), rel=1e-4)
+        lost = ((old.half().float() + update).half() == old.half()) & ((update != 0) | (gradient != 0))
+        meant = (update != 0) | (gradient != 0)
+        assert parameter.lost == pytest.approx((lost.sum() / meant.sum()).item())
+        second = other.state[weight]["exp_avg_sq"]
+        vanished = (second > 0) & (second.half() == 0)
+        assert parameter.state_flushed == pytest.approx((vanished.sum() / (second > 0).sum()).item())
+    assert health.eps == 1e-8
+    assert health.eps_held == 0.0
+
+
+def test_skipped_steps_and_scales_are_seen() -> None:
+    weight = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+    with ampaudit.watch(weight, optimizer, scaler, every=1) as seen:
+        for step in range(5):
+            optimizer.zero_grad()
+            scaler.scale(weight(torch.ones(1)).sum()).backward()
+            if step == 1:
+                weight.weight.grad = torch.full((1, 1), float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+    health = seen.health()
+    assert [step.skipped for step in health.steps] == [False, True, False, False, False]
+    assert [step.scale for step in health.steps] == [65536.0, 65536.0, 32768.0, 32768.0, 65536.0]
+    assert health.watched == (0, 2, 3, 4)
+    assert "update" not in scaler.__dict__
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_fused_optimizers_divide_and_skip_by_themselves(ours: bool) -> None:
+    """They are called in a skipped step, too, with gradients that still have the scale in them."""
+    seen = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        scaler = ampaudit.scaler("torch", "cpu") if ours else torch.amp.GradScaler("cpu")
+        with ampaudit.watch(model, optimizer, scaler, every=1) as watching:
+            for step in range(4):
+                optimizer.zero_grad()
+                scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+                if step == 1:
+                    model.weight.grad = torch.full((1, 4), float("inf"))
+                scaler.step(optimizer)
+                scaler.update()
+        seen.append(watching.health())
+    plain, fused_health = seen
+    assert (
+        [s.skipped for s in fused_health.steps]
+        == [s.skipped for s in plain.steps]
+        == [False, True, False, False]
+    )
+    assert [s.scale for s in fused_health.steps] == [s.scale for s in plain.steps]
+    first, second = plain.parameters[0], fused_health.parameters[0]
+    finite = [peak for peak in second.gradient_peaks if peak is not None]
+    assert finite == pytest.approx(first.gradient_peaks, rel=1e-3)
+    assert second.update_ratio == pytest.approx(first.update_ratio, rel=0.5)
+
+
+def test_hooks_come_off_when_the_loop_fails() -> None:
+    case = fresh()
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ZeroDivisionError), ampaudit.watch(case.model, optimizer, scaler):
+        raise ZeroDivisionError
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert "update" not in scaler.__dict__
+
+
+def test_the_report_is_written(tmp_path: Path) -> None:
+    case = fresh()
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
+    with ampaudit.watch(case.model, optimizer, every=3) as seen:
+        loop(case, optimizer, None, 7, seen)
+    seen.save(tmp_path / "health.json")
+    data = json.loads((tmp_path / "health.json").read_text())
+    assert data["schema"] == 1
+    health = data["variants"][0]["health"]
+    assert health["watched"] == [0, 3, 6]
+    assert len(health["steps"]) == 7
+    assert health["steps"][0]["loss"] > 0
+    with pytest.raises(ampaudit.AuditError, match=r"exists"):
+        seen.save(tmp_path / "health.json")
+
+
+def test_mistakes_in_watching() -> None:
+    case = fresh()
+    optimizer = torch.optim.SGD(Stack().parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="holds no parameter of the model"):
+        ampaudit.watch(case.model, optimizer)
+    with pytest.raises(UsageError, match="at least 1"):
+        ampaudit.watch(case.model, torch.optim.SGD(case.model.parameters(), lr=0.1), every=0)
+
+
+def test_sparse_gradients_and_unused_parameters_are_watched() -> None:
+    model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2))
+    model.spare = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ampaudit.watch(model, optimizer, every=1) as seen:
+        output = model[1](model[0](torch.tensor([1, 2])))
+        output.square().mean().backward()
+        optimizer.step()
+    found = {p.name: p for p in seen.health().parameters}
+    assert set(found) == {"0.weight", "1.weight", "1.bias"}
+    assert found["0.weight"].zero == pytest.approx(18 / 20)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_lightning_run_is_watched(tmp_path: Path) -> None:
+    import lightning.pytorch as lightning
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from ampaudit.training.lightning import HealthCallback
+
+    losses: list[float] = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = (self.inner(batch[0]) - batch[0][:, :1]).square().mean()
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    callback = HealthCallback(tmp_path / "health.json", every=4)
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(80, 8)), batch_size=8))
+    health = callback.health
+    assert health is not None
+    assert health.watched == (0, 4, 8)
+    assert [step.loss for step in health.steps] == pytest.approx(losses)
+    assert (tmp_path / "health.json").is_file()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_transformers_trainer_is_watched(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    from ampaudit.training.huggingface import HealthCallback
+
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    data = [{"input_ids": torch.randint(0, 50, (6,)), "labels": torch.tensor(i % 2)} for i in range(32)]
+    callback = HealthCallback(tmp_path / "health.json", every=4)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=6, per_device_train_batch_size=8, logging_steps=1, report_to=[],
+        use_cpu=True,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    Trainer(
+        BertForSequenceClassification(config), arguments, train_dataset=data, callbacks=[callback]
+    ).train()  # type: ignore[arg-type]
+    health = callback.health
+    assert health is not None
+    assert health.watched == (0, 4)
+    assert len([step for step in health.steps if step.loss]) == 6
+    assert health.parameters[0].name.startswith("bert.embeddings")
+    assert (tmp_path / "health.json").is_file()
+
+
+def test_divergence_is_judged_on_smoothed_curves() -> None:
+    reference = [1.0 / (1 + step / 10) for step in range(100)]
+    assert diverged_at(reference, reference) is None
+    noisy = [value * (1.2 if step % 2 else 0.8) for step, value in enumerate(reference)]
+    assert diverged_at(noisy, reference) is None
+    away = [1.5 * value if step > 50 else value for step, value in enumerate(reference)]
+    assert diverged_at(away, reference) in range(49, 60)
+    assert diverged_at([*reference[:50], 9.0, *reference[51:]], reference) is None  # comes back
+    assert diverged_at([*reference[:90], *[None] * 10], reference) == 90
+    assert diverged_at([0.5 * value for value in reference], reference) is None  # better is not worse
+
+
+def test_sparklines() -> None:
+    assert len(sparkline([1.0] * 100, 0.0, 2.0, 10)) == 10
+    assert "!" in sparkline([1.0, None, 1.0], 0.0, 1.0, 3)
+    assert sparkline([], 0.0, 1.0) == ""
+    low, *_, high = sparkline([0.0, 0.5, 1.0], 0.0, 1.0, 3)
+    assert low != high
+
+
+def source(loss: Callable[..., Any] | None, model: nn.Module | None = None, **options: Any) -> ModelSource:
+    return ModelSource("m", "object", model or Stack(), (Batch((rows(),)),), loss=loss, **options)
+
+
+def test_mistakes_in_training() -> None:
+    settings = TrainSettings(steps=3, policies=("torch-cuda",))
+    with pytest.raises(InputError, match="there is no loss"):
+        train_source(source(None), settings)
+    with pytest.raises(ReferenceBroken, match="FP32 loss is nan in step 0"):
+        train_source(source(lambda y: (y - 1e9).sqrt().mean()), settings)
+    with pytest.raises(InputError, match="no parameter gets a gradient"):
+        train_source(source(lambda y: y.detach().mean().requires_grad_()), settings)
+    with pytest.raises(InputError, match="no parameter of the model asks"):
+        train_source(source(classes, Stack().requires_grad_(False)), settings)
+    with pytest.raises(UsageError, match="LBFGS"):
+        train_source(source(classes, optimizer=torch.optim.LBFGS), settings)
+    with pytest.raises(InputError, match=r"optimizer.params. returned list"):
+        train_source(source(classes, optimizer=list), settings)
+    with pytest.raises(UsageError, match="--steps must be at least 1"):
+        train_source(source(classes), TrainSettings(steps=0))
+    with pytest.raises(UsageError, match="named twice"):
+        train_source(source(classes), TrainSettings(steps=1, policies=("half", "half")))
+
+
+def test_an_optimizer_without_foreach_and_frozen_layers_train() -> None:
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.05})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter -= group["lr"] * parameter.grad
+
+    model = Stack()
+    model.first.requires_grad_(False)
+    model.spare = nn.Linear(2, 2)
+    made = source(classes, model, optimizer=Plain)
+    report = train_source(made, TrainSettings(steps=6, policies=("torch-cuda",)))
+    names = {p.name for p in report.variants[1].health.parameters}
+    assert names == {
+        f"{layer}.{kind}" for layer in ("second", "third", "head") for kind in ("weight", "bias")
+    }
+    assert report.notes == ("1 batches for 6 steps: they were used again",)
+    assert report.exit_code == 0
+
+
+def test_dropout_is_the_same_in_all_runs() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Dropout(0.5), nn.Linear(32, 4))
+    report = train_source(source(classes, model), TrainSettings(steps=5, policies=("torch-cuda",)))
+    exact, lower = ([step.loss for step in v.health.steps] for v in report.variants)
+    assert lower == pytest.approx(exact, rel=5e-3)
+
+
+def test_a_policy_that_looks_at_values_sees_the_first_batch() -> None:
+    class Large(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            large = self.second(torch.relu(self.first(x)))
+            return self.head(torch.nn.functional.layer_norm(large, (WIDTH,)))
+
+    case = Large()
+    with torch.no_grad():
+        case.second.weight.mul_(3e6)
+    optimizer = torch.optim.SGD(case.parameters(), lr=1e-3)
+    prepared = ampaudit.prepare(case, optimizer, policy="ampaudit", emulate=True)
+    assert prepared.model(rows()).isfinite().all()
+    plain = ampaudit.prepare(case, optimizer, policy="torch-cuda", emulate=True)
+    assert not plain.model(rows()).isfinite().all()
+
+
+@pytest.mark.slow
+def test_the_command(
+    cli: Callable[..., subprocess.CompletedProcess[str]], model_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = model_file(
+        "def get_model(): return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))\n"
+        "def batches():\n    while True:\n        yield torch.randn(16, 8)\n"
+        "def loss(output, batch): return (output - batch[:, :1]).square().mean()\n"
+        "def metric(output, batch): return -(output - batch[:, :1]).abs().mean()\n"
+    )
+    picture, file = tmp_path / "curves.svg", tmp_path / "report.json"
+    done = cli("train", path, "--steps", "12", "--policy", "apex-o2", "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    assert "PASS  torch.amp, apex-o2: the loss follows FP32's" in done.stdout
+    assert picture.read_text().count("<path") > 10
+    assert cli("train", path, "--plot", picture).returncode == 2
+    assert cli("train", path, "--steps", "4", "--format", "json", "-o", file).returncode == 0
+    data = json.loads(file.read_text())
+    assert [variant["name"] for variant in data["variants"]] == ["fp32", "torch.amp", "ampaudit"]
+    assert cli("train", path, "--steps", "4", "--loss-scale", "deepsped").returncode == 2
+    assert cli("train", path, "--steps", "4", "--loss-scale", "-3").returncode == 2
+    assert cli("train", path, "--steps", "4", "--plot", tmp_path / "x.doc").returncode == 2
+
+
+def test_the_report_is_readable_at_any_width() -> None:
+    from rich.console import Console
+
+    report = train_source(source(classes), TrainSettings(steps=4, policies=("apex-o3",)))
+    for width in (60, 80, 200):
+        stream = io.StringIO()
+        Console(width=width, file=stream).print(render_training(report, verbosity=1))
+        text = stream.getvalue()
+        assert "apex-o3" in text
+        assert all(len(line) <= width for line in text.splitlines())
