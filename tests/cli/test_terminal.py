@@ -93,7 +93,7 @@ def test_every_mark_of_ours_has_an_ascii_form() -> None:
         assert mark.encode("ascii", _HANDLER).decode() == plain
     root = ROOT / "ampaudit"
     printed = "".join(
-        (root / "report" / name).read_text(encoding="utf-8")
+        (root / "render" / name).read_text(encoding="utf-8")
         for name in ("training_text.py", "text.py", "tables.py")
     )
     strings = re.findall(r'"[^"\n]*"', printed)
