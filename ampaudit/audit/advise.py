@@ -17,7 +17,7 @@ from ampaudit.audit.settings import Settings
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import lower_format
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Trial
 from ampaudit.run.audit import Plan, run_audits
 from ampaudit.run.outputs import OutputComparison
@@ -186,7 +186,7 @@ def _text(context: CheckContext, finding: Finding, errors: int) -> str:
     where = str(site.dtype).removeprefix("torch.") if site is not None else "gone"
     values = f"{finding.site} in {where}" if site is not None else f"{finding.site} is gone"
     if seen.elements:
-        values += f", peak {number(seen.ref_peak)}" + (f", {seen.bad} inf or NaN" if seen.bad else "")
+        values += f", peak {format_number(seen.ref_peak)}" + (f", {seen.bad} inf or NaN" if seen.bad else "")
     worst = _worst(context.record.outputs)
     output = f"outputs {worst:.0f} dB" if math.isfinite(worst) else "outputs exact"
     output = "outputs broken" if worst == -math.inf else output

@@ -16,7 +16,7 @@ from ampaudit.bounds.domain import assumptions, contains
 from ampaudit.bounds.stored import format_of
 from ampaudit.core.errors import InputError, ProofBroken
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.core.version import __version__
 from ampaudit.policy import RuleSet
 from ampaudit.run.audit import Audit, Plan
@@ -81,8 +81,10 @@ def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
 
 
 def _broken(site: Site, found: Bound, seen: Observation) -> ProofBroken:
-    computed = f"{seen.bad} values that are inf or NaN" if seen.bad else f"a value of {number(seen.peak)}"
-    what = f"{site.id} is proved to stay below {number(found.peak)}, but the run computed {computed}"
+    computed = (
+        f"{seen.bad} values that are inf or NaN" if seen.bad else f"a value of {format_number(seen.peak)}"
+    )
+    what = f"{site.id} is proved to stay below {format_number(found.peak)}, but the run computed {computed}"
     versions = f"ampaudit {__version__}, torch {torch.__version__}"
     where = f"{site.op}, output {tuple(site.shape)} in {site.dtype}, {versions}"
     hint = f"this is a defect of ampaudit; please report these lines ({where}) and, if possible, the model"

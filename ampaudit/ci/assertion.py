@@ -98,12 +98,16 @@ def _quiet_trace() -> Iterator[None]:
 
 def _message(report: Report, found: list[Breach]) -> str:
     """The budgets that are exceeded, and the report as the terminal shows it."""
-    from ampaudit.core.text import plain
+    from ampaudit.core.text import escape_control
     from ampaudit.render.plaintext import as_text
     from ampaudit.render.text import render
 
     codes = {finding.code for finding in report.findings}
-    lines = [f"{b.budget} at {plain(b.where)}: {plain(b.what)}" for b in found if b.budget not in codes]
+    lines = [
+        f"{b.budget} at {escape_control(b.where)}: {escape_control(b.what)}"
+        for b in found
+        if b.budget not in codes
+    ]
     text = as_text(lambda console: console.print(render(report)), _WIDTH).rstrip("\n")
-    head = f"the model is not safe in {report.run.dtype} under policy {plain(report.run.policy)}"
+    head = f"the model is not safe in {report.run.dtype} under policy {escape_control(report.run.policy)}"
     return "\n".join([head, *lines, "", text])

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
-from ampaudit.core.text import size_of
+from ampaudit.core.text import format_bytes
 from ampaudit.report.check import Request, TargetResult
 
 __all__ = ["Limits", "check_all"]
@@ -94,7 +94,10 @@ class _Worker:
                     "raise --timeout, or make the model's code end",
                 )
             elif limits.memory is not None and self._peak > limits.memory:
-                what = f"stopped at {size_of(self._peak)} of memory; {size_of(limits.memory)} are allowed"
+                what = (
+                    f"stopped at {format_bytes(self._peak)} of memory; "
+                    f"{format_bytes(limits.memory)} are allowed"
+                )
                 hint = "raise --max-memory, or use a smaller batch"
             else:
                 return None

@@ -124,11 +124,11 @@ def _convert(model: str, output: Path, chosen: Any, options: dict[str, Any], con
 
 
 def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
-    from ampaudit.core.text import size_of
+    from ampaudit.core.text import format_bytes
     from ampaudit.export.restore import restore
 
     made = restore(Path(model), output, force=options["force"])
-    size = size_of(sum(record.size for record in made.files.values()))
+    size = format_bytes(sum(record.size for record in made.files.values()))
     click.echo(f"restored {len(made.tensors)} tensors ({size}) to {output}; each is what it was, bit for bit")
 
 

@@ -88,9 +88,9 @@ def run() -> NoReturn:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    from ampaudit.core.text import plain
+    from ampaudit.core.text import escape_control
 
-    click.echo("\n".join(plain(line) for line in f"ampaudit: {message}".splitlines()), err=True)
+    click.echo("\n".join(escape_control(line) for line in f"ampaudit: {message}".splitlines()), err=True)
     # a full stdout would otherwise complain a second time when Python closes it
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     sys.exit(code)

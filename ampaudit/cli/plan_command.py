@@ -72,8 +72,8 @@ def plan_command(model: str, **options: Any) -> None:
 def _no_layer(glob: str, layers: list[str]) -> str:
     import difflib
 
-    from ampaudit.core.text import plain
+    from ampaudit.core.text import escape_control
 
     near = difflib.get_close_matches(glob, layers, n=1, cutoff=0.3)
-    meant = f"; there is {plain(near[0])!r}" if near else ""
+    meant = f"; there is {escape_control(near[0])!r}" if near else ""
     return f"no layer matches {glob!r}{meant}; a star stands for any text"

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -24,7 +24,7 @@ class Progress:
     """A bar on a terminal, a plain line every few seconds elsewhere; silent for short runs."""
 
     def __init__(self, what: str) -> None:
-        self._what = plain(what)
+        self._what = escape_control(what)
         self._message, self._done, self._total = f"loading {self._what}", 0, 0
         self._phase, self._written = "", 0.0
         self._shown = self._ended = False
@@ -51,7 +51,7 @@ class Progress:
         """Batch, or try, ``done`` of ``total`` is about to run (or all are done)."""
         what = f"{phase} {self._what}: batch" if phase.startswith(("auditing", "measuring")) else f"{phase}:"
         with self._lock:
-            self._message, self._done, self._total = plain(what), done, total
+            self._message, self._done, self._total = escape_control(what), done, total
             if not self._shown:
                 return
             if self._bar is not None:

@@ -22,7 +22,7 @@ from ampaudit.cli.common_options import (
 )
 from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver_document
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 
 if TYPE_CHECKING:
     from ampaudit.core.errors import AuditError
@@ -107,7 +107,7 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
     deliver_document(document, options)
     for policy, failure in failures:
         lines = f"ampaudit: policy {policy}: {failure}".splitlines()
-        click.echo("\n".join(plain(line) for line in lines), err=True)
+        click.echo("\n".join(escape_control(line) for line in lines), err=True)
     context.exit(max(document.exit_code, *(failure.exit_code for _, failure in failures), 0))
 
 

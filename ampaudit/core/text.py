@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["number", "plain", "power", "scale_text", "short_op", "size_of"]
+__all__ = ["escape_control", "format_bytes", "format_number", "format_power", "format_scale", "short_op"]
 
 
-def plain(name: str) -> str:
+def escape_control(name: str) -> str:
     """A name from a model, safe to print: control and escape characters are shown, not obeyed."""
     return "".join(
         char if unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode()
@@ -20,7 +20,7 @@ def short_op(op: str) -> str:
     return op.removeprefix("aten.").removesuffix(".default")
 
 
-def size_of(count: int) -> str:
+def format_bytes(count: int) -> str:
     """A byte count with three digits and a unit."""
     size = float(count)
     for unit in ("B", "kB", "MB"):
@@ -30,7 +30,7 @@ def size_of(count: int) -> str:
     return f"{size:.3g} GB"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Four significant digits as every report prints them; whole numbers to ten million in full."""
     if 1e3 <= abs(value) < 1e7:
         exact = value if value == round(value) and abs(value) < 1e5 else float(f"{value:.4g}")
@@ -38,11 +38,11 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def scale_text(scale: float) -> str:
+def format_scale(scale: float) -> str:
     """A loss scale in full, as powers of two want to be read: ``131,072``."""
     return f"{scale:,.10g}"
 
 
-def power(exponent: int) -> str:
+def format_power(exponent: int) -> str:
     """A scale as reports print it: ``2^16 (65,536)``."""
     return f"2^{exponent} ({2**exponent:,})" if 0 <= exponent < 30 else f"2^{exponent}"

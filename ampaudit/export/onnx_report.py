@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.export import ExportedProgram
 
-from ampaudit.core.text import number, plain
+from ampaudit.core.text import escape_control, format_number
 from ampaudit.export.fold import Deployed
 from ampaudit.export.program import same_nodes
 from ampaudit.render.evidence import codes_by_site
@@ -34,30 +34,30 @@ def about_report(report: Report) -> dict[str, str]:
     least = least_headroom(report)
     said = {
         "version": report.tool.version,
-        "policy": plain(report.run.policy),
+        "policy": escape_control(report.run.policy),
         "dtype": report.run.dtype,
         "verdict": report.verdict,
         "batches": str(report.run.batches),
     }
     if least is not None and least.forward is not None:
-        said["least_headroom"] = f"{least.forward.headroom_bits:.1f} bits at {plain(least.site)}"
+        said["least_headroom"] = f"{least.forward.headroom_bits:.1f} bits at {escape_control(least.site)}"
     return said
 
 
 def _notes(site: SiteReport, codes: list[str]) -> dict[str, str]:
     said = {
-        "site": plain(site.site),
+        "site": escape_control(site.site),
         "precision": site.precision,
-        "rule": plain(site.rule or ""),
-        "why": plain(site.why),
+        "rule": escape_control(site.rule or ""),
+        "why": escape_control(site.why),
         "verdict": site.verdict,
         "findings": " ".join(codes),
     }
     seen = site.forward
     if seen is not None:
-        said["peak"] = number(seen.peak)
+        said["peak"] = format_number(seen.peak)
         said["headroom"] = f"{seen.headroom_bits:.1f} bits" if seen.headroom_bits is not None else ""
         said["accuracy"] = f"{seen.sqnr_db:.0f} dB" if seen.sqnr_db is not None else "exact"
     if site.bound is not None:
-        said["proved_below"] = number(site.bound)
+        said["proved_below"] = format_number(site.bound)
     return {key: text for key, text in said.items() if text}

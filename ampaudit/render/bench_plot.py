@@ -7,7 +7,7 @@ from typing import Any
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_writable
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.render.bench_tables import BROKEN
 from ampaudit.render.training_plot import figure_of
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
@@ -37,8 +37,10 @@ def plot_bench(report: BenchReport, path: Path, *, force: bool = False) -> None:
     memory.set_yticks(range(len(rows)), names)
     memory.invert_yaxis()
     kind = "training step" if report.train else "forward pass"
-    where = plain(report.device_name)
-    figure.suptitle(f"{plain(report.model.source)}: a {kind} on {where}, by mode and batch size", fontsize=11)
+    where = escape_control(report.device_name)
+    figure.suptitle(
+        f"{escape_control(report.model.source)}: a {kind} on {where}, by mode and batch size", fontsize=11
+    )
     figure.savefig(path, dpi=150)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ampaudit.core.text import number, plain, size_of
+from ampaudit.core.text import escape_control, format_bytes, format_number
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 
 __all__ = ["BROKEN", "BenchTable", "bench_facts", "bench_tables", "row_name"]
@@ -52,7 +52,7 @@ def _costs(title: str, rows: Sequence[BenchRow]) -> BenchTable:
     made = []
     for row in rows:
         cells = [row.status] if row.status != "ok" or base is None else _cells(row, base)
-        cells += [number(row.metric)] if row.metric is not None else []
+        cells += [format_number(row.metric)] if row.metric is not None else []
         made.append((row.mode, *cells, *[""] * (len(heads) - 1 - len(cells))))
     return BenchTable(title, heads, tuple(made))
 
@@ -64,9 +64,9 @@ def _cells(row: BenchRow, base: BenchRow) -> list[str]:
     speed = f"{base.seconds / row.seconds:.2f} x" if base.seconds else ""
     spread = f"{_milliseconds(row.least)} to {_milliseconds(row.most)}"
     share = f"{row.peak_bytes / base.peak_bytes:.0%}" if row.peak_bytes and base.peak_bytes else ""
-    memory = size_of(row.peak_bytes) if row.peak_bytes else ""
+    memory = format_bytes(row.peak_bytes) if row.peak_bytes else ""
     step = f"{_milliseconds(row.seconds)} ms"
-    return [step, spread, number(row.per_second or 0.0), speed, memory, share, _accuracy(row)]
+    return [step, spread, format_number(row.per_second or 0.0), speed, memory, share, _accuracy(row)]
 
 
 def _milliseconds(seconds: float) -> str:
@@ -90,9 +90,9 @@ def _split(title: str, rows: Sequence[BenchRow]) -> BenchTable:
         parts = (getattr(row.memory, part) for part in PARTS)
         peak = row.memory.peak
         ratio = f"{row.peak_bytes / peak:.0%}" if row.peak_bytes and peak else ""
-        sizes = (size_of(part) if part else "" for part in parts)
-        own = (size_of(row.workspace_bytes) if row.workspace_bytes else "",) if workspace else ()
-        made.append((row.mode, *sizes, size_of(peak), ratio, *own))
+        sizes = (format_bytes(part) if part else "" for part in parts)
+        own = (format_bytes(row.workspace_bytes) if row.workspace_bytes else "",) if workspace else ()
+        made.append((row.mode, *sizes, format_bytes(peak), ratio, *own))
     heads = ("mode", *PARTS, "peak", "measured", *(("workspace",) if workspace else ()))
     return BenchTable(title, heads, tuple(made))
 
@@ -106,7 +106,7 @@ def _work(title: str, rows: Sequence[BenchRow], target: str | None) -> BenchTabl
             continue
         work = row.work
         share = f"{work.cast_bytes / work.bytes_moved:.0%}" if work.bytes_moved else ""
-        cells = [f"{work.flops / 1e9:,.3g}", f"{work.fast_share:.0%}", size_of(work.bytes_moved), share]
+        cells = [f"{work.flops / 1e9:,.3g}", f"{work.fast_share:.0%}", format_bytes(work.bytes_moved), share]
         if best and row.at_best is not None and base is not None:
             cells += [f"{_milliseconds(row.at_best)} ms", f"{base / row.at_best:.2f} x"]
         made.append((row.mode, *cells, *[""] * (4 + len(best) - len(cells))))
@@ -121,7 +121,7 @@ def bench_facts(report: BenchReport) -> Iterable[tuple[str, str]]:
     yield from seen.items()
     for row in report.rows:
         if row.note:
-            yield row.mode, f"batch size {row.batch_size}, {row.status}: {plain(row.note)}"
+            yield row.mode, f"batch size {row.batch_size}, {row.status}: {escape_control(row.note)}"
     first = report.rows[0].mode if report.rows else ""
     yield "Speed", f"in multiples of {first}; accuracy: signal to error of the outputs against fp32"
     yield (
@@ -136,4 +136,4 @@ def bench_facts(report: BenchReport) -> Iterable[tuple[str, str]]:
     if report.interrupted:
         yield "Note", "interrupted: what was finished is here"
     for note in report.notes:
-        yield "Note", plain(note)
+        yield "Note", escape_control(note)

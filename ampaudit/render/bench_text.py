@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.render.bench_tables import BROKEN, BenchTable, bench_facts, bench_tables
 from ampaudit.render.grid import labelled, open_table
 from ampaudit.report.bench import BenchReport
@@ -19,8 +19,11 @@ _STYLES = {BROKEN: "bold red", "not supported": "yellow", "out of memory": "yell
 def render_bench(report: BenchReport) -> RenderableType:
     """The tables of each batch size, and what did not run."""
     kind = "training steps" if report.train else "forward passes"
-    where = f"{plain(report.device_name)} ({report.device})"
-    head = f"  {plain(report.model.source)}: {kind} on {where}, median of {report.repeats}, modes in turns"
+    where = f"{escape_control(report.device_name)} ({report.device})"
+    head = (
+        f"  {escape_control(report.model.source)}: {kind} on {where}, "
+        f"median of {report.repeats}, modes in turns"
+    )
     parts: list[RenderableType] = [Text.assemble(("ampaudit ", "bold"), (report.tool.version, "bold"), head)]
     for table in bench_tables(report):
         parts += [Text(), Text(table.title, "bold"), _rendered(table)]

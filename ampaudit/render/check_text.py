@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampaudit.core.text import plain, size_of
+from ampaudit.core.text import escape_control, format_bytes
 from ampaudit.render.grid import labelled, open_table
 from ampaudit.report.budgets import Measured
 from ampaudit.report.check import CheckResults, TargetResult
@@ -39,7 +39,7 @@ def render_results(check: CheckResults) -> RenderableType:
     for result in results:
         lines = list(_lines(result))
         if lines:
-            parts += [Text(), Text(plain(result.target), "bold"), labelled(lines)]
+            parts += [Text(), Text(escape_control(result.target), "bold"), labelled(lines)]
     failed = sum(result.exit_code != 0 for result in results)
     total = f"{len(results)} target{'s' if len(results) != 1 else ''}"
     verdict = Text("PASS  ", "bold green") if not failed else Text("FAIL  ", "bold red")
@@ -49,13 +49,13 @@ def render_results(check: CheckResults) -> RenderableType:
 
 def _lines(result: TargetResult) -> Iterator[tuple[str, str]]:
     for breach in result.breaches[:_SHOWN]:
-        yield f"  {breach.budget}", f"{plain(breach.where)}: {plain(breach.what)}"
+        yield f"  {breach.budget}", f"{escape_control(breach.where)}: {escape_control(breach.what)}"
     if len(result.breaches) > _SHOWN:
         yield "", f"and {len(result.breaches) - _SHOWN} more"
     for number, line in enumerate(result.error.splitlines()):
-        yield "" if number else "  error", plain(line.strip())
+        yield "" if number else "  error", escape_control(line.strip())
     for note in result.notes:
-        yield "  note", plain(note)
+        yield "  note", escape_control(note)
 
 
 def _output(seen: Measured) -> str:
@@ -69,12 +69,12 @@ def _row(result: TargetResult, metric: bool) -> list[str | Text]:
     bits = seen.headroom_bits if seen else None
     drop = seen.metric_drop if seen else None
     return [
-        Text(plain(result.target), overflow="fold"),
+        Text(escape_control(result.target), overflow="fold"),
         Text(result.verdict.upper(), _STYLES[result.verdict]),
         f"{bits:.1f} bits" if bits is not None else "",
         _output(seen) if seen else "",
         f"{seen.fp32_share:.0%}" if seen else "",
         *([f"{drop:.3g}" if drop is not None else ""] if metric else []),
         f"{result.seconds:.1f} s",
-        size_of(result.peak_bytes) if result.peak_bytes else "",
+        format_bytes(result.peak_bytes) if result.peak_bytes else "",
     ]

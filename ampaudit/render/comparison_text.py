@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampaudit.core.text import plain, short_op, size_of
+from ampaudit.core.text import escape_control, format_bytes, short_op
 from ampaudit.render.gradient_tables import scales_that_suit
 from ampaudit.render.grid import open_table
 from ampaudit.render.tables import least_headroom
@@ -24,7 +24,8 @@ def render_comparison(reports: Sequence[Report]) -> RenderableType:
     """One row per policy, then what breaks under each."""
     first = reports[0]
     heading = (
-        f"{plain(first.model.source)}: {len(reports)} policies in {first.run.dtype}, {first.run.mode} mode, "
+        f"{escape_control(first.model.source)}: {len(reports)} policies "
+        f"in {first.run.dtype}, {first.run.mode} mode, "
         f"on {first.run.device} ({first.run.backend}), against "
         + ("FP32" if first.backward is not None else "one FP32 run")
     )
@@ -37,7 +38,7 @@ def render_comparison(reports: Sequence[Report]) -> RenderableType:
     for report in reports:
         broken = [f for f in report.findings if f.severity is Severity.ERROR]
         if broken:
-            names = [f"{plain(f.layer or '(top)')} {plain(short_op(f.op))}" for f in broken]
+            names = [f"{escape_control(f.layer or '(top)')} {escape_control(short_op(f.op))}" for f in broken]
             shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
             parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), f"breaks at {shown}")]
         if report.backward is not None:
@@ -65,5 +66,5 @@ def _row(report: Report) -> list[str | Text]:
         output_word(report),
         f"{lowered} of {len(report.sites)}",
         str(report.coverage.casts),
-        size_of(report.weights.working_bytes) if report.weights.working_bytes else "FP32",
+        format_bytes(report.weights.working_bytes) if report.weights.working_bytes else "FP32",
     ]

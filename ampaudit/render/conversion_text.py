@@ -7,7 +7,7 @@ from rich.text import Text
 
 from ampaudit.checkpoint.header import TORCH_NAMES
 from ampaudit.checkpoint.layout import MASTER, PLAN, REFERENCE, REPORT
-from ampaudit.core.text import plain, size_of
+from ampaudit.core.text import escape_control, format_bytes
 from ampaudit.render.grid import labelled
 from ampaudit.report.conversion import Conversion, OutputRecord
 
@@ -26,29 +26,33 @@ def render_conversion(made: Conversion) -> RenderableType:
     rows: list[tuple[str, str]] = [
         (
             "weights",
-            f"{size_of(made.bytes_before)} -> {size_of(made.bytes_after)} ({share:.0%}); tensors: {kinds}"
+            f"{format_bytes(made.bytes_before)} -> {format_bytes(made.bytes_after)} "
+            f"({share:.0%}); tensors: {kinds}"
             + ("; masters kept" if made.masters else "; no masters: FP32 cannot be restored"),
         )
     ]
     for reason, (count, size, largest) in sorted(made.kept.items(), key=lambda item: -item[1][1]):
-        which = plain(largest) if count == 1 else f"{count} tensors, such as {plain(largest)}"
-        rows.append(("", f"in float32: {which} ({size_of(size)}): {plain(reason)}"))
+        which = (
+            escape_control(largest) if count == 1 else f"{count} tensors, such as {escape_control(largest)}"
+        )
+        rows.append(("", f"in float32: {which} ({format_bytes(size)}): {escape_control(reason)}"))
     for name, count in made.overflow.items():
-        rows.append(("overflow", f"{plain(name)}: {count} values become inf"))
+        rows.append(("overflow", f"{escape_control(name)}: {count} values become inf"))
     for name, count in made.broken.items():
-        rows.append(("broken", f"{plain(name)}: {count} values are NaN or infinite already"))
-    rows += [("output", f"{plain(o.name)} ({o.dtype}): {_accuracy(o)}") for o in made.outputs]
+        rows.append(("broken", f"{escape_control(name)}: {count} values are NaN or infinite already"))
+    rows += [("output", f"{escape_control(o.name)} ({o.dtype}): {_accuracy(o)}") for o in made.outputs]
     if made.onnx_casts is not None:
         error = (
             f"differs from torch by {made.onnx_error:.2g}" if made.onnx_error is not None else "not compared"
         )
         casts = f"{made.onnx_casts} cast{'s' if made.onnx_casts != 1 else ''} between float formats"
         rows.append(("onnx", f"{casts}; ONNX Runtime: {error}"))
-    rows += [("note", plain(note)) for note in made.notes]
+    rows += [("note", escape_control(note)) for note in made.notes]
     rows.append(("files", _files(made.files)))
     head = Text.assemble(
         ("converted  ", "bold"),
-        f"{plain(made.source)} to {plain(made.output)}: policy {made.policy}, {made.dtype}, {made.mode}",
+        f"{escape_control(made.source)} to {escape_control(made.output)}: "
+        f"policy {made.policy}, {made.dtype}, {made.mode}",
     )
     return Group(head, Text(), labelled(rows))
 
@@ -57,7 +61,7 @@ def _files(sizes: dict[str, int]) -> str:
     """The files that are ours, by size; how many others there are."""
     ours = {name: size for name, size in sizes.items() if name.startswith(_OURS)}
     others = len(sizes) - len(ours)
-    parts = [f"{plain(name)} ({size_of(size)})" for name, size in list(ours.items())[:_SHOWN]]
+    parts = [f"{escape_control(name)} ({format_bytes(size)})" for name, size in list(ours.items())[:_SHOWN]]
     if len(ours) > _SHOWN:
         parts.append(f"{len(ours) - _SHOWN} more shards")
     return ", ".join(parts) + (f", and {others} copied from the source" if others else "")

@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterable, Mapping
 
 from ampaudit.core.errors import UsageError
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.render.evidence import codes_by_site
 from ampaudit.report.bench import PARTS, BenchReport
 from ampaudit.report.comparison import Comparison
@@ -58,7 +58,7 @@ def _rows(document: Document) -> Iterable[Mapping[str, Cell]]:
 def _cell(value: Cell) -> Cell:
     if not isinstance(value, str):
         return value
-    text = plain(value)
+    text = escape_control(value)
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 

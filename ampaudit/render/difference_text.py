@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.render.grid import hanging, labelled
 from ampaudit.render.markdown import code, escaped, table
 from ampaudit.report.difference import Change, Difference, Differences
@@ -31,7 +31,8 @@ def render_differences(found: Differences, *, verbose: bool = False) -> Renderab
 
 def _pair(pair: Difference, found: Differences, verbose: bool) -> Iterable[RenderableType]:
     yield Text.assemble(
-        (plain(pair.new.source), "bold"), f": policy {plain(pair.new.policy)}, {pair.new.dtype}"
+        (escape_control(pair.new.source), "bold"),
+        f": policy {escape_control(pair.new.policy)}, {pair.new.dtype}",
     )
     yield Text()
     worse, better = len(pair.of("worse")), len(pair.of("better"))
@@ -53,8 +54,8 @@ def _by_layer(changes: Sequence[Change], verbose: bool) -> Iterable[RenderableTy
     shown = list(layers.items()) if verbose else list(layers.items())[:_LAYERS]
     for layer, own in shown:
         some = own if verbose else own[:_SITES]
-        rows = hanging((Text(_short(change), "cyan"), Text(plain(change.what))) for change in some)
-        lines: list[RenderableType] = [Text(plain(layer or "(whole model)"), "bold")]
+        rows = hanging((Text(_short(change), "cyan"), Text(escape_control(change.what))) for change in some)
+        lines: list[RenderableType] = [Text(escape_control(layer or "(whole model)"), "bold")]
         lines.append(Padding(rows, (0, 0, 0, 2), expand=False))
         if len(own) > len(some):
             lines.append(Text(f"  and {len(own) - len(some)} more", "dim"))
@@ -77,7 +78,7 @@ def _urgency(change: Change) -> tuple[bool, float]:
 
 def _short(change: Change) -> str:
     """The op within its layer."""
-    return plain(change.site.removeprefix(f"{change.layer}/") if change.layer else change.site)
+    return escape_control(change.site.removeprefix(f"{change.layer}/") if change.layer else change.site)
 
 
 def _summary(pair: Difference, found: Differences, verbose: bool) -> Iterable[tuple[str, str]]:
@@ -85,7 +86,7 @@ def _summary(pair: Difference, found: Differences, verbose: bool) -> Iterable[tu
     yield "As before", f"{pair.same} sites {less}"
     for label, names in (("Added", pair.added), ("Removed", pair.removed)):
         if names:
-            shown = ", ".join(plain(name) for name in names[:_SITES])
+            shown = ", ".join(escape_control(name) for name in names[:_SITES])
             yield label, f"{len(names)} sites: {shown}{' ...' if len(names) > _SITES else ''}"
     others = pair.of("other")
     if others and not verbose:

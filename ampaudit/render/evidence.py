@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.core.text import number, plain
+from ampaudit.core.text import escape_control, format_number
 from ampaudit.report.finding import Finding, Source, Trial
 from ampaudit.report.model import Report, RunInfo
 from ampaudit.report.pages import all_pages
@@ -33,7 +33,7 @@ def evidence_text(finding: Finding) -> str:
     seen = finding.evidence
     parts: list[str] = []
     if seen.peak is not None and seen.limit is not None:
-        parts.append(f"peak {number(seen.peak)}, limit {number(seen.limit)}")
+        parts.append(f"peak {format_number(seen.peak)}, limit {format_number(seen.limit)}")
     if seen.headroom_bits is not None:
         parts.append(f"headroom {seen.headroom_bits:+.2f} bits")
     for count, name in ((seen.inf, "inf"), (seen.nan, "NaN")):
@@ -67,7 +67,7 @@ def title_of(code: str, otherwise: str) -> str:
 def poisons_text(finding: Finding) -> str:
     """How many later sites a finding poisons, and the first of them."""
     poisons = finding.poisons
-    shown = ", ".join(plain(site) for site in poisons[:_POISONS_SHOWN])
+    shown = ", ".join(escape_control(site) for site in poisons[:_POISONS_SHOWN])
     more = len(poisons) - _POISONS_SHOWN
     rest = f" and {more} more" if more > 0 else ""
     return f"poisons {len(poisons)} later site{'s' if len(poisons) != 1 else ''}: {shown}{rest}"

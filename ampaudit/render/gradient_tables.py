@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import RenderableType
 from rich.text import Text
 
-from ampaudit.core.text import number, plain, power, scale_text
+from ampaudit.core.text import escape_control, format_number, format_power, format_scale
 from ampaudit.render.grid import labelled, open_table
 from ampaudit.report.gradients import Backward
 from ampaudit.report.scales import LayerScales, ScaleAdvice
@@ -25,7 +25,7 @@ def gradient_tables(backward: Backward, dtype: str, count: int, *, full: bool) -
     rows += [("Suits", text) for text in _suits(backward)]
     if backward.frozen:
         rows.append(("Frozen", f"{len(backward.frozen)} parameters ask for no gradient"))
-    rows += [("Note", plain(note)) for note in backward.notes]
+    rows += [("Note", escape_control(note)) for note in backward.notes]
     yield labelled(rows)
     if backward.advice is not None:
         yield Text()
@@ -40,7 +40,10 @@ def scales_that_suit(backward: Backward) -> str:
     if advice is None:
         return "no gradient is held in 16 bits"
     if not advice.exists:
-        apart = f"{plain(advice.high_at or '(top module)')} and {plain(advice.low_at or '(top module)')}"
+        apart = (
+            f"{escape_control(advice.high_at or '(top module)')} and "
+            f"{escape_control(advice.low_at or '(top module)')}"
+        )
         return f"no loss scale suits every layer: none fits both {apart}"
     return f"loss scales from 2^{advice.low} to 2^{advice.high} suit every layer"
 
@@ -50,7 +53,7 @@ def _losses(backward: Backward, dtype: str) -> str:
         return "none"
     first = backward.losses[0]
     shown = [
-        f"{number(value)} in {name}" if value is not None else f"not finite in {name}"
+        f"{format_number(value)} in {name}" if value is not None else f"not finite in {name}"
         for value, name in ((first.float32, "FP32"), (first.lower, dtype))
     ]
     more = f" (first of {len(backward.losses)} batches)" if len(backward.losses) > 1 else ""
@@ -59,14 +62,17 @@ def _losses(backward: Backward, dtype: str) -> str:
 
 def _scale(backward: Backward) -> str:
     kind = "dynamic" if backward.dynamic else "fixed"
-    return f"{scale_text(backward.loss_scale)}, {kind} ({backward.scale_from})"
+    return f"{format_scale(backward.loss_scale)}, {kind} ({backward.scale_from})"
 
 
 def _suits(backward: Backward) -> list[str]:
     advice = backward.advice
     if advice is None:
         return ["any: no gradient is held in 16 bits"]
-    low, high = plain(advice.low_at or "(top module)"), plain(advice.high_at or "(top module)")
+    low, high = (
+        escape_control(advice.low_at or "(top module)"),
+        escape_control(advice.high_at or "(top module)"),
+    )
     share = f"{advice.share:.0%} of a layer's gradient"
     if not advice.exists:
         return [
@@ -75,7 +81,7 @@ def _suits(backward: Backward) -> list[str]:
         ]
     return [
         f"2^{advice.low} to 2^{advice.high}: nothing overflows, and no more than {share} is flushed to zero; "
-        f"use {power(backward.suggested or 0)}",
+        f"use {format_power(backward.suggested or 0)}",
         f"the lower end is set by {low}, the upper by {high}",
     ]
 
@@ -97,11 +103,11 @@ def _layers(advice: ScaleAdvice, count: int) -> Iterable[RenderableType]:
     table = open_table("layer", "largest", "flushed", "suits", "overflows first", left=("overflows first",))
     for layer in narrow:
         table.add_row(
-            Text(plain(layer.layer or "(top module)"), overflow="fold"),
-            number(layer.peak),
+            Text(escape_control(layer.layer or "(top module)"), overflow="fold"),
+            format_number(layer.peak),
             f"{layer.flushed:.2%}",
             f"2^{layer.low} to 2^{layer.high}" if layer.low <= layer.high else "none",
-            Text(plain(layer.high_at), overflow="fold"),
+            Text(escape_control(layer.high_at), overflow="fold"),
         )
     yield table
 

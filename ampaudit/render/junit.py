@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from xml.etree import ElementTree
 
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.render.subjects import Alert, Subject, subjects_of
 from ampaudit.report.documents import Document
 
@@ -75,4 +75,4 @@ def _paragraph(alert: Alert) -> str:
 
 def _legal(text: str) -> str:
     """Without what XML 1.0 does not allow in a document."""
-    return "\n".join(plain(line) for line in text.split("\n"))
+    return "\n".join(escape_control(line) for line in text.split("\n"))

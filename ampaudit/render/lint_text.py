@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.report.lint import LintFinding, LintReport
 
 __all__ = ["render_lint"]
@@ -33,18 +33,20 @@ def _finding(finding: LintFinding) -> Iterator[RenderableType]:
     cell = f"cell {finding.cell}:" if finding.cell is not None else ""
     # not wrapped: editors and scripts read one line per finding
     head = Text(
-        f"{plain(finding.file)}:{cell}{finding.line}:{finding.column}: ", no_wrap=True, overflow="ignore"
+        f"{escape_control(finding.file)}:{cell}{finding.line}:{finding.column}: ",
+        no_wrap=True,
+        overflow="ignore",
     )
     head += Text(f"{finding.severity} {finding.code}", _STYLES[finding.severity])
-    head += Text(f" {plain(finding.cause)}")
+    head += Text(f" {escape_control(finding.cause)}")
     if finding.suppressed is not None:
-        head += Text(f" [suppressed: {plain(finding.suppressed)}]", "dim")
+        head += Text(f" [suppressed: {escape_control(finding.suppressed)}]", "dim")
     yield head
-    line = plain(finding.source.expandtabs(4))
+    line = escape_control(finding.source.expandtabs(4))
     # what stands before the finding may be wider than it was: tabs, and what is shown as an escape
-    before = len(plain(finding.source[: finding.column - 1].expandtabs(4)))
+    before = len(escape_control(finding.source[: finding.column - 1].expandtabs(4)))
     last = finding.end_column - 1 if finding.end_line == finding.line else len(finding.source.rstrip())
-    width = max(len(plain(finding.source[:last].expandtabs(4))) - before, 1)
+    width = max(len(escape_control(finding.source[:last].expandtabs(4))) - before, 1)
     indent = len(line) - len(line.lstrip())
     shown = line.strip()
     if len(shown) > _WIDEST:
@@ -56,7 +58,7 @@ def _finding(finding: LintFinding) -> Iterator[RenderableType]:
             f"{'':>5} | {' ' * max(before - indent, 0)}{'^' * width}", "red", no_wrap=True, overflow="ignore"
         )
     fix = "  (--fix does it)" if finding.fixable else ""
-    yield Text(f"{'':>5} = {plain(finding.advice)}{fix}", no_wrap=True, overflow="ignore")
+    yield Text(f"{'':>5} = {escape_control(finding.advice)}{fix}", no_wrap=True, overflow="ignore")
     yield Text()
 
 

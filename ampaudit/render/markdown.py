@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ampaudit.core.text import number, plain, size_of
+from ampaudit.core.text import escape_control, format_bytes, format_number
 from ampaudit.render.bench_tables import bench_tables
 from ampaudit.render.evidence import ran_on, relative_path
 from ampaudit.render.gradient_tables import scales_that_suit
@@ -59,12 +59,12 @@ def _bench(report: BenchReport) -> Iterable[str]:
 
 def escaped(text: str) -> str:
     """Text in which nothing is Markdown, HTML, a mention or a reference."""
-    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", plain(text))
+    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", escape_control(text))
 
 
 def code(text: str) -> str:
     """A name as code; where it could break out of that, as escaped text."""
-    safe = plain(text)
+    safe = escape_control(text)
     return f"`{safe}`" if safe.strip() and not re.search(r"[`|\\]", safe) else escaped(text)
 
 
@@ -132,7 +132,9 @@ def _about(report: Report) -> list[str]:
     nearest = nearest_sites(report)[:_NEAREST]
     if nearest:
         rows = [
-            (code(s.site), number(f.peak), f"{f.headroom_bits:.1f} bits") for s in nearest if (f := s.forward)
+            (code(s.site), format_number(f.peak), f"{f.headroom_bits:.1f} bits")
+            for s in nearest
+            if (f := s.forward)
         ]
         parts += ["Nearest the limit:", "", *table(("site", "peak", "headroom"), rows, right=(1, 2)), ""]
     cover = report.coverage
@@ -142,7 +144,7 @@ def _about(report: Report) -> list[str]:
     if report.raised:
         facts.append(f"{len(report.raised)} raised to float32 because of their values")
     if report.weights.working_bytes:
-        kept, made = size_of(report.weights.master_bytes), size_of(report.weights.working_bytes)
+        kept, made = format_bytes(report.weights.master_bytes), format_bytes(report.weights.working_bytes)
         facts.append(f"weights {kept} in FP32, {made} in 16 bits")
     if report.backward is not None:
         facts.append(scales_that_suit(report.backward))
@@ -163,7 +165,7 @@ def _policies(reports: Sequence[Report]) -> Iterable[str]:
 
 def _runs(report: TrainingReport) -> list[str]:
     def shown(value: float | None) -> str:
-        return "not finite" if value is None else number(value)
+        return "not finite" if value is None else format_number(value)
 
     rows = [
         (

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ampaudit.core.sites import pattern_of
-from ampaudit.core.text import plain, short_op, size_of
+from ampaudit.core.text import escape_control, format_bytes, short_op
 from ampaudit.render.grid import labelled, open_table
 from ampaudit.report.plan import PlannedSite, PlanReport
 
@@ -34,7 +34,8 @@ def render_plan(plan: PlanReport, *, layer: str | None = None, verbose: bool = F
     parts: list[RenderableType] = [
         Text.assemble(
             ("plan  ", "bold"),
-            f"{plain(plan.model)}: policy {plan.policy}, {plan.dtype}; nothing was run in {plan.dtype}",
+            f"{escape_control(plan.model)}: policy {plan.policy}, "
+            f"{plan.dtype}; nothing was run in {plan.dtype}",
         ),
         Text(),
         _site_table(shown, verbose),
@@ -59,8 +60,8 @@ def _site_table(sites: Sequence[PlannedSite], verbose: bool) -> Table:
             times,
             Text(site.precision, "bold" if site.precision != "float32" else ""),
             str(sum(s.casts for s in members) or ""),
-            size_of(sum(s.cast_bytes for s in members)) if any(s.casts for s in members) else "",
-            Text(plain(site.rule or "(default)"), overflow="fold"),
+            format_bytes(sum(s.cast_bytes for s in members)) if any(s.casts for s in members) else "",
+            Text(escape_control(site.rule or "(default)"), overflow="fold"),
         )
     return made
 
@@ -78,7 +79,11 @@ def _stacked(
         groups.setdefault((place, *alike(item)), []).append(item)
     for (place, *_), members in groups.items():
         name = place if len(members) > 1 else site(members[0])
-        yield Text(plain(name), overflow="fold"), str(len(members)) if len(members) > 1 else "", members
+        yield (
+            Text(escape_control(name), overflow="fold"),
+            str(len(members)) if len(members) > 1 else "",
+            members,
+        )
 
 
 def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
@@ -86,30 +91,30 @@ def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
     made = open_table("rule", "sites", "reason", "why", left=("reason", "why"))
     for use in plan.rules:
         if counts[use.rule]:
-            name = Text(plain(use.rule or "(default)"), overflow="fold")
-            made.add_row(name, str(counts[use.rule]), use.reason, Text(plain(use.why)))
+            name = Text(escape_control(use.rule or "(default)"), overflow="fold")
+            made.add_row(name, str(counts[use.rule]), use.reason, Text(escape_control(use.why)))
     return made
 
 
 def totals(plan: PlanReport) -> list[tuple[str, str]]:
     """Precision, casts and weights in words."""
     weights = plan.weights
-    masters = f"; training keeps {size_of(weights.masters)} of FP32 masters beside them"
+    masters = f"; training keeps {format_bytes(weights.masters)} of FP32 masters beside them"
     other = f", {plan.other} in another dtype" if plan.other else ""
     rows = [
         ("Precision", f"{plan.lower} computing sites in {plan.dtype}, {plan.float32} in float32{other}"),
         (
             "Casts",
-            f"{plan.casts} inserted, moving {size_of(plan.cast_bytes)} per forward pass of this batch; "
+            f"{plan.casts} inserted, moving {format_bytes(plan.cast_bytes)} per forward pass of this batch; "
             f"{plan.author_casts} of the author's own",
         ),
         (
             "Weights",
-            f"{size_of(weights.before)} before, {size_of(weights.after)} after conversion"
+            f"{format_bytes(weights.before)} before, {format_bytes(weights.after)} after conversion"
             f"{masters if weights.masters else ''}",
         ),
     ]
-    return rows + [("Note", plain(note)) for note in plan.notes]
+    return rows + [("Note", escape_control(note)) for note in plan.notes]
 
 
 def render_difference(first: PlanReport, second: PlanReport, *, verbose: bool = False) -> RenderableType:
@@ -121,7 +126,7 @@ def render_difference(first: PlanReport, second: PlanReport, *, verbose: bool = 
     parts: list[RenderableType] = [
         Text.assemble(
             ("diff  ", "bold"),
-            f"{plain(first.model)}: {first.policy} and {second.policy} in {first.dtype} run "
+            f"{escape_control(first.model)}: {first.policy} and {second.policy} in {first.dtype} run "
             f"{len(different)} of {compared} sites differently",
         )
     ]
@@ -159,4 +164,4 @@ def _difference_table(
 
 
 def _side(site: PlannedSite) -> str:
-    return f"{site.precision} {plain(site.rule or '(default)')}"
+    return f"{site.precision} {escape_control(site.rule or '(default)')}"

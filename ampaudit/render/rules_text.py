@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.policy import OpFacts, RuleSet, load_policy, policy_names
 from ampaudit.policy.aten_ops import aten_names
 from ampaudit.policy.load import Loaded
@@ -53,7 +53,7 @@ def render_policy(loaded: Loaded) -> RenderableType:
     """Title, weights, and every rule with what it matches and why."""
     file = loaded.file
     parts: list[RenderableType] = [
-        Text.assemble((file.name, "bold"), f"  {plain(file.title)}"),
+        Text.assemble((file.name, "bold"), f"  {escape_control(file.title)}"),
         Text(_headline(loaded), "dim"),
     ]
     for number, rule in enumerate(file.rules, 1):
@@ -82,12 +82,15 @@ def _weights(weights: Weights) -> str:
 
 def _rule(number: int, rule: Rule, loaded: Loaded) -> RenderableType:
     head = Text.assemble(
-        f"{number:>3}  ", (plain(rule.id), "bold"), f"  {rule.cast}", (f"  {rule.reason.value}", "dim")
+        f"{number:>3}  ",
+        (escape_control(rule.id), "bold"),
+        f"  {rule.cast}",
+        (f"  {rule.reason.value}", "dim"),
     )
     body: list[RenderableType] = [Text(line) for line in _conditions(rule, loaded)]
     body += [
-        Text.assemble(("why     ", "dim"), plain(rule.why)),
-        Text(f"source  {plain(rule.source)}", "dim"),
+        Text.assemble(("why     ", "dim"), escape_control(rule.why)),
+        Text(f"source  {escape_control(rule.source)}", "dim"),
     ]
     return Group(head, Padding(Group(*body), (0, 0, 0, 5), expand=False))
 
@@ -98,12 +101,13 @@ def _conditions(rule: Rule, loaded: Loaded) -> list[str]:
         named = ", ".join(rule.match.op)
         count = len(loaded.ops.get(rule.id, ()))
         lines.append(
-            f"ops     {plain(named)}" + (f"  ({count} of ATen's)" if count != len(rule.match.op) else "")
+            f"ops     {escape_control(named)}"
+            + (f"  ({count} of ATen's)" if count != len(rule.match.op) else "")
         )
     rest = rule.match.model_dump(exclude_defaults=True, exclude={"op"})
-    lines += [f"{key:<7} {plain(_words(value))}" for key, value in rest.items()]
+    lines += [f"{key:<7} {escape_control(_words(value))}" for key, value in rest.items()]
     when = rule.when.model_dump(exclude_defaults=True, by_alias=True) if rule.when != When() else {}
-    lines += [f"when    {key} {plain(_words(value))}" for key, value in when.items()]
+    lines += [f"when    {key} {escape_control(_words(value))}" for key, value in when.items()]
     if rule.arguments:
         lines.append(f"but     {_words(rule.arguments)}")
     if rule.clamp is not None:
@@ -167,7 +171,7 @@ def _op_list(ops: Sequence[str], verbose: bool) -> str:
     bases = list(dict.fromkeys(op.partition(".")[0].removesuffix("_") for op in ops))
     shown = bases if verbose else bases[:_OPS_SHOWN]
     more = f" and {len(bases) - len(shown)} more (-v)" if len(shown) < len(bases) else ""
-    return plain(", ".join(shown)) + more
+    return escape_control(", ".join(shown)) + more
 
 
 def _other_differences(first: RuleSet, second: RuleSet) -> list[tuple[str, str, str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.sites import SourceLine
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.render.evidence import evidence_text, evident_line, poisons_text, title_of, trial_text
 from ampaudit.report.check import CheckResults, TargetResult
 from ampaudit.report.comparison import Comparison
@@ -106,8 +106,8 @@ def _of_report(report: Report) -> Subject:
     layers = dict.fromkeys(_case(s.layer) for s in report.sites if s.forward is not None)
     layers |= dict.fromkeys(_case(f.layer) for f in report.findings)
     return Subject(
-        name=plain(report.model.source),
-        label=f"{plain(report.run.policy)}, {report.run.dtype}",
+        name=escape_control(report.model.source),
+        label=f"{escape_control(report.run.policy)}, {report.run.dtype}",
         passed=report.exit_code == 0,
         cases=tuple(layers),
         alerts=tuple(_alert(f, _case(f.layer), rank) for f in report.findings),
@@ -120,11 +120,11 @@ def _of_report(report: Report) -> Subject:
 def _of_training(report: TrainingReport) -> Subject:
     failing = 3.0 if report.verdict == "fail" else float("inf")
     return Subject(
-        name=plain(report.model.source),
+        name=escape_control(report.model.source),
         label=f"training, {report.dtype}",
         passed=report.exit_code == 0,
-        cases=tuple(plain(variant.name) for variant in report.variants),
-        alerts=tuple(_alert(f, plain(f.site.rpartition("/")[0]), failing) for f in report.findings),
+        cases=tuple(escape_control(variant.name) for variant in report.variants),
+        alerts=tuple(_alert(f, escape_control(f.site.rpartition("/")[0]), failing) for f in report.findings),
         errors={},
         seconds={},
         tool_version=report.tool.version,
@@ -138,10 +138,10 @@ def _of_check(check: CheckResults) -> Subject:
         name="ampaudit check",
         label=f"{len(check.targets)} target{'s' if len(check.targets) != 1 else ''}",
         passed=check.exit_code == 0,
-        cases=tuple(plain(target.target) for target in check.targets),
+        cases=tuple(escape_control(target.target) for target in check.targets),
         alerts=tuple(alert for target in check.targets for alert in _of_target(target)),
-        errors={plain(t.target): t.error for t in check.targets if t.error},
-        seconds={plain(target.target): target.seconds for target in check.targets},
+        errors={escape_control(t.target): t.error for t in check.targets if t.error},
+        seconds={escape_control(target.target): target.seconds for target in check.targets},
         tool_version=__version__,
     )
 
@@ -154,24 +154,26 @@ def _of_target(target: TargetResult) -> Iterable[Alert]:
             title=title_of(breach.budget, breach.budget),
             level=breach.severity,
             fails=True,
-            case=plain(target.target),
-            site=plain(breach.where),
-            text=plain(breach.what),
-            advice=f"ampaudit scan {plain(target.target)} says more",
+            case=escape_control(target.target),
+            site=escape_control(breach.where),
+            text=escape_control(breach.what),
+            advice=f"ampaudit scan {escape_control(target.target)} says more",
             line=_safe(line or SourceLine(target.target.partition(":")[0], 1)),
         )
 
 
 def _of_lint(report: LintReport) -> Subject:
     rank = threshold(report.fail_on)
-    files = dict.fromkeys(plain(finding.file) for finding in report.findings)
+    files = dict.fromkeys(escape_control(finding.file) for finding in report.findings)
     return Subject(
         name="ampaudit lint",
         label=f"{report.linted} file{'s' if report.linted != 1 else ''}",
         passed=report.exit_code == 0,
         cases=tuple(files),
         alerts=tuple(_of_line(finding, rank) for finding in report.findings),
-        errors={f"{plain(item.file)}:{item.line}": plain(item.reason) for item in report.unread},
+        errors={
+            f"{escape_control(item.file)}:{item.line}": escape_control(item.reason) for item in report.unread
+        },
         seconds={},
         tool_version=report.tool_version,
     )
@@ -184,10 +186,10 @@ def _of_line(finding: LintFinding, rank: float) -> Alert:
         title=title_of(finding.code, finding.code),
         level=finding.severity,
         fails=finding.suppressed is None and finding.severity.rank >= rank,
-        case=plain(finding.file),
-        site=cell + (plain(finding.function) or "(module)"),
-        text=plain(finding.cause),
-        advice=plain(finding.advice),
+        case=escape_control(finding.file),
+        site=cell + (escape_control(finding.function) or "(module)"),
+        text=escape_control(finding.cause),
+        advice=escape_control(finding.advice),
         line=_safe(SourceLine(finding.file, finding.line, finding.source.strip())),
         suppressed=finding.suppressed,
         region=(finding.column, finding.end_line, finding.end_column),
@@ -201,30 +203,32 @@ def _alert(finding: Finding, case: str, rank: float) -> Alert:
         computed is not None and line is not None and (computed.file, computed.line) != (line.file, line.line)
     )
     evidence, poisons = evidence_text(finding), poisons_text(finding) if finding.poisons else ""
-    cures = [f"{t.outcome}: {plain(trial_text(t))}" for t in finding.tried]
-    lines = [plain(finding.cause), evidence, poisons, *cures]
+    cures = [f"{t.outcome}: {escape_control(trial_text(t))}" for t in finding.tried]
+    lines = [escape_control(finding.cause), evidence, poisons, *cures]
     return Alert(
         code=finding.code,
         title=title_of(finding.code, finding.kind),
         level=finding.severity,
         fails=finding.severity.rank >= rank and finding.suppressed is None,
         case=case,
-        site=plain(finding.site),
+        site=escape_control(finding.site),
         text="\n".join(line for line in lines if line),
-        advice="" if finding.tried else plain(finding.advice),
+        advice="" if finding.tried else escape_control(finding.advice),
         line=_safe(line),
         related=_safe(SourceLine(computed.file, computed.line, computed.code))
         if inside and computed
         else None,
-        path=tuple(map(plain, finding.poisons)),
+        path=tuple(map(escape_control, finding.poisons)),
         suppressed=finding.suppressed,
-        diffs=tuple("\n".join(map(plain, t.diff.splitlines())) for t in finding.tried if t.diff),
+        diffs=tuple("\n".join(map(escape_control, t.diff.splitlines())) for t in finding.tried if t.diff),
     )
 
 
 def _safe(line: SourceLine | None) -> SourceLine | None:
-    return None if line is None else SourceLine(plain(line.file), line.line, plain(line.code))
+    return (
+        None if line is None else SourceLine(escape_control(line.file), line.line, escape_control(line.code))
+    )
 
 
 def _case(layer: str) -> str:
-    return plain(layer or "(top module)")
+    return escape_control(layer or "(top module)")

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ampaudit.core.formats import format_named
-from ampaudit.core.text import number, plain, size_of
+from ampaudit.core.text import escape_control, format_bytes, format_number
 from ampaudit.render.grid import labelled, open_table
 from ampaudit.report.accuracy import accuracy_word
 from ampaudit.report.finding import Severity
@@ -72,8 +72,8 @@ def nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
         assert site.forward is not None
         sqnr = site.forward.sqnr_db
         table.add_row(
-            Text(plain(site.site), overflow="fold"),
-            number(site.forward.peak),
+            Text(escape_control(site.site), overflow="fold"),
+            format_number(site.forward.peak),
             f"{_headroom(site):.1f} bits",
             "exact" if sqnr is None else f"{sqnr:.0f} dB",
             *((_proved(site),) if report.proofs else ()),
@@ -83,7 +83,7 @@ def nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
 
 def _proved(site: SiteReport) -> str:
     """The bound where it is a proof."""
-    return number(site.bound) if site.verdict == "proved" and site.bound is not None else "no"
+    return format_number(site.bound) if site.verdict == "proved" and site.bound is not None else "no"
 
 
 def unproved_table(report: Report, count: int) -> Iterable[RenderableType]:
@@ -95,8 +95,8 @@ def unproved_table(report: Report, count: int) -> Iterable[RenderableType]:
     yield Text(f"Not proved: {len(sites)} site{'s' if len(sites) != 1 else ''}{shown}", style="bold")
     table = open_table("site", "bound", width=36)
     for site in sites[: count * 2]:
-        known = "unbounded" if site.bound is None else number(site.bound)
-        table.add_row(Text(plain(site.site), overflow="fold"), known)
+        known = "unbounded" if site.bound is None else format_number(site.bound)
+        table.add_row(Text(escape_control(site.site), overflow="fold"), known)
     yield table
 
 
@@ -107,7 +107,7 @@ def changed_table(report: Report, count: int) -> Iterable[RenderableType]:
     yield Text(f"Other verdicts than under the usual contract: {len(report.changed)} sites", style="bold")
     table = open_table("site", "usual", "here", width=36, left=("usual", "here"))
     for change in report.changed[: count * 2]:
-        table.add_row(Text(plain(change.site), overflow="fold"), change.usual, change.here)
+        table.add_row(Text(escape_control(change.site), overflow="fold"), change.usual, change.here)
     yield table
 
 
@@ -119,15 +119,17 @@ def raised_table(report: Report, count: int) -> Iterable[RenderableType]:
         return
     limit = format_named(report.run.dtype).max
     over = sum(s.forward is not None and s.forward.peak > limit for s in sites)
-    beyond = f"; {over} of them pass {number(limit)}" if over else ""
+    beyond = f"; {over} of them pass {format_number(limit)}" if over else ""
     title = f"Raised to float32 because of their values: {len(sites)} sites{beyond}"
     yield Text(title, style="bold")
     table = open_table("site", "peak", "headroom", "rule", width=36, left=("rule",))
     for site in sorted(sites, key=lambda s: s.forward.peak if s.forward else 0.0, reverse=True)[:count]:
         seen = site.forward
         bits = f"{seen.headroom_bits:+.1f} bits" if seen and seen.headroom_bits is not None else ""
-        peak = number(seen.peak) if seen else ""
-        table.add_row(Text(plain(site.site), overflow="fold"), peak, bits, plain(site.rule or ""))
+        peak = format_number(seen.peak) if seen else ""
+        table.add_row(
+            Text(escape_control(site.site), overflow="fold"), peak, bits, escape_control(site.rule or "")
+        )
     yield table
     if len(sites) > count:
         yield Text(f"and {len(sites) - count} more; -v lists every site with its rule", "dim")
@@ -147,7 +149,9 @@ def what_if_table(report: Report, count: int) -> Iterable[RenderableType]:
         vanish = sum(case.vanish > 0.01 for _, case in cases)
         bits = [(case.headroom_bits, s.site) for s, case in cases if case.headroom_bits is not None]
         least, where = min(bits, default=(0.0, ""))
-        table.add_row(name, str(over), str(vanish), f"{least:.1f} bits", Text(plain(where), overflow="fold"))
+        table.add_row(
+            name, str(over), str(vanish), f"{least:.1f} bits", Text(escape_control(where), overflow="fold")
+        )
     yield table
     nearest = sorted(_measured(sites), key=_headroom)[:count]
     if nearest:
@@ -157,7 +161,9 @@ def what_if_table(report: Report, count: int) -> Iterable[RenderableType]:
         for site in nearest:
             peak = site.forward.peak if site.forward else 0.0
             table.add_row(
-                Text(plain(site.site), overflow="fold"), number(peak), f"{_headroom(site):+.1f} bits"
+                Text(escape_control(site.site), overflow="fold"),
+                format_number(peak),
+                f"{_headroom(site):+.1f} bits",
             )
         yield table
 
@@ -203,8 +209,8 @@ def summary_rows(report: Report, hidden: int) -> list[tuple[str, str]]:
         rows.append(
             (
                 "Weights",
-                f"{size_of(weights.master_bytes)} of FP32 masters, "
-                f"{size_of(weights.working_bytes)} of 16-bit copies",
+                f"{format_bytes(weights.master_bytes)} of FP32 masters, "
+                f"{format_bytes(weights.working_bytes)} of 16-bit copies",
             )
         )
     if report.run.level == "scan" and report.run.backend != "native":
@@ -213,10 +219,10 @@ def summary_rows(report: Report, hidden: int) -> list[tuple[str, str]]:
     rows.append(
         (
             "Limits",
-            f"{limits.name} ends at {number(limits.max)}, smallest normal {limits.min_normal:.3g}",
+            f"{limits.name} ends at {format_number(limits.max)}, smallest normal {limits.min_normal:.3g}",
         )
     )
-    rows += [("Note", plain(note)) for note in report.notes]
+    rows += [("Note", escape_control(note)) for note in report.notes]
     if hidden:
         rows.append(
             ("Notes", f"{hidden} more finding{'s' if hidden != 1 else ''} of severity note; -v shows them")
@@ -235,7 +241,8 @@ def _proof_rows(report: Report) -> list[tuple[str, str]]:
     watched = "not proved" if report.run.level == "static" else "observed only"
     rest = max(proofs.sites - proofs.proved - over, 0)
     ranges = ", ".join(
-        f"{plain(a.name)} in {number(a.low)}:{number(a.high)} ({a.source})" for a in proofs.assumed
+        f"{escape_control(a.name)} in {format_number(a.low)}:{format_number(a.high)} ({a.source})"
+        for a in proofs.assumed
     )
     rows = [
         ("Proofs", f"{proofs.proved} of {proofs.sites} sites proved, {rest} {watched}, {over} overflow"),
@@ -251,17 +258,17 @@ def _beyond_rows(report: Report) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for s in report.stressed:
         found = f"overflows: --inputs {s.file}" if s.overflows else "no overflow found"
-        reached = f"peak {number(s.seen)} raised to {number(s.reached)}"
-        rows.append(("Stress", f"{plain(s.site)}: {reached}; {plain(found)}"))
+        reached = f"peak {format_number(s.seen)} raised to {format_number(s.reached)}"
+        rows.append(("Stress", f"{escape_control(s.site)}: {reached}; {escape_control(found)}"))
     for t in report.tails:
-        rate = f"{number(t.per_million)} expected overflows per million samples"
-        interval = f"(90 %: {number(t.low)} to {number(t.high)}, from {t.batches} batches)"
-        rows.append(("Tail", f"{plain(t.site)}: {rate} {interval}"))
+        rate = f"{format_number(t.per_million)} expected overflows per million samples"
+        interval = f"(90 %: {format_number(t.low)} to {format_number(t.high)}, from {t.batches} batches)"
+        rows.append(("Tail", f"{escape_control(t.site)}: {rate} {interval}"))
     return rows
 
 
 def _outputs(report: Report) -> str:
-    shown = [f"{plain(o.name)} {accuracy_word(o)}" for o in report.outputs[:4]]
+    shown = [f"{escape_control(o.name)} {accuracy_word(o)}" for o in report.outputs[:4]]
     more = f" and {len(report.outputs) - 4} more" if len(report.outputs) > 4 else ""
     repaired = ", with the faults repaired" if any(f.origin for f in report.findings) else ""
     return f"signal to error against FP32{repaired}: {', '.join(shown)}{more}"
@@ -274,12 +281,12 @@ def all_sites(report: Report) -> Iterable[RenderableType]:
     for site in report.sites:
         seen = site.forward
         table.add_row(
-            Text(plain(site.site), overflow="fold"),
+            Text(escape_control(site.site), overflow="fold"),
             site.precision,
-            number(seen.peak) if seen else "",
+            format_number(seen.peak) if seen else "",
             f"{seen.headroom_bits:.1f}" if seen and seen.headroom_bits is not None else "",
             f"{seen.sqnr_db:.0f}" if seen and seen.sqnr_db is not None else "",
             f"{seen.local_sqnr_db:.0f}" if seen and seen.local_sqnr_db is not None else "",
-            plain(site.rule or site.role),
+            escape_control(site.rule or site.role),
         )
     yield table

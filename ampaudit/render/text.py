@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ampaudit.core.text import plain, short_op
+from ampaudit.core.text import escape_control, short_op
 from ampaudit.render.evidence import (
     evidence_text,
     poisons_text,
@@ -81,7 +81,7 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
 def _heading(report: Report) -> Text:
     run = report.run
     what = "FP32 ranges" if run.level == "ranges" else f"policy {run.policy}, {run.dtype}"
-    line = f"{plain(report.model.source)}: {what}, {run.mode} mode, {ran_on(run)}"
+    line = f"{escape_control(report.model.source)}: {what}, {run.mode} mode, {ran_on(run)}"
     return Text.assemble(("ampaudit ", "bold"), (report.tool.version, "bold"), "  ", line)
 
 
@@ -96,8 +96,8 @@ def finding_text(finding: Finding, position: int, named: str = "(top module)") -
     lines: list[RenderableType] = [
         Text.assemble(
             f"{position:>2}  ",
-            (plain(finding.layer or named), "bold"),
-            f"  {plain(short_op(finding.op))}  " if finding.op else "  ",
+            (escape_control(finding.layer or named), "bold"),
+            f"  {escape_control(short_op(finding.op))}  " if finding.op else "  ",
             (f"{finding.code} {title}", SEVERITY_STYLES[finding.severity]),
         )
     ]
@@ -111,7 +111,7 @@ def finding_text(finding: Finding, position: int, named: str = "(top module)") -
             )
     if seen := evidence_text(finding):
         body.append(Text(seen))
-    said: list[tuple[Text, RenderableType]] = [(Text("why", "dim"), Text(plain(finding.cause)))]
+    said: list[tuple[Text, RenderableType]] = [(Text("why", "dim"), Text(escape_control(finding.cause)))]
     if finding.poisons:
         said.append((Text("then", "dim"), Text(poisons_text(finding))))
     body.append(hanging([*said, *_advice(finding)]))
@@ -123,13 +123,15 @@ def _advice(finding: Finding) -> Iterable[tuple[Text, RenderableType]]:
     if not finding.tried:
         can_try = finding.severity is Severity.ERROR and finding.phase != "backward"
         untried = " (not tried; --advise tries)" if can_try else ""
-        yield Text("next", "dim"), Text.assemble(plain(finding.advice), (untried, "dim"))
+        yield Text("next", "dim"), Text.assemble(escape_control(finding.advice), (untried, "dim"))
     for trial in finding.tried:
         tried = [("before", trial.before), ("after", trial.after)]
-        runs = hanging((Text(label, "dim"), Text(plain(text))) for label, text in tried)
+        runs = hanging((Text(label, "dim"), Text(escape_control(text))) for label, text in tried)
         label = Text("cure", "bold green") if trial.outcome == "cure" else Text("fix", "bold yellow")
-        copied = () if trial.diff else (Text(plain(line), "cyan") for line in trial.paste.splitlines())
-        yield label, Group(Text(plain(trial_text(trial))), *copied, runs)
+        copied = (
+            () if trial.diff else (Text(escape_control(line), "cyan") for line in trial.paste.splitlines())
+        )
+        yield label, Group(Text(escape_control(trial_text(trial))), *copied, runs)
 
 
 def _diff_lines(finding: Finding, printed: set[str]) -> Iterable[Text]:
@@ -138,8 +140,10 @@ def _diff_lines(finding: Finding, printed: set[str]) -> Iterable[Text]:
         printed.add(diff)
         for line in diff.splitlines():
             style = {"+": "green", "-": "red"}.get(line[:1], "dim")
-            yield Text(f"    {plain(line)}", style, no_wrap=True, overflow="ignore")
+            yield Text(f"    {escape_control(line)}", style, no_wrap=True, overflow="ignore")
 
 
 def _source_line(file: str, line: int, code: str) -> Text:
-    return Text.assemble((f"{plain(relative_path(file))}:{line}", "cyan"), f"  {plain(code)}" if code else "")
+    return Text.assemble(
+        (f"{escape_control(relative_path(file))}:{line}", "cyan"), f"  {escape_control(code)}" if code else ""
+    )

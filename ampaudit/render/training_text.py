@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampaudit.core.text import number, plain, scale_text, size_of
+from ampaudit.core.text import escape_control, format_bytes, format_number, format_scale
 from ampaudit.render.grid import labelled, open_table
 from ampaudit.render.text import finding_text
 from ampaudit.report.finding import Severity
@@ -28,7 +28,8 @@ def render_training(report: TrainingReport, *, verbosity: int = 0, rows: int = 5
     heading = Text.assemble(
         ("ampaudit ", "bold"),
         (report.tool.version, "bold"),
-        f"  {plain(report.model.source)}: {report.steps} steps of {report.optimizer} on {report.device}",
+        f"  {escape_control(report.model.source)}: {report.steps} "
+        f"steps of {report.optimizer} on {report.device}",
     )
     parts: list[RenderableType] = [heading, Text(), verdict]
     shown = [f for f in report.findings if verbosity > 0 or f.severity is not Severity.NOTE]
@@ -60,14 +61,14 @@ def _curves(variants: Sequence[Variant]) -> Iterable[RenderableType]:
         losses = [step.loss for step in variant.health.steps]
         last = variant.final_loss if variant.final_loss is not None else (losses[-1] if losses else None)
         row = (sparkline(losses, low, high), _shown(losses[0] if losses else None), _shown(last))
-        table.add_row(plain(variant.name), *row, *((_shown(variant.metric),) if metric else ()))
+        table.add_row(escape_control(variant.name), *row, *((_shown(variant.metric),) if metric else ()))
     yield table
     yield Text()
     table = open_table("run", "skipped", "loss scale", "step", "memory", left=("loss scale",))
     for variant in variants:
         held = variant.peak_bytes if variant.peak_bytes is not None else variant.bytes_held
         row = (str(variant.health.skipped), _scale(variant), f"{variant.seconds * 1e3:.3g} ms")
-        table.add_row(plain(variant.name), *row, size_of(held))
+        table.add_row(escape_control(variant.name), *row, format_bytes(held))
     yield table
 
 
@@ -99,24 +100,25 @@ def _scale(variant: Variant) -> str:
     if not scales or set(scales) == {1.0}:
         return ""
     first, last = scales[0], scales[-1]
-    return scale_text(first) if len(set(scales)) == 1 else f"{scale_text(first)} to {scale_text(last)}"
+    return format_scale(first) if len(set(scales)) == 1 else f"{format_scale(first)} to {format_scale(last)}"
 
 
 def _shown(value: float | None) -> str:
-    return "not finite" if value is None or not math.isfinite(value) else number(value)
+    return "not finite" if value is None or not math.isfinite(value) else format_number(value)
 
 
 def _health(variant: Variant, rows: int) -> Iterable[RenderableType]:
     health = variant.health
     parameters = sorted(health.parameters, key=lambda p: (-p.broken, -p.flushed, -(p.lost or 0.0)))
     yield Text(
-        f"{plain(variant.name)} ({plain(variant.how)}): gradients and updates, every {health.every} steps",
+        f"{escape_control(variant.name)} ({escape_control(variant.how)}): "
+        f"gradients and updates, every {health.every} steps",
         style="bold",
     )
     columns = ("parameter", "gradient", "over steps", "zero", "flushed", "update", "lost")
     table = open_table(*columns, left=("over steps",))
     for parameter in parameters[:rows]:
-        table.add_row(Text(plain(parameter.name), overflow="fold"), *_columns(parameter))
+        table.add_row(Text(escape_control(parameter.name), overflow="fold"), *_columns(parameter))
     yield table
     if len(parameters) > rows:
         yield Text(f"and {len(parameters) - rows} more; -v lists all", "dim")
@@ -146,7 +148,7 @@ def _summary(report: TrainingReport, hidden: int) -> list[tuple[str, str]]:
         ("Update", "norm of the update over that of the weights, median over steps"),
         ("Lost", f"share of updates that {report.dtype} weights would lose: less than half an ulp"),
     ]
-    rows += [("Note", plain(note)) for note in report.notes]
+    rows += [("Note", escape_control(note)) for note in report.notes]
     if hidden:
         more = f"{hidden} more finding{'s' if hidden != 1 else ''} of severity note; -v shows them"
         rows.append(("Notes", more))

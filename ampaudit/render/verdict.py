@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.core.text import plain, short_op
+from ampaudit.core.text import escape_control, short_op
 from ampaudit.render.tables import least_headroom
 from ampaudit.report.accuracy import accuracy_word, worst_output
 from ampaudit.report.finding import Severity
@@ -52,7 +52,7 @@ def _broken(report: Report) -> Iterator[str]:
         wrong = f"differs from FP32 in {worst.differing:,} elements"
     else:
         wrong = f"has {accuracy_word(worst)} against FP32"
-    yield f"finite but wrong in {report.run.dtype}: {plain(worst.name)} {plain(wrong)}"
+    yield f"finite but wrong in {report.run.dtype}: {escape_control(worst.name)} {escape_control(wrong)}"
 
 
 def _sound(report: Report) -> Iterator[str]:
@@ -62,7 +62,10 @@ def _sound(report: Report) -> Iterator[str]:
         yield from _accuracy(report)
     nearest = least_headroom(report)
     if nearest is not None and nearest.forward is not None:
-        yield f"the least headroom is {nearest.forward.headroom_bits:.1f} bits, at {plain(nearest.site)}"
+        yield (
+            f"the least headroom is {nearest.forward.headroom_bits:.1f} bits, "
+            f"at {escape_control(nearest.site)}"
+        )
     if report.raised:
         yield f"{_counted(len(report.raised), 'site')} raised to float32"
     if report.proofs is not None:
@@ -76,12 +79,12 @@ def _accuracy(report: Report) -> Iterator[str]:
     if worst is not None and worst not in blank:
         among = f", the least of {len(report.outputs)}" if len(report.outputs) > 1 else ""
         against = "" if worst.kind == "integer" else " against FP32"
-        yield f"{plain(worst.name)} {_has(worst)}{accuracy_word(worst)}{against}{among}"
+        yield f"{escape_control(worst.name)} {_has(worst)}{accuracy_word(worst)}{against}{among}"
     elif len(blank) < len(report.outputs):
         yield "outputs are exact"
     for output in blank[:1]:
         more = f", and so are {len(blank) - 1} more" if len(blank) > 1 else ""
-        yield f"{plain(output.name)} is {accuracy_word(output)}{more}"
+        yield f"{escape_control(output.name)} is {accuracy_word(output)}{more}"
 
 
 def _has(output: OutputAccuracy) -> str:
@@ -90,7 +93,7 @@ def _has(output: OutputAccuracy) -> str:
 
 def _gaps(report: Report) -> Iterator[str]:
     """What nobody looked at."""
-    ops = [plain(short_op(op)) for op in report.coverage.uncovered_ops]
+    ops = [escape_control(short_op(op)) for op in report.coverage.uncovered_ops]
     if ops:
         more = f" and {len(ops) - _OPS} more" if len(ops) > _OPS else ""
         yield f"not audited: {', '.join(ops[:_OPS])}{more}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.model import OutputAccuracy, Report
 
 __all__ = ["LOST_DB", "accuracy_word", "output_word", "worst_output"]
@@ -33,7 +33,7 @@ def accuracy_word(output: OutputAccuracy) -> str:
     if output.empty:
         return "empty"
     if output.constant is not None:
-        return f"{number(output.constant)} everywhere in FP32, which says nothing of its accuracy"
+        return f"{format_number(output.constant)} everywhere in FP32, which says nothing of its accuracy"
     if output.sqnr_db is None:
         return "exact"
     varies = output.variation_db

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.core.errors import InputError
-from ampaudit.core.text import number, plain
+from ampaudit.core.text import escape_control, format_number
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding, Severity
@@ -166,7 +166,7 @@ def _notes(old: Report, new: Report) -> Iterator[str]:
     ]
     for name, first, second in pairs:
         if first != second:
-            yield f"{name} was {plain(str(first))}, is {plain(str(second))}"
+            yield f"{name} was {escape_control(str(first))}, is {escape_control(str(second))}"
 
 
 def _findings(old: Report, new: Report) -> Iterator[Change]:
@@ -176,7 +176,7 @@ def _findings(old: Report, new: Report) -> Iterator[Change]:
         title = f"{finding.severity.value} {finding.code}"
         if was is None:
             way: Way = "other" if finding.severity is Severity.NOTE else "worse"
-            yield _about(finding, way, f"new {title}: {plain(finding.cause)}")
+            yield _about(finding, way, f"new {title}: {escape_control(finding.cause)}")
         elif was.severity is not finding.severity:
             way = "worse" if finding.severity.rank > was.severity.rank else "better"
             yield _about(finding, way, f"{title} was of severity {was.severity.value}")
@@ -184,7 +184,9 @@ def _findings(old: Report, new: Report) -> Iterator[Change]:
         if key not in after:
             way = "other" if finding.severity is Severity.NOTE else "better"
             yield _about(
-                finding, way, f"gone: {finding.severity.value} {finding.code}: {plain(finding.cause)}"
+                finding,
+                way,
+                f"gone: {finding.severity.value} {finding.code}: {escape_control(finding.cause)}",
             )
 
 
@@ -210,7 +212,7 @@ def _site(old: SiteReport, new: SiteReport, bits: float, decibels: float, sound:
     if was is not None and now is not None and comparable:
         first, second = was.headroom_bits, now.headroom_bits
         if (way_ := _moved(first, second, bits)) is not None:
-            peaks = f"peak {number(was.peak)} became {number(now.peak)}"
+            peaks = f"peak {format_number(was.peak)} became {format_number(now.peak)}"
             yield made(
                 way_,
                 f"headroom {_said(first, 'bits')} became {_said(second, 'bits')}; {peaks}",

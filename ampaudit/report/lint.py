@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.report.finding import FailOn, Severity, threshold
 
 __all__ = ["LintFinding", "LintReport", "UnreadFile"]
@@ -57,7 +57,7 @@ class UnreadFile:
     reason: str
 
     def __str__(self) -> str:
-        return f"{plain(self.file)}:{self.line}: not read: {plain(self.reason)}"
+        return f"{escape_control(self.file)}:{self.line}: not read: {escape_control(self.reason)}"
 
 
 @dataclass(frozen=True, slots=True)

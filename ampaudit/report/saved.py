@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from ampaudit.core.errors import InputError, first_line
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.report.model import SCHEMA, Report
 
 __all__ = ["parse_saved", "read_report", "read_saved"]
@@ -102,4 +102,4 @@ def _first_fault(error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in fault["loc"])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"not a report of ampaudit: {plain(where)}: {fault['msg'].lower()}{more}"
+    return f"not a report of ampaudit: {escape_control(where)}: {fault['msg'].lower()}{more}"

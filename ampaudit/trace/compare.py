@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.core.text import number, short_op
+from ampaudit.core.text import format_number, short_op
 from ampaudit.trace.graph import Site, Slot, TracedModel
 
 __all__ = ["CodePlace", "first_difference"]
@@ -59,7 +59,9 @@ class _Op:
         return self.site.layer, self.base
 
     def __str__(self) -> str:
-        numbers = [number(c) for c in self.constants if isinstance(c, float) and not isinstance(c, bool)]
+        numbers = [
+            format_number(c) for c in self.constants if isinstance(c, float) and not isinstance(c, bool)
+        ]
         return f"{self.base}({', '.join(numbers[:_NUMBERS])})" if numbers else self.base
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from ampaudit.audit.checks.interface import finding_about
 from ampaudit.audit.report import THIS_TOOL, this_environment
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import number, scale_text
+from ampaudit.core.text import format_number, format_scale
 from ampaudit.report.finding import FailOn, Finding, Severity, threshold
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
@@ -51,11 +51,11 @@ def _diverged(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
     exact = reference.metric if reference is not None else None
     reasons = []
     if variant.diverged is not None:
-        end = number(variant.final_loss) if variant.final_loss is not None else "NaN or infinite"
+        end = format_number(variant.final_loss) if variant.final_loss is not None else "NaN or infinite"
         reasons.append(f"from step {variant.diverged} of {steps} on the loss is not FP32's; it ends at {end}")
     if exact is not None and (variant.metric is None or exact - variant.metric > WORSE * abs(exact)):
-        metric = number(variant.metric) if variant.metric is not None else "not finite"
-        reasons.append(f"after training the metric is {metric}, FP32's {number(exact)}")
+        metric = format_number(variant.metric) if variant.metric is not None else "not finite"
+        reasons.append(f"after training the metric is {metric}, FP32's {format_number(exact)}")
     if reasons:
         cause = f"{variant.name}: {'; '.join(reasons)}"
         advice = "see what else is found about this run; keep FP32 masters and a loss scale"
@@ -70,7 +70,7 @@ def _skipped(variant: Variant) -> Iterator[Finding]:
     last = health.steps[-1]
     cause = (
         f"{variant.name}: {health.skipped} of {len(health.steps)} steps are skipped; "
-        f"the scale ends at {scale_text(last.scale)}"
+        f"the scale ends at {format_scale(last.scale)}"
     )
     lower = "start with a lower scale, and " if health.steps[0].scale > 1 else ""
     advice = f"{lower}look with scan --backward for the layer whose gradient overflows"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampaudit.core.errors import OutputError, UsageError
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.report.training import TrainingReport, Variant
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _write(variant: Variant, report: TrainingReport, writer: SummaryWriter) -> N
         _scalar(writer, "loss scale", record.scale, record.step)
         _scalar(writer, "skipped", float(record.skipped), record.step)
     for parameter in health.parameters:
-        name = plain(parameter.name)
+        name = escape_control(parameter.name)
         for step, peak in zip(health.watched, parameter.gradient_peaks, strict=False):
             _scalar(writer, f"gradient peak/{name}", peak, step)
         last = health.watched[-1] if health.watched else 0
@@ -63,7 +63,10 @@ def _write(variant: Variant, report: TrainingReport, writer: SummaryWriter) -> N
             _scalar(writer, f"{field.replace('_', ' ')}/{name}", getattr(parameter, field), last)
     found = [f for f in report.findings if f.site.rpartition("/")[0] == variant.name]
     for index, finding in enumerate(found):
-        text = f"**{finding.severity.value} {finding.code}** {plain(finding.cause)}. {plain(finding.advice)}"
+        text = (
+            f"**{finding.severity.value} {finding.code}** {escape_control(finding.cause)}. "
+            f"{escape_control(finding.advice)}"
+        )
         writer.add_text("findings", text.replace("<", "&lt;"), index)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.export.onnx_notes import PREFIX
 
 
@@ -64,7 +64,7 @@ def test_notes_stand_on_the_node_that_they_are_about(converted: Path) -> None:
             assert said["precision"] == site["precision"]
             assert said["verdict"] == site["verdict"]
             if site["forward"]:
-                assert said["peak"] == number(site["forward"]["peak"])
+                assert said["peak"] == format_number(site["forward"]["peak"])
 
 
 def test_a_note_is_on_the_op_that_its_name_says(converted: Path) -> None:

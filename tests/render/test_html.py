@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.render.html.page import to_html
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.comparison import Comparison
@@ -234,7 +234,7 @@ def test_names_are_shown_and_not_obeyed(page_of: Open, name: str) -> None:
     page.fill("#text", "no")
     assert page.evaluate("window.pwned") is None
     assert page.locator("main img").count() == 0
-    assert page.locator("h1").inner_text() == " ".join(plain(name).split())
+    assert page.locator("h1").inner_text() == " ".join(escape_control(name).split())
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 

@@ -25,7 +25,7 @@ from rich.console import Console
 import ampaudit.render.sarif as sarif
 from ampaudit.core.errors import UsageError
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.render.choice import FORMATS, chosen_format
 from ampaudit.render.csvtable import to_csv
 from ampaudit.render.github import to_github
@@ -302,7 +302,7 @@ def test_names_are_only_text_in_markdown(name: str) -> None:
         )
         assert set(re.findall(r"<(\w+)", html)) <= {"table", "thead", "tbody", "tr", "th", "td", "code"}
         cell = unescape(re.search(r"<td>(.*?)</td>", html, re.S)[1])  # type: ignore[index]
-        assert re.sub(r"</?code>", "", cell).strip() == plain(name).strip()
+        assert re.sub(r"</?code>", "", cell).strip() == escape_control(name).strip()
 
 
 # CSV
@@ -372,7 +372,7 @@ def test_hostile_names_break_no_format(form: str, name: str) -> None:
 def test_any_name_comes_back_from_xml_sarif_and_csv(name: str) -> None:
     base = saved_report()
     report = named(replace(base, sites=base.sites[:2], findings=base.findings[:1]), name)
-    shown = plain(name)
+    shown = escape_control(name)
     case = next(iter(next(iter(JUnitXml.fromstring(to_junit(report).encode())))))
     assert case.name == shown
     result = json.loads(to_sarif(report))["runs"][0]["results"][0]

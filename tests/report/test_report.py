@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ampaudit.core.text import plain
+from ampaudit.core.text import escape_control
 from ampaudit.render.jsonfile import from_json, json_schema, schema_text, to_json
 from ampaudit.render.text import print_report
 from ampaudit.report.model import Report
@@ -98,7 +98,7 @@ def test_names_with_escapes_and_markup_are_shown_and_not_obeyed() -> None:
     text = text_of(report, 200, 1)
     assert "\x1b" not in text
     assert "[bold red]x[/]" in text
-    assert plain(name) == "evil\\x1b[31m[bold red]x[/]\\n<b>"
+    assert escape_control(name) == "evil\\x1b[31m[bold red]x[/]\\n<b>"
 
 
 def test_an_empty_model_and_one_without_floats() -> None:

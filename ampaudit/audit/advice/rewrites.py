@@ -22,7 +22,7 @@ from ampaudit.audit.advice.proofs import (
 )
 from ampaudit.audit.checks.epsilon import lost_eps
 from ampaudit.audit.checks.interface import CheckContext
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.run.step import LOWER
 from ampaudit.trace import Site
@@ -94,7 +94,7 @@ def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
             if eps in _numbers(context, other)
         }
         source = LineChange("number", maker.source, old=eps, new=code) if maker.source else None
-        change = f"eps = {code} for {number(eps)} at {maker.id}"
+        change = f"eps = {code} for {format_number(eps)} at {maker.id}"
         tries.append(Proposal("rewrite", change, f"eps = {code}", edits=edits, source=source))
     if tries:
         yield tuple(tries)
@@ -122,7 +122,7 @@ def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
         held = all(_is_held(flow, step) for flow in flows_with(context, step))
         lines = step.source, site.source
         source = LineChange("number", lines[0], lines[1], value, held=held) if lines[0] else None
-        change = f"{code} for {number(value)} at {step.id}"
+        change = f"{code} for {format_number(value)} at {step.id}"
         yield (Proposal("rewrite", change, code, edits=edits, source=source, by_dtype=True),)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampaudit.audit.checks.accuracy import local_error_matters
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
@@ -54,7 +54,10 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
         for maker in frontier:
             peaks = [context.observed(m.id).ref_peak for m in context.flow.makers(maker)]
             if len(peaks) == 2 and context.flow.base(maker) in ("sub", "rsub"):
-                return f"{maker.id} is a difference of values up to {number(max(peaks))} that nearly cancel"
+                return (
+                    f"{maker.id} is a difference of values up to "
+                    f"{format_number(max(peaks))} that nearly cancel"
+                )
     return None
 
 

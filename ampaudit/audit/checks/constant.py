@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ampaudit.audit.checks.interface import Cause, CheckContext
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 
@@ -21,7 +21,7 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
     numbers += [v for v in site.exact.values() if isinstance(v, float | int)]
     large = [v for v in numbers if not isinstance(v, bool) and context.number_format.max < abs(v) < math.inf]
     if large and context.flow.base(site) in _FILLS:
-        return f"the constant {number(large[0])} is in the call"
+        return f"the constant {format_number(large[0])} is in the call"
     return "the value is made of constants" if site.id in context.flow.constants else None
 
 

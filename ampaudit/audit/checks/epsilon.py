@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
@@ -31,7 +31,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             continue
         lost = eps <= form.flush_below
         became = "0" if lost else f"subnormal, good to {math.log2(eps / form.min_subnormal):.0f} bits"
-        cause = f"eps = {number(eps)} is {became} in {form.name}, and {guarded.id} relies on it"
+        cause = f"eps = {format_number(eps)} is {became} in {form.name}, and {guarded.id} relies on it"
         severity = Severity.WARNING if lost else Severity.NOTE
         yield finding_at(context, site, "AMP202", cause, _ADVICE, severity=severity, confidence="rule")
 
@@ -69,7 +69,7 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
     found = lost_eps(context, site)
     if found is None:
         return None
-    return f"eps = {number(found[1])} at {found[0].id} is lost in {context.number_format.name}"
+    return f"eps = {format_number(found[1])} at {found[0].id} is lost in {context.number_format.name}"
 
 
 CAUSE = Cause("AMP202", applies, _ADVICE)

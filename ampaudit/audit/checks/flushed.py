@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampaudit.audit.checks.interface import Cause, CheckContext
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 
@@ -18,7 +18,7 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
     if context.flow.base(site) not in _AT_ZERO:
         return None
     form = context.number_format
-    least = number(form.flush_below)
+    least = format_number(form.flush_below)
     return f"an input that is not zero in FP32 is flushed to 0: {form.name} holds nothing below {least}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ampaudit.audit.checks.gradient_evidence import gradient_finding, name_of
 from ampaudit.audit.checks.interface import Check, CheckContext, source_of
-from ampaudit.core.text import number, power, scale_text, short_op
+from ampaudit.core.text import format_number, format_power, format_scale, short_op
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.backward.record import GradientOrigin, GradientRecord, GradientSeen
 from ampaudit.run.backward.scale import highest_exponent
@@ -53,12 +53,12 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
         if own and not origin.way
         else f"{by} makes a gradient of {name} that"
     )
-    reaches = number(seen.seen.ref_peak) if seen is not None else "an unknown size"
-    scaled = f" under the loss scale {scale_text(record.scale)}" if record.scale != 1 else ""
+    reaches = format_number(seen.seen.ref_peak) if seen is not None else "an unknown size"
+    scaled = f" under the loss scale {format_scale(record.scale)}" if record.scale != 1 else ""
     severity = Severity.ERROR
     if _overflows(context, seen):
-        cause = f"{what} reaches {reaches} in FP32{scaled}; {form.name} ends at {number(form.max)}"
-        advice = f"a loss scale of at most {power(highest)} fits"
+        cause = f"{what} reaches {reaches} in FP32{scaled}; {form.name} ends at {format_number(form.max)}"
+        advice = f"a loss scale of at most {format_power(highest)} fits"
         suits = context.scale_advice
         whole = min(highest, suits.high) if suits is not None else highest
         if highest < 0:
@@ -66,7 +66,9 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
             advice += f": less than no scaling at all; keep {kept} in float32, or use bfloat16"
         elif whole < 0 and suits is not None:
             kept = f"layer {suits.high_at!r}" if suits.high_at else "what sets that limit"
-            advice += f" this op, but the whole model needs {power(whole)} or less, which is less than no"
+            advice += (
+                f" this op, but the whole model needs {format_power(whole)} or less, which is less than no"
+            )
             advice += f" scaling at all: keep {kept} in float32, or use bfloat16"
         elif record.dynamic and 2.0**highest >= record.least:
             advice += "; until then the scaler skips steps and lowers the scale"

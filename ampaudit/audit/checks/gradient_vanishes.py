@@ -8,7 +8,7 @@ from dataclasses import replace
 from ampaudit.audit.checks.gradient_evidence import gradient_finding, name_of, vanishes
 from ampaudit.audit.checks.interface import Check, CheckContext
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import number, power, scale_text
+from ampaudit.core.text import format_number, format_power, format_scale
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.backward.record import GradientRecord, GradientSeen
 from ampaudit.trace import Site
@@ -65,10 +65,15 @@ def _made(
     others: tuple[SiteId, ...],
 ) -> Finding:
     form = context.number_format
-    at = f" under the loss scale {scale_text(record.scale)}" if record.scale != 1 else " without loss scaling"
+    at = (
+        f" under the loss scale {format_scale(record.scale)}"
+        if record.scale != 1
+        else " without loss scaling"
+    )
     cause = (
         f"{seen.flushed_share:.0%} of the gradient of {name} becomes zero in {form.name}{at}: its largest "
-        f"element is {number(seen.peak)} in FP32; {number(form.flush_below / record.scale)} and less is lost"
+        f"element is {format_number(seen.peak)} in FP32; "
+        f"{format_number(form.flush_below / record.scale)} and less is lost"
     )
     sqnr = seen.seen.sqnr_db
     severity = Severity.ERROR if sqnr is not None and sqnr < _NOTHING_LEFT_DB else Severity.WARNING
@@ -79,7 +84,10 @@ def _made(
 def _advice(context: CheckContext, record: GradientRecord) -> str:
     found = context.scale_advice
     if found is not None and found.exists and 2.0**found.low > record.scale:
-        return f"use a loss scale of at least {power(found.low)}; nothing overflows up to {power(found.high)}"
+        return (
+            f"use a loss scale of at least {format_power(found.low)}; "
+            f"nothing overflows up to {format_power(found.high)}"
+        )
     return "keep the layers behind it in float32, or use bfloat16: no loss scale suits all layers"
 
 

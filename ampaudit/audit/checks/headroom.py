@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 
 __all__ = ["CHECK"]
@@ -23,7 +23,10 @@ def find(context: CheckContext) -> Iterator[Finding]:
             continue
         bits = form.headroom_bits(seen.finite_peak)
         if bits < context.min_headroom and seen.bad == 0:
-            cause = f"a peak of {number(seen.finite_peak)} leaves {bits:.2f} bits to {number(form.max)}"
+            cause = (
+                f"a peak of {format_number(seen.finite_peak)} leaves "
+                f"{bits:.2f} bits to {format_number(form.max)}"
+            )
             advice = (
                 f"values {2 ** max(bits, 0):.3g} times as large overflow here; check more data with --batches"
             )

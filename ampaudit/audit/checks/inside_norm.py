@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Severity
 
 __all__ = ["CHECK"]
@@ -28,7 +28,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
             context,
             site,
             "AMP112",
-            f"a square inside reaches {number(inside)}; {form.name} ends at {number(form.max)}; {what}",
+            f"a square inside reaches {format_number(inside)}; "
+            f"{form.name} ends at {format_number(form.max)}; {what}",
             "keep this norm and its input in float32, or divide the input by its peak first",
             severity=Severity.NOTE if context.fused else Severity.ERROR,
         )

@@ -8,7 +8,7 @@ from torch import fx
 
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext
 from ampaudit.audit.checks.latent import LOGARITHMS, latent
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
@@ -30,7 +30,7 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
         return None
     bits = context.number_format.fraction_bits
     edge = (bits + 1 + 1) * 0.6931
-    return f"1 - sigmoid(x) rounds to 0 in {context.number_format.name} from x = {number(edge)} on"
+    return f"1 - sigmoid(x) rounds to 0 in {context.number_format.name} from x = {format_number(edge)} on"
 
 
 def _steps(context: CheckContext, node: fx.Node) -> list[Site] | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext
 from ampaudit.audit.checks.latent import LOGARITHMS, latent
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
@@ -26,7 +26,7 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
     if softmax is None or not any(context.lowered(step) for step in (softmax, *flow.makers(site))):
         return None
     form = context.number_format
-    return f"probabilities below {number(form.flush_below)} are 0 in {form.name}, and log(0) is -inf"
+    return f"probabilities below {format_number(form.flush_below)} are 0 in {form.name}, and log(0) is -inf"
 
 
 def find(context: CheckContext) -> Iterator[Finding]:

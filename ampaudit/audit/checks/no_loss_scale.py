@@ -8,7 +8,7 @@ from dataclasses import replace
 from ampaudit.audit.checks.gradient_evidence import VANISHED
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_about
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import power
+from ampaudit.core.text import format_power
 from ampaudit.report.finding import Finding
 from ampaudit.run.backward.scale import advice_on_scale
 
@@ -27,7 +27,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     low, high = found.low_at or "(top module)", found.high_at or "(top module)"
     cause = (
         f"the gradients of {high} overflow from 2^{found.high + 1} on; those of {low} need "
-        f"{power(found.low)} for half of them not to be zero in {form.name}"
+        f"{format_power(found.low)} for half of them not to be zero in {form.name}"
     )
     advice = f"keep {high} or {low} in float32, use bfloat16, or bring their gradients nearer to each other"
     made = finding_about(

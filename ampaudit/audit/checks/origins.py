@@ -28,7 +28,7 @@ from ampaudit.audit.checks import (
     undefined,
 )
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.record import Origin
 from ampaudit.trace import Role, Site
@@ -108,7 +108,10 @@ def _fate_text(origin: Origin) -> str:
 
 def _overflow_text(context: CheckContext, site: Site) -> str:
     form, seen = context.number_format, context.observed(site.id)
-    what = f"in FP32 the values reach {number(seen.bad_ref_peak)}; {form.name} ends at {number(form.max)}"
+    what = (
+        f"in FP32 the values reach {format_number(seen.bad_ref_peak)}; "
+        f"{form.name} ends at {format_number(form.max)}"
+    )
     if site.role is Role.INSERTED_CAST:
         return f"{what}, and the policy casts this input to {form.name}"
     if site.decision.rule is None:
@@ -119,7 +122,10 @@ def _overflow_text(context: CheckContext, site: Site) -> str:
 def _domain_text(context: CheckContext, site: Site) -> str:
     seen = context.observed(site.id)
     became = "NaN" if seen.nan else "infinite"
-    return f"values up to {number(seen.bad_ref_peak)} in FP32 became {became} in {context.number_format.name}"
+    return (
+        f"values up to {format_number(seen.bad_ref_peak)} in FP32 "
+        f"became {became} in {context.number_format.name}"
+    )
 
 
 def _advice(context: CheckContext, site: Site) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 
 from ampaudit.audit.checks.amplification import amplified
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.run.attribution import Culprit
 from ampaudit.run.decisions import DecisionDetail, spacing
@@ -160,12 +160,14 @@ def _detail(context: CheckContext, detail: DecisionDetail | None) -> str:
     if detail.ties:
         text += f", {detail.ties} of them ties in {form.name}"
     if detail.error is not None:
-        text += f"; what they are made from is off by {number(detail.error)} (median)"
+        text += f"; what they are made from is off by {format_number(detail.error)} (median)"
     if detail.margin is not None and detail.magnitude is not None:
         step = spacing(detail.magnitude, form.fraction_bits)
-        text += f"; the median margin in FP32 is {number(detail.margin)}"
+        text += f"; the median margin in FP32 is {format_number(detail.margin)}"
         if detail.margin <= step:
-            text += f", and {form.name} has steps of {number(step)} at {number(detail.magnitude)}"
+            text += (
+                f", and {form.name} has steps of {format_number(step)} at {format_number(detail.magnitude)}"
+            )
     return text
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.audit.checks.output_error import inaccurate
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.accuracy import LOST_DB
 from ampaudit.report.finding import Finding
 
@@ -26,8 +26,9 @@ def find(context: CheckContext) -> Iterator[Finding]:
         spread = (seen.spread_sq / seen.elements) ** 0.5
         mean = ((seen.ref_sq - seen.spread_sq) / seen.elements) ** 0.5
         cause = (
-            f"{name} varies by {number(spread)} around {number(mean)}, and its error is "
-            f"{number((seen.err_sq / seen.elements) ** 0.5)}: {seen.accuracy_db:.0f} dB with the mean, "
+            f"{name} varies by {format_number(spread)} around {format_number(mean)}, and its error is "
+            f"{format_number((seen.err_sq / seen.elements) ** 0.5)}: "
+            f"{seen.accuracy_db:.0f} dB with the mean, "
             f"{varies:.0f} dB without it"
         )
         advice = "give this output in float32, or add the constant part after the model"

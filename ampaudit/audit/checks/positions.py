@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext, finding_at
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
@@ -35,7 +35,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             form = context.number_format
             exact = 2 ** (form.fraction_bits + 1)
             cause = (
-                f"{what}s up to {number(seen.ref_peak)} are off by up to {number(error)}; "
+                f"{what}s up to {format_number(seen.ref_peak)} are off by up to {format_number(error)}; "
                 f"{form.name} counts in ones only up to {exact}"
             )
             yield finding_at(context, site, "AMP206", cause, _ADVICE)

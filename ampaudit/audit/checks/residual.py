@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampaudit.audit.checks.interface import Cause, CheckContext
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 
@@ -20,7 +20,7 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
     stream = next((flow.made_by(node, "add") for node in nodes if flow.made_by(node, "add")), None)
     if stream is None or context.observed(stream.id).bad:
         return None
-    peak = number(context.observed(stream.id).ref_peak)
+    peak = format_number(context.observed(stream.id).ref_peak)
     return f"the stream comes with {peak} from {stream.id} and grows here"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 
 __all__ = ["CHECK"]
@@ -22,7 +22,10 @@ def find(context: CheckContext) -> Iterator[Finding]:
         meant = site.id in context.flow.constants or site.id in context.record.by_design
         inherited = any(_beyond(context, maker.id) for maker in context.flow.makers(site))
         if seen.ref_peak >= form.overflow_at and not meant and not inherited:
-            cause = f"in FP32 the values reach {number(seen.ref_peak)}; they become {number(form.max)} here"
+            cause = (
+                f"in FP32 the values reach {format_number(seen.ref_peak)}; "
+                f"they become {format_number(form.max)} here"
+            )
             yield finding_at(context, site, "AMP116", cause, "cure it as an overflow: nothing shows it later")
 
 

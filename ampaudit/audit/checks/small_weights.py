@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Check, CheckContext
 from ampaudit.audit.checks.weights import of_weight
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.weights import WeightRange
 
@@ -37,7 +37,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 def _text(context: CheckContext, weight: WeightRange) -> str:
     form = context.number_format
     lost = f"{weight.vanish} become 0 and {weight.subnormal} subnormal"
-    limit = number(form.min_normal)
+    limit = format_number(form.min_normal)
     return f"of {weight.nonzero} non-zero values of {weight.name}, {lost} in {form.name} (below {limit})"
 
 

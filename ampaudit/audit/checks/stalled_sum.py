@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.audit.checks.output_error import findings_with
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Severity
 
 __all__ = ["CHECK"]
@@ -26,7 +26,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         form = context.number_format.name
         cause = (
             f"the buffer {update.name} stalls: FP32 changes {update.moved} of its elements, and {form} "
-            f"leaves {update.stalled} of them as they were, such as {number(update.example)}"
+            f"leaves {update.stalled} of them as they were, such as {format_number(update.example)}"
         )
         advice = "keep the buffer in float32, or count in integers"
         severity = Severity.ERROR if update.counts else Severity.NOTE

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, source_of
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Evidence, Finding, Severity
 from ampaudit.run.weights import WeightRange
 from ampaudit.trace import Site
@@ -31,7 +31,9 @@ def find(context: CheckContext) -> Iterator[Finding]:
         harmless = not weight.parameter and not explained and _users_are_right(context, weight.name)
         first: Site | None = explained[0][1] if explained else None
         variance = weight.name.endswith("running_var")
-        text = f"{weight.name} holds {number(weight.peak)}; {form.name} ends at {number(form.max)}"
+        text = (
+            f"{weight.name} holds {format_number(weight.peak)}; {form.name} ends at {format_number(form.max)}"
+        )
         count = f"; {weight.overflow} of {weight.elements} elements become inf"
         yield of_weight(
             context,

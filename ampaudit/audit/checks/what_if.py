@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
-from ampaudit.core.text import number
+from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 
 __all__ = ["CHECK"]
@@ -21,7 +21,9 @@ def find(context: CheckContext) -> Iterator[Finding]:
         meant = site.id in context.parameter_free or site.id in context.record.by_design
         if not seen.elements or seen.ref_peak < form.overflow_at or meant:
             continue
-        cause = f"FP32 values reach {number(seen.ref_peak)}; {form.name} ends at {number(form.max)}"
+        cause = (
+            f"FP32 values reach {format_number(seen.ref_peak)}; {form.name} ends at {format_number(form.max)}"
+        )
         advice = "run a full scan: it says whether the policy computes this in 16 bits, and what that breaks"
         yield finding_at(context, site, "AMP110", cause, advice)
 

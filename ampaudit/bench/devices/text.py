@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ampaudit.bench.devices.catalogue import Device, all_devices
 from ampaudit.bench.devices.host import Found, Machine
-from ampaudit.core.text import plain, size_of
+from ampaudit.core.text import escape_control, format_bytes
 from ampaudit.render.grid import hanging, open_table
 
 __all__ = ["render_catalogue", "render_device", "render_machine"]
@@ -26,14 +26,16 @@ def render_machine(machine: Machine) -> RenderableType:
             device = known[found.entry]
             rows = [("kind", device.generation), ("advice", device.advice)]
             parts.append(hanging((Text(f"  {label}", "dim"), Text(text)) for label, text in rows))
-    parts += [Text(), Text(f"Switches of torch {plain(machine.torch)}", "bold")]
+    parts += [Text(), Text(f"Switches of torch {escape_control(machine.torch)}", "bold")]
     parts.append(hanging((Text(f"  {name}", "dim"), Text(value)) for name, value in machine.switches.items()))
     return Group(*parts)
 
 
 def _found(found: Found) -> Text:
-    memory = f", {size_of(found.memory_bytes)}" if found.memory_bytes else ""
-    return Text.assemble((plain(found.name), "bold"), f" ({found.kind}{memory}): {', '.join(found.facts)}")
+    memory = f", {format_bytes(found.memory_bytes)}" if found.memory_bytes else ""
+    return Text.assemble(
+        (escape_control(found.name), "bold"), f" ({found.kind}{memory}): {', '.join(found.facts)}"
+    )
 
 
 def render_catalogue(devices: Iterable[Device]) -> RenderableType:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ampaudit.core.formats import format_named
-from ampaudit.core.text import plain, short_op
+from ampaudit.core.text import escape_control, short_op
 from ampaudit.render.evidence import codes_by_site, evident_line, relative_path
 from ampaudit.report.finding import Severity
 from ampaudit.report.gradients import Backward
@@ -26,7 +26,7 @@ def figure_data(report: Report) -> dict[str, Any]:
     measured = [s for s in report.sites if s.forward or s.gradient or (static and s.bound is not None)]
     return {
         "dtype": form.name,
-        "label": f"{plain(report.run.policy)}, {form.name}",
+        "label": f"{escape_control(report.run.policy)}, {form.name}",
         "max": form.max,
         "minNormal": form.min_normal,
         "minSubnormal": form.min_subnormal,
@@ -50,15 +50,15 @@ def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any
     for site in sites:
         line = evident_line(site.source)
         yield {
-            "site": plain(site.site),
-            "layer": plain(site.layer or "(top module)"),
-            "type": plain(site.layer_type),
-            "op": plain(short_op(site.op)),
+            "site": escape_control(site.site),
+            "layer": escape_control(site.layer or "(top module)"),
+            "type": escape_control(site.layer_type),
+            "op": escape_control(short_op(site.op)),
             "precision": site.precision,
             "verdict": site.verdict,
-            "rule": plain(site.rule or site.role),
-            "why": plain(site.why),
-            "file": plain(relative_path(line.file)) if line is not None else "",
+            "rule": escape_control(site.rule or site.role),
+            "why": escape_control(site.why),
+            "file": escape_control(relative_path(line.file)) if line is not None else "",
             "line": line.line if line is not None else 0,
             "findings": " ".join(dict.fromkeys(codes[site.site])),
             "worst": worst.get(site.site, ""),
@@ -129,11 +129,11 @@ def _scales(backward: Backward) -> dict[str, Any] | None:
         "rows": [[row.exponent, _short(row.flushed), row.overflowing] for row in advice.rows],
         "layers": [
             [
-                plain(layer.layer or "(top module)"),
+                escape_control(layer.layer or "(top module)"),
                 layer.low,
                 layer.high,
                 _short(layer.flushed),
-                plain(layer.high_at),
+                escape_control(layer.high_at),
             ]
             for layer in advice.layers
         ],

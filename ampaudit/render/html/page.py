@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
 from ampaudit.core.errors import UsageError
-from ampaudit.core.text import number, plain, power, scale_text
+from ampaudit.core.text import escape_control, format_number, format_power, format_scale
 from ampaudit.render.bench_tables import bench_facts, bench_tables
 from ampaudit.render.html.bench_figures import bench_data
 from ampaudit.render.html.figures import figure_data
@@ -140,10 +140,10 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {
-        "plain": plain,
-        "number": number,
-        "power": power,
-        "scale": scale_text,
+        "plain": escape_control,
+        "number": format_number,
+        "power": format_power,
+        "scale": format_scale,
         "breakable": _breakable,
     }
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ampaudit.core.text import plain, short_op
+from ampaudit.core.text import escape_control, short_op
 from ampaudit.render.evidence import (
     evidence_text,
     evident_line,
@@ -104,7 +104,7 @@ def view_of(report: Report) -> ReportView:
         report=report,
         word=word,
         sentence=sentence,
-        heading=f"policy {plain(run.policy)}, {run.dtype}, {run.mode} mode, {ran_on(run)}",
+        heading=f"policy {escape_control(run.policy)}, {run.dtype}, {run.mode} mode, {ran_on(run)}",
         tiles=tuple(_tiles(report, active)),
         findings=tuple(map(_finding, shown)),
         left_out=len(report.findings) - len(shown),
@@ -128,7 +128,7 @@ def _tiles(report: Report, active: Counter[str]) -> list[Tile]:
     if least is not None and least.forward is not None and least.forward.headroom_bits is not None:
         bits = least.forward.headroom_bits
         tone = "bad" if bits < 0 else "" if bits < 1 else "good"
-        tiles.append(Tile("Least headroom", f"{bits:.1f} bits", plain(least.site), tone))
+        tiles.append(Tile("Least headroom", f"{bits:.1f} bits", escape_control(least.site), tone))
     if report.run.level == "scan":
         tiles.append(_accuracy(report))
     if report.run.level == "static" and report.proofs is not None:
@@ -156,7 +156,11 @@ def _share(part: int, whole: int) -> str:
 
 def _accuracy(report: Report) -> Tile:
     broken = report.broken_outputs
-    note = f"{plain(broken[0].name)} holds infinity or NaN" if broken else "signal to error against FP32"
+    note = (
+        f"{escape_control(broken[0].name)} holds infinity or NaN"
+        if broken
+        else "signal to error against FP32"
+    )
     return Tile("Output", output_word(report), note, "bad" if broken else "")
 
 
@@ -171,18 +175,26 @@ def _finding(finding: Finding) -> FindingView:
         code=finding.code,
         title=title_of(finding.code, finding.kind),
         severity=finding.severity.value if finding.suppressed is None else "suppressed",
-        layer=plain(finding.layer or "(top module)"),
-        op=plain(short_op(finding.op)),
-        site=plain(finding.site),
+        layer=escape_control(finding.layer or "(top module)"),
+        op=escape_control(short_op(finding.op)),
+        site=escape_control(finding.site),
         evidence=evidence_text(finding),
         short=f"{bits:+.1f} bits" if (bits := finding.evidence.headroom_bits) is not None else "",
-        cause=plain(finding.cause),
-        advice=plain(finding.advice),
-        lines=tuple(Line(f"{plain(relative_path(p.file))}:{p.line}", plain(p.code)) for p in places),
-        path=tuple(map(plain, path)),
+        cause=escape_control(finding.cause),
+        advice=escape_control(finding.advice),
+        lines=tuple(
+            Line(f"{escape_control(relative_path(p.file))}:{p.line}", escape_control(p.code)) for p in places
+        ),
+        path=tuple(map(escape_control, path)),
         path_more=len(finding.poisons) - len(path),
         cures=tuple(
-            (t.outcome, plain(trial_text(t)), _lines(t.diff or t.paste), plain(t.before), plain(t.after))
+            (
+                t.outcome,
+                escape_control(trial_text(t)),
+                _lines(t.diff or t.paste),
+                escape_control(t.before),
+                escape_control(t.after),
+            )
             for t in finding.tried
         ),
         suppressed=finding.suppressed or "",
@@ -196,4 +208,4 @@ def _caller(finding: Finding) -> list[tuple[str, int, str]]:
 
 
 def _lines(text: str) -> str:
-    return "\n".join(plain(line) for line in text.splitlines())
+    return "\n".join(escape_control(line) for line in text.splitlines())
