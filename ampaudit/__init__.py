@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ampaudit.report.verification import Verification
     from ampaudit.training.prepare import Prepared, prepare
     from ampaudit.training.scaler import LossScaler, scaler
-    from ampaudit.training.watch import Watch, watch
+    from ampaudit.training.watch import TrainingMonitor, watch
 
 from ampaudit.core.version import __version__
 
@@ -35,9 +35,9 @@ __all__ = [
     "PlanReport",
     "Prepared",
     "Report",
+    "TrainingMonitor",
     "UnsafeModel",
     "Verification",
-    "Watch",
     "__version__",
     "assert_safe",
     "convert_model",
@@ -66,7 +66,7 @@ _HOMES = {
     "scaler": "ampaudit.training.scaler",
     "scan": "ampaudit.audit.scan",
     "verify": "ampaudit.export.verify",
-    "Watch": "ampaudit.training.watch",
+    "TrainingMonitor": "ampaudit.training.watch",
     "watch": "ampaudit.training.watch",
 }
 

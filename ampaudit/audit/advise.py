@@ -15,7 +15,7 @@ from ampaudit.audit.checks.suppress import Suppression, suppressed
 from ampaudit.audit.context import context_of
 from ampaudit.audit.settings import Settings
 from ampaudit.core.errors import AuditError
-from ampaudit.core.formats import lower_format
+from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Trial
@@ -124,7 +124,7 @@ class _Advisor:
     def _run(self, proposal: Proposal) -> CheckContext | None:
         """The audit under a change; nothing if it cannot be run, or makes another function of it."""
         plan = self.plan
-        form = lower_format(proposal.dtype) if proposal.dtype else plan.number_format
+        form = low_precision_format(proposal.dtype) if proposal.dtype else plan.number_format
         changed = replace(
             plan,
             number_format=form,

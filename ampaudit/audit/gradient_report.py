@@ -6,7 +6,7 @@ import math
 
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.report.gradients import Backward, Gradient, Loss, ParameterGradient
-from ampaudit.run.backward.record import GradientSeen
+from ampaudit.run.backward.record import GradientStats
 from ampaudit.trace import Site
 
 __all__ = ["backward_report", "gradient_of"]
@@ -41,12 +41,12 @@ def backward_report(context: CheckContext) -> Backward | None:
     )
 
 
-def _gradient(context: CheckContext, seen: GradientSeen) -> Gradient:
+def _gradient(context: CheckContext, seen: GradientStats) -> Gradient:
     values, form = seen.seen, context.number_format
     peak = values.finite_peak
     sqnr = values.sqnr_db
     return Gradient(
-        precision="16 bits" if seen.lowered else "float32",
+        precision="16 bits" if seen.low_precision else "float32",
         peak=peak,
         headroom_bits=round(form.headroom_bits(peak), 4) if peak > 0 else None,
         inf=int(values.pos_inf + values.neg_inf),

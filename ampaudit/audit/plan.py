@@ -7,7 +7,7 @@ from torch import nn
 
 from ampaudit.audit.inputs import Inputs, source_of
 from ampaudit.audit.plan_report import build_plan
-from ampaudit.core.formats import NumberFormat, lower_format
+from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet, load_policy
 from ampaudit.report.plan import PlanReport
@@ -71,7 +71,7 @@ def plan_source(
     Raises:
         AuditError: see ``ampaudit.core.errors``.
     """
-    form = lower_format(dtype)
+    form = low_precision_format(dtype)
     where = pick_device(device)
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
     rules = rules.within(environment_of(where))

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ampaudit.report.plan import PlannedSite, PlannedWeights, PlanReport, RuleUse
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Role, Site
 from ampaudit.trace.opnames import converts
@@ -32,9 +32,9 @@ def build_plan(
         dtype=str(traced.dtype).removeprefix("torch."),
         sites=sites,
         rules=_rules(shown),
-        lower=sum(s.dtype in LOWER for s in computing),
+        lower=sum(s.dtype in LOW_PRECISION_DTYPES for s in computing),
         float32=sum(s.dtype is torch.float32 for s in computing),
-        other=sum(s.dtype not in (*LOWER, torch.float32) for s in computing),
+        other=sum(s.dtype not in (*LOW_PRECISION_DTYPES, torch.float32) for s in computing),
         casts=sum(count for count, _ in casts.values()),
         cast_bytes=sum(size for _, size in casts.values()),
         author_casts=sum(s.role is Role.CAST for s in shown),

@@ -11,7 +11,7 @@ import torch
 
 from ampaudit.audit.checks import CheckContext
 from ampaudit.audit.settings import Settings
-from ampaudit.bounds import Bound, SpanTable, bound
+from ampaudit.bounds import Bound, BoundTable, bound
 from ampaudit.bounds.domain import assumptions, contains
 from ampaudit.bounds.stored import format_of
 from ampaudit.core.errors import InputError, ProofBroken
@@ -34,7 +34,7 @@ __all__ = ["compare_with_run", "prove", "static_audit"]
 Leaves = list[list[torch.Tensor]]
 
 
-def prove(audit: Audit, batches: Sequence[Batch], plan: Plan, settings: Settings) -> SpanTable:
+def prove(audit: Audit, batches: Sequence[Batch], plan: Plan, settings: Settings) -> BoundTable:
     """Bounds that hold in every graph of an audit: a site is proved if it is in each.
 
     Raises:
@@ -47,7 +47,7 @@ def prove(audit: Audit, batches: Sequence[Batch], plan: Plan, settings: Settings
         domain = assumptions(traced, _inputs(traced, batches), settings.assume)
         tables.append(bound(traced, domain, plan.number_format))
     audit.record.seconds["prove"] = time.perf_counter() - started
-    return functools.reduce(SpanTable.joined, tables)
+    return functools.reduce(BoundTable.joined, tables)
 
 
 def _inputs(traced: TracedModel, batches: Sequence[Batch]) -> Leaves:

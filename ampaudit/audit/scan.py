@@ -20,7 +20,7 @@ from ampaudit.audit.report import build_report, changed_verdicts
 from ampaudit.audit.settings import ScanOptions, Settings
 from ampaudit.audit.stress import stressed
 from ampaudit.core.errors import InputError, UsageError
-from ampaudit.core.formats import lower_format
+from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, Plan, run_audits
@@ -97,7 +97,7 @@ def audit_policies(
     """The same, with the audits themselves."""
     if settings.ranges and (settings.static or settings.prove):
         raise UsageError("--ranges runs FP32 alone", hint="leave out --static and --prove, or --ranges")
-    form, where = lower_format(dtype), pick_device(settings.device)
+    form, where = low_precision_format(dtype), pick_device(settings.device)
     hidden = settings.hidden
     loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in policies]
     rule_sets = [rules.within(environment_of(where)) for rules in loaded]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ampaudit.audit.checks import CheckContext
 from ampaudit.audit.settings import Settings
-from ampaudit.bounds import SpanTable
+from ampaudit.bounds import BoundTable
 from ampaudit.core.errors import AuditError
 from ampaudit.report.extrapolation import Stressed
 from ampaudit.run.audit import Audit, Plan, run_audits, silent
@@ -53,16 +53,16 @@ def stressed(
     return tuple(found)
 
 
-def _ends(table: SpanTable, audit: Audit) -> dict[str, tuple[float, float]]:
+def _ends(table: BoundTable, audit: Audit) -> dict[str, tuple[float, float]]:
     by_name = {assumed.name: (assumed.low, assumed.high) for assumed in table.assumed}
     return {p.node: by_name[p.name] for p in audit.converted.traced.placeholders if p.name in by_name}
 
 
-def _targets(context: CheckContext, table: SpanTable) -> Sequence[Site]:
+def _targets(context: CheckContext, table: BoundTable) -> Sequence[Site]:
     """Sites in 16 bits that are neither proved nor broken, nearest to the limit first."""
     left = [
         site
-        for site in context.lowered_sites
+        for site in context.low_precision_sites
         if site.role in (Role.COMPUTE, Role.CAST, Role.INSERTED_CAST)
         and site.id not in table.proved
         and site.id not in context.broken_sites

@@ -58,7 +58,7 @@ class Subject:
     target: Device | None = None
 
     @property
-    def lower(self) -> torch.dtype:
+    def low_dtype(self) -> torch.dtype:
         """The 16-bit format as torch calls it."""
         dtype: torch.dtype = getattr(torch, self.form.name)
         return dtype
@@ -155,7 +155,7 @@ def _finished(built: Built, subject: Subject) -> Built:
 
 
 def _autocast(model: nn.Module, subject: Subject) -> Built:
-    kind, dtype = subject.device.type, subject.lower
+    kind, dtype = subject.device.type, subject.low_dtype
     if subject.target is not None and subject.target.capability is not None and kind != "cuda":
         built = _converted(replace(subject, rules=load_policy("torch-cuda")), compiled=False, folded=False)
         built.how = (
@@ -181,7 +181,7 @@ def _converted(subject: Subject, *, compiled: bool, folded: bool = True) -> Buil
         model = _copy(subject)
         optimizer = optimizer_of(subject.source, model)
         weights = subject.rules.file.weights
-        lowered = {} if is_pure(subject.rules) else stored_dtypes(model, weights, subject.lower)
+        lowered = {} if is_pure(subject.rules) else stored_dtypes(model, weights, subject.low_dtype)
         made = prepare(model, optimizer, policy=subject.rules, dtype=subject.form.name, emulate=False)
         built = Built(f"{how}, ampaudit.prepare", made.model, contextlib.nullcontext)
         scaled = made.scaler.is_enabled() and not is_pure(subject.rules)  # torch unscales no 16-bit gradients

@@ -12,7 +12,7 @@ from ampaudit.bench.devices.host import this_machine
 from ampaudit.bench.lanes import Lane, finished, prepared, timed
 from ampaudit.bench.largest import largest
 from ampaudit.bench.modes import Subject, sized
-from ampaudit.core.formats import lower_format
+from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
 from ampaudit.report.model import ModelInfo
@@ -101,7 +101,7 @@ def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
 
 
 def _subject(source: ModelSource, settings: BenchSettings) -> Subject:
-    device, form = pick_device(settings.device), lower_format(settings.dtype)
+    device, form = pick_device(settings.device), low_precision_format(settings.dtype)
     rules = settings.policy if isinstance(settings.policy, RuleSet) else load_policy(settings.policy)
     rules = rules.within(environment_of(device))
     return Subject(source, device, form, rules, settings.train, settings.seed, settings.target)

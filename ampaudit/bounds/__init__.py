@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampaudit.bounds.analysis import bound
-from ampaudit.bounds.span import Span
-from ampaudit.bounds.table import Bound, SpanTable
+from ampaudit.bounds.interval import Interval
+from ampaudit.bounds.table import Bound, BoundTable
 
-__all__ = ["Bound", "Span", "SpanTable", "bound"]
+__all__ = ["Bound", "BoundTable", "Interval", "bound"]

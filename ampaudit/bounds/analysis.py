@@ -12,10 +12,10 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.bounds import elements, elementwise, functions, norms, products, reductions, shapes
+from ampaudit.bounds.interval import Interval, between, symmetric
 from ampaudit.bounds.memory import without_visible_writes, written_memory
-from ampaudit.bounds.span import Span, between, symmetric
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, anything, format_of, stored
-from ampaudit.bounds.table import Bound, SpanTable
+from ampaudit.bounds.table import Bound, BoundTable
 from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered, arguments_of
 from ampaudit.bounds.weights import Weights
 from ampaudit.core.assumptions import Assumption
@@ -32,7 +32,7 @@ __all__ = ["bound"]
 _REGISTERED = (elements, elementwise, functions, norms, products, reductions, shapes)
 
 
-def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> SpanTable:
+def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> BoundTable:
     """Bounds for every site of a graph.
 
     A value of an op in 16 bits that is not proved is taken to lie within the format from there on: were it
@@ -72,14 +72,14 @@ class _Pass:
         in_place, self._hidden = written_memory(traced.graph, self._memory)
         self._written = in_place | self._hidden
 
-    def run(self) -> SpanTable:
+    def run(self) -> BoundTable:
         places = {place.node: place for place in self._traced.placeholders}
         for node in self._traced.graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node, places[node.name])
             elif node.op == "call_function":
                 self._call(node)
-        return SpanTable(
+        return BoundTable(
             self._bounds,
             {node.name: found for node, found in self._spans.items()},
             tuple(self._domain.values()),
@@ -115,16 +115,16 @@ class _Pass:
             self._prove(node, [self._weights.peak(node)])
             return
         found = _unknown(value) if hidden else self._transferred(node, op, entry)
-        spans = found if isinstance(found, list) else [found]
-        self._prove(node, [span.peak for span in spans])
+        intervals = found if isinstance(found, list) else [found]
+        self._prove(node, [interval.peak for interval in intervals])
         if entry is None or not entry.moves:
             exact = entry is not None and entry.exact and base_name(op) not in CAST_OPS  # type: ignore[arg-type]
-            spans = [_kept(s, d, exact=exact) for s, d in zip(spans, _dtypes(value), strict=False)]
-        self._spans[node] = spans if isinstance(found, list) else spans[0]
+            intervals = [_kept(s, d, exact=exact) for s, d in zip(intervals, _dtypes(value), strict=False)]
+        self._spans[node] = intervals if isinstance(found, list) else intervals[0]
 
     def _transferred(
         self, node: fx.Node, op: OpOverload | None, entry: Registered | None
-    ) -> Span | list[Span]:
+    ) -> Interval | list[Interval]:
         value = node.meta.get("val")
         if isinstance(node.target, WriteThrough):
             return self._hull(node)
@@ -149,31 +149,31 @@ class _Pass:
         if call.unread:
             return self._cover(f"{op} with {', '.join(call.unread)}", value)
         if not _fits(found, shapes, several=isinstance(value, list | tuple)):
-            self._failed[f"{op}: a span does not fit the value"] = None
+            self._failed[f"{op}: an interval does not fit the value"] = None
             return self._cover(str(op), value)
         return found
 
     def _sizes(self, node: fx.Node) -> Iterable[int]:
         found = self._spans.get(node)
         if isinstance(found, list):
-            return [size for span in found for size in span.shape]
+            return [size for interval in found for size in interval.shape]
         return self._weights[node].tensor.shape if found is None else found.shape
 
-    def _cover(self, name: str, value: Any) -> Span | list[Span]:
+    def _cover(self, name: str, value: Any) -> Interval | list[Interval]:
         """Count an op that is not covered, where it makes numbers that could overflow."""
         if any(item.is_floating_point() or item.is_complex() for item in _items(value)):
             self._uncovered[name] = None
         return _unknown(value)
 
-    def _hull(self, node: fx.Node) -> Span:
+    def _hull(self, node: fx.Node) -> Interval:
         """A value of which a part was written: within the ends of both."""
         value = node.meta["val"]
         if any(source.meta["val"].dtype is not value.dtype for source in node.all_input_nodes):
             return anything(sizes_of(value), value.dtype)  # bytes of numbers
         both = [self._spans[source] for source in node.all_input_nodes]
-        filled = [span for span in both if isinstance(span, Span) and 0 not in span.shape]
-        low = min((float(span.low.amin()) for span in filled), default=0.0)
-        high = max((float(span.high.amax()) for span in filled), default=0.0)
+        filled = [interval for interval in both if isinstance(interval, Interval) and 0 not in interval.shape]
+        low = min((float(interval.low.amin()) for interval in filled), default=0.0)
+        high = max((float(interval.high.amax()) for interval in filled), default=0.0)
         return between(sizes_of(value), low, high)
 
     def _prove(self, node: fx.Node, peaks: list[float]) -> None:
@@ -195,7 +195,7 @@ class _Pass:
         if name not in norms.CENTRED and name not in norms.PLAIN:
             return None
         x = self._spans[node.all_input_nodes[0]]
-        if not isinstance(x, Span) or 0 in x.shape:
+        if not isinstance(x, Interval) or 0 in x.shape:
             return None
         reach = float(x.high.amax() - x.low.amin()) if name in norms.CENTRED else x.peak
         return reach * reach * (1 + 2.0**-7)
@@ -208,37 +208,37 @@ class _Spans(dict[fx.Node, Any]):
         super().__init__()
         self._weights = weights
 
-    def __missing__(self, node: fx.Node) -> Span:
-        self[node] = found = self._weights.span(node)
+    def __missing__(self, node: fx.Node) -> Interval:
+        self[node] = found = self._weights.interval(node)
         return found
 
 
-def _kept(span: Span, dtype: torch.dtype | None, *, exact: bool) -> Span:
+def _kept(interval: Interval, dtype: torch.dtype | None, *, exact: bool) -> Interval:
     """A result as it is stored; one that is made of its op's inputs as they are is not rounded again."""
     form = format_of(dtype)
     if not exact or form is None:
-        return stored(span, dtype)
-    return span if span.peak <= form.max else span.clipped(form.max)
+        return stored(interval, dtype)
+    return interval if interval.peak <= form.max else interval.clipped(form.max)
 
 
-def _fits(found: Span | list[Span], shapes: list[tuple[int, ...]], *, several: bool) -> bool:
-    """Whether spans are as many, and as large, as the values, and have ends in order."""
-    spans = found if isinstance(found, list) else [found]
-    if [span.shape for span in spans] != shapes or isinstance(found, list) != several:
+def _fits(found: Interval | list[Interval], shapes: list[tuple[int, ...]], *, several: bool) -> bool:
+    """Whether intervals are as many, and as large, as the values, and have ends in order."""
+    intervals = found if isinstance(found, list) else [found]
+    if [interval.shape for interval in intervals] != shapes or isinstance(found, list) != several:
         return False
-    return all(map(_sound, spans))
+    return all(map(_sound, intervals))
 
 
-def _sound(span: Span) -> bool:
-    for ends in (span.low, span.high, *span.norms.values(), *span.sums.values()):
-        if ends.ndim != len(span.shape):
+def _sound(interval: Interval) -> bool:
+    for ends in (interval.low, interval.high, *interval.norms.values(), *interval.sums.values()):
+        if ends.ndim != len(interval.shape):
             return False
-        if any(n not in (1, m) for n, m in zip(ends.shape, span.shape, strict=True)):
+        if any(n not in (1, m) for n, m in zip(ends.shape, interval.shape, strict=True)):
             return False
-    return bool((span.low <= span.high).all())
+    return bool((interval.low <= interval.high).all())
 
 
-def _unknown(value: Any) -> Span | list[Span]:
+def _unknown(value: Any) -> Interval | list[Interval]:
     items = [anything(sizes_of(item), item.dtype) for item in _items(value)]
     return items if isinstance(value, list | tuple) else (items or [symmetric((), math.inf)])[0]
 

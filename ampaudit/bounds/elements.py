@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ampaudit.bounds.span import Span, between, exactly, unbounded
+from ampaudit.bounds.interval import Interval, between, exactly, unbounded
 from ampaudit.bounds.stored import stored
 from ampaudit.bounds.transfers import OpCall, transfer
 
@@ -14,31 +14,33 @@ __all__: list[str] = []
 
 
 @transfer("to.dtype", "to.device", "to.dtype_layout", "to.other", "_to_copy", "type_as", exact=True)
-def cast(call: OpCall) -> Span:
+def cast(call: OpCall) -> Interval:
     """The same values in another dtype; a cast to integers drops the fraction."""
     call.ignore("dtype", "other")
     source = call.arg("self")
-    x: Span = call.spans[source]
+    x: Interval = call.intervals[source]
     dtype = call.node.meta["val"].dtype
     if dtype.is_floating_point or not source.meta["val"].is_floating_point():
         return x
     if dtype is torch.bool:
         return between(call.shape, 0.0, 1.0)
     # what infinity and numbers beyond the integers become is not defined: any of them
-    return Span(call.shape, x.low.trunc(), x.high.trunc()) if x.peak < call.limit else unbounded(call.shape)
+    return (
+        Interval(call.shape, x.low.trunc(), x.high.trunc()) if x.peak < call.limit else unbounded(call.shape)
+    )
 
 
 @transfer("dropout", "feature_dropout", "alpha_dropout")
-def dropout(call: OpCall) -> Span:
+def dropout(call: OpCall) -> Interval:
     """The same values; in training some are zero, and the others are scaled up."""
     rate, training = call.number("p"), call.arg("train")
-    x = call.span("input")
+    x = call.interval("input")
     if not training:
         return x
     if rate is None or not 0 <= rate < 1 or call.name == "alpha_dropout":
         return unbounded(call.shape)
     scale = 1 / (1 - rate) * (1 + 2.0**-7)  # the factor may be rounded to 16 bits
-    return Span(call.shape, x.low.clamp(max=0.0) * scale, x.high.clamp(min=0.0) * scale)
+    return Interval(call.shape, x.low.clamp(max=0.0) * scale, x.high.clamp(min=0.0) * scale)
 
 
 _PICKS = """
@@ -54,40 +56,40 @@ scale_factors scales scales_h scales_w scales_d output_size sparse_grad source d
 
 
 @transfer(*_PICKS.split(), exact=True)
-def pick(call: OpCall) -> Span:
+def pick(call: OpCall) -> Interval:
     """Some of the elements, in whatever order: within the ends of all."""
     call.ignore(*_HOWEVER.split())
-    x = call.span("input" if "input" in call.given else "self")
+    x = call.interval("input" if "input" in call.given else "self")
     return between(call.shape, float(x.low.amin()), float(x.high.amax()))
 
 
 @transfer("tril", "triu", exact=True)
-def triangle(call: OpCall) -> Span:
+def triangle(call: OpCall) -> Interval:
     """Elements of the input, or zero."""
     call.ignore("diagonal")
-    x = call.span("self")
-    return Span(call.shape, x.low.clamp(max=0.0), x.high.clamp(min=0.0))
+    x = call.interval("self")
+    return Interval(call.shape, x.low.clamp(max=0.0), x.high.clamp(min=0.0))
 
 
 @transfer("constant_pad_nd", exact=True)
-def constant_pad(call: OpCall) -> Span:
+def constant_pad(call: OpCall) -> Interval:
     """Elements of the input, and the fill value."""
     call.ignore("pad")
-    return _padded(call, call.span("value"))
+    return _padded(call, call.interval("value"))
 
 
 @transfer("pad", exact=True)
-def pad(call: OpCall) -> Span:
+def pad(call: OpCall) -> Interval:
     """Elements of the input, and in one mode a fill value."""
     call.ignore("pad")
     fill = None
     if call.arg("mode") == "constant":
-        fill = call.span("value") if call.has("value") else exactly(torch.zeros((), dtype=torch.float64))
+        fill = call.interval("value") if call.has("value") else exactly(torch.zeros((), dtype=torch.float64))
     return _padded(call, fill)
 
 
-def _padded(call: OpCall, fill: Span | None) -> Span:
-    x = call.span("self")
+def _padded(call: OpCall, fill: Interval | None) -> Interval:
+    x = call.interval("self")
     low, high = float(x.low.amin()), float(x.high.amax())
     if fill is not None:
         low, high = min(low, float(fill.low)), max(high, float(fill.high))
@@ -95,49 +97,49 @@ def _padded(call: OpCall, fill: Span | None) -> Span:
 
 
 @transfer("cat", "concat", "concatenate", "stack", "hstack", "vstack", exact=True, empty=True)
-def concat(call: OpCall) -> Span:
+def concat(call: OpCall) -> Interval:
     """Within the ends of all."""
     call.ignore("dim")
-    spans = [span for span in call.items("tensors") if math.prod(span.shape)]
-    low = min((float(s.low.amin()) for s in spans), default=0.0)
-    high = max((float(s.high.amax()) for s in spans), default=0.0)
+    intervals = [interval for interval in call.items("tensors") if math.prod(interval.shape)]
+    low = min((float(s.low.amin()) for s in intervals), default=0.0)
+    high = max((float(s.high.amax()) for s in intervals), default=0.0)
     return between(call.shape, low, high)
 
 
 @transfer("zeros", "zeros_like", "new_zeros", "zero", exact=True)
-def zeros(call: OpCall) -> Span:
+def zeros(call: OpCall) -> Interval:
     """0 everywhere."""
     call.ignore("size", "dtype", "self")
     return between(call.shape, 0.0, 0.0)
 
 
 @transfer("ones", "ones_like", "new_ones", exact=True)
-def ones(call: OpCall) -> Span:
+def ones(call: OpCall) -> Interval:
     """1 everywhere."""
     call.ignore("size", "dtype", "self")
     return between(call.shape, 1.0, 1.0)
 
 
 @transfer("full", "full_like", "new_full", "fill.Scalar", "fill.Tensor", exact=True)
-def full(call: OpCall) -> Span:
+def full(call: OpCall) -> Interval:
     """One value everywhere."""
     call.ignore("size", "dtype", "self")
-    return _everywhere(call, call.span("value" if "value" in call.given else "fill_value"))
+    return _everywhere(call, call.interval("value" if "value" in call.given else "fill_value"))
 
 
 @transfer("scalar_tensor", exact=True)
-def scalar_tensor(call: OpCall) -> Span:
+def scalar_tensor(call: OpCall) -> Interval:
     """A number."""
     call.ignore("dtype")
-    return _everywhere(call, call.span("s"))
+    return _everywhere(call, call.interval("s"))
 
 
-def _everywhere(call: OpCall, x: Span) -> Span:
+def _everywhere(call: OpCall, x: Interval) -> Interval:
     return between(call.shape, float(x.low.amin()), float(x.high.amax()))
 
 
 @transfer("arange", "arange.start", "arange.start_step", integers=True)
-def arange(call: OpCall) -> Span:
+def arange(call: OpCall) -> Interval:
     """From the start to the end."""
     call.ignore("dtype", "step")
     start = call.number("start") if "start" in call.given else 0.0
@@ -149,8 +151,8 @@ def arange(call: OpCall) -> Span:
 
 
 @transfer("copy")
-def copy(call: OpCall) -> Span:
+def copy(call: OpCall) -> Interval:
     """The source's values, broadcast."""
     call.ignore("self")
-    x = call.span("src")
+    x = call.interval("src")
     return _everywhere(call, x)

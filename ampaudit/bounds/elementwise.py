@@ -8,8 +8,8 @@ from functools import reduce
 
 import torch
 
+from ampaudit.bounds.interval import Interval, between, unbounded
 from ampaudit.bounds.patterns import is_normalized, is_shifted_by_maximum
-from ampaudit.bounds.span import Span, between, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, rounding
 from ampaudit.bounds.transfers import ELEMENTARY, OpCall, shaped, transfer
 from ampaudit.core.formats import FLOAT32
@@ -17,33 +17,33 @@ from ampaudit.core.formats import FLOAT32
 __all__: list[str] = []
 
 
-def _aligned(call: OpCall, span: Span) -> dict[int, torch.Tensor]:
+def _aligned(call: OpCall, interval: Interval) -> dict[int, torch.Tensor]:
     """An operand's norms by the output's axes, where broadcasting does not repeat along them."""
-    shape, shift = call.shape, len(call.shape) - len(span.shape)
+    shape, shift = call.shape, len(call.shape) - len(interval.shape)
     return {
         axis + shift: norm.reshape((1,) * shift + tuple(norm.shape))
-        for axis, norm in span.norms.items()
-        if span.shape[axis] == shape[axis + shift]
+        for axis, norm in interval.norms.items()
+        if interval.shape[axis] == shape[axis + shift]
     }
 
 
-def _mean_of(call: OpCall, span: Span) -> float:
+def _mean_of(call: OpCall, interval: Interval) -> float:
     """Along the output's last axis: an operand that is repeated along it is its own mean."""
-    return span.row_mean if span.shape and span.shape[-1] == call.shape[-1] else span.peak
+    return interval.row_mean if interval.shape and interval.shape[-1] == call.shape[-1] else interval.peak
 
 
-def _norm_of(call: OpCall, span: Span, axis: int) -> torch.Tensor:
+def _norm_of(call: OpCall, interval: Interval, axis: int) -> torch.Tensor:
     """Of an operand, along an axis of the output: repeated elements count as often as they are repeated."""
-    shape, shift = call.shape, len(call.shape) - len(span.shape)
+    shape, shift = call.shape, len(call.shape) - len(interval.shape)
     place = axis - shift
     size = shape[axis]
-    if place < 0 or not span.shape:
-        return span.magnitude.reshape((1,) * shift + tuple(span.magnitude.shape)) * math.sqrt(size)
-    norm = span.norm(place).reshape((1,) * shift + tuple(span.norm(place).shape))
-    return norm if span.shape[place] == size else norm * math.sqrt(size)
+    if place < 0 or not interval.shape:
+        return interval.magnitude.reshape((1,) * shift + tuple(interval.magnitude.shape)) * math.sqrt(size)
+    norm = interval.norm(place).reshape((1,) * shift + tuple(interval.norm(place).shape))
+    return norm if interval.shape[place] == size else norm * math.sqrt(size)
 
 
-def _sum(call: OpCall, a: Span, b: Span, factor: float) -> Span:
+def _sum(call: OpCall, a: Interval, b: Interval, factor: float) -> Interval:
     """``a + factor * b``: ends add up; so do norms, by the triangle inequality."""
     scaled = sorted_ends(b.low * factor, b.high * factor) if factor else (b.low * 0, b.low * 0)
     axes = set(_aligned(call, a)) | set(_aligned(call, b))
@@ -61,21 +61,23 @@ def sorted_ends(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor
 
 
 @transfer("add.Tensor", "add.Scalar", integers=True)
-def add(call: OpCall) -> Span:
+def add(call: OpCall) -> Interval:
     """``self + alpha * other``."""
     alpha = call.number("alpha")
     if alpha is None:
         return unbounded(call.shape)
-    return _scaled_rounding(call, _sum(call, call.span("self"), call.span("other"), alpha), "other", alpha)
+    return _scaled_rounding(
+        call, _sum(call, call.interval("self"), call.interval("other"), alpha), "other", alpha
+    )
 
 
 @transfer("sub.Tensor", "sub.Scalar", "subtract.Tensor", integers=True)
-def subtract(call: OpCall) -> Span:
+def subtract(call: OpCall) -> Interval:
     """``self - alpha * other``, which is at most 0 if other is self's maximum."""
     alpha = call.number("alpha")
     if alpha is None:
         return unbounded(call.shape)
-    result = _sum(call, call.span("self"), call.span("other"), -alpha)
+    result = _sum(call, call.interval("self"), call.interval("other"), -alpha)
     result = _scaled_rounding(call, result, "other", alpha)
     if alpha == 1 and is_shifted_by_maximum(call.node, call.arg("self"), call.arg("other")):
         result = replace(result, high=result.high.clamp(max=0.0))
@@ -83,33 +85,33 @@ def subtract(call: OpCall) -> Span:
 
 
 @transfer("rsub.Tensor", "rsub.Scalar", integers=True)
-def reversed_subtract(call: OpCall) -> Span:
+def reversed_subtract(call: OpCall) -> Interval:
     """``other - alpha * self``."""
     alpha = call.number("alpha")
     if alpha is None:
         return unbounded(call.shape)
-    result = _sum(call, call.span("other"), call.span("self"), -alpha)
+    result = _sum(call, call.interval("other"), call.interval("self"), -alpha)
     return _scaled_rounding(call, result, "self", alpha)
 
 
-def _scaled_rounding(call: OpCall, result: Span, operand: str, alpha: float) -> Span:
+def _scaled_rounding(call: OpCall, result: Interval, operand: str, alpha: float) -> Interval:
     """``alpha * x`` may be rounded by itself, to float32 or to 16 bits, before it is added."""
     if alpha in (1, -1, 0):
         return result
-    scaled = abs(alpha) * call.span(operand).peak
+    scaled = abs(alpha) * call.interval(operand).peak
     if not call.dtype.is_floating_point:
         return result if float(alpha).is_integer() else unbounded(call.shape)
     return result.widened(0.0, scaled * 2.0**-8) if scaled < call.limit else unbounded(call.shape)
 
 
 @transfer("mul.Tensor", "mul.Scalar", "multiply.Tensor", integers=True)
-def multiply(call: OpCall) -> Span:
+def multiply(call: OpCall) -> Interval:
     """The extremes are among the four products of ends; a norm grows by the other factor's peak."""
     first, second = call.arg("self"), call.arg("other")
     for value, factor in ((first, second), (second, first)):
         if (row := is_normalized(call.node, value, factor)) is not None:
             return row
-    a, b = call.span("self"), call.span("other")
+    a, b = call.interval("self"), call.interval("other")
     if any(isinstance(each, float) and not abs(each) < FLOAT32.overflow_at for each in (first, second)):
         return unbounded(call.shape)  # 0 * inf
     low, high = extremes(a, b.low, b.high)
@@ -121,8 +123,8 @@ def multiply(call: OpCall) -> Span:
     return shaped(call, low, high, norms)
 
 
-def extremes(a: Span, *factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest product of an end of a span and a factor."""
+def extremes(a: Interval, *factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest product of an end of an interval and a factor."""
     products = [product(end, factor) for end in (a.low, a.high) for factor in factors]
     return reduce(torch.minimum, products), reduce(torch.maximum, products)
 
@@ -136,13 +138,13 @@ _DIVISIONS = "div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode divide.Tenso
 
 
 @transfer(*_DIVISIONS.split(), "floor_divide", "floor_divide.Scalar", integers=True)
-def divide(call: OpCall) -> Span:
+def divide(call: OpCall) -> Interval:
     """Times the reciprocal, where the denominator keeps away from zero; rounding to whole adds one."""
     mode = call.arg("rounding_mode") if "rounding_mode" in call.given else None
     whole = mode is not None or call.name == "floor_divide"
     if not whole and (row := is_normalized(call.node, call.arg("self"), call.arg("other"), divided=True)):
         return row
-    a, b = call.span("self"), call.span("other")
+    a, b = call.interval("self"), call.interval("other")
     if bool(((b.low <= 0) & (b.high >= 0)).any()):
         return unbounded(call.shape)
     low, high = extremes(a, 1.0 / b.low, 1.0 / b.high)
@@ -154,9 +156,9 @@ def divide(call: OpCall) -> Span:
 
 
 @transfer("pow.Tensor_Scalar")
-def power(call: OpCall) -> Span:
+def power(call: OpCall) -> Interval:
     """Whole exponents of any base, and any exponent of a positive base."""
-    exponent, x = call.number("exponent"), call.span("self")
+    exponent, x = call.number("exponent"), call.interval("self")
     if exponent is None:
         return unbounded(call.shape)
     positive, natural = bool((x.low > 0).all()), bool((x.low >= 0).all())
@@ -175,9 +177,9 @@ def power(call: OpCall) -> Span:
 
 
 @transfer("pow.Scalar")
-def power_of_number(call: OpCall) -> Span:
+def power_of_number(call: OpCall) -> Interval:
     """base^x of a positive base grows, or falls, with x."""
-    base, x = call.number("self"), call.span("exponent")
+    base, x = call.number("self"), call.interval("exponent")
     if base is None or base <= 0:
         return unbounded(call.shape)
     wide = torch.tensor(base, dtype=torch.float64)
@@ -187,30 +189,30 @@ def power_of_number(call: OpCall) -> Span:
     return _kept_sign(shaped(call, low, high), slack)
 
 
-def _kept_sign(result: Span, slack: float) -> Span:
+def _kept_sign(result: Interval, slack: float) -> Interval:
     wide = result.widened(slack)
     return replace(wide, low=torch.where(result.low >= 0, wide.low.clamp(min=0.0), wide.low))
 
 
 @transfer("square")
-def square(call: OpCall) -> Span:
+def square(call: OpCall) -> Interval:
     """x^2: from 0, where the input may be 0, to the larger square."""
-    x = call.span("self")
+    x = call.interval("self")
     low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, torch.minimum(x.low.square(), x.high.square()))
     return shaped(call, low, x.magnitude.square())
 
 
 @transfer("neg", "negative", exact=True)
-def negate(call: OpCall) -> Span:
+def negate(call: OpCall) -> Interval:
     """Ends swap."""
-    x = call.span("self")
+    x = call.interval("self")
     return shaped(call, -x.high, -x.low, x.norms)
 
 
 @transfer("abs", "absolute", exact=True)
-def absolute(call: OpCall) -> Span:
+def absolute(call: OpCall) -> Interval:
     """From the end nearer to zero, or zero, to the farther one."""
-    x = call.span("self")
+    x = call.interval("self")
     low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, torch.minimum(x.low.abs(), x.high.abs()))
     return shaped(call, low, x.magnitude, x.norms)
 
@@ -219,60 +221,60 @@ _CLAMPS = "clamp clamp.Tensor clip clip.Tensor clamp_min clamp_min.Tensor clamp_
 
 
 @transfer(*_CLAMPS.split(), exact=True)
-def clamp(call: OpCall) -> Span:
+def clamp(call: OpCall) -> Interval:
     """Both ends are moved inside; where the limits cross, the upper one counts."""
-    x = call.span("self")
+    x = call.interval("self")
     low, high = x.low, x.high
     if call.has("min"):
-        least = call.span("min")
+        least = call.interval("min")
         low, high = torch.maximum(low, least.low), torch.maximum(high, least.high)
     if call.has("max"):
-        most = call.span("max")
+        most = call.interval("max")
         low, high = torch.minimum(low, most.low), torch.minimum(high, most.high)
     return shaped(call, low, high)
 
 
 @transfer("hardtanh")
-def hard_tanh(call: OpCall) -> Span:
+def hard_tanh(call: OpCall) -> Interval:
     """A clamp, to -1 and 1 unless it is told otherwise."""
-    x, least, most = call.span("self"), call.number("min_val"), call.number("max_val")
+    x, least, most = call.interval("self"), call.number("min_val"), call.number("max_val")
     if least is None or most is None or least > most:
         return unbounded(call.shape)
-    limits = call.span("min_val"), call.span("max_val")
+    limits = call.interval("min_val"), call.interval("max_val")
     low, high = torch.maximum(x.low, limits[0].low), torch.maximum(x.high, limits[0].high)
     return shaped(call, torch.minimum(low, limits[1].low), torch.minimum(high, limits[1].high))
 
 
 @transfer("maximum", "max.other", exact=True)
-def maximum(call: OpCall) -> Span:
+def maximum(call: OpCall) -> Interval:
     """The larger of both ends."""
-    a, b = call.span("self"), call.span("other")
+    a, b = call.interval("self"), call.interval("other")
     return shaped(call, torch.maximum(a.low, b.low), torch.maximum(a.high, b.high))
 
 
 @transfer("minimum", "min.other", exact=True)
-def minimum(call: OpCall) -> Span:
+def minimum(call: OpCall) -> Interval:
     """The smaller of both ends."""
-    a, b = call.span("self"), call.span("other")
+    a, b = call.interval("self"), call.interval("other")
     return shaped(call, torch.minimum(a.low, b.low), torch.minimum(a.high, b.high))
 
 
 @transfer("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar", exact=True)
-def where(call: OpCall) -> Span:
+def where(call: OpCall) -> Interval:
     """Either branch."""
     call.ignore("condition")
     return _either(call, "self", "other")
 
 
 @transfer("masked_fill.Scalar", "masked_fill.Tensor", exact=True)
-def masked_fill(call: OpCall) -> Span:
+def masked_fill(call: OpCall) -> Interval:
     """The input or the fill."""
     call.ignore("mask")
     return _either(call, "self", "value")
 
 
-def _either(call: OpCall, first: str, second: str) -> Span:
-    a, b = call.span(first), call.span(second)
+def _either(call: OpCall, first: str, second: str) -> Interval:
+    a, b = call.interval(first), call.interval(second)
     return shaped(call, torch.minimum(a.low, b.low), torch.maximum(a.high, b.high))
 
 
@@ -281,7 +283,7 @@ _COMPARISONS = [f"{op}.{kind}" for op in "eq ne lt le gt ge".split() for kind in
 
 @transfer(*_COMPARISONS, "logical_and", "logical_or", "logical_xor", "logical_not", exact=True)
 @transfer("isinf", "isnan", "isfinite", exact=True)
-def truth(call: OpCall) -> Span:
+def truth(call: OpCall) -> Interval:
     """0 or 1."""
     call.ignore("self", "other")
     return between(call.shape, 0.0, 1.0)

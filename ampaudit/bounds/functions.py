@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ampaudit.bounds.elementwise import sorted_ends
-from ampaudit.bounds.span import Span, symmetric, unbounded
+from ampaudit.bounds.interval import Interval, symmetric, unbounded
 from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import ELEMENTARY, OpCall, shaped, transfer
 from ampaudit.core.formats import FLOAT32
@@ -45,8 +45,8 @@ def _monotone(
     """
 
     @transfer(op, exact=exact)
-    def grows(call: OpCall) -> Span:
-        x = call.span("self")
+    def grows(call: OpCall) -> Interval:
+        x = call.interval("self")
         if bool((x.low < start).any()):
             return unbounded(call.shape)
         lowest = function(x.low).nan_to_num(low, math.inf, -math.inf).clamp(low, high)
@@ -84,11 +84,11 @@ _monotone("relu6", F.relu6, 0.0, 6.0, shrinks=True, exact=True)
 
 
 @transfer("softplus")
-def softplus(call: OpCall) -> Span:
+def softplus(call: OpCall) -> Interval:
     """Of the usual slope and threshold: from 0, at most log 2 above max(x, 0)."""
     if call.number("beta") != 1 or call.number("threshold") != 20:
         return unbounded(call.shape)
-    x = call.span("self")
+    x = call.interval("self")
     low, high = torch.log1p(x.low.exp()), torch.maximum(torch.log1p(x.high.exp()), x.high)
     wide = shaped(call, torch.maximum(low.nan_to_num(0.0, math.inf), x.low.clamp(min=0.0)), high)
     wide = wide.widened(ELEMENTARY, ELEMENTARY)
@@ -96,9 +96,9 @@ def softplus(call: OpCall) -> Span:
 
 
 @transfer("rsqrt")
-def reciprocal_root(call: OpCall) -> Span:
+def reciprocal_root(call: OpCall) -> Interval:
     """1/sqrt(x) of what is above zero."""
-    x = call.span("self")
+    x = call.interval("self")
     if bool((x.low <= 0).any()):
         return unbounded(call.shape)
     # some kernels round the root to 16 bits before they divide
@@ -107,9 +107,9 @@ def reciprocal_root(call: OpCall) -> Span:
 
 
 @transfer("reciprocal")
-def reciprocal(call: OpCall) -> Span:
+def reciprocal(call: OpCall) -> Interval:
     """1/x of what is away from zero."""
-    x = call.span("self")
+    x = call.interval("self")
     if bool(((x.low <= 0) & (x.high >= 0)).any()):
         return unbounded(call.shape)
     return shaped(call, 1 / x.high, 1 / x.low).widened(ELEMENTARY)
@@ -120,10 +120,10 @@ _MINIMA = {"gelu": -0.1701, "silu": -0.2785, "mish": -0.3089, "hardswish": -0.37
 
 
 @transfer(*_MINIMA)
-def gated(call: OpCall) -> Span:
+def gated(call: OpCall) -> Interval:
     """GELU (either form), SiLU, Mish, hard swish: |f(x)| <= |x|, f(x) <= max(x, 0), f >= its minimum."""
     call.ignore("approximate")
-    x = call.span("self")
+    x = call.interval("self")
     if x.peak > FLOAT32.max / 8:  # hardswish multiplies by 6 first
         return unbounded(call.shape)
     low = torch.maximum(x.low.clamp(max=0.0), torch.tensor(_MINIMA[call.name], dtype=torch.float64))
@@ -131,16 +131,16 @@ def gated(call: OpCall) -> Span:
 
 
 @transfer("leaky_relu")
-def leaky_relu(call: OpCall) -> Span:
+def leaky_relu(call: OpCall) -> Interval:
     """``x`` above 0, and ``slope * x`` below."""
-    slope, x = call.number("negative_slope"), call.span("self")
+    slope, x = call.number("negative_slope"), call.interval("self")
     return unbounded(call.shape) if slope is None else _bent(call, x, slope, slope)
 
 
 @transfer("prelu")
-def prelu(call: OpCall) -> Span:
+def prelu(call: OpCall) -> Interval:
     """A leaky relu with a known slope per channel."""
-    slope, x = call.weight("weight"), call.span("self")
+    slope, x = call.weight("weight"), call.interval("self")
     if slope is None:
         return unbounded(call.shape)
     low, high = (float(end) for end in torch.aminmax(slope.tensor))
@@ -148,7 +148,7 @@ def prelu(call: OpCall) -> Span:
     return _bent(call, x, low - off, high + off)
 
 
-def _bent(call: OpCall, x: Span, least: float, most: float) -> Span:
+def _bent(call: OpCall, x: Interval, least: float, most: float) -> Interval:
     """max(x, 0) plus min(x, 0) times a slope between ``least`` and ``most``."""
     below, above = x.low.clamp(max=0.0), x.high.clamp(max=0.0)
     products = [end * slope for end in (below, above) for slope in (least, most)]
@@ -162,7 +162,7 @@ def _bent(call: OpCall, x: Span, least: float, most: float) -> Span:
 
 
 @transfer("elu")
-def elu(call: OpCall) -> Span:
+def elu(call: OpCall) -> Interval:
     """``scale * x`` above 0, and ``scale * alpha * expm1(input_scale * x)`` below."""
     alpha, scale, inner = (call.number(name) for name in ("alpha", "scale", "input_scale"))
     if alpha is None or scale is None or inner is None or inner < 0:
@@ -171,7 +171,7 @@ def elu(call: OpCall) -> Span:
 
 
 @transfer("celu")
-def celu(call: OpCall) -> Span:
+def celu(call: OpCall) -> Interval:
     """max(x, 0) + alpha * (exp(min(x, 0) / alpha) - 1), whatever the sign of alpha."""
     alpha = call.number("alpha")
     if not alpha:
@@ -180,14 +180,14 @@ def celu(call: OpCall) -> Span:
 
 
 @transfer("selu")
-def selu(call: OpCall) -> Span:
+def selu(call: OpCall) -> Interval:
     """An elu with constants of its own (Klambauer and others, 2017)."""
     return _exponential(call, 1.7580993408473768, 1.0, 1.0507009873554805)
 
 
-def _exponential(call: OpCall, alpha: float, inner: float, scale: float) -> Span:
+def _exponential(call: OpCall, alpha: float, inner: float, scale: float) -> Interval:
     """``scale * x`` above 0, ``alpha * expm1(inner * x)`` below, which is monotone in x."""
-    x = call.span("self")
+    x = call.interval("self")
     if not x.bounded:
         return unbounded(call.shape)
     low, high = sorted_ends(
@@ -203,7 +203,7 @@ def _exponential(call: OpCall, alpha: float, inner: float, scale: float) -> Span
 
 
 @transfer("sin", "cos")
-def sin_cos(call: OpCall) -> Span:
+def sin_cos(call: OpCall) -> Interval:
     """At most 1; NaN of an infinite argument."""
-    x = call.span("self")
+    x = call.interval("self")
     return symmetric(call.shape, 1.0 + ELEMENTARY) if x.bounded else unbounded(call.shape)

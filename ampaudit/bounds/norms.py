@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ampaudit.bounds.span import Span, unbounded
+from ampaudit.bounds.interval import Interval, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF
 from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, Known, OpCall, accumulated, shaped, transfer
 from ampaudit.core.formats import FLOAT32
@@ -22,7 +22,7 @@ INNER = 1 + 2.0**-8 + ELEMENTARY  # a normalized value may be rounded to 16 bits
 
 
 @transfer("layer_norm")
-def layer_norm(call: OpCall) -> Span:
+def layer_norm(call: OpCall) -> Interval:
     """|y_i| <= |y| <= sqrt(n) before the affine part.
 
     Samuelson (1968) gives sqrt(n - 1) around the exact mean. A mean off by d adds d^2 to the variance, and
@@ -32,7 +32,7 @@ def layer_norm(call: OpCall) -> Span:
     call.ignore("cudnn_enable")
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
     size, axes = math.prod(normalized), len(normalized)
-    x = call.span("input")
+    x = call.interval("input")
     if eps is None or eps < MIN_EPS or not size or x.peak * math.sqrt(size) >= MAX_ROOT:
         return unbounded(call.shape)
     mean = x.row_mean if axes == 1 else x.peak
@@ -45,7 +45,7 @@ def layer_norm(call: OpCall) -> Span:
 
 
 @transfer("rms_norm")
-def rms_norm(call: OpCall) -> Span:
+def rms_norm(call: OpCall) -> Interval:
     """|y_i| <= |y| <= sqrt(n) before the scale."""
     call.ignore("input")
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
@@ -57,10 +57,10 @@ def rms_norm(call: OpCall) -> Span:
 
 
 @transfer("group_norm")
-def group_norm(call: OpCall) -> Span:
+def group_norm(call: OpCall) -> Interval:
     """As a layer norm over the elements of a group; the affine part is per channel."""
     call.ignore("cudnn_enabled")
-    groups, eps, x = call.number("num_groups"), call.number("eps"), call.span("input")
+    groups, eps, x = call.number("num_groups"), call.number("eps"), call.interval("input")
     if not groups or eps is None or eps < MIN_EPS or not math.prod(call.shape[1:]):
         return unbounded(call.shape)
     size = math.prod(call.shape[1:]) // int(groups)
@@ -86,7 +86,7 @@ class _Row:
     mean: float | None = None
 
 
-def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Span:
+def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Interval:
     """``core * weight + bias`` over the last axes, both known."""
     weight, bias = _known(call, "weight", 1.0), _known(call, "bias", 0.0)
     if weight is None or bias is None:
@@ -134,7 +134,7 @@ def _known(call: OpCall, name: str, default: float) -> Known | None:
     return call.weight(name)
 
 
-def _per_channel(call: OpCall, core: float) -> Span:
+def _per_channel(call: OpCall, core: float) -> Interval:
     weight, bias = _known(call, "weight", 1.0), _known(call, "bias", 0.0)
     if weight is None or bias is None:
         return unbounded(call.shape)
@@ -145,13 +145,13 @@ def _per_channel(call: OpCall, core: float) -> Span:
 
 
 @transfer("batch_norm")
-def batch_norm(call: OpCall) -> Span:
+def batch_norm(call: OpCall) -> Interval:
     """With stored statistics, a scale and a shift per channel; in training, a norm over the batch."""
     call.ignore("cudnn_enabled", "momentum")
     shape, eps, training = call.shape, call.number("eps"), call.arg("training")
     if eps is None or eps < MIN_EPS or len(shape) < 2:
         return unbounded(shape)
-    x = call.span("input")
+    x = call.interval("input")
     if not training:
         return _stored_statistics(call, x, eps)
     call.ignore("running_mean", "running_var")  # written, and not read
@@ -162,7 +162,7 @@ def batch_norm(call: OpCall) -> Span:
     return _per_channel(call, math.sqrt(size) * (1 + LOOSE) + _cancelled(x.peak, eps, 5))
 
 
-def _stored_statistics(call: OpCall, x: Span, eps: float) -> Span:
+def _stored_statistics(call: OpCall, x: Interval, eps: float) -> Interval:
     shape = call.shape
     names = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
     found = [k for name, default in names.items() if (k := _known(call, name, default)) is not None]
@@ -187,26 +187,26 @@ def _stored_statistics(call: OpCall, x: Span, eps: float) -> Span:
 
 
 @transfer("softmax.int", "_softmax")
-def softmax(call: OpCall) -> Span:
+def softmax(call: OpCall) -> Interval:
     """Between 0 and 1, with a sum of 1 along its axis: computed with n roundings."""
-    dim, x = call.number("dim"), call.span("self" if "self" in call.given else "input")
+    dim, x = call.number("dim"), call.interval("self" if "self" in call.given else "input")
     if dim is None or not x.bounded:  # of an infinite row it is NaN
         return unbounded(call.shape)
     shape = call.shape
     axis = int(dim) % max(len(shape), 1)
     one = torch.ones((1,) * len(shape), dtype=torch.float64)
     slack = 1 + accumulated(shape[axis] + 16 if shape else 1) + ELEMENTARY
-    return Span(shape, one * 0, one * (1 + ELEMENTARY), sums={axis: one * slack} if shape else {})
+    return Interval(shape, one * 0, one * (1 + ELEMENTARY), sums={axis: one * slack} if shape else {})
 
 
 @transfer("log_softmax.int")
-def log_softmax(call: OpCall) -> Span:
+def log_softmax(call: OpCall) -> Interval:
     """Never positive; at least the spread of the input and log n below."""
-    dim, x = call.number("dim"), call.span("self")
+    dim, x = call.number("dim"), call.interval("self")
     if dim is None or not x.bounded:
         return unbounded(call.shape)
     rows = x.over(int(dim)) if x.shape else x
     terms = x.shape[int(dim)] if x.shape else 1
     spread = rows.high - rows.low + math.log(max(terms, 1))
     off = x.peak * 4 * UNIT_ROUNDOFF + spread * ELEMENTARY + 1e-3
-    return Span(call.shape, -(spread + off), spread * 0 + 1e-6)
+    return Interval(call.shape, -(spread + off), spread * 0 + 1e-6)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.bounds.span import Span, symmetric
+from ampaudit.bounds.interval import Interval, symmetric
 from ampaudit.bounds.stored import format_of
 from ampaudit.bounds.transfers import accumulated, arguments_of
 from ampaudit.trace.sizes import sizes_of
@@ -47,7 +47,7 @@ def is_shifted_by_maximum(node: fx.Node, value: Any, shift: Any) -> bool:
     return found is not None and len(dtypes) == 1 and _exact(found) is _exact(value)
 
 
-def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = False) -> Span | None:
+def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = False) -> Interval | None:
     """``x * rsqrt(mean(x^2) + eps)``, or ``x / sqrt(mean(x^2) + eps)``: |y_i| <= |y| <= sqrt(n).
 
     With m the mean as computed in float32, y_i^2 <= x_i^2 / m and m >= (1 - error) sum(x^2) / n. The factor,
@@ -69,8 +69,10 @@ def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = Fal
     axes = [axis for axis, size in enumerate(shape) if size != kept[axis]]
     terms = math.prod(shape[axis] for axis in axes)
     reach = math.sqrt(terms) * (1.0 + SLACK + accumulated(terms + 4)) + SLACK
-    span = symmetric(shape, reach)
-    return Span(span.shape, span.low, span.high, {axes[0]: span.high} if len(axes) == 1 else {})
+    interval = symmetric(shape, reach)
+    return Interval(
+        interval.shape, interval.low, interval.high, {axes[0]: interval.high} if len(axes) == 1 else {}
+    )
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ampaudit.bounds.elementwise import product as times
-from ampaudit.bounds.span import Span, finite, symmetric, unbounded
+from ampaudit.bounds.interval import Interval, finite, symmetric, unbounded
 from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import VANISHING, Known, OpCall, accumulated, transfer
 from ampaudit.core.formats import FLOAT32
@@ -17,22 +17,22 @@ __all__: list[str] = []
 
 
 @transfer("linear")
-def linear(call: OpCall) -> Span:
+def linear(call: OpCall) -> Interval:
     """|w.x + b| <= |w| |x| + |b| by Cauchy and Schwarz; or, end by end, W c +- |W| r.
 
     The row's norm is at most |W|_F |x| + |b|. Of the two bounds the second is sought where the first is not
     known from a norm, or does not suffice.
     """
-    x, weight, bias = call.span("input"), call.weight("weight"), _bias(call, "bias")
+    x, weight, bias = call.interval("input"), call.weight("weight"), _bias(call, "bias")
     if weight is None or bias is None or weight.tensor.ndim != 2 or not x.shape:
         return unbounded(call.shape)
     return _affine_rows(call, x, weight, bias)
 
 
 @transfer("addmm")
-def addmm(call: OpCall) -> Span:
+def addmm(call: OpCall) -> Interval:
     """Linear with the weight transposed."""
-    x, weight, bias = call.span("mat1"), call.weight("mat2"), call.weight("self")
+    x, weight, bias = call.interval("mat1"), call.weight("mat2"), call.weight("self")
     plain = call.number("beta") == 1 and call.number("alpha") == 1
     if weight is None or bias is None or bias.tensor.ndim != 1 or not plain:
         return unbounded(call.shape)
@@ -46,7 +46,7 @@ def _bias(call: OpCall, name: str) -> Known | None:
     return call.weight(name) if call.has(name) else _NO_BIAS
 
 
-def _affine_rows(call: OpCall, x: Span, weight: Known, bias: Known) -> Span:
+def _affine_rows(call: OpCall, x: Interval, weight: Known, bias: Known) -> Interval:
     rows_of, size = weight.tensor, weight.tensor.shape[1]
     rows = torch.linalg.vector_norm(rows_of, dim=1).double()
     rows = rows * (1 + accumulated(size) + weight.relative) + (weight.absolute + VANISHING) * math.sqrt(size)
@@ -54,7 +54,7 @@ def _affine_rows(call: OpCall, x: Span, weight: Known, bias: Known) -> Span:
     edge = shift.abs() * bias.relative + bias.absolute
     norm = x.norm(-1)
     reach = times(rows, norm)
-    result = Span(call.shape, *_around(shift, reach * (1 + accumulated(size + 1)) + edge))
+    result = Interval(call.shape, *_around(shift, reach * (1 + accumulated(size + 1)) + edge))
     # end by end is sharper where nothing is known of norms but what the ends say themselves
     known = x.norms.get(len(x.shape) - 1)
     if known is None or (result.peak > call.limit and bool((x.only().norm(-1) <= known).all())):
@@ -64,7 +64,7 @@ def _affine_rows(call: OpCall, x: Span, weight: Known, bias: Known) -> Span:
     length = length * (1 + accumulated(size + 1))
     mean = float((times(_average(weight, rows), norm) + shift.mean().abs() + edge.mean()).amax())
     mean += float(length.amax()) * accumulated(size + 1) + weight.absolute * float(x.sum(-1).amax())
-    return Span(call.shape, result.low, result.high, {len(call.shape) - 1: length}, mean=mean)
+    return Interval(call.shape, result.low, result.high, {len(call.shape) - 1: length}, mean=mean)
 
 
 def _average(weight: Known, rows: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _around(middle: torch.Tensor, reach: torch.Tensor) -> tuple[torch.Tensor, to
     return middle - reach - extra, middle + reach + extra
 
 
-def _by_ends(call: OpCall, x: Span, weight: Known, shift: torch.Tensor, edge: torch.Tensor) -> Span:
+def _by_ends(call: OpCall, x: Interval, weight: Known, shift: torch.Tensor, edge: torch.Tensor) -> Interval:
     if not x.bounded:
         return unbounded(call.shape)
     size = weight.tensor.shape[1]
@@ -96,24 +96,24 @@ def _by_ends(call: OpCall, x: Span, weight: Known, shift: torch.Tensor, edge: to
     off = total * (3 * accumulated(size + 2) + weight.relative) + weight.absolute * x.sum(-1)
     off = torch.where(total < FLOAT32.max / 2, off, torch.inf)
     low_end, high_end = _around(middle + shift, reach + off + edge)
-    return Span(call.shape, finite(low_end, -1), finite(high_end, 1))
+    return Interval(call.shape, finite(low_end, -1), finite(high_end, 1))
 
 
 @transfer("matmul", "bmm", "mm")
-def product(call: OpCall) -> Span:
+def product(call: OpCall) -> Interval:
     """Rows times columns: norms multiply; or the sum of magnitudes of a row times the peak of a column.
 
     The second makes attention provable: probabilities add up to 1, so the result is no larger than V, and a
     row's norm no larger than the largest of V's rows.
     """
-    a, b = call.span("self"), call.span("mat2" if "mat2" in call.given else "other")
+    a, b = call.interval("self"), call.interval("mat2" if "mat2" in call.given else "other")
     if len(a.shape) < 2 or len(b.shape) < 2:
         return unbounded(call.shape)
     return _product_of(call.shape, a, b)
 
 
-def _product_of(shape: tuple[int, ...], a: Span, b: Span) -> Span:
-    """The span of ``a @ b`` for operands of two or more dimensions."""
+def _product_of(shape: tuple[int, ...], a: Interval, b: Interval) -> Interval:
+    """The interval of ``a @ b`` for operands of two or more dimensions."""
     inner, last = a.shape[-1], len(b.shape) - 1
     by_norm = times(a.norm(-1), b.norm(-2))
     by_sum = times(a.sum(-1), b.magnitude.amax(-2, keepdim=True))
@@ -125,14 +125,14 @@ def _product_of(shape: tuple[int, ...], a: Span, b: Span) -> Span:
         row = times(a.sum(-1), longest) * (1 + accumulated(inner))
         if shape[-1] == b.shape[-1]:
             norms[len(shape) - 1] = row.reshape((1,) * (len(shape) - row.ndim) + tuple(row.shape))
-    return Span(shape, result.low, result.high, norms)
+    return Interval(shape, result.low, result.high, norms)
 
 
 @transfer("scaled_dot_product_attention")
-def attention(call: OpCall) -> Span:
+def attention(call: OpCall) -> Interval:
     """A weighted mean of the rows of V: within V's ends, and no longer than its longest row."""
     call.ignore("is_causal", "enable_gqa")
-    value = call.span("value")
+    value = call.interval("value")
     rank = len(call.shape)
     usual = call.number("dropout_p") == 0 and not (call.has("scale") and (call.number("scale") or 0) <= 0)
     if rank < 2 or len(value.shape) != rank or not usual or not _has_finite_scores(call):
@@ -149,24 +149,24 @@ def attention(call: OpCall) -> Span:
     off = torch.maximum(low.abs(), high.abs()) * (slack - 1 + rounded)
     longest = longest * (1 + rounded)
     # a row that is masked completely may come out as zeros
-    return Span(call.shape, (low - off).clamp(max=0.0), (high + off).clamp(min=0.0), {rank - 1: longest})
+    return Interval(call.shape, (low - off).clamp(max=0.0), (high + off).clamp(min=0.0), {rank - 1: longest})
 
 
 def _has_finite_scores(call: OpCall) -> bool:
     """Whether queries times keys, scaled, with the mask, stay finite in float32; -inf is only a mask."""
-    query, key = call.span("query"), call.span("key")
+    query, key = call.interval("query"), call.interval("key")
     scale = call.number("scale") if call.has("scale") else None
     largest = float(query.norm(-1).amax()) * float(key.norm(-1).amax()) * max(scale or 1.0, 1.0)
-    mask = call.span("attn_mask") if call.has("attn_mask") else None
+    mask = call.interval("attn_mask") if call.has("attn_mask") else None
     highest = max(float(mask.high.amax()), 0.0) if mask is not None else 0.0
     return largest + highest < FLOAT32.max / 4
 
 
 @transfer("conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding")
-def convolution(call: OpCall) -> Span:
+def convolution(call: OpCall) -> Interval:
     """Per output channel: the sum over input channels of W+ high + W- low, where padding adds zeros."""
     call.ignore("stride", "padding", "dilation")
-    x, weight, bias = call.span("input"), call.weight("weight"), _bias(call, "bias")
+    x, weight, bias = call.interval("input"), call.weight("weight"), _bias(call, "bias")
     groups = call.arg("groups")
     if weight is None or bias is None or len(x.shape) != weight.tensor.ndim or not x.bounded:
         return unbounded(call.shape)
@@ -187,10 +187,10 @@ def convolution(call: OpCall) -> Span:
     shift = bias.tensor.double().expand(out)
     off = off + shift.abs() * (accumulated(2) + bias.relative) + bias.absolute
     shape = (1, out) + (1,) * (len(call.shape) - 2)
-    return Span(call.shape, (bottom + shift - off).reshape(shape), (top + shift + off).reshape(shape))
+    return Interval(call.shape, (bottom + shift - off).reshape(shape), (top + shift + off).reshape(shape))
 
 
-def _channels(x: Span) -> tuple[torch.Tensor, torch.Tensor]:
+def _channels(x: Interval) -> tuple[torch.Tensor, torch.Tensor]:
     """One pair of ends per channel, over batch and positions, with the zeros of padding between them."""
     others = [axis for axis in range(len(x.shape)) if axis != 1]
     low, high = x.low.clamp(max=0.0).amin(others), x.high.clamp(min=0.0).amax(others)
@@ -198,7 +198,7 @@ def _channels(x: Span) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @transfer("embedding")
-def embedding(call: OpCall) -> Span:
+def embedding(call: OpCall) -> Interval:
     """A row of the table: within the ends of each column, and no longer than the longest row."""
     call.ignore("indices", "padding_idx", "scale_grad_by_freq", "sparse")
     table = call.weight("weight")
@@ -211,5 +211,5 @@ def embedding(call: OpCall) -> Span:
     axis = len(call.shape) - 1
     ends = (1,) * axis + (table.tensor.shape[1],)
     norm = {axis: longest.reshape((1,) * (axis + 1))}
-    span = Span(call.shape, low.double().reshape(ends), high.double().reshape(ends), norm)
-    return span.widened(table.relative, table.absolute)
+    interval = Interval(call.shape, low.double().reshape(ends), high.double().reshape(ends), norm)
+    return interval.widened(table.relative, table.absolute)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ampaudit.bounds.span import Span, between, unbounded
+from ampaudit.bounds.interval import Interval, between, unbounded
 from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, accumulated, transfer
 from ampaudit.core.formats import FLOAT32
@@ -22,7 +22,7 @@ __all__: list[str] = []
 class _Rows:
     """An operand and the axes along which it is reduced; a scalar is a row of one element."""
 
-    x: Span
+    x: Interval
     axes: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -31,9 +31,9 @@ class _Rows:
         """How many elements go into one."""
         return math.prod(self.x.shape[axis] for axis in self.axes)
 
-    def result(self, low: torch.Tensor, high: torch.Tensor) -> Span:
-        """The span of the output from ends that keep the reduced axes."""
-        return Span(self.shape, self._fit(low), self._fit(high))
+    def result(self, low: torch.Tensor, high: torch.Tensor) -> Interval:
+        """The interval of the output from ends that keep the reduced axes."""
+        return Interval(self.shape, self._fit(low), self._fit(high))
 
     def _fit(self, ends: torch.Tensor) -> torch.Tensor:
         if ends.ndim == len(self.shape):
@@ -42,10 +42,10 @@ class _Rows:
 
 
 def _rows(call: OpCall, shape: tuple[int, ...] | None = None) -> _Rows:
-    x, shape = call.span("self"), call.shape if shape is None else shape
+    x, shape = call.interval("self"), call.shape if shape is None else shape
     call.ignore("keepdim")  # the output's shape shows it
     if not x.shape:
-        x = Span((1,), x.low.reshape(1), x.high.reshape(1))
+        x = Interval((1,), x.low.reshape(1), x.high.reshape(1))
     dims = call.arg("dim") if "dim" in call.given else None
     listed = list(dims) if isinstance(dims, list | tuple) else [] if dims is None else [dims]
     axes = tuple(sorted({int(axis) % len(x.shape) for axis in listed})) or tuple(range(len(x.shape)))
@@ -53,7 +53,7 @@ def _rows(call: OpCall, shape: tuple[int, ...] | None = None) -> _Rows:
 
 
 @transfer("sum", "sum.dim_IntList", integers=True)
-def total(call: OpCall) -> Span:
+def total(call: OpCall) -> Interval:
     """Ends times the number of terms; or what is known of the sum along one axis."""
     rows = _rows(call)
     x, axes = rows.x, rows.axes
@@ -72,7 +72,7 @@ def total(call: OpCall) -> Span:
     return _signed(x, rows.result(low - off, high + off))
 
 
-def _signed(x: Span, result: Span) -> Span:
+def _signed(x: Interval, result: Interval) -> Interval:
     """A sum of numbers that are not negative is not negative, however it is rounded."""
     natural, negative = bool((x.low >= 0).all()), bool((x.high <= 0).all())
     low = result.low.clamp(min=0.0) if natural else result.low
@@ -80,7 +80,7 @@ def _signed(x: Span, result: Span) -> Span:
 
 
 @transfer("mean", "mean.dim")
-def mean(call: OpCall) -> Span:
+def mean(call: OpCall) -> Interval:
     """Within the ends."""
     rows = _rows(call)
     x, low, high = rows.x, rows.x.low, rows.x.high
@@ -93,42 +93,42 @@ def mean(call: OpCall) -> Span:
 
 
 @transfer("amax", "max", exact=True)
-def largest(call: OpCall) -> Span:
+def largest(call: OpCall) -> Interval:
     """The largest of the ends."""
     return _extremes(call, call.shape, torch.amax)
 
 
 @transfer("amin", "min", exact=True)
-def smallest(call: OpCall) -> Span:
+def smallest(call: OpCall) -> Interval:
     """The smallest of the ends."""
     return _extremes(call, call.shape, torch.amin)
 
 
-def _extremes(call: OpCall, shape: tuple[int, ...], pick: Callable[..., torch.Tensor]) -> Span:
+def _extremes(call: OpCall, shape: tuple[int, ...], pick: Callable[..., torch.Tensor]) -> Interval:
     rows = _rows(call, shape)
     low, high = (pick(ends, rows.axes, keepdim=True) for ends in (rows.x.low, rows.x.high))
     return rows.result(low, high)
 
 
 @transfer("max.dim")
-def largest_and_index(call: OpCall) -> list[Span]:
+def largest_and_index(call: OpCall) -> list[Interval]:
     """The largest along an axis, and where it is."""
     return [_extremes(call, call.shapes[0], torch.amax), _index(call)]
 
 
 @transfer("min.dim")
-def smallest_and_index(call: OpCall) -> list[Span]:
+def smallest_and_index(call: OpCall) -> list[Interval]:
     """The smallest along an axis, and where it is."""
     return [_extremes(call, call.shapes[0], torch.amin), _index(call)]
 
 
-def _index(call: OpCall) -> Span:
+def _index(call: OpCall) -> Interval:
     rows = _rows(call, call.shapes[1])
     return between(rows.shape, 0.0, float(max(rows.terms - 1, 0)))
 
 
 @transfer("argmax", "argmin", integers=True)
-def index_of_extreme(call: OpCall) -> Span:
+def index_of_extreme(call: OpCall) -> Interval:
     """A position along an axis, or in the whole."""
     call.ignore("self", "dim", "keepdim")
     size = math.prod(sizes_of(call.arg("self").meta["val"]))
@@ -136,21 +136,21 @@ def index_of_extreme(call: OpCall) -> Span:
 
 
 @transfer("sort", "sort.stable", "topk")
-def ordered(call: OpCall) -> list[Span]:
+def ordered(call: OpCall) -> list[Interval]:
     """Elements of the input, and positions along an axis."""
     call.ignore("descending", "stable", "k", "largest", "sorted")
-    x = call.span("self")
+    x = call.interval("self")
     axis = int(call.arg("dim"))
     values, indices = call.shapes
     rows = x.over(axis) if x.shape else x
     positions = x.shape[axis] if x.shape else 1
-    return [Span(values, rows.low, rows.high), between(indices, 0.0, float(max(positions - 1, 0)))]
+    return [Interval(values, rows.low, rows.high), between(indices, 0.0, float(max(positions - 1, 0)))]
 
 
 @transfer("cumsum", integers=True)
-def running_sum(call: OpCall) -> Span:
+def running_sum(call: OpCall) -> Interval:
     """At most the whole sum; on a GPU it is added up in the dtype of the output."""
-    x, dim = call.span("self"), call.number("dim")
+    x, dim = call.interval("self"), call.number("dim")
     if dim is None:
         return unbounded(call.shape)
     terms = x.shape[int(dim)] if x.shape else 1
@@ -163,11 +163,11 @@ def running_sum(call: OpCall) -> Span:
     high = zero if bool((x.high <= 0).all()) else reach
     wide = torch.broadcast_tensors(low, high)
     ends = (1,) * (len(call.shape) - wide[0].ndim)
-    return Span(call.shape, *(end.reshape(ends + tuple(end.shape)) for end in wide))
+    return Interval(call.shape, *(end.reshape(ends + tuple(end.shape)) for end in wide))
 
 
 @transfer("linalg_vector_norm")
-def vector_norm(call: OpCall) -> Span:
+def vector_norm(call: OpCall) -> Interval:
     """The L2 norm of one axis, from 0 to the root of the summed squares."""
     if call.number("ord") != 2:
         return unbounded(call.shape)
@@ -175,14 +175,14 @@ def vector_norm(call: OpCall) -> Span:
 
 
 @transfer("norm.ScalarOpt_dim", "norm.Scalar", "norm.ScalarOpt_dim_dtype")
-def norm(call: OpCall) -> Span:
+def norm(call: OpCall) -> Interval:
     """The same under its older name."""
     if call.arg("p") not in (2, 2.0, None):
         return unbounded(call.shape)
     return _length(call)
 
 
-def _length(call: OpCall) -> Span:
+def _length(call: OpCall) -> Interval:
     rows = _rows(call)
     if len(rows.axes) == 1:
         reach = rows.x.norm(rows.axes[0]) * (1 + accumulated(rows.terms))
@@ -195,13 +195,13 @@ def _length(call: OpCall) -> Span:
 
 
 @transfer("var.correction", "std.correction", "var.dim", "std.dim", "var", "std")
-def variance(call: OpCall) -> Span:
+def variance(call: OpCall) -> Interval:
     """At most half of the spread, squared, times n/(n - correction) (Popoviciu, 1935)."""
     return _variance(call, call.shape, root=call.name == "std")
 
 
 @transfer("var_mean.correction", "std_mean.correction", "var_mean.dim", "std_mean.dim")
-def variance_and_mean(call: OpCall) -> list[Span]:
+def variance_and_mean(call: OpCall) -> list[Interval]:
     """A variance, and a mean within the ends."""
     first, rows = _variance(call, call.shapes[0], root=call.name == "std_mean"), _rows(call, call.shapes[1])
     if not first.bounded:
@@ -211,7 +211,7 @@ def variance_and_mean(call: OpCall) -> list[Span]:
     return [first, between(rows.shape, low, high)]
 
 
-def _variance(call: OpCall, shape: tuple[int, ...], *, root: bool) -> Span:
+def _variance(call: OpCall, shape: tuple[int, ...], *, root: bool) -> Interval:
     rows = _rows(call, shape)
     if "correction" in call.given:
         correction = call.number("correction") if call.has("correction") else 1.0
@@ -231,7 +231,7 @@ _WITH_INDICES = [f"max_pool{n}d_with_indices" for n in (2, 3)]
 
 
 def _per_channel(call: OpCall, dimensions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = call.span("self")
+    x = call.interval("self")
     batched = len(x.shape) == dimensions + 2
     others = [axis for axis in range(len(x.shape)) if axis != 1 or not batched]
     return x.low.amin(others, keepdim=True), x.high.amax(others, keepdim=True)
@@ -253,15 +253,15 @@ def _all_are(number: int, given: Any) -> bool:
 
 
 @transfer("max_pool1d", "max_pool2d", "max_pool3d", exact=True)
-def max_pool(call: OpCall) -> Span:
+def max_pool(call: OpCall) -> Interval:
     """Elements of the input, which padding never replaces."""
     if _may_miss(call):
         return unbounded(call.shape)
-    return Span(call.shape, *_per_channel(call, _dimensions(call)))
+    return Interval(call.shape, *_per_channel(call, _dimensions(call)))
 
 
 @transfer("max_pool1d_with_indices", *_WITH_INDICES, *(n for n in _MAX_POOLS if n.startswith("adaptive")))
-def max_pool_with_indices(call: OpCall) -> list[Span]:
+def max_pool_with_indices(call: OpCall) -> list[Interval]:
     """Elements of the input, and where they lie among the positions of a channel."""
     call.ignore("output_size")
     if _may_miss(call):
@@ -270,7 +270,7 @@ def max_pool_with_indices(call: OpCall) -> list[Span]:
     values, indices = call.shapes
     positions = math.prod(call.arg("self").meta["val"].shape[-dimensions:])
     return [
-        Span(values, *_per_channel(call, dimensions)),
+        Interval(values, *_per_channel(call, dimensions)),
         between(indices, 0.0, float(max(positions - 1, 0))),
     ]
 
@@ -279,11 +279,11 @@ _MEAN_POOLS = [f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 
 
 
 @transfer(*_MEAN_POOLS)
-def mean_pool(call: OpCall) -> Span:
+def mean_pool(call: OpCall) -> Interval:
     """Means of elements and of the zeros of padding, or of elements alone."""
     call.ignore("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "output_size")
     low, high = _per_channel(call, _dimensions(call))
-    x = call.span("self")
+    x = call.interval("self")
     given = call.arg("self").meta["val"].shape[-_dimensions(call) :]
     window = call.arg("kernel_size") if "kernel_size" in call.given else given
     sizes = list(window) if isinstance(window, list | tuple | torch.Size) else [window]
@@ -293,4 +293,4 @@ def mean_pool(call: OpCall) -> Span:
     off = x.peak * max(accumulated(terms + 2), 2.0**-12)
     natural = bool((x.low >= 0).all())
     low = low.clamp(max=0.0) - off
-    return Span(call.shape, low.clamp(min=0.0) if natural else low, high.clamp(min=0.0) + off)
+    return Interval(call.shape, low.clamp(min=0.0) if natural else low, high.clamp(min=0.0) + off)

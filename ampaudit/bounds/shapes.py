@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ampaudit.bounds.span import Axes, Span
+from ampaudit.bounds.interval import Axes, Interval
 from ampaudit.bounds.transfers import OpCall, transfer
 
 __all__ = ["reshaped"]
 
 
-def _permuted(x: Span, order: Sequence[int]) -> Span:
+def _permuted(x: Interval, order: Sequence[int]) -> Interval:
     place = {old: new for new, old in enumerate(order)}
     shape = tuple(x.shape[old] for old in order)
 
@@ -22,10 +22,10 @@ def _permuted(x: Span, order: Sequence[int]) -> Span:
 
     if not order:
         return x
-    return Span(shape, x.low.permute(*order), x.high.permute(*order), moved(x.norms), moved(x.sums))
+    return Interval(shape, x.low.permute(*order), x.high.permute(*order), moved(x.norms), moved(x.sums))
 
 
-def _swapped(x: Span, first: int, second: int) -> Span:
+def _swapped(x: Interval, first: int, second: int) -> Interval:
     order = list(range(len(x.shape)))
     if order:
         order[first], order[second] = order[second], order[first]
@@ -33,35 +33,35 @@ def _swapped(x: Span, first: int, second: int) -> Span:
 
 
 @transfer("transpose.int", "swapdims", moves=True)
-def transpose(call: OpCall) -> Span:
+def transpose(call: OpCall) -> Interval:
     """Two axes change places."""
-    return _swapped(call.span("self"), int(call.arg("dim0")), int(call.arg("dim1")))
+    return _swapped(call.interval("self"), int(call.arg("dim0")), int(call.arg("dim1")))
 
 
 @transfer("swapaxes", moves=True)
-def swap_axes(call: OpCall) -> Span:
+def swap_axes(call: OpCall) -> Interval:
     """Two axes change places."""
-    return _swapped(call.span("self"), int(call.arg("axis0")), int(call.arg("axis1")))
+    return _swapped(call.interval("self"), int(call.arg("axis0")), int(call.arg("axis1")))
 
 
 @transfer("t", "mT", moves=True)
-def transpose_last(call: OpCall) -> Span:
+def transpose_last(call: OpCall) -> Interval:
     """The last two axes change places."""
-    x = call.span("self")
+    x = call.interval("self")
     return _swapped(x, -1, -2) if len(x.shape) > 1 else x
 
 
 @transfer("numpy_T", moves=True)
-def transpose_all(call: OpCall) -> Span:
+def transpose_all(call: OpCall) -> Interval:
     """All axes are reversed."""
-    x = call.span("self")
+    x = call.interval("self")
     return _permuted(x, list(reversed(range(len(x.shape)))))
 
 
 @transfer("permute", moves=True)
-def permute(call: OpCall) -> Span:
+def permute(call: OpCall) -> Interval:
     """Axes are reordered."""
-    x = call.span("self")
+    x = call.interval("self")
     return _permuted(x, [int(axis) % len(x.shape) for axis in call.arg("dims")])
 
 
@@ -72,15 +72,15 @@ reshape_as ravel atleast_1d atleast_2d atleast_3d
 
 
 @transfer(*_RESHAPES.split(), moves=True)
-def reshape(call: OpCall) -> Span:
+def reshape(call: OpCall) -> Interval:
     """Axes are split or merged, in the order of the elements."""
     # the output's shape shows what they say
     call.ignore("size", "shape", "sizes", "start_dim", "end_dim", "dim", "other")
-    return reshaped(call.span("self"), call.shape)
+    return reshaped(call.interval("self"), call.shape)
 
 
-def reshaped(x: Span, shape: tuple[int, ...]) -> Span:
-    """The span of a value whose axes are split and merged, group by group.
+def reshaped(x: Interval, shape: tuple[int, ...]) -> Interval:
+    """The interval of a value whose axes are split and merged, group by group.
 
     Ends that are shared along a whole group of axes stay shared; others are written out over that group. The
     norm along the last axis stays a bound where that axis is split, and where it stays as it is.
@@ -96,7 +96,7 @@ def reshaped(x: Span, shape: tuple[int, ...]) -> Span:
             kept = (*shape[:-1], 1)
             widest = known if known.numel() == 1 else _regrouped(known, (*x.shape[:-1], 1), kept)
             norms = {len(shape) - 1: widest.reshape((1,) * len(shape)) if known.numel() == 1 else widest}
-    return Span(shape, low, high, norms)
+    return Interval(shape, low, high, norms)
 
 
 def _regrouped(ends: torch.Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> torch.Tensor:
@@ -131,10 +131,10 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 
 @transfer("expand", "broadcast_to", "expand_as", moves=True)
-def expand(call: OpCall) -> Span:
+def expand(call: OpCall) -> Interval:
     """Axes of size 1 are repeated."""
     call.ignore("size", "implicit", "other")
-    x, shape = call.span("self"), call.shape
+    x, shape = call.interval("self"), call.shape
     shift = len(shape) - len(x.shape)
 
     def fit(ends: torch.Tensor) -> torch.Tensor:
@@ -143,48 +143,48 @@ def expand(call: OpCall) -> Span:
     same = {axis for axis in range(len(x.shape)) if x.shape[axis] == shape[axis + shift]}
     norms = {axis + shift: fit(norm) for axis, norm in x.norms.items() if axis in same}
     sums = {axis + shift: fit(norm) for axis, norm in x.sums.items() if axis in same}
-    return Span(shape, fit(x.low), fit(x.high), norms, sums)
+    return Interval(shape, fit(x.low), fit(x.high), norms, sums)
 
 
 _COPIES = "contiguous clone detach alias lift_fresh_copy positive lift_fresh detach_copy"
 
 
 @transfer(*_COPIES.split(), moves=True)
-def identity(call: OpCall) -> Span:
+def identity(call: OpCall) -> Interval:
     """The same values."""
-    return call.span("self")
+    return call.interval("self")
 
 
 @transfer("slice.Tensor", "narrow", moves=True)
-def slice_along(call: OpCall) -> Span:
+def slice_along(call: OpCall) -> Interval:
     """A part of an axis: within the ends over that axis; a norm along it stays a bound."""
     call.ignore("start", "end", "step", "length")
-    x, axis = call.span("self"), int(call.arg("dim"))
+    x, axis = call.interval("self"), int(call.arg("dim"))
     shape = call.shape
     if x.shape == shape:
         return x
     low, high = x.low.amin(axis, keepdim=True), x.high.amax(axis, keepdim=True)
     norms, sums = ({a: n.amax(axis, keepdim=True) for a, n in axes.items()} for axes in (x.norms, x.sums))
-    return Span(shape, low, high, norms, sums)
+    return Interval(shape, low, high, norms, sums)
 
 
 @transfer("select.int", moves=True)
-def select(call: OpCall) -> Span:
+def select(call: OpCall) -> Interval:
     """One place of an axis: within the ends over that axis."""
     call.ignore("index")
-    return _without_axis(call.span("self"), int(call.arg("dim")), call.shape)
+    return _without_axis(call.interval("self"), int(call.arg("dim")), call.shape)
 
 
-def _without_axis(x: Span, dim: int, shape: tuple[int, ...]) -> Span:
+def _without_axis(x: Interval, dim: int, shape: tuple[int, ...]) -> Interval:
     axis = dim % len(x.shape)
     norms = {a - (a > axis): n.amax(axis) for a, n in x.norms.items() if a != axis}
-    return Span(shape, x.low.amin(axis), x.high.amax(axis), norms)
+    return Interval(shape, x.low.amin(axis), x.high.amax(axis), norms)
 
 
 @transfer("unbind.int", moves=True)
-def unbind(call: OpCall) -> list[Span]:
+def unbind(call: OpCall) -> list[Interval]:
     """The places of an axis, one by one."""
-    x = call.span("self")
+    x = call.interval("self")
     return [_without_axis(x, int(call.arg("dim")), shape) for shape in call.shapes]
 
 
@@ -195,17 +195,17 @@ tensor_split.sections
 
 
 @transfer(*_SPLITS.split(), moves=True)
-def split(call: OpCall) -> list[Span]:
+def split(call: OpCall) -> list[Interval]:
     """Consecutive parts of an axis, each within its ends; a part of a row is no longer than the row."""
     call.ignore("chunks", "split_size", "split_sizes", "sections")
-    x, axis = call.span("self"), int(call.arg("dim"))
+    x, axis = call.interval("self"), int(call.arg("dim"))
     axis %= max(len(x.shape), 1)
-    found: list[Span] = []
+    found: list[Interval] = []
     start = 0
     for shape in call.shapes:
         low, high = (_part(ends, axis, start, shape[axis]) for ends in (x.low, x.high))
         norms = {a: _part(n, axis, start, shape[axis]) for a, n in x.norms.items()}
-        found.append(Span(shape, low, high, norms))
+        found.append(Interval(shape, low, high, norms))
         start += shape[axis]
     return found
 
@@ -215,9 +215,9 @@ def _part(ends: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
 
 
 @transfer("tensor_split.indices", moves=True)
-def split_at(call: OpCall) -> list[Span]:
+def split_at(call: OpCall) -> list[Interval]:
     """Parts of an axis that may overlap: within the ends over that axis."""
     call.ignore("indices")
-    x, axis = call.span("self"), int(call.arg("dim"))
+    x, axis = call.interval("self"), int(call.arg("dim"))
     low, high = x.low.amin(axis, keepdim=True), x.high.amax(axis, keepdim=True)
-    return [Span(shape, low, high) for shape in call.shapes]
+    return [Interval(shape, low, high) for shape in call.shapes]

@@ -1,4 +1,4 @@
-"""What becomes of a span when its value is stored in a dtype, or converted to one."""
+"""What becomes of an interval when its value is stored in a dtype, or converted to one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from ampaudit.bounds.span import OUTWARD, Span, between, finite, symmetric
+from ampaudit.bounds.interval import OUTWARD, Interval, between, finite, symmetric
 from ampaudit.core.formats import FLOAT32, FORMATS, NumberFormat
 
 __all__ = [
@@ -33,7 +33,7 @@ def format_of(dtype: torch.dtype | None) -> NumberFormat | None:
     return FORMATS.get(str(dtype).removeprefix("torch."))
 
 
-def number(value: float, dtype: torch.dtype) -> Span:
+def number(value: float, dtype: torch.dtype) -> Interval:
     """A Python number beside a tensor: some kernels round it to the tensor's format, others do not."""
     if dtype is torch.bool:
         return between((), 0.0, 1.0)
@@ -52,7 +52,7 @@ def number(value: float, dtype: torch.dtype) -> Span:
     return between((), low, high)
 
 
-def anything(shape: tuple[int, ...], dtype: torch.dtype | None) -> Span:
+def anything(shape: tuple[int, ...], dtype: torch.dtype | None) -> Interval:
     """Any value of a dtype: an integer has ends all the same."""
     if dtype is None or dtype.is_floating_point or dtype.is_complex:
         return symmetric(shape, torch.inf)
@@ -69,46 +69,46 @@ def rounding(dtype: torch.dtype) -> tuple[float, float]:
     return (OUTWARD, 0.0) if form is None else (form.eps / 2, form.min_subnormal / 2)
 
 
-def stored(span: Span, dtype: torch.dtype | None) -> Span:
-    """The span of an op's result, computed in float32 and rounded to its dtype.
+def stored(interval: Interval, dtype: torch.dtype | None) -> Interval:
+    """The interval of an op's result, computed in float32 and rounded to its dtype.
 
     A result beyond the format is infinite, which is the fault of that op alone; what follows is bounded for
     finite values. Integers wrap around: a range that leaves the dtype is all of it.
     """
     if dtype is None or dtype.is_complex:
-        return anything(span.shape, dtype)
+        return anything(interval.shape, dtype)
     if not dtype.is_floating_point:
-        return _as_integer(span, dtype)
+        return _as_integer(interval, dtype)
     form = format_of(dtype)
     if form is None:
-        return span.widened(OUTWARD) if dtype is torch.float64 else anything(span.shape, dtype)
+        return interval.widened(OUTWARD) if dtype is torch.float64 else anything(interval.shape, dtype)
     relative = 8 * UNIT_ROUNDOFF if form is FLOAT32 else form.eps / 2
     absolute = form.min_subnormal / 2 + _UNDERFLOW
-    found = loosened(span, relative, absolute)
-    return found if span.peak * (1 + 2 * relative) + 2 * absolute <= form.max else found.clipped(form.max)
+    found = loosened(interval, relative, absolute)
+    return found if interval.peak * (1 + 2 * relative) + 2 * absolute <= form.max else found.clipped(form.max)
 
 
-def converted(span: Span, source: torch.dtype, dtype: torch.dtype) -> Span:
-    """The span of an operand as an op that computes in ``dtype`` takes it; infinite where it overflows.
+def converted(interval: Interval, source: torch.dtype, dtype: torch.dtype) -> Interval:
+    """The interval of an operand as an op that computes in ``dtype`` takes it; infinite where it overflows.
 
     Args:
-        span: of the operand.
+        interval: of the operand.
         source: its own dtype.
         dtype: what it is converted to.
     """
     if source is dtype:
-        return span
+        return interval
     if dtype.is_complex:
-        return anything(span.shape, dtype)
+        return anything(interval.shape, dtype)
     if not dtype.is_floating_point:
-        return anything(span.shape, dtype) if source.is_floating_point else _as_integer(span, dtype)
+        return anything(interval.shape, dtype) if source.is_floating_point else _as_integer(interval, dtype)
     form = format_of(dtype)
     if form is None or holds(dtype, source):
-        return span.widened(OUTWARD) if form is None else span
-    wide = loosened(span, *rounding(dtype))
+        return interval.widened(OUTWARD) if form is None else interval
+    wide = loosened(interval, *rounding(dtype))
     low = torch.where(wide.low <= -form.overflow_at, -torch.inf, wide.low)
     high = torch.where(wide.high >= form.overflow_at, torch.inf, wide.high)
-    return Span(span.shape, low, high, wide.norms, wide.sums, wide.mean)
+    return Interval(interval.shape, low, high, wide.norms, wide.sums, wide.mean)
 
 
 @cache
@@ -122,19 +122,19 @@ def holds(dtype: torch.dtype, source: torch.dtype | None) -> bool:
     return other.eps >= form.eps and other.max <= form.max and other.min_subnormal >= form.min_subnormal
 
 
-def loosened(span: Span, relative: float, absolute: float) -> Span:
+def loosened(interval: Interval, relative: float, absolute: float) -> Interval:
     """For values that are rounded once, which moves none of them across zero."""
-    wide = span.widened(relative, absolute)
-    low = torch.where(span.low >= 0, wide.low.clamp(min=0.0), wide.low)
-    high = torch.where(span.high <= 0, wide.high.clamp(max=0.0), wide.high)
-    return Span(wide.shape, low, high, wide.norms, wide.sums, wide.mean)
+    wide = interval.widened(relative, absolute)
+    low = torch.where(interval.low >= 0, wide.low.clamp(min=0.0), wide.low)
+    high = torch.where(interval.high <= 0, wide.high.clamp(max=0.0), wide.high)
+    return Interval(wide.shape, low, high, wide.norms, wide.sums, wide.mean)
 
 
-def _as_integer(span: Span, dtype: torch.dtype) -> Span:
+def _as_integer(interval: Interval, dtype: torch.dtype) -> Interval:
     if dtype is torch.bool:
-        return between(span.shape, 0.0, 1.0)
+        return between(interval.shape, 0.0, 1.0)
     limits = torch.iinfo(dtype)
-    low, high = finite(span.low, -1), finite(span.high, 1)
-    if not bool(((low >= limits.min) & (high <= limits.max)).all()) or span.peak > _EXACT_INTEGERS:
-        return anything(span.shape, dtype)
-    return Span(span.shape, low, high, span.norms, span.sums, span.mean)
+    low, high = finite(interval.low, -1), finite(interval.high, 1)
+    if not bool(((low >= limits.min) & (high <= limits.max)).all()) or interval.peak > _EXACT_INTEGERS:
+        return anything(interval.shape, dtype)
+    return Interval(interval.shape, low, high, interval.norms, interval.sums, interval.mean)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampaudit.bounds.span import Span
+from ampaudit.bounds.interval import Interval
 from ampaudit.core.assumptions import Assumption
 from ampaudit.core.sites import SiteId
 
-__all__ = ["Bound", "SpanTable"]
+__all__ = ["Bound", "BoundTable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class SpanTable:
+class BoundTable:
     """The result of a bound pass.
 
     Attributes:
         bounds: by site.
-        spans: by node name, for tests and for the search of ``--stress``.
+        intervals: by node name, for tests and for the search of ``--stress``.
         assumed: what the proof rests on.
         uncovered: ops without a transfer function, or called in a way that it does not know; their values are
             taken to be anything.
@@ -46,18 +46,18 @@ class SpanTable:
     """
 
     bounds: dict[SiteId, Bound]
-    spans: dict[str, Span | list[Span]]
+    intervals: dict[str, Interval | list[Interval]]
     assumed: tuple[Assumption, ...]
     uncovered: tuple[str, ...]
     failed: tuple[str, ...] = ()
 
-    def joined(self, other: SpanTable) -> SpanTable:
-        """What holds for this graph and another one of the same model; spans are this one's."""
+    def joined(self, other: BoundTable) -> BoundTable:
+        """What holds for this graph and another one of the same model; intervals are this one's."""
         bounds = dict(self.bounds)
         for site, found in other.bounds.items():
             bounds[site] = bounds[site].joined(found) if site in bounds else found
         uncovered = tuple(sorted({*self.uncovered, *other.uncovered}))
-        return SpanTable(bounds, self.spans, self.assumed, uncovered, (*self.failed, *other.failed))
+        return BoundTable(bounds, self.intervals, self.assumed, uncovered, (*self.failed, *other.failed))
 
     @property
     def proved(self) -> frozenset[SiteId]:

@@ -1,4 +1,4 @@
-"""The registry of transfer functions: from the spans of an op's inputs to the span of its output.
+"""The registry of transfer functions: from the intervals of an op's inputs to the interval of its output.
 
 A transfer function is registered for exact overloads. It takes its arguments from an ``OpCall`` by the names
 of ATen's schema; if it leaves one unread that differs from its default, its result counts for nothing. So an
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.bounds.span import Axes, Span, finite, unbounded
+from ampaudit.bounds.interval import Axes, Interval, finite, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, converted, number, rounding
 from ampaudit.trace.opnames import base_name, named_arguments
 
@@ -78,7 +78,7 @@ class OpCall:
         node: of the graph.
         op: the overload that it calls.
         given: its arguments by name, defaults included; nodes where a value is meant.
-        spans: what is known about each node.
+        intervals: what is known about each node.
         known: weights and constants by node.
         limit: largest finite value of the 16-bit format: sharper bounds are sought beyond it only.
         shapes: of its outputs.
@@ -88,7 +88,7 @@ class OpCall:
     node: fx.Node
     op: OpOverload
     given: Mapping[str, Any]
-    spans: Mapping[fx.Node, Any]
+    intervals: Mapping[fx.Node, Any]
     known: Mapping[fx.Node, Known]
     limit: float
     shapes: list[tuple[int, ...]]
@@ -132,20 +132,20 @@ class OpCall:
         value = self.arg(name)
         return float(value) if isinstance(value, int | float) else None
 
-    def span(self, name: str) -> Span:
+    def interval(self, name: str) -> Interval:
         """Of an argument, in the dtype in which the op computes."""
         value, dtype = self.arg(name), self.dtype
         if isinstance(value, fx.Node):
             given = _first(value.meta["val"])
             if not isinstance(given, torch.Tensor):  # a size, or a number out of a tensor
                 return unbounded(())
-            return converted(self.spans[value], given.dtype, dtype)
+            return converted(self.intervals[value], given.dtype, dtype)
         return number(float(value), dtype)
 
-    def items(self, name: str) -> list[Span]:
+    def items(self, name: str) -> list[Interval]:
         """Of each tensor of a list, in the dtype in which the op computes."""
         nodes = [item for item in self.arg(name) if isinstance(item, fx.Node)]
-        return [converted(self.spans[n], _first(n.meta["val"]).dtype, self.dtype) for n in nodes]
+        return [converted(self.intervals[n], _first(n.meta["val"]).dtype, self.dtype) for n in nodes]
 
     def weight(self, name: str) -> Known | None:
         """The value of an argument, where it is a known weight or constant."""
@@ -190,7 +190,7 @@ def arguments_of(op: OpOverload, node: fx.Node) -> dict[str, Any]:
     return {**_defaults(op), **named_arguments(op, node.args, dict(node.kwargs))}
 
 
-Transfer = Callable[[OpCall], "Span | list[Span]"]
+Transfer = Callable[[OpCall], "Interval | list[Interval]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +253,12 @@ def accumulated(terms: int) -> float:
     return product / (1.0 - product) if product < 0.5 else float("inf")
 
 
-def shaped(call: OpCall, low: torch.Tensor, high: torch.Tensor, norms: Axes | None = None) -> Span:
-    """The span of an op's output from ends that broadcast to it."""
+def shaped(call: OpCall, low: torch.Tensor, high: torch.Tensor, norms: Axes | None = None) -> Interval:
+    """The interval of an op's output from ends that broadcast to it."""
     shape = call.shape
     rank = len(shape)
 
     def fit(ends: torch.Tensor) -> torch.Tensor:
         return ends.reshape((1,) * (rank - ends.ndim) + tuple(ends.shape))
 
-    return Span(shape, finite(fit(low), -1), finite(fit(high), 1), dict(norms or {}))
+    return Interval(shape, finite(fit(low), -1), finite(fit(high), 1), dict(norms or {}))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ampaudit.bounds.span import Span, exactly
+from ampaudit.bounds.interval import Interval, exactly
 from ampaudit.bounds.stored import anything, format_of, holds, loosened
 from ampaudit.bounds.transfers import VANISHING, Known, Registered
 from ampaudit.trace.functional import overload_of
@@ -91,8 +91,8 @@ class Weights(dict[fx.Node, Known]):
         found = max(-float(low), float(high))
         return math.inf if math.isnan(found) else found
 
-    def span(self, node: fx.Node) -> Span:
-        """The span of a known value as the graph holds it."""
+    def interval(self, node: fx.Node) -> Interval:
+        """The interval of a known value as the graph holds it."""
         known, dtype = self[node], node.meta["val"].dtype
         tensor = known.tensor
         if tensor.is_complex():

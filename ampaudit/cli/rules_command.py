@@ -77,10 +77,10 @@ def diff_command(first: str, second: str, model: str | None, dtype: str, form: s
     if model is not None:
         _model_diff(a, b, model, dtype, form, options)
         return
-    from ampaudit.core.formats import lower_format
+    from ampaudit.core.formats import low_precision_format
     from ampaudit.render.rules_text import diff_rows, render_diff
 
-    rows = diff_rows(a, b, lower_format(dtype).name)
+    rows = diff_rows(a, b, low_precision_format(dtype).name)
     shown = render_diff(a, b, rows, verbose=options["verbose"])
     deliver(lambda console: console.print(shown), _json(rows, form), None, force=False)
 

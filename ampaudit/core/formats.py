@@ -18,11 +18,11 @@ __all__ = [
     "FLOAT16",
     "FLOAT32",
     "FORMATS",
-    "LOWER_FORMATS",
+    "LOW_PRECISION_FORMATS",
     "WHAT_IF_FORMATS",
     "NumberFormat",
     "format_named",
-    "lower_format",
+    "low_precision_format",
 ]
 
 
@@ -84,7 +84,7 @@ FLOAT8_E4M3FN = NumberFormat("float8_e4m3fn", 3, -6, 448.0, has_inf=False)
 FLOAT8_E5M2 = NumberFormat("float8_e5m2", 2, -14, 57344.0)
 
 FORMATS = {f.name: f for f in (FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)}
-LOWER_FORMATS = (FLOAT16, BFLOAT16)
+LOW_PRECISION_FORMATS = (FLOAT16, BFLOAT16)
 WHAT_IF_FORMATS = (FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -101,14 +101,14 @@ def format_named(name: str) -> NumberFormat:
     return FORMATS[full]
 
 
-def lower_format(name: str) -> NumberFormat:
+def low_precision_format(name: str) -> NumberFormat:
     """The 16-bit format of that name.
 
     Raises:
         UsageError: no such format, or one of another width.
     """
     form = format_named(name)
-    if form not in LOWER_FORMATS:
-        names = ", ".join(f.name for f in LOWER_FORMATS)
+    if form not in LOW_PRECISION_FORMATS:
+        names = ", ".join(f.name for f in LOW_PRECISION_FORMATS)
         raise UsageError(f"--dtype {name}: not a 16-bit format", hint=f"one of: {names}")
     return form

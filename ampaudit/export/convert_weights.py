@@ -9,7 +9,7 @@ from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import staged_directory
-from ampaudit.core.formats import lower_format
+from ampaudit.core.formats import low_precision_format
 from ampaudit.export.directory import Origin, finish_directory
 from ampaudit.export.options import ConvertOptions
 from ampaudit.export.storage import choose_by_name
@@ -39,7 +39,7 @@ def convert_weights(path: Path, output: Path, options: ConvertOptions) -> Conver
     checkpoint = open_checkpoint(path)
     options = options.loaded()
     rules = options.rules
-    form = lower_format(options.dtype)
+    form = low_precision_format(options.dtype)
     choices = choose_by_name(checkpoint, rules, form)
     look = Look(form, keep_overflowing=rules.file.weights.storage == "float32")
     notes = (

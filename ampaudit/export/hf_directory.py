@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
-from ampaudit.core.formats import lower_format
+from ampaudit.core.formats import low_precision_format
 from ampaudit.export.storage import Choice
 from ampaudit.trace.storage import kept_by_author
 
@@ -76,7 +76,7 @@ def set_dtype(
 def _in_float32(model: nn.Module, choices: Mapping[str, Choice], dtype: str) -> list[str]:
     import torch
 
-    listed = kept_by_author(model, getattr(torch, lower_format(dtype).name))
+    listed = kept_by_author(model, getattr(torch, low_precision_format(dtype).name))
     return [
         name
         for name, choice in choices.items()

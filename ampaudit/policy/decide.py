@@ -69,7 +69,7 @@ class RuleSet:
         self._measured = _Index([rule for rule in rules if rule.measured], self.ops)
         self._fallback = Decision(file.defaults.cast, None, "default", file.defaults.why)
         self.measured = any(rule.measured for rule in rules)
-        self.looks_around = any(r.painted or r.when.producer or r.when.consumer for r in rules)
+        self.needs_graph = any(r.painted or r.when.producer or r.when.consumer for r in rules)
 
     @property
     def name(self) -> str:

@@ -28,7 +28,7 @@ class PlanSite:
 def plan_graph(rules: RuleSet, sites: Sequence[PlanSite]) -> list[Decision]:
     """One decision per site, in order. Time grows with sites plus edges."""
     decisions = [rules.decide(site.facts) for site in sites]
-    if not rules.looks_around:
+    if not rules.needs_graph:
         return decisions
     decisions = _painted(decisions, sites)
     return _with_neighbours(rules, decisions, sites)

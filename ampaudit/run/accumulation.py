@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.opnames import base_name, mutated_arguments, named_arguments
 
 __all__ = ["accumulated", "accumulates", "multiplies"]
@@ -31,7 +31,7 @@ _ADDS: dict[str, tuple[str | None, ...]] = {
 def accumulates(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
     """Whether the call adds elements up in a 16-bit tensor, one after the other."""
     adds = _ADDS.get(base_name(op).rstrip("_")) if op.namespace == "aten" else None
-    if adds is None or args[0].dtype not in LOWER:
+    if adds is None or args[0].dtype not in LOW_PRECISION_DTYPES:
         return False
     return named_arguments(op, args, kwargs).get("reduce") in adds
 

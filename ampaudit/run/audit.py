@@ -17,7 +17,7 @@ from ampaudit.run.guards import guarded
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Plan, Runner
 from ampaudit.run.sharing import SharedReference, interleave
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
 from ampaudit.trace.converted import ConvertedModel
@@ -147,7 +147,7 @@ def raised_sites(
 
     An op that is in float32 already, because the author or its inputs made it so, is not raised by a rule.
     """
-    lowered = (s for s in sites if s.dtype in LOWER and s.decision.reason != "author")
-    ours = (s for s in lowered if s.facts and s.id in seen)
+    low_precision = (s for s in sites if s.dtype in LOW_PRECISION_DTYPES and s.decision.reason != "author")
+    ours = (s for s in low_precision if s.facts and s.id in seen)
     facts = [(s.id, replace(s.facts, measurement=seen[s.id])) for s in ours if s.facts]
     return tuple(site for site, fact in facts if rules.raises(fact))

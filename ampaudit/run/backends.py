@@ -18,7 +18,7 @@ from ampaudit.run.flat import flat_pair
 from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.program import widened
-from ampaudit.run.step import LOWER, Step, widened_tensor
+from ampaudit.run.step import LOW_PRECISION_DTYPES, Step, widened_tensor
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.sizes import fits, sizes_of
 
@@ -30,7 +30,7 @@ class Backend(Protocol):
 
     name: str
 
-    def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """The representation of a tensor whose dtype in the converted model is ``dtype``."""
 
     def call(
@@ -47,10 +47,10 @@ class Backend(Protocol):
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step's result as autograd shall see it: its backward is this backend's."""
 
-    def held_result(
+    def represented_result(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
     ) -> torch.Tensor:
-        """``hold`` of something that was just made from what is given, and may be overwritten."""
+        """``represent`` of something that was just made from what is given, and may be overwritten."""
 
 
 class Reference:
@@ -58,25 +58,25 @@ class Reference:
 
     name = "reference"
 
-    def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Float32 for 16-bit tensors, and for float64 that becomes 16 bits; the tensor itself otherwise."""
-        narrowed = tensor.dtype is torch.float64 and dtype in LOWER
+        narrowed = tensor.dtype is torch.float64 and dtype in LOW_PRECISION_DTYPES
         return tensor.float() if narrowed else widened_tensor(tensor)
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with float32 for 16-bit dtypes, and as they were before the policy changed any."""
-        exact = step.site.exact if step.site is not None else {}
+        exact = step.site.original_args if step.site is not None else {}
         if not exact:
             return step.wide_args, step.wide_kwargs
         args = tuple(exact.get(position, value) for position, value in enumerate(step.wide_args))
         return args, {name: exact.get(name, value) for name, value in step.wide_kwargs.items()}
 
-    def held_result(
+    def represented_result(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
     ) -> torch.Tensor:
-        """As ``hold``."""
+        """As ``represent``."""
         del given
-        return self.hold(tensor, dtype)
+        return self.represent(tensor, dtype)
 
     def call(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
@@ -103,15 +103,17 @@ class Emulated(Reference):
         """Arguments with float32 for 16-bit dtypes: the values are carried in float32."""
         return step.wide_args, step.wide_kwargs
 
-    def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """A float32 carrier of the rounded tensor."""
         return rounded(tensor, dtype)
 
-    def held_result(
+    def represented_result(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
     ) -> torch.Tensor:
         """Rounded where it lies, if its memory is its own."""
-        return _round_result(tensor, dtype, given) if tensor.is_contiguous() else self.hold(tensor, dtype)
+        return (
+            _round_result(tensor, dtype, given) if tensor.is_contiguous() else self.represent(tensor, dtype)
+        )
 
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op in float32; of what its backward keeps, the output is what was rounded.
@@ -119,7 +121,7 @@ class Emulated(Reference):
         A kernel's statistics (a mean, a logsumexp) have another shape and stay in float32, as on a GPU.
         """
         dtype, value = step.dtypes[0], step.node.meta.get("val")
-        if dtype not in LOWER or step.random or not isinstance(value, torch.Tensor):
+        if dtype not in LOW_PRECISION_DTYPES or step.random or not isinstance(value, torch.Tensor):
             return step.target(*args, **kwargs)
         given = {a.data_ptr() for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
 
@@ -134,14 +136,14 @@ class Emulated(Reference):
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
     ) -> Any:
         """The op in float32, its 16-bit outputs rounded; a mutated argument is rounded in place."""
-        if step.low_precision:
+        if step.rounds_inside:
             return _in_true_dtypes(step, args, kwargs)
         result = step.target(*args, **kwargs)
         if step.mutates:
             _round_written(step, args, kwargs, measure if step.in_place else None)
         if step.in_place:
             return result
-        if not step.lowered or not step.makes_values:
+        if not step.low_precision or not step.makes_values:
             return result
         if isinstance(result, torch.Tensor):
             return _round_result(result, step.dtypes[0], args, measure)
@@ -156,7 +158,7 @@ class Native:
 
     name = "native"
 
-    def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """The tensor in its dtype."""
         if dtype is None or not tensor.is_floating_point():
             return tensor
@@ -171,19 +173,19 @@ class Native:
     ) -> Any:
         """The op in its dtypes. Random ops run in float32, so that both runs draw the same numbers."""
         del measure
-        if not step.random or not step.lowered:
+        if not step.random or not step.low_precision:
             return step.target(*args, **kwargs)
         wide, wide_kwargs = widened(args), widened(kwargs)
         wide = [widened_tensor(a) if isinstance(a, torch.Tensor) else a for a in wide]
         result = step.target(*wide, **wide_kwargs)
         return result.to(step.dtypes[0]) if isinstance(result, torch.Tensor) else result
 
-    def held_result(
+    def represented_result(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
     ) -> torch.Tensor:
-        """As ``hold``."""
+        """As ``represent``."""
         del given
-        return self.hold(tensor, dtype)
+        return self.represent(tensor, dtype)
 
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op in its dtypes, whose backward is autograd's own."""
@@ -199,7 +201,7 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Round to a 16-bit format and return to its carrier, in a new tensor; other dtypes pass unchanged."""
     if tensor.is_complex():
         return rounded_components(tensor) if dtype is torch.complex32 else widened_tensor(tensor)
-    if dtype not in LOWER or not tensor.is_floating_point():
+    if dtype not in LOW_PRECISION_DTYPES or not tensor.is_floating_point():
         return widened_tensor(tensor)
     if tensor.dtype is not torch.float32:
         return tensor.to(dtype).float()
@@ -213,7 +215,7 @@ def _round_result(
     measure: BlockMeasure | None = None,
 ) -> torch.Tensor:
     """Round an op's output where it lies, unless it shares memory with one of the inputs."""
-    if tensor.dtype is not torch.float32 or dtype not in LOWER:
+    if tensor.dtype is not torch.float32 or dtype not in LOW_PRECISION_DTYPES:
         return rounded(tensor, dtype)
     if _shares_memory(tensor.untyped_storage().data_ptr(), args):
         return rounded(tensor, dtype)
@@ -227,7 +229,7 @@ def _round_written(
     nodes = step.written(step.node.args, dict(step.node.kwargs))
     for node, written in zip(nodes, step.written(args, kwargs), strict=True):
         dtype = getattr(node.meta.get("val"), "dtype", None) if isinstance(node, fx.Node) else None
-        if dtype in LOWER and isinstance(written, torch.Tensor):
+        if dtype in LOW_PRECISION_DTYPES and isinstance(written, torch.Tensor):
             _round_blocks(written, written, dtype, measure)
         measure = None
 
@@ -289,4 +291,4 @@ def _as_in_graph(template: Any, value: Any) -> Any:
         return template
     dtype = getattr(template.meta.get("val"), "dtype", None)
     real = isinstance(value, torch.Tensor) and not value.is_complex()
-    return value.to(dtype) if real and dtype in LOWER else value
+    return value.to(dtype) if real and dtype in LOW_PRECISION_DTYPES else value

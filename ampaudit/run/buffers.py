@@ -8,7 +8,7 @@ from torch import fx
 
 from ampaudit.core.sites import SiteId
 from ampaudit.run.lockstep import LockStep
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
 
@@ -42,10 +42,10 @@ def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
     places = {place.node: place for place in executor.program.traced.placeholders}
     for node, (reference, value) in executor.buffers.items():
         place, site = places[node.name], _writer(executor, node)
-        if place.dtype not in LOWER or site is None:
+        if place.dtype not in LOW_PRECISION_DTYPES or site is None:
             continue
         before = executor.converted.masters[node.name].detach().to(reference.device)
-        stalled = (reference != before) & (value == executor.backend.hold(before, place.dtype))
+        stalled = (reference != before) & (value == executor.backend.represent(before, place.dtype))
         count = int(stalled.sum())
         if count:
             moved = int((reference != before).sum())

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.run.backends import Emulated, rounded
 from ampaudit.run.measure import BlockMeasure
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.opnames import base_name, named_arguments
 
 __all__ = ["CONTRACTS", "Contract", "Contracted", "contract_of"]
@@ -73,9 +73,9 @@ class Contracted(Emulated):
         self.contract = contract
         self.name = f"emulated: {', '.join(sorted(contract.words))}"
 
-    def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """A rounded carrier, with what the contract does at both ends of the range."""
-        return self._ends(super().hold(tensor, dtype), dtype)
+        return self._ends(super().represent(tensor, dtype), dtype)
 
     def call(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
@@ -84,7 +84,7 @@ class Contracted(Emulated):
         del measure
         own = self._own_way(step, args, kwargs)
         result = own if own is not None else super().call(step, args, kwargs)
-        if not step.lowered or not step.makes_values:
+        if not step.low_precision or not step.makes_values:
             return result
         if isinstance(result, torch.Tensor):
             changed = self._ends(result, step.dtypes[0])
@@ -92,7 +92,7 @@ class Contracted(Emulated):
         return type(result)(self._ends(r, d) for r, d in zip(result, step.dtypes, strict=True))
 
     def _ends(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        if dtype not in LOWER or not isinstance(value, torch.Tensor):
+        if dtype not in LOW_PRECISION_DTYPES or not isinstance(value, torch.Tensor):
             return value
         limits = torch.finfo(dtype)
         if "flush-to-zero" in self.contract.words:
@@ -102,7 +102,7 @@ class Contracted(Emulated):
     def _own_way(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The op in steps that round, if the contract takes it apart."""
         dtype = step.dtypes[0]
-        if not isinstance(step.target, OpOverload) or dtype not in LOWER or step.mutates:
+        if not isinstance(step.target, OpOverload) or dtype not in LOW_PRECISION_DTYPES or step.mutates:
             return None
         name = base_name(step.target)
         table: dict[str, Callable[[Named, Rounding], torch.Tensor | None]] = {}

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed
 from ampaudit.run.guards import guarded
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source.interface import Batch
 from ampaudit.trace.capture import quiet
 from ampaudit.trace.converted import Release
@@ -55,7 +55,7 @@ class EagerModel:
     def _copy(self, model: nn.Module) -> nn.Module:
         tensors: dict[int, torch.Tensor] = {}
         for tensor in named_tensors(model).values():
-            if self._release is not None and tensor.dtype in LOWER:
+            if self._release is not None and tensor.dtype in LOW_PRECISION_DTYPES:
                 raise RunFailed("weights of 16 bits are read piece by piece, and take twice the room in FP32")
             if isinstance(tensor, nn.Parameter):
                 tensors[id(tensor)] = nn.Parameter(self._wide(tensor), False)
@@ -72,7 +72,7 @@ class EagerModel:
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the device, widened from 16 bits; no copy where it is so already."""
         found = tensor.detach().to(self._device)
-        return found.float() if found.dtype in LOWER else found
+        return found.float() if found.dtype in LOW_PRECISION_DTYPES else found
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """As ``_wide``, in memory that the model may write to."""

@@ -71,7 +71,7 @@ def _clean_arguments(
         if _is_given(node) or reference is value:
             return value if index is None else value[index]
         reference = reference if index is None else reference[index]
-        return backend.hold(reference, getattr(node.meta.get("val"), "dtype", None))
+        return backend.represent(reference, getattr(node.meta.get("val"), "dtype", None))
 
     args, kwargs = backend.arguments(step)
     cleaned = tuple(

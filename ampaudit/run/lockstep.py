@@ -12,22 +12,22 @@ from ampaudit.run.backends import Backend, Reference
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.sharing import MISSING, SharedReference
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Placeholder, Slot
 
-__all__ = ["LockStep", "Pair", "StepCall", "Watch", "restore_random_state"]
+__all__ = ["LockStep", "Observer", "Pair", "StepCall", "restore_random_state"]
 
 Pair = tuple[Any, Any]
 
 
-class Watch(Protocol):
+class Observer(Protocol):
     """Sees each step's values as they are made."""
 
     def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
         """Asked before the converted run's step: something that wants to see its blocks, or nothing."""
 
-    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Look at a pair; what is returned goes on in the converted run (normally ``value`` itself)."""
 
 
@@ -82,7 +82,7 @@ class LockStep:
         self._masters = {n: t if streamed else t.to(device) for n, t in converted.masters.items()}
 
     @torch.no_grad()
-    def run(self, inputs: list[torch.Tensor], watch: Watch) -> list[Pair]:
+    def run(self, inputs: list[torch.Tensor], watch: Observer) -> list[Pair]:
         """One batch; the pairs of outputs in graph order.
 
         A value is dropped after its last use. Where both runs would do the same thing to the same
@@ -91,13 +91,13 @@ class LockStep:
         return _last(self.steps(inputs, watch))
 
     def steps(
-        self, inputs: list[torch.Tensor], watch: Watch, shared: SharedReference | None = None
+        self, inputs: list[torch.Tensor], watch: Observer, shared: SharedReference | None = None
     ) -> Generator[tuple[Step, ...], None, list[Pair]]:
         """``run``, stopping before each group of steps, which it yields; gradients must be off."""
         return self._steps(self._start(inputs), watch, shared)
 
     @torch.no_grad()
-    def run_pairs(self, pairs: list[Pair], watch: Watch) -> list[Pair]:
+    def run_pairs(self, pairs: list[Pair], watch: Observer) -> list[Pair]:
         """``run`` for a graph whose inputs are already held, and differ between the runs."""
         given = zip(self.program.inputs, pairs, strict=True)
         values = {node: self._own(pair) if node in self.program.written else pair for node, pair in given}
@@ -107,7 +107,7 @@ class LockStep:
         return pair[0].clone(), pair[1].clone()
 
     def _steps(
-        self, values: dict[fx.Node, Pair], watch: Watch, shared: SharedReference | None
+        self, values: dict[fx.Node, Pair], watch: Observer, shared: SharedReference | None
     ) -> Generator[tuple[Step, ...], None, list[Pair]]:
         self.buffers = {n: v for n, v in values.items() if self._places[n.name].slot is Slot.BUFFER}
         for group in self.program.groups:
@@ -172,11 +172,11 @@ class LockStep:
         inputs: dict[fx.Node, Pair],
         reference: Any,
         state: torch.Tensor | None,
-        watch: Watch,
+        watch: Observer,
     ) -> Pair:
         shared = self._reference_only or (
             not self._rounds(step)
-            and not (step.site is not None and step.site.exact)
+            and not (step.site is not None and step.site.original_args)
             and step.node not in self.program.written
             and all(first is second for first, second in inputs.values())
         )
@@ -191,7 +191,7 @@ class LockStep:
             call.measure = watch.expects(step, reference)
             result = self._call(step, call)
             value = self._unaliased(step, call, result)
-        return reference, watch.seen(step, reference, value, call)
+        return reference, watch.observe(step, reference, value, call)
 
     def _call(self, step: Step, call: StepCall) -> Any:
         """The converted run's result; an error of torch's gets the line of the model's code."""
@@ -204,7 +204,7 @@ class LockStep:
 
     def _rounds(self, step: Step) -> bool:
         """Whether the converted run gives a step another result than the reference, on equal inputs."""
-        return step.lowered
+        return step.low_precision
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
         """Where memory is written, a cast must not return its own input, as it would in float32."""
@@ -247,10 +247,10 @@ class LockStep:
         return values
 
     def _input(self, node: fx.Node, tensor: torch.Tensor, place: Placeholder) -> Pair:
-        reference = self._reference.hold(tensor, place.dtype)
+        reference = self._reference.represent(tensor, place.dtype)
         value = reference
-        if place.dtype in LOWER:
-            value = self.backend.hold(tensor, place.dtype)
+        if place.dtype in LOW_PRECISION_DTYPES:
+            value = self.backend.represent(tensor, place.dtype)
         if node in self.program.written:
             return reference.clone(), value.clone()
         return reference, value
@@ -263,13 +263,13 @@ class LockStep:
         """Masters are used where they are; a stored 16-bit copy is made for the use and dropped."""
         reference, master = self._reference_weight(node), self._masters[node.name].detach().to(self.device)
         # a weight that the model itself keeps in 16 bits is one for the backend, too
-        if node.name not in self.converted.copies and master.dtype not in LOWER:
+        if node.name not in self.converted.copies and master.dtype not in LOW_PRECISION_DTYPES:
             return reference, reference
-        return reference, self.backend.hold(self.converted.unrounded(node.name, master), place.dtype)
+        return reference, self.backend.represent(self.converted.unrounded(node.name, master), place.dtype)
 
     def _reference_weight(self, node: fx.Node) -> torch.Tensor:
         master = self._masters[node.name].detach().to(self.device)
-        return self._reference.hold(master, self._places[node.name].dtype)
+        return self._reference.represent(master, self._places[node.name].dtype)
 
     def _random_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.run.accumulation import accumulated, accumulates
 from ampaudit.run.fourier import half_fourier
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.fourier import is_fourier
 from ampaudit.trace.inner import on_meta
 from ampaudit.trace.opnames import (
@@ -116,11 +116,11 @@ class _InnerOps(TorchDispatchMode):
             self._within = outer
 
     def _leaf(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        low = [t for t in _tensors((args, kwargs)) if t.dtype in LOWER]
+        low = [t for t in _tensors((args, kwargs)) if t.dtype in LOW_PRECISION_DTYPES]
         moves = is_view(op) or selects(op) or base_name(op) in _MOVES
         if not low or moves or _runs_natively(op) or not self._run:
             result = op(*args, **kwargs)
-            self.roundings += not moves and any(t.dtype in LOWER for t in _tensors(result))
+            self.roundings += not moves and any(t.dtype in LOW_PRECISION_DTYPES for t in _tensors(result))
             return result
         return _rounded_once(op, args, kwargs)
 
@@ -140,9 +140,9 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     wide: dict[int, torch.Tensor] = {}
 
     def widen(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dtype in LOWER:
+        if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION_DTYPES:
             return wide.setdefault(id(value), value.float())
-        return torch.float32 if isinstance(value, torch.dtype) and value in LOWER else value
+        return torch.float32 if isinstance(value, torch.dtype) and value in LOW_PRECISION_DTYPES else value
 
     result = op(*pytree.tree_map(widen, args), **pytree.tree_map(widen, kwargs))
     written = [args[p] if p < len(args) else None for p in mutated_arguments(op)]
@@ -159,7 +159,7 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
             return value
         if id(value) in originals:
             return originals[id(value)]
-        return value.to(dtype) if value.dtype is torch.float32 and dtype in LOWER else value
+        return value.to(dtype) if value.dtype is torch.float32 and dtype in LOW_PRECISION_DTYPES else value
 
     return pytree.tree_map(narrow, result)
 
@@ -167,7 +167,7 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _with_tensors(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments in which numbers are tensors where the op wants these: a kernel hands numbers on so."""
     wants = _tensor_arguments(op)
-    low = next((t.dtype for t in _tensors(args) if t.dtype in LOWER), None)
+    low = next((t.dtype for t in _tensors(args) if t.dtype in LOW_PRECISION_DTYPES), None)
     return tuple(
         torch.tensor(value, dtype=low if isinstance(value, float) else None)
         if position in wants and isinstance(value, int | float)

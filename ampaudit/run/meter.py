@@ -73,7 +73,7 @@ class Meter:
             return BlockMeasure(reference, self._near)
         return None
 
-    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure what the step made."""
         self._note_uncovered(step)
         if step.decides and step.site is not None and not call.shared:
@@ -88,7 +88,7 @@ class Meter:
                 self._updated[len(self._rows)] = position
                 bad |= self._measure_pair(step, first, second, None)
         self._look_inside(step, call)
-        if self._local and step.lowered and not call.shared and not bad:
+        if self._local and step.low_precision and not call.shared and not bad:
             error = local_error(step, self._backend, call, reference)
             if error is not None:
                 self._local_rows.append((step.site.id, *error))
@@ -146,7 +146,7 @@ class Meter:
         if step.site is None:
             return
         op = overload_of(step.target)
-        if op is not None and step.lowered and multiplies(op, step.args, step.kwargs):
+        if op is not None and step.low_precision and multiplies(op, step.args, step.kwargs):
             self.uncovered[step.site.op] = "16 bits round after each factor; here the product is rounded once"
         if isinstance(step.target, HigherOrderOperator):
             self.uncovered[step.site.op] = "control flow: only its outputs are looked at, not its branches"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.opnames import base_name, named_arguments
 
 __all__ = ["NORMS", "inside_peak"]
@@ -39,7 +39,7 @@ def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Te
 
 def _given_lower(step: Step) -> bool:
     dtypes = [getattr(n.meta.get("val"), "dtype", None) for n in step.node.all_input_nodes[:1]]
-    return any(dtype in LOWER for dtype in (*dtypes, *step.dtypes))
+    return any(dtype in LOW_PRECISION_DTYPES for dtype in (*dtypes, *step.dtypes))
 
 
 def _plain(x: torch.Tensor, named: Named) -> torch.Tensor:

@@ -30,10 +30,10 @@ class _PartialBackend(Emulated):
     def rounds(self, step: Step) -> bool:
         if step.target is torch.ops.aten.view.dtype:  # the bits of a carrier are not those of the format
             return True
-        return step.lowered and step.node in self._rounding
+        return step.low_precision and step.node in self._rounding
 
-    def hold(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        return self._inner.hold(tensor, dtype)
+    def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return self._inner.represent(tensor, dtype)
 
     def arguments(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (self._inner if self.rounds(step) else self._exact).arguments(step)

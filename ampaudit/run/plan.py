@@ -13,7 +13,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.backends import Backend
 from ampaudit.run.backward.record import GradientRecord
-from ampaudit.run.lockstep import LockStep, Pair, Watch
+from ampaudit.run.lockstep import LockStep, Observer, Pair
 from ampaudit.run.program import Program
 from ampaudit.trace.converted import Release
 from ampaudit.trace.edits import Edit
@@ -28,7 +28,7 @@ class Differentiator(Protocol):
 
     record: GradientRecord
 
-    def following(self, watch: Watch, program: Program) -> Watch:
+    def following(self, watch: Observer, program: Program) -> Observer:
         """A watch that does what another does, and remembers what the way back needs."""
 
     def run(self, executor: LockStep, outputs: list[Pair], number: int) -> None:

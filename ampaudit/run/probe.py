@@ -52,7 +52,7 @@ class Probe:
         del step, reference
         return None
 
-    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Count, pin, or look closely."""
         name = step.node.name
         if step.decides and not call.shared:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.run.aliases import written_nodes
 from ampaudit.run.low_precision import differs_from_one_rounding
-from ampaudit.run.step import LOWER, WIDE, Step
+from ampaudit.run.step import LOW_PRECISION_DTYPES, WIDE, Step
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import (
@@ -122,7 +122,7 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
         mutates=mutates,
         updates=_updates(node, overload, mutates) if overload else (),
         random=random,
-        low_precision=overload is not None and not random and _in_low_precision(node, overload),
+        rounds_inside=overload is not None and not random and _in_low_precision(node, overload),
         frees=frees,
         decides=overload is not None and _decides(node, overload, outputs),
     )
@@ -155,7 +155,7 @@ def _updates(
 def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
     """Whether the emulated run must call the op on 16-bit tensors."""
     values = (source.meta.get("val") for source in (node, *node.all_input_nodes))
-    if not any(getattr(v, "dtype", None) in LOWER for v in pytree.tree_leaves(list(values))):
+    if not any(getattr(v, "dtype", None) in LOW_PRECISION_DTYPES for v in pytree.tree_leaves(list(values))):
         return False
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
     return differs_from_one_rounding(op, args, kwargs)
@@ -163,7 +163,9 @@ def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
 
 def widened(value: Any) -> Any:
     """Arguments with the carrier of every 16-bit dtype constant in its place; tensors and nodes pass."""
-    return _mapped(value, lambda v: WIDE[v] if isinstance(v, torch.dtype) and v in LOWER else v)
+    return _mapped(
+        value, lambda v: WIDE[v] if isinstance(v, torch.dtype) and v in LOW_PRECISION_DTYPES else v
+    )
 
 
 class _Zeroed:

@@ -177,7 +177,7 @@ class Faults:
 
     def _fills_low(self, step: Step) -> bool:
         """Whether a Python number in the outer half of the format's range is written."""
-        exact = step.site.exact.values() if step.site is not None else ()
+        exact = step.site.original_args.values() if step.site is not None else ()
         values = (*step.node.args, *exact)
         numbers = [a for a in values if isinstance(a, float | int) and not isinstance(a, bool)]
         return any(abs(value) >= self._limit / 2 for value in numbers)

@@ -19,7 +19,7 @@ from ampaudit.run.components import as_complex, components
 from ampaudit.run.lockstep import StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.meter import Meter, float_outputs
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 
 __all__ = ["RepairingMeter"]
 
@@ -42,9 +42,9 @@ class RepairingMeter:
         """What the meter expects."""
         return self.meter.expects(step, reference)
 
-    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure; where elements are wrong, decide whose fault it is and repair them."""
-        self.meter.seen(step, reference, value, call)
+        self.meter.observe(step, reference, value, call)
         if step.site is not None and step.site.id in self._masks:
             return value
         if not step.makes_values:
@@ -148,7 +148,7 @@ def _repaired_list(reference: Any, value: Any, step: Step) -> Any:
 
 
 def _limit(dtype: torch.dtype | None, carrier: torch.dtype) -> float:
-    return torch.finfo(dtype if dtype in LOWER else carrier).max
+    return torch.finfo(dtype if dtype in LOW_PRECISION_DTYPES else carrier).max
 
 
 def _replace(
@@ -167,7 +167,7 @@ def _replace(
     limit = _limit(dtype, value.dtype)
     mask = mask & reference.isfinite()
     replacement = reference.clamp(-limit, limit)
-    if dtype in LOWER:
+    if dtype in LOW_PRECISION_DTYPES:
         replacement = replacement.to(dtype)
     repaired = torch.where(mask, replacement.to(value.dtype), value)
     return value.copy_(repaired) if in_place else repaired

@@ -117,7 +117,7 @@ class Search:
         leaves: dict[str, torch.Tensor] = {}
         for node in self._program.inputs:
             if node.name in self._masters:
-                values[node] = self._reference.hold(self._masters[node.name], None)
+                values[node] = self._reference.represent(self._masters[node.name], None)
                 continue
             tensor = tensors[self._inputs.index(node.name)].to(self._device)
             if tensor.is_floating_point():

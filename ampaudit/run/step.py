@@ -14,11 +14,11 @@ from ampaudit.trace.caster import META_KEY
 from ampaudit.trace.graph import Role, Site
 from ampaudit.trace.opnames import written_values
 
-__all__ = ["LOWER", "WIDE", "Step", "differentiable", "widened_tensor"]
+__all__ = ["LOW_PRECISION_DTYPES", "WIDE", "Step", "differentiable", "widened_tensor"]
 
 # the 16-bit dtypes (per component), and what carries them in emulation
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
-LOWER = tuple(WIDE)
+LOW_PRECISION_DTYPES = tuple(WIDE)
 
 
 def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Step:
         mutates: positions of the arguments that it writes to.
         updates: those that its result does not show, such as running statistics, with their dtypes.
         random: whether it draws random numbers.
-        low_precision: whether one float32 call and one rounding is not what it does in 16 bits.
+        rounds_inside: whether one float32 call and one rounding is not what it does in 16 bits.
         frees: nodes whose value nobody needs after this step.
         decides: whether it turns floats into integers, booleans or whole numbers.
     """
@@ -67,7 +67,7 @@ class Step:
     mutates: tuple[int, ...]
     updates: tuple[tuple[int, torch.dtype], ...]
     random: bool
-    low_precision: bool
+    rounds_inside: bool
     frees: tuple[fx.Node, ...]
     decides: bool = False
 
@@ -82,9 +82,9 @@ class Step:
         return written_values(op, args, kwargs) if self.mutates and isinstance(op, OpOverload) else []
 
     @property
-    def lowered(self) -> bool:
+    def low_precision(self) -> bool:
         """Whether some output is a 16-bit float."""
-        return any(dtype in LOWER for dtype in self.dtypes)
+        return any(dtype in LOW_PRECISION_DTYPES for dtype in self.dtypes)
 
     @property
     def in_place(self) -> bool:

@@ -9,7 +9,7 @@ from torch import fx
 
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.program import Program
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.graph import Role, Site, Slot
 
 __all__ = ["RoundingUnit", "rounding_units"]
@@ -66,10 +66,10 @@ def _rounding_nodes(program: Program, executor: LockStep) -> Iterator[fx.Node]:
     places = {place.node: place for place in program.traced.placeholders}
     for node in program.inputs:
         place = places[node.name]
-        if place.dtype in LOWER and (place.slot is Slot.INPUT or place.node in copies):
+        if place.dtype in LOW_PRECISION_DTYPES and (place.slot is Slot.INPUT or place.node in copies):
             yield node
     for step in program.steps:
-        if step.lowered and step.makes_values:
+        if step.low_precision and step.makes_values:
             yield step.node
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ampaudit.core.formats import NumberFormat, format_named
 from ampaudit.run.measure import BLOCK
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Slot
 
@@ -64,7 +64,11 @@ def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[W
         form = format_named(str(copy.dtype).removeprefix("torch."))
         unrounded = converted.unrounded(copy.placeholder, master)
         beyond = not finite or peak >= form.overflow_at
-        counts = _counts(unrounded, copy.dtype, form, beyond) if copy.dtype in LOWER else (0, 0, 0, 0)
+        counts = (
+            _counts(unrounded, copy.dtype, form, beyond)
+            if copy.dtype in LOW_PRECISION_DTYPES
+            else (0, 0, 0, 0)
+        )
         nonzero, overflow, vanish, subnormal = counts
         ranges[copy.name] = WeightRange(
             copy.name,

@@ -57,19 +57,19 @@ def with_clipped_numbers(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], limits: Constants
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int | str, Any]]:
     """Operands within the limits, and what those that changed were before, by position or name."""
-    exact: dict[int | str, Any] = {}
+    original_args: dict[int | str, Any] = {}
 
     def clip(key: int | str, name: str, value: Any) -> Any:
         if name not in _OPERANDS or not isinstance(value, float) or not value or not math.isfinite(value):
             return value
         magnitude = min(max(abs(value), limits.min_positive), limits.max_finite)
         if magnitude != abs(value):
-            exact[key] = value
+            original_args[key] = value
         return math.copysign(magnitude, value)
 
     pairs = zip(argument_names(op), args, strict=False)
     made = tuple(clip(position, name, value) for position, (name, value) in enumerate(pairs))
-    return made, {name: clip(name, name, value) for name, value in kwargs.items()}, exact
+    return made, {name: clip(name, name, value) for name, value in kwargs.items()}, original_args
 
 
 def refuse_mixed_product(op: OpOverload, args: tuple[Any, ...]) -> None:

@@ -77,7 +77,7 @@ class Setting:
     seed: int | None = None
 
     @property
-    def lower(self) -> torch.dtype:
+    def low_dtype(self) -> torch.dtype:
         """The 16-bit format as torch's dtype."""
         dtype: torch.dtype = getattr(torch, self.number_format.name)
         return dtype
@@ -98,33 +98,33 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
     """
-    file, lower = setting.rules.file, setting.lower
+    file, low_dtype = setting.rules.file, setting.low_dtype
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     reads = PrecisionReads()
     with quiet():
-        convert = own_conversion(file.weights, lower)
+        convert = own_conversion(file.weights, low_dtype)
         ways = None if setting.follows is None else WaysBack(setting.follows)
-        dtypes = stored_dtypes(model, file.weights, lower)
+        dtypes = stored_dtypes(model, file.weights, low_dtype)
         shadow, hooks = shadow_of(model, mode, dtypes, convert, trained=ways is not None)
         entry = Entry(
-            *(shadow, args, kwargs, _placed(file.weights.outputs, lower), reads.watching),
+            *(shadow, args, kwargs, _placed(file.weights.outputs, low_dtype), reads.watching),
             None if ways is None else lambda traced, output: _go_back(ways, caster, traced, output, hooks),
         )
     entry.train(model.training)
     _copy_modes(model, shadow)
-    given = _placed(file.weights.inputs, lower)
+    given = _placed(file.weights.inputs, low_dtype)
     inputs = tuple(
         fake_like(t, mode, given if given is not None and is_cast(t.dtype, file.weights) else t.dtype)
         for t in tensor_leaves(args, kwargs)
     )
     facts = FactFinder(entry, setting.number_format.name, setting.measured)
-    caster = Caster(setting.rules, setting.author_rules, lower, facts, setting.planned, setting.edits)
+    caster = Caster(setting.rules, setting.author_rules, low_dtype, facts, setting.planned, setting.edits)
     try:
         with (
             quiet(),
             contextlib.nullcontext() if setting.seed is None else seeded(setting.seed),
             torch.set_grad_enabled(setting.differentiated),
-            autocast_visible(file.autocast, lower),
+            autocast_visible(file.autocast, low_dtype),
             interposed(caster),
             custom_backwards(ways, current_layer) as customs,
         ):
@@ -135,7 +135,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], set
         if ways is not None and ways.follows and ways.found:
             return capture(model, args, kwargs, replace(setting, follows=False))
         raise trace_failure(error, type(model).__name__, setting.rules.name) from error
-    notes = storage_notes(model, file.weights, lower)
+    notes = storage_notes(model, file.weights, low_dtype)
     made = _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
     reads.lines += [] if convert is None else conversions_of(model)
     return replace(
@@ -174,8 +174,8 @@ def _unseen_hooks(model: nn.Module) -> Iterator[str]:
         yield AFTER_ACCUMULATION
 
 
-def _placed(placement: str, lower: torch.dtype) -> torch.dtype | None:
-    return {"lower": lower, "float32": torch.float32}.get(placement)
+def _placed(placement: str, low_dtype: torch.dtype) -> torch.dtype | None:
+    return {"lower": low_dtype, "float32": torch.float32}.get(placement)
 
 
 def input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -205,10 +205,10 @@ def _assemble(
         changes=changes,
         drew=entry.outputs.drew,
         policy=setting.rules.name,
-        dtype=setting.lower,
+        dtype=setting.low_dtype,
         notes=(*notes, *_state_notes(changes, entry.outputs.drew)),
         clip=setting.rules.file.weights.clip,
-        split_ties=split_ties(model, setting.rules.file.weights, setting.lower),
+        split_ties=split_ties(model, setting.rules.file.weights, setting.low_dtype),
     )
 
 

@@ -62,7 +62,7 @@ class OpRecord:
         site: its id; ``None`` for what the policy added.
         facts: what the decision was made from.
         inserted: whether it is a cast that the policy added.
-        exact: arguments that the policy changed, by position or name, as the FP32 model has them.
+        original_args: arguments that the policy changed, by position or name, as the FP32 model has them.
         replayed: metadata of the exported node that it replays, if the model is an exported program.
         no_grad: whether the model's code switches gradients off here.
         going_back: whether it is an op of the author's own way back.
@@ -72,7 +72,7 @@ class OpRecord:
     site: SiteId | None = None
     facts: OpFacts | None = None
     inserted: bool = False
-    exact: Mapping[int | str, Any] = field(default_factory=dict)
+    original_args: Mapping[int | str, Any] = field(default_factory=dict)
     replayed: Mapping[str, Any] | None = None
     no_grad: bool = False
     going_back: bool = False

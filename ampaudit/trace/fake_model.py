@@ -17,7 +17,7 @@ from ampaudit.core.errors import TraceFailed, first_line
 from ampaudit.trace.structure import structural_copy
 
 __all__ = [
-    "Shadow",
+    "FakeModel",
     "constant_masters",
     "fake_like",
     "named_tensors",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class Shadow(NamedTuple):
+class FakeModel(NamedTuple):
     """The copy, and the hooks of parameters' gradients by name."""
 
     model: nn.Module
@@ -71,7 +71,7 @@ def shadow_of(
     convert: Callable[[nn.Module], object] | None = None,
     *,
     trained: bool = False,
-) -> Shadow:
+) -> FakeModel:
     """The shadow, with parameters and buffers as fake tensors.
 
     Args:
@@ -92,11 +92,11 @@ def shadow_of(
             asks = trained and original.requires_grad and fake.is_floating_point()
             fakes[id(tensor)] = nn.Parameter(fake, asks) if isinstance(tensor, nn.Parameter) else fake
     if not trained:
-        made = Shadow(structural_copy(source, fakes), {})
+        made = FakeModel(structural_copy(source, fakes), {})
     else:
         hooks = {name: list((tensor._backward_hooks or {}).values()) for name, tensor in own.items()}
         copied = structural_copy(_WithHooks(source, {n: h for n, h in hooks.items() if h}), fakes)
-        made = Shadow(copied.model, copied.hooks)
+        made = FakeModel(copied.model, copied.hooks)
     without_cache(made.model)
     return made
 

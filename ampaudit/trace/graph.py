@@ -82,7 +82,7 @@ class Site:
         source: line of the model's code; ``caller`` the user's own line where that is another one.
         weight: name of the parameter, buffer or constant, for a weight cast.
         facts: what the decision was made from; ``None`` for what the policy or the tracer added.
-        exact: arguments that the policy changed, by position or name, as the FP32 model has them.
+        original_args: arguments that the policy changed, by position or name, as the FP32 model has them.
     """
 
     id: SiteId
@@ -98,7 +98,7 @@ class Site:
     caller: SourceLine | None
     weight: str | None = None
     facts: OpFacts | None = None
-    exact: Mapping[int | str, Any] = field(default_factory=dict)
+    original_args: Mapping[int | str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,8 +160,8 @@ def interposed(caster: Caster) -> Iterator[None]:
         called = caster.edited(site, OpCalled(op, args, kwargs), emit)
         made, dtype = caster.decide(site, called, layer)
         op, args, kwargs = called.op, called.args, called.kwargs
-        args, kwargs, exact = caster.clipped(op, args, kwargs, made.decision)
-        made = replace(made, exact=exact, replayed=replayed_meta())
+        args, kwargs, original_args = caster.clipped(op, args, kwargs, made.decision)
+        made = replace(made, original_args=original_args, replayed=replayed_meta())
         op, args, kwargs = caster.apply(made.decision, dtype, op, args, kwargs, cast, id(self.tracer))
         try:
             result = _recorded(made, OpCalled(op, args, kwargs), record)
@@ -181,7 +181,7 @@ def interposed(caster: Caster) -> Iterator[None]:
         if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
         unclamped: dict[int | str, Any] = {1: -math.inf, 2: math.inf}
-        clamped = replace(made, site=SiteId(f"{made.site}/clamp"), facts=None, exact=unclamped)
+        clamped = replace(made, site=SiteId(f"{made.site}/clamp"), facts=None, original_args=unclamped)
         return record(clamped, torch.ops.aten.clamp.default, result, -limit, limit)
 
     def custom(*args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,7 @@ def _site(node: fx.Node, weights: dict[str, Placeholder], numbering: SiteNumberi
         caller=caller,
         weight=weight.name if role is Role.WEIGHT_CAST and weight else None,
         facts=record.facts if record else None,
-        exact=record.exact if record else {},
+        original_args=record.original_args if record else {},
     )
 
 

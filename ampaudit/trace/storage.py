@@ -26,13 +26,13 @@ __all__ = [
 Conversion = Callable[[nn.Module], object]
 
 
-def own_conversion(weights: Weights, lower: torch.dtype) -> Conversion | None:
+def own_conversion(weights: Weights, low_dtype: torch.dtype) -> Conversion | None:
     """The method of the model that converts it under the policy, if it is one of the model's own."""
     if weights.storage != "lower" or weights.casts not in ("half", "to"):
         return None
     if weights.casts == "to":
-        return lambda model: model.to(lower)
-    return lambda model: model.half() if lower is torch.float16 else model.bfloat16()
+        return lambda model: model.to(low_dtype)
+    return lambda model: model.half() if low_dtype is torch.float16 else model.bfloat16()
 
 
 def is_cast(dtype: torch.dtype, weights: Weights) -> bool:
@@ -40,33 +40,33 @@ def is_cast(dtype: torch.dtype, weights: Weights) -> bool:
     return dtype in CASTABLE if weights.casts == "float32" else dtype.is_floating_point
 
 
-def stored_dtypes(model: nn.Module, weights: Weights, lower: torch.dtype) -> dict[str, torch.dtype]:
+def stored_dtypes(model: nn.Module, weights: Weights, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of each tensor that is not stored as it is, by name.
 
     A tensor with several names is treated alike under each: where one is kept, all are.
     """
-    stored = _chosen(model, weights, lower)
+    stored = _chosen(model, weights, low_dtype)
     apart = {name for names in _tied_apart(model, stored) for name in names}
     return {name: dtype for name, dtype in stored.items() if name not in apart}
 
 
-def split_ties(model: nn.Module, weights: Weights, lower: torch.dtype) -> tuple[tuple[str, ...], ...]:
+def split_ties(model: nn.Module, weights: Weights, low_dtype: torch.dtype) -> tuple[tuple[str, ...], ...]:
     """Names of one tensor of which the policy keeps only some as they are."""
-    return _tied_apart(model, _chosen(model, weights, lower))
+    return _tied_apart(model, _chosen(model, weights, low_dtype))
 
 
-def _chosen(model: nn.Module, weights: Weights, lower: torch.dtype) -> dict[str, torch.dtype]:
+def _chosen(model: nn.Module, weights: Weights, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
     if weights.storage != "lower":
         return {}
-    listed = _kept_in_fp32(model, lower) if weights.keep_fp32_modules == "respect" else ()
+    listed = _kept_in_fp32(model, low_dtype) if weights.keep_fp32_modules == "respect" else ()
     rules = [
-        rule for rule in weights.keep if not rule.dtype or str(lower).removeprefix("torch.") in rule.dtype
+        rule for rule in weights.keep if not rule.dtype or str(low_dtype).removeprefix("torch.") in rule.dtype
     ]
     rules = [rule for rule in rules if not rule.model or _holds(model, rule.model)]
     modules = dict(model.named_modules())
-    tensors, convert = named_tensors(model), own_conversion(weights, lower)
+    tensors, convert = named_tensors(model), own_conversion(weights, low_dtype)
     if convert is None:
-        cast = {name: lower for name, tensor in tensors.items() if is_cast(tensor.dtype, weights)}
+        cast = {name: low_dtype for name, tensor in tensors.items() if is_cast(tensor.dtype, weights)}
     else:
         made = named_tensors(without_data(model, convert))
         cast = {n: made[n].dtype for n, t in tensors.items() if n in made and made[n].dtype != t.dtype}
@@ -79,9 +79,9 @@ def _chosen(model: nn.Module, weights: Weights, lower: torch.dtype) -> dict[str,
     }
 
 
-def kept_by_author(model: nn.Module, lower: torch.dtype) -> Callable[[str], bool]:
+def kept_by_author(model: nn.Module, low_dtype: torch.dtype) -> Callable[[str], bool]:
     """Whether a parameter is one that the model's class keeps in FP32 when it is loaded in 16 bits."""
-    listed = _kept_in_fp32(model, lower)
+    listed = _kept_in_fp32(model, low_dtype)
     return lambda name: _is_listed(name, listed)
 
 
@@ -97,9 +97,9 @@ def _tied_apart(model: nn.Module, stored: Mapping[str, torch.dtype]) -> tuple[tu
     return tuple(names for names in groups if 0 < sum(name in stored for name in names) < len(names))
 
 
-def storage_notes(model: nn.Module, weights: Weights, lower: torch.dtype) -> tuple[str, ...]:
+def storage_notes(model: nn.Module, weights: Weights, low_dtype: torch.dtype) -> tuple[str, ...]:
     """What the model's author asks for, and whether the policy heeds it."""
-    listed = _kept_in_fp32(model, lower)
+    listed = _kept_in_fp32(model, low_dtype)
     if weights.storage != "lower" or not listed:
         return ()
     respected = weights.keep_fp32_modules == "respect"
@@ -112,13 +112,13 @@ def _is_loaded(name: str, module: nn.Module) -> bool:
     return name.rpartition(".")[2] not in module._non_persistent_buffers_set
 
 
-def _kept_in_fp32(model: nn.Module, lower: torch.dtype) -> tuple[str, ...]:
+def _kept_in_fp32(model: nn.Module, low_dtype: torch.dtype) -> tuple[str, ...]:
     """Module names that the author asks to keep in FP32.
 
     Transformers heeds ``_keep_in_fp32_modules`` for float16 only, and the strict list for both formats.
     """
     lists = ["_keep_in_fp32_modules_strict"]
-    if lower is torch.float16:
+    if low_dtype is torch.float16:
         lists.append("_keep_in_fp32_modules")
     names: set[str] = set()
     for module in model.modules():

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.training.sharing import StandIn, in_float32
+from ampaudit.training.sharing import ModelProxy, in_float32
 
 __all__ = ["AutocastModule"]
 
 
-class AutocastModule(StandIn):
+class AutocastModule(ModelProxy):
     """Calls the model under autocast; outputs are float32.
 
     Args:

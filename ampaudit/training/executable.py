@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ampaudit.run.backends import rounded
 from ampaudit.run.program import widened
-from ampaudit.run.step import LOWER, differentiable
+from ampaudit.run.step import LOW_PRECISION_DTYPES, differentiable
 from ampaudit.trace.functional import OnCopy, functionalized
 from ampaudit.trace.graph import Slot, TracedModel
 
@@ -56,7 +56,7 @@ def emulated(traced: TracedModel) -> Executable:
     def held(graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
         made.args, made.kwargs = widened(made.args), widened(dict(made.kwargs))
         dtype = stored.get(node.name) if node.op == "placeholder" else _dtype(node)
-        return graph.call_function(round_through, (made, dtype)) if dtype in LOWER else made
+        return graph.call_function(round_through, (made, dtype)) if dtype in LOW_PRECISION_DTYPES else made
 
     return _copied(functionalized(traced, write_back=True), held)
 

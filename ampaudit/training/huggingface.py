@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ampaudit.report.training import Health
-from ampaudit.training.watch import Watch, watch
+from ampaudit.training.watch import TrainingMonitor, watch
 
 __all__ = ["HealthCallback"]
 
@@ -32,7 +32,7 @@ class HealthCallback(TrainerCallback):
         scaler: Any = None,
     ) -> None:
         self._path, self._every, self._dtype, self._scaler = path, every, dtype, scaler
-        self._watch: Watch | None = None
+        self._watch: TrainingMonitor | None = None
 
     @property
     def health(self) -> Health | None:

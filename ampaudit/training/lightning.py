@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from ampaudit.report.training import Health
-from ampaudit.training.watch import Watch, watch
+from ampaudit.training.watch import TrainingMonitor, watch
 
 __all__ = ["HealthCallback"]
 
@@ -26,7 +26,7 @@ class HealthCallback(Callback):
 
     def __init__(self, path: Path | str | None = None, *, every: int = 10, dtype: str = "float16") -> None:
         self._path, self._every, self._dtype = path, every, dtype
-        self._watch: Watch | None = None
+        self._watch: TrainingMonitor | None = None
 
     @property
     def health(self) -> Health | None:

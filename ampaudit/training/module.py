@@ -15,7 +15,7 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import Plan, measure, silent
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
@@ -24,7 +24,7 @@ from ampaudit.trace.graph import Slot
 from ampaudit.trace.keys import TraceCache, call_key
 from ampaudit.trace.state import PythonState, hand_over
 from ampaudit.training.executable import Executable, emulated, native
-from ampaudit.training.sharing import StandIn, in_float32
+from ampaudit.training.sharing import ModelProxy, in_float32
 
 __all__ = ["MixedModule", "Recipe"]
 
@@ -48,7 +48,7 @@ class Recipe:
     emulate: bool = False
 
     @property
-    def lower(self) -> torch.dtype:
+    def low_dtype(self) -> torch.dtype:
         """The format as torch's dtype."""
         dtype: torch.dtype = getattr(torch, self.number_format.name)
         return dtype
@@ -62,7 +62,7 @@ class _Compiled:
     names: Mapping[str, str]  # of parameters and buffers: the graph's name, and the module's
 
 
-class MixedModule(StandIn):
+class MixedModule(ModelProxy):
     """Computes what the model computes, with the casts of a policy in its graph.
 
     Parameters are the model's own FP32 masters; each forward pass makes 16-bit working copies from them.
@@ -169,7 +169,7 @@ class MixedModule(StandIn):
 
     def _held(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Native graphs take tensors in their stored dtype; the gradient goes through the cast."""
-        if self._ampaudit_recipe.emulate and dtype in LOWER and value.dtype is torch.float64:
+        if self._ampaudit_recipe.emulate and dtype in LOW_PRECISION_DTYPES and value.dtype is torch.float64:
             return value.float()
         if self._ampaudit_recipe.emulate or dtype is None or not value.is_floating_point():
             return value
@@ -180,7 +180,7 @@ class MixedModule(StandIn):
         if not (self._ampaudit_recipe.emulate and self.training):
             return
         for place in compiled.traced.placeholders:
-            if place.slot is Slot.BUFFER and place.dtype is self._ampaudit_recipe.lower:
+            if place.slot is Slot.BUFFER and place.dtype is self._ampaudit_recipe.low_dtype:
                 buffer = self.get_buffer(compiled.names[place.name])
                 # batch norm keeps them for its backward, which in training does not look at them
                 buffer.data.copy_(buffer.to(place.dtype))

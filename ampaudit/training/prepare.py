@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampaudit.core.errors import UsageError
-from ampaudit.core.formats import NumberFormat, lower_format
+from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.scaling import loss_scale_for, profile
 from ampaudit.policy.schema import LossScale
@@ -115,7 +115,7 @@ def prepare(
         PolicyError: no such policy or profile.
     """
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
-    form = lower_format(dtype)
+    form = low_precision_format(dtype)
     recipe = Recipe(rules, load_policy("torch-cuda"), form, emulate)
     if optimizer is not None:
         _refuse_other_parameters(model, optimizer)
@@ -141,7 +141,7 @@ def is_pure(rules: RuleSet) -> bool:
 
 
 def _make_pure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    stored = stored_dtypes(model, recipe.rules.file.weights, recipe.lower)
+    stored = stored_dtypes(model, recipe.rules.file.weights, recipe.low_dtype)
     if recipe.emulate:
         keep_rounded(model, optimizer, stored)
     else:
@@ -157,7 +157,7 @@ def _autocast(model: nn.Module, rules: RuleSet, recipe: Recipe, device: str) -> 
         )
     if recipe.emulate:
         raise UsageError("how='autocast' cannot be emulated", hint="use how='graph', or dtype='bfloat16'")
-    return AutocastModule(model, device, recipe.lower)
+    return AutocastModule(model, device, recipe.low_dtype)
 
 
 def _loss_scale(given: str | float | None, rules: RuleSet, form: NumberFormat) -> LossScale:
@@ -177,9 +177,10 @@ def _refuse_other_parameters(model: nn.Module, optimizer: torch.optim.Optimizer)
             "the optimizer holds no parameter of the model",
             hint="make it from model.parameters(), after model.to()",
         )
-    lower = [p for p in held if p.dtype in (torch.float16, torch.bfloat16)]
-    if lower:
+    low_precision = [p for p in held if p.dtype in (torch.float16, torch.bfloat16)]
+    if low_precision:
         raise UsageError(
-            f"{len(lower)} parameters are in 16 bits already (model.half()?): there are no FP32 masters",
+            f"{len(low_precision)} parameters are in 16 bits already "
+            "(model.half()?): there are no FP32 masters",
             hint="pass the FP32 model, and policy='apex-o2' or 'apex-o3' for 16-bit weights",
         )

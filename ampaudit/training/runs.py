@@ -24,7 +24,7 @@ from ampaudit.trace.structure import structural_copy
 from ampaudit.training.divergence import diverged_at, smoothed_end
 from ampaudit.training.prepare import How, is_pure, prepare
 from ampaudit.training.scaler import LossScaler
-from ampaudit.training.watch import Watch, watch
+from ampaudit.training.watch import TrainingMonitor, watch
 
 __all__ = ["Way", "optimizer_of", "state_of", "train_ways"]
 
@@ -69,7 +69,9 @@ class _Run:
             made = prepare(model, self.optimizer, policy=way.rules, dtype=way.dtype, **options)  # type: ignore[arg-type]
             self.model, self.scaler = made.model, made.scaler
             storage = way.dtype if is_pure(way.rules) else storage
-        self.watch: Watch = watch(self.inner, self.optimizer, self.scaler, every=every, dtype=way.dtype)
+        self.watch: TrainingMonitor = watch(
+            self.inner, self.optimizer, self.scaler, every=every, dtype=way.dtype
+        )
         self.watch.storage = storage
         self.state = _random_state(device)
         self.seconds: list[float] = []

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["StandIn", "in_float32"]
+__all__ = ["ModelProxy", "in_float32"]
 
 
-class StandIn(nn.Module):
+class ModelProxy(nn.Module):
     """Computes what a model computes, in another way; an optimizer, a checkpoint and DDP see the model's own.
 
     Args:
@@ -36,7 +36,7 @@ class StandIn(nn.Module):
         model: nn.Module = self.__dict__["_ampaudit_model"]
         return model
 
-    def train(self, mode: bool = True) -> StandIn:
+    def train(self, mode: bool = True) -> ModelProxy:
         """Set the mode of this module and of the model."""
         self.original.train(mode)
         self.training = mode

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ampaudit.core.errors import InputError, UsageError
-from ampaudit.core.formats import BFLOAT16, lower_format
+from ampaudit.core.formats import BFLOAT16, low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.finding import FailOn
 from ampaudit.report.model import ModelInfo
@@ -82,7 +82,7 @@ def train_source(source: ModelSource, settings: TrainSettings) -> TrainingReport
     return training_report(
         ModelInfo(source.location, source.kind, source.sha256),
         device.type,
-        lower_format(settings.dtype).name,
+        low_precision_format(settings.dtype).name,
         variants,
         seed=settings.seed,
         optimizer=optimizer,
@@ -93,7 +93,7 @@ def train_source(source: ModelSource, settings: TrainSettings) -> TrainingReport
 
 
 def _ways(settings: TrainSettings, device: torch.device) -> list[Way]:
-    form = lower_format(settings.dtype)
+    form = low_precision_format(settings.dtype)
     native = device.type == "cuda" or form is BFLOAT16
     loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in settings.policies]
     policies = [rules.within(environment_of(device)) for rules in loaded]

@@ -13,15 +13,15 @@ from torch import nn
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import write_text
-from ampaudit.core.formats import NumberFormat, lower_format
+from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.report.training import Health, StepRecord
 from ampaudit.trace.entry import layer_path
 from ampaudit.training.health import StepMeter, summary_of
 
-__all__ = ["Watch", "watch"]
+__all__ = ["TrainingMonitor", "watch"]
 
 
-class Watch:
+class TrainingMonitor:
     """Records the health of a loop.
 
     Of every step its scale, and whether it was skipped; of every k-th also gradients, updates and states.
@@ -57,7 +57,7 @@ class Watch:
         self._stepped: bool | torch.Tensor = False
         self._undo: list[Callable[[], None]] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> TrainingMonitor:
         """Begin to watch."""
         before = self._optimizer.register_step_pre_hook(self._before)
         after = self._optimizer.register_step_post_hook(self._after)
@@ -172,7 +172,7 @@ def watch(
     *,
     every: int = 10,
     dtype: str = "float16",
-) -> Watch:
+) -> TrainingMonitor:
     """Watch a loop: ``with ampaudit.watch(model, optimizer, scaler) as w: ...``.
 
     Args:
@@ -187,4 +187,4 @@ def watch(
     """
     if every < 1:
         raise UsageError("every must be at least 1")
-    return Watch(model, optimizer, scaler, every, lower_format(dtype))
+    return TrainingMonitor(model, optimizer, scaler, every, low_precision_format(dtype))

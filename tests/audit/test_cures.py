@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.audit.advice import Proposal
 from ampaudit.audit.scan import scan_source
-from ampaudit.core.formats import lower_format
+from ampaudit.core.formats import low_precision_format
 from ampaudit.export.fold import deploy, weights_of
 from ampaudit.export.program import GraphModel
 from ampaudit.policy import load_policy
@@ -89,7 +89,7 @@ class Native:
                 batch.kwargs,
                 load_policy(self.policy),
                 load_policy("torch-cuda"),
-                lower_format(self.dtype),
+                low_precision_format(self.dtype),
             )
             converted = convert(made)
             deployed = deploy(converted, "inference")

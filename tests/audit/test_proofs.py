@@ -13,8 +13,8 @@ from rich.console import Console
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.bounds import Span
-from ampaudit.bounds.span import between
+from ampaudit.bounds import Interval
+from ampaudit.bounds.interval import between
 from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered
 from ampaudit.cli.main import main
 from ampaudit.core.errors import ProofBroken, UsageError
@@ -99,7 +99,7 @@ def wrong_transfer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, float, flo
         name, _, overload = op.partition(".")
         target = getattr(getattr(torch.ops.aten, name), overload or "default")
 
-        def claimed(call: OpCall) -> Span:
+        def claimed(call: OpCall) -> Interval:
             call.ignore(*call.given)
             return between(call.shape, low, high)
 

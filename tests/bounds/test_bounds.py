@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampaudit.bounds import SpanTable, bound
+from ampaudit.bounds import BoundTable, bound
 from ampaudit.bounds.domain import assumptions
-from ampaudit.bounds.span import exactly
+from ampaudit.bounds.interval import exactly
 from ampaudit.bounds.transfers import DuplicateTransfer, transfer
 from ampaudit.core.assumptions import parse_assumption
 from ampaudit.core.errors import UsageError
@@ -239,7 +239,7 @@ def traced_case(name: str, policy: str, dtype: str) -> tuple[TracedModel, tuple[
     return made, shape
 
 
-def table_of(traced: TracedModel, shape: tuple[int, ...], low: float, high: float, dtype: str) -> SpanTable:
+def table_of(traced: TracedModel, shape: tuple[int, ...], low: float, high: float, dtype: str) -> BoundTable:
     domain = assumptions(traced, [[torch.zeros(shape)]], [f"input={low}:{high}"])
     return bound(traced, domain, format_named(dtype))
 
@@ -278,7 +278,7 @@ def test_what_a_run_computes_is_inside_for_any_domain(
 
 def test_a_second_transfer_for_an_op_is_refused() -> None:
     with pytest.raises(DuplicateTransfer):
-        transfer("add.Tensor")(lambda call: call.span("self"))
+        transfer("add.Tensor")(lambda call: call.interval("self"))
 
 
 def test_an_op_without_a_transfer_is_unbounded_and_counted() -> None:
@@ -367,10 +367,10 @@ def test_assumptions_are_stated_per_input_or_for_all() -> None:
 
 def test_a_large_known_tensor_keeps_the_ends_of_its_rows() -> None:
     tensor = torch.randn(300, 400)
-    span = exactly(tensor)
-    assert span.low.shape == (1, 400)
-    assert span.contains(tensor)
-    assert not span.contains(tensor * 2)
+    interval = exactly(tensor)
+    assert interval.low.shape == (1, 400)
+    assert interval.contains(tensor)
+    assert not interval.contains(tensor * 2)
 
 
 # where float32 itself ends, or a kernel rounds once more than the formula says

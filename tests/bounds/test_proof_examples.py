@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from ampaudit.bounds import Span, SpanTable
+from ampaudit.bounds import BoundTable, Interval
 from ampaudit.trace import TracedModel
 from tests.support.soundness.check import Runs, check
 from tests.support.soundness.fuzz import Setting, table_of, traced_branches
@@ -259,7 +259,7 @@ UNSOUND: dict[str, Example] = {
 }  # fmt: skip
 
 
-def made(example: Example) -> tuple[TracedModel, SpanTable]:
+def made(example: Example) -> tuple[TracedModel, BoundTable]:
     traced, model = traced_branches([example.branch], example.setting, 0)
     assert isinstance(model, BranchModel)
     assert traced is not None
@@ -267,10 +267,10 @@ def made(example: Example) -> tuple[TracedModel, SpanTable]:
     return traced, table_of(traced, model, example.setting)
 
 
-def last_span(traced: TracedModel, table: SpanTable) -> Span:
+def last_span(traced: TracedModel, table: BoundTable) -> Interval:
     node = traced.graph.output_node().all_input_nodes[-1]
-    found = table.spans[node.name]
-    assert isinstance(found, Span)
+    found = table.intervals[node.name]
+    assert isinstance(found, Interval)
     return found
 
 
@@ -385,8 +385,8 @@ SOUND: dict[str, tuple[Example, float]] = {
 def test_what_is_right_stays_proved(name: str) -> None:
     example, limit = SOUND[name]
     assert float(values_at(example).abs().amax()) == pytest.approx(example.observed, rel=0.01)
-    span = last_span(*made(example))
-    assert example.observed * 0.999 <= span.peak <= limit
+    interval = last_span(*made(example))
+    assert example.observed * 0.999 <= interval.peak <= limit
 
 
 @torch.library.custom_op("ampaudit_soundness::relu", mutates_args=())

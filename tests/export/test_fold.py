@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.core.formats import lower_format
+from ampaudit.core.formats import low_precision_format
 from ampaudit.export.fold import deploy, weights_of
 from ampaudit.export.program import GraphModel, as_structure, export_program
 from ampaudit.export.storage import Mode
@@ -19,7 +19,7 @@ AUTHOR = load_policy("torch-cuda")
 
 
 def traced(model: nn.Module, kwargs: dict[str, torch.Tensor], policy: str, dtype: str) -> TracedModel:
-    return trace(model, (), kwargs, load_policy(policy), AUTHOR, lower_format(dtype))
+    return trace(model, (), kwargs, load_policy(policy), AUTHOR, low_precision_format(dtype))
 
 
 def outputs(made: TracedModel, kwargs: dict[str, torch.Tensor], mode: Mode) -> dict[str, torch.Tensor]:

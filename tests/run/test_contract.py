@@ -94,14 +94,14 @@ def test_a_convolution_in_pieces_is_near_the_whole(groups: int) -> None:
 
 def test_the_ends_of_the_range() -> None:
     value = torch.tensor([1e6, -1e6, 1e-6, 6e-5, 1.0, torch.nan])
-    saturating = Contracted(contract_of("saturate")).hold(value, HALF)
+    saturating = Contracted(contract_of("saturate")).represent(value, HALF)
     assert saturating[:2].tolist() == [65504.0, -65504.0]
     assert saturating[2] != 0
     assert saturating[5].isnan()
-    flushing = Contracted(contract_of("flush-to-zero")).hold(value, HALF)
+    flushing = Contracted(contract_of("flush-to-zero")).represent(value, HALF)
     assert flushing[:2].isinf().all()
     assert flushing[2:5].tolist() == [0.0, 0.0, 1.0]
-    usual = Contracted(contract_of("")).hold(value, HALF)
+    usual = Contracted(contract_of("")).represent(value, HALF)
     assert torch.equal(usual.isfinite(), value.half().isfinite())
 
 

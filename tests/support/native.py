@@ -52,7 +52,7 @@ class _Blind:
     def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
         return None
 
-    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         return value
 
 

@@ -35,7 +35,7 @@ def large_constants(context: CheckContext, site: Site) -> Iterator[tuple[Site, f
     frontier, seen = [site], {site.id}
     for _ in range(_BACK):
         for step in frontier:
-            given = (*context.flow.arguments(step).values(), *step.exact.values())
+            given = (*context.flow.arguments(step).values(), *step.original_args.values())
             numbers = (v for v in given if isinstance(v, float | int) and not isinstance(v, bool))
             large = next((v for v in numbers if limit < abs(v) < math.inf), None)
             if large is not None:

@@ -24,7 +24,7 @@ from ampaudit.audit.checks.epsilon import lost_eps
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Site
 from ampaudit.trace.edits import Constant
 from ampaudit.trace.flow import Flow
@@ -101,7 +101,7 @@ def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 
 def _numbers(context: CheckContext, site: Site) -> list[float]:
-    given = (*context.flow.arguments(site).values(), *site.exact.values())
+    given = (*context.flow.arguments(site).values(), *site.original_args.values())
     return [v for v in given if isinstance(v, float | int) and not isinstance(v, bool)]
 
 
@@ -130,7 +130,7 @@ def _is_held(flow: Flow, step: Site) -> bool:
     """Whether the tensors that an op is called on have the 16-bit dtype themselves, without a cast."""
     given = [(flow.site(node), node.meta.get("val")) for node in flow.node(step).all_input_nodes]
     floats = [(s, v) for s, v in given if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    held = all(value.dtype in LOWER for _, value in floats)
+    held = all(value.dtype in LOW_PRECISION_DTYPES for _, value in floats)
     return bool(floats) and held and not any(s is not None and s.role.inserted for s, _ in floats)
 
 

@@ -15,7 +15,7 @@ from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Cast, KeepFp32, Match, Reason, Rule
 from ampaudit.report.finding import Finding
 from ampaudit.report.pages import page_of
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Role, Site
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.functional import overload_of
@@ -120,7 +120,7 @@ def _stays(flow: Flow, node: fx.Node, site: Site | None, wide: Set[fx.Node]) -> 
 def _promotes(node: fx.Node, wide: Set[fx.Node]) -> bool:
     """Whether an op takes float32 beside what else it reads."""
     values = [other.meta.get("val") for other in node.all_input_nodes if other not in wide]
-    narrow = any(isinstance(value, torch.Tensor) and value.dtype in LOWER for value in values)
+    narrow = any(isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION_DTYPES for value in values)
     op = overload_of(node.target)
     return not narrow or op is None or torch.Tag.pointwise in op.tags or base_name(op) in _PROMOTING
 

@@ -29,5 +29,5 @@ def local_error_matters(context: CheckContext, site: Site) -> Severity | None:
 def worst_sites(context: CheckContext, count: int = 3) -> list[Site]:
     """The sites that add the most error of their own, the worst first."""
     seen = context.observed
-    known = [site for site in context.lowered_sites if seen(site.id).local_sqnr_db is not None]
+    known = [site for site in context.low_precision_sites if seen(site.id).local_sqnr_db is not None]
     return sorted(known, key=lambda site: seen(site.id).local_sqnr_db or 0.0)[:count]

@@ -17,7 +17,7 @@ _PRODUCTS = ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d")
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """16-bit products with a weight of which an inner or outer size is no multiple of eight."""
-    for site in context.lowered_sites:
+    for site in context.low_precision_sites:
         sizes = _sizes(context, site)
         odd = [f"{name} = {size}" for name, size in sizes.items() if size % MULTIPLE and size > SMALL]
         if odd:

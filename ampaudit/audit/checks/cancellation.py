@@ -35,7 +35,7 @@ def _typical(squares: float, elements: int, peak: float) -> float:
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """Differences that are mostly rounding error."""
-    for site in context.lowered_sites:
+    for site in context.low_precision_sites:
         if site.id in context.origin_sites or not subtracts(context, site):
             continue
         severity = local_error_matters(context, site)

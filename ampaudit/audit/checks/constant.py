@@ -18,7 +18,7 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
     """A Python number beyond the format in the call itself, or values that no parameter and input makes."""
     del origin
     numbers = [v for v in context.flow.arguments(site).values() if isinstance(v, float | int)]
-    numbers += [v for v in site.exact.values() if isinstance(v, float | int)]
+    numbers += [v for v in site.original_args.values() if isinstance(v, float | int)]
     large = [v for v in numbers if not isinstance(v, bool) and context.number_format.max < abs(v) < math.inf]
     if large and context.flow.base(site) in _FILLS:
         return f"the constant {format_number(large[0])} is in the call"

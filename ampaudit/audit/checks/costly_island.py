@@ -9,7 +9,7 @@ from torch import fx
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Role, Site
 from ampaudit.trace.sizes import UNKNOWN_SIZE
 
@@ -20,7 +20,7 @@ _PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "sca
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """16-bit ops, products aside, with float32 on both sides."""
-    for site in context.lowered_sites:
+    for site in context.low_precision_sites:
         base = context.flow.base(site)
         if site.role is not Role.COMPUTE or base in _PRODUCTS or base.startswith("conv"):
             continue
@@ -40,7 +40,7 @@ def _casts(context: CheckContext, site: Site) -> list[int] | None:
     node = context.flow.node(site)
     around = [context.flow.site(n) for n in (*_tensors(node), *node.users)]
     ours = [s for s in around if s is not None and s.role is Role.INSERTED_CAST]
-    down = [s for s in ours if s.dtype in LOWER]
+    down = [s for s in ours if s.dtype in LOW_PRECISION_DTYPES]
     if not around or len(ours) != len(around) or not down or len(down) == len(ours):
         return None
     if any(UNKNOWN_SIZE in s.shape for s in ours):

@@ -24,7 +24,7 @@ _ADVICE = (
 def find(context: CheckContext) -> Iterator[Finding]:
     """Every such constant in front of a division, root or logarithm; one that is only subnormal is a note."""
     form = context.number_format
-    for site in context.lowered_sites:
+    for site in context.low_precision_sites:
         eps = _eps(context, site)
         guarded = context.flow.leads_to(site, *_PROTECTED) if eps is not None else None
         if eps is None or guarded is None or guarded.id in context.origin_sites:
@@ -42,7 +42,7 @@ def _eps(context: CheckContext, site: Site) -> float | None:
         return None
     given = context.flow.arguments(site)
     numbers = [given.get(name) for name in ("other", "min", "alpha")]
-    numbers += [site.exact.get(1), site.exact.get("min")]
+    numbers += [site.original_args.get(1), site.original_args.get("min")]
     form = context.number_format
     small = [v for v in numbers if isinstance(v, float) and 0.0 < abs(v) < form.min_normal]
     return abs(small[0]) if small else None
@@ -57,7 +57,7 @@ def lost_eps(context: CheckContext, site: Site) -> tuple[Site, float] | None:
     for _ in range(3):
         frontier = [maker for step in frontier for maker in flow.makers(step)]
         for maker in frontier:
-            eps = _eps(context, maker) if context.lowered(maker) else None
+            eps = _eps(context, maker) if context.low_precision(maker) else None
             if eps is not None:
                 return maker, eps
     return None

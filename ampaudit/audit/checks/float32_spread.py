@@ -8,7 +8,7 @@ import torch
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Role, Site
 
 __all__ = ["CHECK"]
@@ -42,7 +42,7 @@ def _inherited(context: CheckContext, site: Site, behind: dict[str, str]) -> str
 
 def _promotes(context: CheckContext, site: Site) -> bool:
     dtypes = {getattr(n.meta.get("val"), "dtype", None) for n in context.flow.node(site).all_input_nodes}
-    return torch.float32 in dtypes and bool(dtypes & set(LOWER))
+    return torch.float32 in dtypes and bool(dtypes & set(LOW_PRECISION_DTYPES))
 
 
 CHECK = Check("AMP504", find)

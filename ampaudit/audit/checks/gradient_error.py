@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ampaudit.audit.checks.gradient_evidence import gradient_finding, name_of, vanishes
 from ampaudit.audit.checks.interface import Check, CheckContext
 from ampaudit.report.finding import Finding
-from ampaudit.run.backward.record import GradientSeen
+from ampaudit.run.backward.record import GradientStats
 from ampaudit.trace import Role, Site
 
 __all__ = ["CHECK"]
@@ -22,7 +22,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         return
     if any(vanishes(gradient.seen) for gradient in context.gradients):
         return
-    found: list[tuple[float, Site, GradientSeen]] = []
+    found: list[tuple[float, Site, GradientStats]] = []
     for site in context.graph_sites:
         seen = record.sites.get(site.id) if site.role is Role.WEIGHT_CAST else None
         if seen is None or seen.cancelled or not seen.seen.ref_peak:

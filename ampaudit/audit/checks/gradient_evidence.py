@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ampaudit.audit.checks.interface import CheckContext, finding_about, source_of
 from ampaudit.report.finding import Evidence, Finding, Severity
-from ampaudit.run.backward.record import GradientSeen
+from ampaudit.run.backward.record import GradientStats
 from ampaudit.trace import Role, Site
 
 __all__ = ["VANISHED", "gradient_finding", "name_of", "vanishes"]
@@ -15,9 +15,9 @@ VANISHED = 0.5  # share of a gradient's elements that is flushed
 CARRIED_DB = 20.0  # above, what was flushed carries less than a tenth of the gradient
 
 
-def vanishes(seen: GradientSeen) -> bool:
+def vanishes(seen: GradientStats) -> bool:
     """Whether most of a 16-bit gradient is flushed to zero, and what is left says something else."""
-    if not seen.lowered or seen.cancelled or seen.flushed_share < VANISHED:
+    if not seen.low_precision or seen.cancelled or seen.flushed_share < VANISHED:
         return False
     sqnr = seen.seen.sqnr_db
     return sqnr is not None and sqnr < CARRIED_DB
@@ -35,7 +35,7 @@ def gradient_finding(
     context: CheckContext,
     site: Site,
     code: str,
-    seen: GradientSeen | None,
+    seen: GradientStats | None,
     cause: str,
     advice: str,
     *,
@@ -47,7 +47,7 @@ def gradient_finding(
     return replace(made, phase="backward", op=site.op, source=source_of(site), evidence=evidence)
 
 
-def _evidence(context: CheckContext, seen: GradientSeen) -> Evidence:
+def _evidence(context: CheckContext, seen: GradientStats) -> Evidence:
     form, values = context.number_format, seen.seen
     peak = values.finite_peak
     return Evidence(

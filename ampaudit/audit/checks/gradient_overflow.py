@@ -9,7 +9,7 @@ from ampaudit.audit.checks.gradient_evidence import gradient_finding, name_of
 from ampaudit.audit.checks.interface import Check, CheckContext, source_of
 from ampaudit.core.text import format_number, format_power, format_scale, short_op
 from ampaudit.report.finding import Finding, Severity
-from ampaudit.run.backward.record import GradientOrigin, GradientRecord, GradientSeen
+from ampaudit.run.backward.record import GradientOrigin, GradientRecord, GradientStats
 from ampaudit.run.backward.scale import highest_exponent
 
 __all__ = ["CHECK"]
@@ -37,7 +37,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         yield replace(found, cause=f"{found.cause}{more}")
 
 
-def _overflows(context: CheckContext, seen: GradientSeen | None) -> bool:
+def _overflows(context: CheckContext, seen: GradientStats | None) -> bool:
     """Whether FP32's gradient is beyond the format; else the op makes NaN of what would fit."""
     return seen is None or seen.seen.ref_peak >= context.number_format.overflow_at
 

@@ -10,7 +10,7 @@ from ampaudit.audit.checks.interface import Check, CheckContext
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, format_power, format_scale
 from ampaudit.report.finding import Finding, Severity
-from ampaudit.run.backward.record import GradientRecord, GradientSeen
+from ampaudit.run.backward.record import GradientRecord, GradientStats
 from ampaudit.trace import Site
 
 __all__ = ["CHECK"]
@@ -60,7 +60,7 @@ def _made(
     context: CheckContext,
     record: GradientRecord,
     site: Site,
-    seen: GradientSeen,
+    seen: GradientStats,
     name: str,
     others: tuple[SiteId, ...],
 ) -> Finding:

@@ -9,7 +9,7 @@ import torch
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Role, Site
 
 __all__ = ["CHECK"]
@@ -22,7 +22,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     for site in context.graph_sites:
         if site.role is not Role.CAST or site.source is None or not _WRITTEN.search(site.source.code):
             continue
-        other = site.dtype in LOWER and not context.lowered(site)
+        other = site.dtype in LOW_PRECISION_DTYPES and not context.low_precision(site)
         if other and site.decision.reason != "author":
             name = str(site.dtype).removeprefix("torch.")
             cause = f"the code asks for {name}, and this run is in {context.number_format.name}"
@@ -37,10 +37,12 @@ def _undone(context: CheckContext, site: Site) -> Site | None:
     """The op for which the policy casts an upcast value down, if that is all that becomes of it."""
     node = context.flow.node(site)
     users = [context.flow.site(user) for user in node.users]
-    if not users or not all(u and u.role is Role.INSERTED_CAST and u.dtype in LOWER for u in users):
+    if not users or not all(
+        u and u.role is Role.INSERTED_CAST and u.dtype in LOW_PRECISION_DTYPES for u in users
+    ):
         return None
     source = node.all_input_nodes[0].meta.get("val")
-    if getattr(source, "dtype", None) not in LOWER:
+    if getattr(source, "dtype", None) not in LOW_PRECISION_DTYPES:
         return None
     return next(iter(context.flow.readers(site)), None)
 

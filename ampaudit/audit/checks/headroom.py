@@ -19,7 +19,12 @@ def find(context: CheckContext) -> Iterator[Finding]:
     for site in context.sites:
         seen = context.observed(site.id)
         exempt = site.id in context.broken_sites or site.id in context.record.by_design
-        if exempt or site.id in context.parameter_free or not seen.elements or not context.lowered(site):
+        if (
+            exempt
+            or site.id in context.parameter_free
+            or not seen.elements
+            or not context.low_precision(site)
+        ):
             continue
         bits = form.headroom_bits(seen.finite_peak)
         if bits < context.min_headroom and seen.bad == 0:

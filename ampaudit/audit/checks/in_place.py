@@ -8,7 +8,7 @@ import torch
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.opnames import mutated_arguments
 
 __all__ = ["CHECK"]
@@ -32,7 +32,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     """Writes of float32 values into a 16-bit tensor that the policy made 16-bit."""
     for site in context.graph_sites:
         node = context.flow.node(site)
-        if site.dtype not in LOWER or context.flow.base(site) not in _ARITHMETIC:
+        if site.dtype not in LOW_PRECISION_DTYPES or context.flow.base(site) not in _ARITHMETIC:
             continue
         if not isinstance(node.target, torch._ops.OpOverload) or not mutated_arguments(node.target):
             continue

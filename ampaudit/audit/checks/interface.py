@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from ampaudit.bounds import SpanTable
+from ampaudit.bounds import BoundTable
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.report.finding import Evidence, Finding, Severity, Source
@@ -65,7 +65,7 @@ class CheckContext:
     ranges_only: bool = False
     fused: bool = True
     saturating: bool = False
-    bounds: SpanTable | None = None
+    bounds: BoundTable | None = None
 
     @cached_property
     def site(self) -> dict[SiteId, Site]:
@@ -100,9 +100,9 @@ class CheckContext:
         return tuple(site for site in self.sites if site.id in own)
 
     @cached_property
-    def lowered_sites(self) -> tuple[Site, ...]:
+    def low_precision_sites(self) -> tuple[Site, ...]:
         """Sites of the graph that make 16-bit values, views and selections left out."""
-        return tuple(s for s in self.graph_sites if self.lowered(s) and s.role not in _HANDS_ON)
+        return tuple(s for s in self.graph_sites if self.low_precision(s) and s.role not in _HANDS_ON)
 
     @cached_property
     def outputs(self) -> tuple[tuple[str, SiteId | None, float | None], ...]:
@@ -149,7 +149,7 @@ class CheckContext:
         """The observation of a site, an empty one if it has none."""
         return self.record.observations.get(site, Observation())
 
-    def lowered(self, site: Site) -> bool:
+    def low_precision(self, site: Site) -> bool:
         """Whether a site's output is in the 16-bit format of the run."""
         return site.dtype is not None and str(site.dtype) == f"torch.{self.number_format.name}"
 

@@ -14,7 +14,7 @@ __all__ = ["CHECK"]
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """Ops whose own error is above the threshold, differences left to AMP205."""
-    for site in context.lowered_sites:
+    for site in context.low_precision_sites:
         if site.id in context.origin_sites or subtracts(context, site):
             continue
         severity = local_error_matters(context, site)

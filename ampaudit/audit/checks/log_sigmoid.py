@@ -26,7 +26,7 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
     if flow.base(site) not in LOGARITHMS:
         return None
     steps = _steps(context, flow.node(site).all_input_nodes[0])
-    if steps is None or not any(context.lowered(step) for step in steps):
+    if steps is None or not any(context.low_precision(step) for step in steps):
         return None
     bits = context.number_format.fraction_bits
     edge = (bits + 1 + 1) * 0.6931

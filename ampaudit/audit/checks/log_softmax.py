@@ -23,7 +23,7 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
     if flow.base(site) not in LOGARITHMS:
         return None
     softmax = flow.comes_from(flow.node(site).all_input_nodes[0], "softmax", within=2)
-    if softmax is None or not any(context.lowered(step) for step in (softmax, *flow.makers(site))):
+    if softmax is None or not any(context.low_precision(step) for step in (softmax, *flow.makers(site))):
         return None
     form = context.number_format
     return f"probabilities below {format_number(form.flush_below)} are 0 in {form.name}, and log(0) is -inf"

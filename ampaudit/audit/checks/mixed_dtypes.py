@@ -15,7 +15,7 @@ from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.core.sites import SiteId
 from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOWER
+from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Site
 from ampaudit.trace.graph import Slot
 
@@ -65,7 +65,7 @@ def _mixed_by_policy(context: CheckContext) -> bool:
     places = context.flow.traced.placeholders
     stored = {place.dtype for place in places if place.slot is Slot.PARAMETER}
     kept = any(site.decision.cast is Cast.FLOAT32 and site.decision.explicit for site in context.graph_sites)
-    return not stored.isdisjoint(LOWER) and (kept or torch.float32 in stored)
+    return not stored.isdisjoint(LOW_PRECISION_DTYPES) and (kept or torch.float32 in stored)
 
 
 def _finding(context: CheckContext, site: Site, said: str) -> Finding:
@@ -81,7 +81,7 @@ def _mixed(node: fx.Node) -> tuple[torch.dtype, ...] | None:
         value for source in node.all_input_nodes if isinstance(value := source.meta.get("val"), torch.Tensor)
     ]
     floats = tuple(value.dtype for value in values if value.is_floating_point())
-    return floats if len(set(floats)) > 1 and any(dtype in LOWER for dtype in floats) else None
+    return floats if len(set(floats)) > 1 and any(dtype in LOW_PRECISION_DTYPES for dtype in floats) else None
 
 
 def _complaint(node: fx.Node, op: OpOverload) -> str | None:

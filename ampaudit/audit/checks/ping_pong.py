@@ -28,7 +28,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             cause = (
                 f"{first.id} casts this value, and it is cast back here: two passes over memory for nothing"
             )
-            lost = " and its precision is gone" if context.lowered(first) else ""
+            lost = " and its precision is gone" if context.low_precision(first) else ""
             advice = "give both users the same precision, so that one cast is left"
             yield finding_at(context, site, "AMP502", f"{cause}{lost}", advice, confidence="rule")
 

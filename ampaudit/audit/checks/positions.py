@@ -22,7 +22,7 @@ LEAST_COUNT = 16.0  # a mask is made of integers, too: of 0 and 1
 def find(context: CheckContext) -> Iterator[Finding]:
     """The first 16-bit site of each chain of positions or angles that is visibly off."""
     told: set[str] = set()
-    for site in context.lowered_sites:
+    for site in context.low_precision_sites:
         seen = context.observed(site.id)
         error = seen.samples.max_error
         limit = _limit(context, site)
@@ -70,7 +70,7 @@ def _is_integer(node: object) -> bool:
 def _follows(context: CheckContext, site: Site) -> bool:
     """Whether the values were positions in 16 bits already."""
     makers = context.flow.makers(site)
-    return any(context.lowered(m) and _counts(context, m) and _off(context, m) for m in makers)
+    return any(context.low_precision(m) and _counts(context, m) and _off(context, m) for m in makers)
 
 
 def _off(context: CheckContext, site: Site) -> bool:

@@ -17,7 +17,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     if not context.saturating:
         return
     form = context.number_format
-    for site in context.lowered_sites:
+    for site in context.low_precision_sites:
         seen = context.observed(site.id)
         meant = site.id in context.flow.constants or site.id in context.record.by_design
         inherited = any(_beyond(context, maker.id) for maker in context.flow.makers(site))

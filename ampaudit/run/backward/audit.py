@@ -16,7 +16,7 @@ from ampaudit.run.backward.record import GradientRecord, UnfollowedWay
 from ampaudit.run.backward.tape import Tape, needs_gradient
 from ampaudit.run.backward.watches import Measuring, Names, Repairing, Rounding
 from ampaudit.run.backward.ways import Ways
-from ampaudit.run.lockstep import LockStep, Watch
+from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.program import Program
 from ampaudit.run.runner import Plan
 from ampaudit.trace.graph import Placeholder, Slot
@@ -44,7 +44,7 @@ class GradientAudit:
         self._reached: set[str] = set()
         self._behind: set[str] = set()  # parameters behind what could not be gone back through
 
-    def following(self, watch: Watch, program: Program) -> Watch:
+    def following(self, watch: Observer, program: Program) -> Observer:
         """A tape around the watch."""
         if id(program) not in self._needed:
             self._needed[id(program)] = needs_gradient(program)
@@ -71,7 +71,7 @@ class GradientAudit:
         ways = self._ways[id(program)]
         backward = Backward(tape, needed, dtypes, self._backend, ways)
         seed = torch.full_like(reference, self.record.scale)
-        pair = (seed, self._backend.hold(torch.full_like(seed, self.record.scale), dtypes[loss][0]))
+        pair = (seed, self._backend.represent(torch.full_like(seed, self.record.scale), dtypes[loss][0]))
         names = Names(program.traced.site_of_node, program.traced.placeholders)
         meter = GradientMeter(self.record.scale)
         backward.run(loss, pair, Measuring(meter, names))

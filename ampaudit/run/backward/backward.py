@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from ampaudit.run.backends import Backend, Reference
-from ampaudit.run.backward.product import vector_jacobian
+from ampaudit.run.backward.product import vjp
 from ampaudit.run.backward.tape import Tape, Taped
 from ampaudit.run.backward.ways import Fault, GradientPair, Share, Ways, WaysThrough
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.marks import APPLIED, is_mark, marked, number_of
 
 __all__ = ["Backward", "GradientPair", "GradientWatch", "Gradients"]
@@ -65,7 +65,7 @@ class Gradients:
         before = arrived[index]
         reference = before[0] + pair[0]
         same = before[0] is before[1] and pair[0] is pair[1]
-        value = reference if same else backend.hold(before[1] + pair[1], rounding)
+        value = reference if same else backend.represent(before[1] + pair[1], rounding)
         arrived[index] = (reference, value)
 
 
@@ -163,8 +163,8 @@ class Backward:
     def _held(self, share: Share) -> GradientPair:
         """Autograd gives a gradient the dtype of its value."""
         dtype = self._dtypes[share.node][0]
-        first = self._reference.hold(share.pair[0], dtype)
-        return first, self._backend.hold(share.pair[1], dtype)
+        first = self._reference.represent(share.pair[0], dtype)
+        return first, self._backend.represent(share.pair[1], dtype)
 
     def _products(
         self, taped: Taped, out: list[GradientPair | None]
@@ -178,16 +178,16 @@ class Backward:
             return
         first = [None if pair is None else pair[0] for pair in out]
         second = [None if pair is None else pair[1] for pair in out]
-        references = vector_jacobian(taped, 0, self._reference, wanted, first)
+        references = vjp(taped, 0, self._reference, wanted, first)
         same = taped.shared and all(a is b for a, b in zip(first, second, strict=True))
-        if same and not any(self._dtypes[node][0] in LOWER for node in wanted):
+        if same and not any(self._dtypes[node][0] in LOW_PRECISION_DTYPES for node in wanted):
             values = references
         else:
-            values = vector_jacobian(taped, 1, self._backend, wanted, second)
+            values = vjp(taped, 1, self._backend, wanted, second)
         for node, reference, value in zip(wanted, references, values, strict=True):
             if reference is not None and value is not None:
                 if value is not reference:
                     # what the formulas and autograd hand on may be the reference's own memory, too
                     given = (*second, *first, reference, *values[: wanted.index(node)])
-                    value = self._backend.held_result(value, self._dtypes[node][0], given)
+                    value = self._backend.represented_result(value, self._dtypes[node][0], given)
                 yield node, (reference, value)

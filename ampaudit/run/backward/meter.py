@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ampaudit.run.backward.record import GradientRecord, GradientSeen
+from ampaudit.run.backward.record import GradientRecord, GradientStats
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import BLOCK, FIELDS, measure_any, measure_cpu
 
@@ -65,7 +65,7 @@ _Measured = tuple[list[float] | torch.Tensor, torch.Tensor]
 class _Row:
     name: str
     parameter: bool
-    lowered: bool
+    low_precision: bool
     fields: list[float] | torch.Tensor
     counts: torch.Tensor
     elements: int
@@ -101,7 +101,7 @@ class GradientMeter:
         value: torch.Tensor,
         *,
         parameter: bool,
-        lowered: bool,
+        low_precision: bool,
         keep: bool = False,
     ) -> None:
         """Measure one gradient; one that is ``keep``-t is known again, as a parameter's behind its cast."""
@@ -119,7 +119,7 @@ class GradientMeter:
             measured = known[2]
         if keep:
             self._known[id(value)] = reference, value, measured
-        self._rows.append(_Row(name, parameter, lowered, *measured, value.numel()))
+        self._rows.append(_Row(name, parameter, low_precision, *measured, value.numel()))
 
     def _measured(self, first: torch.Tensor, second: torch.Tensor) -> _Measured:
         on_cpu = first.device.type == "cpu"
@@ -168,15 +168,17 @@ class GradientMeter:
     def into(self, record: GradientRecord) -> None:
         """Merge what was measured."""
         for row, fields, counts in self._fetched:
-            table: dict[Any, GradientSeen] = record.parameters if row.parameter else record.sites
-            found = table.setdefault(row.name, GradientSeen(row.lowered))
+            table: dict[Any, GradientStats] = record.parameters if row.parameter else record.sites
+            found = table.setdefault(row.name, GradientStats(row.low_precision))
             self._merge(found, fields, counts, row.elements)
             infinite, nan = self._wrong.pop((row.name, row.parameter), (0, 0))
             found.seen.pos_inf += infinite
             found.seen.nan += nan
             found.cancelled |= (row.name, row.parameter) in self._cancelled
 
-    def _merge(self, found: GradientSeen, fields: dict[str, float], counts: list[int], elements: int) -> None:
+    def _merge(
+        self, found: GradientStats, fields: dict[str, float], counts: list[int], elements: int
+    ) -> None:
         found.seen.merge(fields, elements)
         *bins, flushed = counts
         found.flushed += flushed

@@ -15,10 +15,10 @@ from ampaudit.run.backward.tape import Taped, unseen_write
 from ampaudit.run.lockstep import restore_random_state
 from ampaudit.trace.opnames import named_arguments
 
-__all__ = ["vector_jacobian"]
+__all__ = ["vjp"]
 
 
-def vector_jacobian(
+def vjp(
     taped: Taped,
     side: int,
     backend: Backend,

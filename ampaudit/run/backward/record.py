@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.run.observation import Observation
 
-__all__ = ["GradientOrigin", "GradientRecord", "GradientSeen", "UnfollowedWay"]
+__all__ = ["GradientOrigin", "GradientRecord", "GradientStats", "UnfollowedWay"]
 
 
 @dataclass(slots=True)
-class GradientSeen:
+class GradientStats:
     """One gradient, summed over batches: that of a site's output, or of a parameter.
 
     Attributes:
-        lowered: whether it is held in 16 bits.
-        seen: peaks, counts and errors of the scaled gradient, as for a value.
+        low_precision: whether it is held in 16 bits.
+        observe: peaks, counts and errors of the scaled gradient, as for a value.
         nonzero: elements that are not zero in FP32.
         flushed: of those, the elements that are zero in 16 bits.
         exponents: counts of FP32's magnitudes g, without the loss scale, by the e of 2^e < g <= 2^(e+1);
@@ -26,7 +26,7 @@ class GradientSeen:
         cancelled: whether it is a sum over a batch that nearly cancels in FP32: what is left is rounding.
     """
 
-    lowered: bool = False
+    low_precision: bool = False
     seen: Observation = field(default_factory=Observation)
     nonzero: int = 0
     flushed: int = 0
@@ -105,8 +105,8 @@ class GradientRecord:
     dynamic: bool = True
     scale_from: str = ""
     least: float = 0.0
-    sites: dict[SiteId, GradientSeen] = field(default_factory=dict)
-    parameters: dict[str, GradientSeen] = field(default_factory=dict)
+    sites: dict[SiteId, GradientStats] = field(default_factory=dict)
+    parameters: dict[str, GradientStats] = field(default_factory=dict)
     origins: list[GradientOrigin] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)
     frozen: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class GradientRecord:
     notes: list[str] = field(default_factory=list)
     unfollowed: list[UnfollowedWay] = field(default_factory=list)
 
-    def broken_at(self, origin: GradientOrigin) -> GradientSeen | None:
+    def broken_at(self, origin: GradientOrigin) -> GradientStats | None:
         """The gradient that broke there; ``None`` if it was not measured."""
         if origin.is_parameter:
             return self.parameters.get(origin.value)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ampaudit.core.formats import NumberFormat
 from ampaudit.report.scales import LayerScales, ScaleAdvice, ScaleRow
-from ampaudit.run.backward.record import GradientSeen
+from ampaudit.run.backward.record import GradientStats
 
 __all__ = [
     "SHARE",
@@ -35,7 +35,7 @@ class NamedGradient:
 
     name: str
     layer: str
-    seen: GradientSeen
+    seen: GradientStats
 
 
 def advice_on_scale(
@@ -51,7 +51,7 @@ def advice_on_scale(
     """
     by_layer: defaultdict[str, list[NamedGradient]] = defaultdict(list)
     for gradient in gradients:
-        if gradient.seen.lowered and gradient.seen.nonzero:
+        if gradient.seen.low_precision and gradient.seen.nonzero:
             by_layer[gradient.layer].append(gradient)
     if not by_layer:
         return None

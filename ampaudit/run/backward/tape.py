@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.run.lockstep import Pair, StepCall, Watch
+from ampaudit.run.lockstep import Observer, Pair, StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
@@ -42,7 +42,7 @@ class Tape:
     changes one. So a run keeps its activations, FP32's and the 16-bit run's, as training does.
     """
 
-    def __init__(self, watch: Watch, needed: frozenset[fx.Node]) -> None:
+    def __init__(self, watch: Observer, needed: frozenset[fx.Node]) -> None:
         self._watch = watch
         self._needed = needed
         self.steps: list[Taped] = []
@@ -52,9 +52,9 @@ class Tape:
         """What the other watch expects."""
         return self._watch.expects(step, reference)
 
-    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Let the other watch look, and remember the step."""
-        result = self._watch.seen(step, reference, value, call)
+        result = self._watch.observe(step, reference, value, call)
         if is_mark(step.target):
             self.marks.append(Taped(step, dict(call.inputs), call.shared, call.state))
             self.steps.append(self.marks[-1])

@@ -13,7 +13,7 @@ from ampaudit.run.backward.backward import GradientPair
 from ampaudit.run.backward.meter import GradientMeter
 from ampaudit.run.backward.record import GradientOrigin
 from ampaudit.run.backward.ways import Fault
-from ampaudit.run.step import LOWER, Step
+from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.graph import Placeholder, Role, Site
 from ampaudit.trace.marks import is_mark, marked
 
@@ -33,9 +33,9 @@ class Rounding:
         """Of a node's (first) output."""
         return self._dtypes[node][0]
 
-    def hold(self, gradient: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    def represent(self, gradient: torch.Tensor, node: fx.Node) -> torch.Tensor:
         """A gradient as the backend holds it."""
-        return self._backend.hold(gradient, self.dtype(node))
+        return self._backend.represent(gradient, self.dtype(node))
 
 
 class Names:
@@ -126,7 +126,9 @@ class Measuring:
         if name is not None:
             site = self._names.site(node)
             keep = site is not None and site.role is Role.WEIGHT_CAST
-            self.meter.add(name[0], *pair, parameter=name[1], lowered=dtype in LOWER, keep=keep)
+            self.meter.add(
+                name[0], *pair, parameter=name[1], low_precision=dtype in LOW_PRECISION_DTYPES, keep=keep
+            )
         return pair[1]
 
 
@@ -208,7 +210,7 @@ class Repairing:
         self._inner.meter.wrong(*self._names.anyway(of), infinite=bad - nan, nan=nan)
 
     def _following(self, of: fx.Node, pair: GradientPair) -> torch.Tensor:
-        return self._rounding.hold(pair[0].clamp(-self._limit, self._limit), of).to(pair[1].dtype)
+        return self._rounding.represent(pair[0].clamp(-self._limit, self._limit), of).to(pair[1].dtype)
 
 
 def _wrong(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:

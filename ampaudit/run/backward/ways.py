@@ -145,16 +145,16 @@ class WaysThrough:
         try:
             first = called_as_whole(way.call, [v[0] for v in values], [g and g[0] for g in given])
             dtypes = [node.meta["val"].dtype for node in nodes]
-            lowered = [
+            low_precision = [
                 v[1].to(d) if v[1].is_floating_point() else v[1] for v, d in zip(values, dtypes, strict=True)
             ]
-            second = called_as_whole(way.call, lowered, [g and g[1] for g in given])
+            second = called_as_whole(way.call, low_precision, [g and g[1] for g in given])
         except Exception as error:  # whatever the author's code, or a kernel, raises
             self._ways.unfollowed[way.number] = (f"{reason}; run as a whole: {first_line(error)}", "")
             return []
         self._ways.unfollowed[way.number] = (reason, "as a whole")
         return [
-            Share(node, (a, self._ways.backend.hold(b, dtype)), fault)
+            Share(node, (a, self._ways.backend.represent(b, dtype)), fault)
             for node, dtype, a, b in zip(nodes, dtypes, first, second, strict=True)
             if a is not None and b is not None
         ]
@@ -172,7 +172,7 @@ class _FirstFault:
         del step, reference
         return None
 
-    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Look at one result."""
         del call
         if step.site is not None:

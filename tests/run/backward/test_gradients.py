@@ -18,7 +18,7 @@ import ampaudit
 from ampaudit.core.errors import InputError, ReferenceBroken, RunFailed, UsageError
 from ampaudit.core.formats import BFLOAT16, FLOAT16
 from ampaudit.run.backward.meter import EXPONENT_OFFSET, counts_on_cpu, exponent_counts
-from ampaudit.run.backward.record import GradientSeen
+from ampaudit.run.backward.record import GradientStats
 from ampaudit.run.backward.scale import NamedGradient, advice_on_scale
 from tests.support import zoo
 from tests.support.backward import Kept, audit
@@ -190,10 +190,10 @@ def test_exponents_are_counted_exactly(values: list[float]) -> None:
     assert Counter({place: n for place, n in enumerate(counts) if n}) == expected
 
 
-def seen_of(values: torch.Tensor) -> GradientSeen:
+def seen_of(values: torch.Tensor) -> GradientStats:
     counts = exponent_counts(values).tolist()
     exponents = Counter({place - EXPONENT_OFFSET: n for place, n in enumerate(counts) if n})
-    return GradientSeen(
+    return GradientStats(
         True, nonzero=int((values != 0).sum()), exponents=exponents, peak=values.abs().max().item()
     )
 

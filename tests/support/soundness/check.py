@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.bounds import Span, SpanTable
+from ampaudit.bounds import BoundTable, Interval
 from ampaudit.run.backends import Emulated, Native
 from ampaudit.run.lockstep import LockStep, StepCall
 from ampaudit.run.program import compile_program
@@ -59,11 +59,11 @@ class Checked:
 class _Checker:
     """A watch that holds each value of the converted run against its bound as it is made.
 
-    A proof speaks of values that no overflow has touched: 1 / inf is 0, which is in no span of 1 / x. What
-    is touched is a matter of memory, since ops write in place; so no value is freed before the end.
+    A proof speaks of values that no overflow has touched: 1 / inf is 0, which is in no interval of 1 / x.
+    What is touched is a matter of memory, since ops write in place; so no value is freed before the end.
     """
 
-    def __init__(self, runs: Runs, table: SpanTable, found: Checked, native: bool) -> None:
+    def __init__(self, runs: Runs, table: BoundTable, found: Checked, native: bool) -> None:
         self.sites, self.table, self.found = runs.traced.site_of_node, table, found
         self.written, self.native = runs.program.written, native
         self.touched: set[int] = set()
@@ -73,7 +73,7 @@ class _Checker:
     def expects(self, step: Step, reference: Any) -> None:
         """No blocks."""
 
-    def seen(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Look at what the step read and made."""
         before = [pair[1] for pair in call.inputs.values()]
         self.alive.append((before, value, reference))
@@ -84,7 +84,7 @@ class _Checker:
         if getattr(step.node.target, "_opname", None) in _EMPTY or _name(step.node) in _EMPTY:
             return _poisoned(value)
         reads = list(_tensors(before))
-        coarse = self.native and step.lowered and _name(step.node) in _SUMS_IN_16_BITS
+        coarse = self.native and step.low_precision and _name(step.node) in _SUMS_IN_16_BITS
         stale = coarse or any(_memory(t) in self.touched for t in reads)
         if (
             stale
@@ -107,14 +107,14 @@ class _Checker:
                     Escape(node.name, f"{node.format_node()} was proved and is not finite")
                 )
             return False
-        span = self.table.spans.get(node.name)
-        pairs = zip(value, span, strict=True) if isinstance(span, list) else [(value, span)]
+        interval = self.table.intervals.get(node.name)
+        pairs = zip(value, interval, strict=True) if isinstance(interval, list) else [(value, interval)]
         for item, bounds in pairs:
             if isinstance(item, torch.Tensor) and not item.is_complex():
                 self._inside(node, item, bounds)
         return True
 
-    def _inside(self, node: fx.Node, item: torch.Tensor, bounds: Span | None) -> None:
+    def _inside(self, node: fx.Node, item: torch.Tensor, bounds: Interval | None) -> None:
         self.found.values[_name(node)] += 1
         if bounds is None or not item.numel():
             return
@@ -152,7 +152,7 @@ class Runs:
             for native in (True, False)
         }
 
-    def checked(self, table: SpanTable, inputs: Sequence[torch.Tensor], *, native: bool) -> Checked:
+    def checked(self, table: BoundTable, inputs: Sequence[torch.Tensor], *, native: bool) -> Checked:
         """Run once, in the graph's true dtypes or emulated."""
         found = Checked()
         watch = _Checker(self, table, found, native)
@@ -166,7 +166,7 @@ class Runs:
         return found
 
 
-def check(traced: TracedModel, table: SpanTable, batches: Iterable[Sequence[torch.Tensor]]) -> None:
+def check(traced: TracedModel, table: BoundTable, batches: Iterable[Sequence[torch.Tensor]]) -> None:
     """Demand that every value of every run is inside, natively and emulated."""
     runs = Runs(traced)
     for inputs in batches:
@@ -181,7 +181,7 @@ def _name(node: fx.Node) -> str:
     return node.op if schema is None else schema.name.split("::")[1]
 
 
-def _says_something(bounds: Span, dtype: torch.dtype, value: Any) -> bool:
+def _says_something(bounds: Interval, dtype: torch.dtype, value: Any) -> bool:
     """Whether a bound is less than all that the dtype of the graph holds, which emulation carries wider."""
     first = value[0] if isinstance(value, list | tuple) else value
     if dtype is torch.float32 and isinstance(first, torch.Tensor) and first.is_floating_point():

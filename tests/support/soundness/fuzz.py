@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from ampaudit.bounds import SpanTable, bound
+from ampaudit.bounds import BoundTable, bound
 from ampaudit.core.assumptions import Assumption
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import format_named
@@ -162,7 +162,7 @@ class Prepared:
             return report if len(self.branches) == 1 else None
         return self._run(report, table, rounds)
 
-    def _run(self, report: Report, table: SpanTable, rounds: int) -> Report | None:
+    def _run(self, report: Report, table: BoundTable, rounds: int) -> Report | None:
         owners, first = _owners(self.traced, self.model), dict[int, Counterexample]()
         for number, native in itertools.product(range(rounds), (True, False)):
             inputs = [item.tensor(hostile(item, number, self.seed)) for item in self.model.inputs]
@@ -201,7 +201,7 @@ def traced_branches(
         return None, model
 
 
-def table_of(traced: TracedModel, model: BranchModel, setting: Setting) -> SpanTable:
+def table_of(traced: TracedModel, model: BranchModel, setting: Setting) -> BoundTable:
     """Bounds for the ranges that the branches state."""
     places = [place for place in traced.placeholders if place.slot is Slot.INPUT]
     domain = {

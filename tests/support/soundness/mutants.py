@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from ampaudit.bounds import Span, analysis, patterns, stored
+from ampaudit.bounds import Interval, analysis, patterns, stored
 from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -24,7 +24,7 @@ class Mutant:
 
     Attributes:
         ops: base names of the ops whose transfers are wrapped.
-        wrap: from a transfer and a call to a wrong span.
+        wrap: from a transfer and a call to a wrong interval.
         patches: functions replaced, by module and name.
     """
 
@@ -57,8 +57,8 @@ def _given(**arguments: Any) -> Wrap:
     return wrap
 
 
-def _span(change: Callable[[Span], Span]) -> Wrap:
-    """Every span of the result changed."""
+def _span(change: Callable[[Interval], Interval]) -> Wrap:
+    """Every interval of the result changed."""
 
     def wrap(transfer: Callable[[OpCall], Any], call: OpCall) -> Any:
         found = transfer(call)
@@ -67,37 +67,37 @@ def _span(change: Callable[[Span], Span]) -> Wrap:
     return wrap
 
 
-def _scaled(low: float, high: float) -> Callable[[Span], Span]:
+def _scaled(low: float, high: float) -> Callable[[Interval], Interval]:
     return lambda s: replace(s, low=torch.minimum(s.low * low, s.high * high), high=s.high * high)
 
 
-def _turned(span: Span) -> Span:
-    return replace(span, low=-span.high, high=-span.low)
+def _turned(interval: Interval) -> Interval:
+    return replace(interval, low=-interval.high, high=-interval.low)
 
 
-def _shorter(span: Span) -> Span:
-    return replace(span, norms={axis: norm * 0.5 for axis, norm in span.norms.items()})
+def _shorter(interval: Interval) -> Interval:
+    return replace(interval, norms={axis: norm * 0.5 for axis, norm in interval.norms.items()})
 
 
-def _other_axis(span: Span) -> Span:
+def _other_axis(interval: Interval) -> Interval:
     """A sum along one axis, claimed for the one before it."""
-    if len(span.shape) < 2:
-        return span
-    one = (1,) * len(span.shape)
-    moved = {(axis - 1) % len(one): total.amax().reshape(one) for axis, total in span.sums.items()}
-    return replace(span, sums=moved)
+    if len(interval.shape) < 2:
+        return interval
+    one = (1,) * len(interval.shape)
+    moved = {(axis - 1) % len(one): total.amax().reshape(one) for axis, total in interval.sums.items()}
+    return replace(interval, sums=moved)
 
 
-def _nonnegative(span: Span) -> Span:
-    return replace(span, low=span.low.clamp(min=0.0), high=span.high.clamp(min=0.0))
+def _nonnegative(interval: Interval) -> Interval:
+    return replace(interval, low=interval.low.clamp(min=0.0), high=interval.high.clamp(min=0.0))
 
 
-def _nonpositive(span: Span) -> Span:
-    return replace(span, high=span.low.clamp(min=0.0))
+def _nonpositive(interval: Interval) -> Interval:
+    return replace(interval, high=interval.low.clamp(min=0.0))
 
 
 def _unfilled(transfer: Callable[[OpCall], Any], call: OpCall) -> Any:
-    return replace(transfer(call), low=call.span("self").low, high=call.span("self").high)
+    return replace(transfer(call), low=call.interval("self").low, high=call.interval("self").high)
 
 
 def _any_value(node: fx.Node, beside: fx.Node | None = None) -> fx.Node | None:
@@ -126,6 +126,6 @@ MUTANTS = {
     "masked_fill fills nothing": Mutant(("masked_fill",), _unfilled),
     "a maximum without keepdim is one with it": Mutant(patches=((patterns, "_kept_shape", lambda *_: True),)),
     "any root is the root of this value": Mutant(patches=((patterns, "_rounded", _any_value),)),
-    "integers do not wrap around": Mutant(patches=((stored, "_as_integer", lambda span, dtype: span),)),
-    "results are not rounded": Mutant(patches=((analysis, "stored", lambda span, dtype: span),)),
+    "integers do not wrap around": Mutant(patches=((stored, "_as_integer", lambda x, dtype: x),)),
+    "results are not rounded": Mutant(patches=((analysis, "stored", lambda x, dtype: x),)),
 }  # fmt: skip

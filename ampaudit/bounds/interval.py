@@ -15,7 +15,7 @@ import torch
 
 from ampaudit.trace.sizes import fits
 
-__all__ = ["Axes", "Span", "between", "exactly", "finite", "symmetric", "unbounded"]
+__all__ = ["Axes", "Interval", "between", "exactly", "finite", "symmetric", "unbounded"]
 
 Axes = Mapping[int, torch.Tensor]
 # float64 arithmetic on ends is itself rounded; each result is widened by this much
@@ -23,7 +23,7 @@ OUTWARD = 2.0**-40
 
 
 @dataclass(frozen=True)  # without slots, so that what is asked for again and again can be kept
-class Span:
+class Interval:
     """What is known about a value of the given shape.
 
     Attributes:
@@ -101,17 +101,17 @@ class Span:
         total = ends.sum(axis, keepdim=True)
         return total if ends.shape[axis] == self.shape[axis] else total * self.shape[axis]
 
-    def over(self, axis: int) -> Span:
+    def over(self, axis: int) -> Interval:
         """The same with one bound for all elements along an axis."""
         place = self.axis(axis)
         low, high = self.low.amin(place, keepdim=True), self.high.amax(place, keepdim=True)
-        return Span(self.shape, low, high)
+        return Interval(self.shape, low, high)
 
-    def only(self) -> Span:
+    def only(self) -> Interval:
         """Ends without norms."""
-        return Span(self.shape, self.low, self.high)
+        return Interval(self.shape, self.low, self.high)
 
-    def widened(self, relative: float, absolute: float = 0.0) -> Span:
+    def widened(self, relative: float, absolute: float = 0.0) -> Interval:
         """For values that are each off by up to ``relative * |x| + absolute``."""
         # v - |v| * relative falls and rises with v, so that each end is off by its own size
         sizes = (self.low.abs(), self.high.abs()) if relative < 1 else (self.magnitude, self.magnitude)
@@ -123,21 +123,21 @@ class Span:
         low = finite(self.low - (sizes[0] * relative + absolute), -1)
         high = finite(self.high + (sizes[1] * relative + absolute), 1)
         mean = None if self.mean is None else self.mean + self._mean_size() * relative + absolute
-        return Span(self.shape, low, high, more(self.norms, 1.0), more(self.sums, 1.0), mean)
+        return Interval(self.shape, low, high, more(self.norms, 1.0), more(self.sums, 1.0), mean)
 
     def _mean_size(self) -> float:
         return float(self.sum(-1).amax()) / self.shape[-1] if self.shape and self.shape[-1] else 0.0
 
-    def clipped(self, limit: float) -> Span:
+    def clipped(self, limit: float) -> Interval:
         """For values that are known to lie within the limit in either direction."""
         low, high = self.low.clamp(-limit, limit), self.high.clamp(-limit, limit)
-        return Span(self.shape, low, high, self.norms, self.sums, self.mean)
+        return Interval(self.shape, low, high, self.norms, self.sums, self.mean)
 
-    def within(self, other: Span) -> Span:
+    def within(self, other: Interval) -> Interval:
         """What both say about one value."""
         low, high = torch.maximum(self.low, other.low), torch.minimum(self.high, other.high)
         mean = self.mean if other.mean is None else other.mean
-        return Span(self.shape, low, high, self.norms or other.norms, self.sums or other.sums, mean)
+        return Interval(self.shape, low, high, self.norms or other.norms, self.sums or other.sums, mean)
 
     def contains(self, value: torch.Tensor) -> bool:
         """Whether a value is inside, ends and norms; for tests."""
@@ -156,26 +156,26 @@ def finite(ends: torch.Tensor, sign: int) -> torch.Tensor:
     return ends.nan_to_num(sign * math.inf, math.inf, -math.inf)
 
 
-def between(shape: tuple[int, ...], low: float, high: float) -> Span:
+def between(shape: tuple[int, ...], low: float, high: float) -> Interval:
     """One pair of ends for all elements."""
     ends = torch.tensor([low, high], dtype=torch.float64)
-    return Span(shape, *(end.reshape((1,) * len(shape)) for end in ends))
+    return Interval(shape, *(end.reshape((1,) * len(shape)) for end in ends))
 
 
-def symmetric(shape: tuple[int, ...], magnitude: torch.Tensor | float) -> Span:
+def symmetric(shape: tuple[int, ...], magnitude: torch.Tensor | float) -> Interval:
     """Between -magnitude and +magnitude."""
     ends = torch.as_tensor(magnitude, dtype=torch.float64)
     ends = finite(ends, 1)
     ends = ends.reshape((1,) * (len(shape) - ends.ndim) + tuple(ends.shape))
-    return Span(shape, -ends, ends)
+    return Interval(shape, -ends, ends)
 
 
-def unbounded(shape: tuple[int, ...]) -> Span:
+def unbounded(shape: tuple[int, ...]) -> Interval:
     """Nothing is known."""
     return symmetric(shape, math.inf)
 
 
-def exactly(value: torch.Tensor, largest: int = 1 << 16) -> Span:
+def exactly(value: torch.Tensor, largest: int = 1 << 16) -> Interval:
     """A known tensor; of one with more elements than ``largest`` only the ends of its rows are kept."""
     shape = tuple(value.shape)
     wide = value.detach()
@@ -185,9 +185,9 @@ def exactly(value: torch.Tensor, largest: int = 1 << 16) -> Span:
         return symmetric(shape, 0.0)
     if value.numel() <= largest:
         ends = wide.double()
-        return Span(shape, finite(ends, -1), finite(ends, 1))
+        return Interval(shape, finite(ends, -1), finite(ends, 1))
     leading = tuple(range(value.ndim - 1))
     low, high = wide.amin(leading, keepdim=True).double(), wide.amax(leading, keepdim=True).double()
     if low.numel() > largest:
         low, high = low.amin().reshape((1,) * value.ndim), high.amax().reshape((1,) * value.ndim)
-    return Span(shape, finite(low, -1), finite(high, 1))
+    return Interval(shape, finite(low, -1), finite(high, 1))
