@@ -32,7 +32,7 @@ charts:
 	cd tools/charts && npm install --no-package-lock --no-audit --no-fund && npm run build
 
 schema: $(VENV)/.dev
-	$(BIN)/python -c "from ampaudit.render.jsonfile import schema_text; print(schema_text(), end='')" > docs/report.schema.json
+	$(BIN)/python -c "from ampaudit.render.json import schema_text; print(schema_text(), end='')" > docs/report.schema.json
 	$(BIN)/python -c "from ampaudit.policy.jsonschema import schema_text; print(schema_text(), end='')" > docs/rules.schema.json
 
 docs: $(VENV)/.dev

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 import torch
 
-from ampaudit.checkpoint.header import Entry
+from ampaudit.checkpoint.header import TensorEntry
 from ampaudit.checkpoint.write import write_safetensors
 
 WIDTH = 5000  # a weight of 100 MB
@@ -47,14 +47,14 @@ def example_inputs(): return torch.randn(64, WIDTH)
 
 def make_checkpoint(path: Path, layers: int) -> None:
     """Weights of ``layers`` blocks, made one at a time."""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     pieces: list[tuple[str, Iterator[torch.Tensor]]] = []
     for layer in range(layers):
         for name, shape, scale in (("weight", (WIDTH, WIDTH), 0.02),):
-            entries.append(Entry(f"{3 * layer}.{name}", "F32", shape))
+            entries.append(TensorEntry(f"{3 * layer}.{name}", "F32", shape))
             pieces.append((entries[-1].name, iter_of(layer, shape, scale)))
         for name, value in (("weight", 1.0), ("bias", 0.0)):
-            entries.append(Entry(f"{3 * layer + 2}.{name}", "F32", (WIDTH,)))
+            entries.append(TensorEntry(f"{3 * layer + 2}.{name}", "F32", (WIDTH,)))
             pieces.append((entries[-1].name, iter([torch.full((WIDTH,), value)])))
     write_safetensors(path, entries, {"format": "pt"}, pieces)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ampaudit.core.sites import SiteId
-from ampaudit.render.jsonfile import to_json
+from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
 from ampaudit.report.documents import parse_document, read_document
 from ampaudit.report.model import Report

@@ -29,7 +29,7 @@ from torch import nn
 from ampaudit.cli.memory import keep_freed_memory
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
-from ampaudit.run.audit import Plan, Runner
+from ampaudit.run.audit import RunConfig, Runner
 from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch
 
@@ -70,7 +70,7 @@ def forward(subject: Subject, device: torch.device) -> None:
 
 def runner(subject: Subject, level: str, device: torch.device) -> Runner:
     rules = load_policy("torch-cuda")
-    plan = Plan(None if level == "ranges" else rules, rules, FLOAT16, device)
+    plan = RunConfig(None if level == "ranges" else rules, rules, FLOAT16, device)
     return Runner(subject.model, plan, RunRecord(device.type, ""))
 
 

@@ -30,7 +30,7 @@ from ampaudit.cli.memory import keep_freed_memory
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.policy.scaling import StartingScale
-from ampaudit.run.audit import Plan, Runner
+from ampaudit.run.audit import RunConfig, Runner
 from ampaudit.run.backward.audit import GradientAudit
 from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch
@@ -87,7 +87,7 @@ def backward(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
     rules = load_policy("torch-cuda")
     # a scale at which nothing overflows: with a fault the way back is gone twice, as a scan is run twice
     scale = StartingScale(256.0, False, "benchmark")
-    plan = Plan(rules, rules, FLOAT16, device, differentiator=lambda p: GradientAudit(p, scale))
+    plan = RunConfig(rules, rules, FLOAT16, device, differentiator=lambda p: GradientAudit(p, scale))
     runner = Runner(WithLoss(model, loss), plan, RunRecord(device.type, ""))
     batch = Batch(((), kwargs, item_apart((), kwargs, kwargs)))
     runner.executor(batch)

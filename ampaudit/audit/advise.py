@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ampaudit.audit.advice import Proposal, Subject, diff_of, proposals
+from ampaudit.audit.advice import AdviceContext, Proposal, diff_of, proposals
 from ampaudit.audit.checks import ALL_CHECKS, CheckContext, Finding, Severity, run_checks
 from ampaudit.audit.checks.mixed_dtypes import refused_sites
 from ampaudit.audit.checks.suppress import Suppression, suppressed
@@ -19,7 +19,7 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Trial
-from ampaudit.run.audit import Plan, run_audits
+from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.source import ModelSource
 from ampaudit.trace.calling import call_unchanged
@@ -37,14 +37,14 @@ Errors = frozenset[tuple[str, SiteId]]
 def advised(
     findings: Sequence[Finding],
     source: ModelSource,
-    plan: Plan,
+    plan: RunConfig,
     context: CheckContext,
     settings: Settings,
     hiding: Sequence[Suppression] = (),
 ) -> tuple[Finding, ...]:
     """The findings, each of the first errors with the smallest changes that were tried and removed it."""
     assert plan.rules is not None
-    subject = Subject(source.model, plan.rules, context)
+    subject = AdviceContext(source.model, plan.rules, context)
     errors = [f for f in findings if f.severity is Severity.ERROR and f.suppressed is None][:TRIED]
     if not errors:
         return tuple(findings)
@@ -70,9 +70,9 @@ class _Advisor:
         hiding: the suppressions of the scan; an error that they hide is none.
     """
 
-    subject: Subject
+    subject: AdviceContext
     source: ModelSource
-    plan: Plan
+    plan: RunConfig
     settings: Settings
     before: Errors
     refused: frozenset[SiteId]

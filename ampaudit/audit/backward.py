@@ -8,7 +8,7 @@ from dataclasses import replace
 from ampaudit.audit.settings import Settings
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.policy.scaling import StartingScale, starting_scale
-from ampaudit.run.audit import Plan
+from ampaudit.run.audit import RunConfig
 from ampaudit.run.backward.audit import GradientAudit
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.loss import WithLoss, item_apart
@@ -17,8 +17,8 @@ __all__ = ["differentiated"]
 
 
 def differentiated(
-    source: ModelSource, plans: Sequence[Plan], settings: Settings
-) -> tuple[ModelSource, list[Plan]]:
+    source: ModelSource, plans: Sequence[RunConfig], settings: Settings
+) -> tuple[ModelSource, list[RunConfig]]:
     """The same source with its loss, and the same plans with the gradients' side.
 
     Raises:
@@ -38,7 +38,7 @@ def differentiated(
     return replace(source, model=model, batches=batches), [_going_back(plan, settings) for plan in plans]
 
 
-def _going_back(plan: Plan, settings: Settings) -> Plan:
+def _going_back(plan: RunConfig, settings: Settings) -> RunConfig:
     assert plan.rules is not None, "--ranges goes forward only"
     scale = starting_scale(plan.rules.file.loss_scale, plan.number_format)
     if settings.loss_scale is not None:

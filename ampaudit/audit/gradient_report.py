@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ampaudit.audit.checks.interface import CheckContext
-from ampaudit.report.gradients import Backward, Gradient, Loss, ParameterGradient
+from ampaudit.report.gradients import BackwardReport, Gradient, LossValues, ParameterGradient
 from ampaudit.run.backward.record import GradientStats
 from ampaudit.trace import Site
 
@@ -19,17 +19,17 @@ def gradient_of(context: CheckContext, site: Site) -> Gradient | None:
     return None if seen is None else _gradient(context, seen)
 
 
-def backward_report(context: CheckContext) -> Backward | None:
+def backward_report(context: CheckContext) -> BackwardReport | None:
     """Everything about the way back that is not about one site."""
     record = context.record.gradients
     if record is None:
         return None
     advice = context.scale_advice
-    return Backward(
+    return BackwardReport(
         loss_scale=record.scale,
         dynamic=record.dynamic,
         scale_from=record.scale_from,
-        losses=tuple(Loss(_finite(first), _finite(second)) for first, second in record.losses),
+        losses=tuple(LossValues(_finite(first), _finite(second)) for first, second in record.losses),
         advice=advice,
         suggested=advice.suggested if advice is not None else None,
         parameters=tuple(

@@ -11,7 +11,7 @@ from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet, load_policy
 from ampaudit.report.plan import PlanReport
-from ampaudit.run.audit import Plan, Progress, measure, raised_sites, silent
+from ampaudit.run.audit import Progress, RunConfig, measure, raised_sites, silent
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.trace import TracedModel, trace
@@ -97,7 +97,7 @@ def trace_under(
     seen: dict[SiteId, Measurement] = {}
     notes: tuple[str, ...] = ()
     if rules.measured:
-        setting = Plan(rules, author, form, where, seed, reference_only=True)
+        setting = RunConfig(rules, author, form, where, seed, reference_only=True)
         seen, sites = measure(source.model, source.batches, setting, progress or silent)
         raised = raised_sites(rules, sites, seen)
         count = len(source.batches)

@@ -19,7 +19,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.core.version import __version__
 from ampaudit.policy import RuleSet
-from ampaudit.run.audit import Audit, Plan
+from ampaudit.run.audit import Audit, RunConfig
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.observation import Observation
 from ampaudit.run.record import RunRecord
@@ -34,7 +34,7 @@ __all__ = ["compare_with_run", "prove", "static_audit"]
 Leaves = list[list[torch.Tensor]]
 
 
-def prove(audit: Audit, batches: Sequence[Batch], plan: Plan, settings: Settings) -> BoundTable:
+def prove(audit: Audit, batches: Sequence[Batch], plan: RunConfig, settings: Settings) -> BoundTable:
     """Bounds that hold in every graph of an audit: a site is proved if it is in each.
 
     Raises:
@@ -91,7 +91,7 @@ def _broken(site: Site, found: Bound, seen: Observation) -> ProofBroken:
     return ProofBroken(f"internal error: {what}", hint=hint)
 
 
-def static_audit(source: ModelSource, plan: Plan) -> Audit:
+def static_audit(source: ModelSource, plan: RunConfig) -> Audit:
     """An audit of a model that is traced for the shapes of its batches and not run: its record is empty.
 
     Raises:

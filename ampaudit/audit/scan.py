@@ -16,14 +16,14 @@ from ampaudit.audit.checks.suppress import comments_in, suppressed
 from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import Inputs, source_of
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
-from ampaudit.audit.report import build_report, changed_verdicts
+from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.audit.settings import ScanOptions, Settings
 from ampaudit.audit.stress import stressed
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.model import ModelInfo, Report, RunInfo
-from ampaudit.run.audit import Audit, Plan, run_audits
+from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.contract import Contracted, contract_of
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
@@ -104,7 +104,7 @@ def audit_policies(
     author = load_policy("torch-cuda")
     subjects = [None if settings.ranges else rules for rules in rule_sets]
     plans = [
-        Plan(
+        RunConfig(
             rules,
             author,
             form,

@@ -10,7 +10,7 @@ from ampaudit.audit.checks.suppress import Suppression, option
 from ampaudit.report.finding import FailOn
 from ampaudit.run.audit import Progress, silent
 from ampaudit.run.backends import Backend
-from ampaudit.run.plan import KeepOutputs
+from ampaudit.run.config import KeepOutputs
 
 __all__ = ["Loss", "ScanOptions", "Settings"]
 

@@ -12,7 +12,7 @@ from ampaudit.audit.settings import Settings
 from ampaudit.bounds import BoundTable
 from ampaudit.core.errors import AuditError
 from ampaudit.report.extrapolation import Stressed
-from ampaudit.run.audit import Audit, Plan, run_audits, silent
+from ampaudit.run.audit import Audit, RunConfig, run_audits, silent
 from ampaudit.run.search import Search
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.tensors import save_inputs, with_tensors
@@ -27,7 +27,7 @@ SITES = 5
 def stressed(
     source: ModelSource,
     audit: Audit,
-    plan: Plan,
+    plan: RunConfig,
     context: CheckContext,
     settings: Settings,
 ) -> tuple[Stressed, ...]:
@@ -72,7 +72,7 @@ def _targets(context: CheckContext, table: BoundTable) -> Sequence[Site]:
     return sorted(left, key=lambda site: -context.observed(site.id).ref_peak)[:SITES]
 
 
-def _breaks(source: ModelSource, plan: Plan, batch: Batch, site: Site) -> bool:
+def _breaks(source: ModelSource, plan: RunConfig, batch: Batch, site: Site) -> bool:
     """Whether a real run of the input has the site as an origin, or as part of one's poison."""
     try:
         (audit,) = run_audits(source.model, [batch], [replace(plan, measured={})], silent)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ampaudit.bench.lanes import prepared, release
-from ampaudit.bench.modes import Built, NotSupported, Subject, build, sized
+from ampaudit.bench.mode_runs import prepared, release
+from ampaudit.bench.modes import BenchTarget, ModeRunner, NotSupported, build, sized
 from ampaudit.bench.predict import holds_graph, predicted
 from ampaudit.report.bench import Largest
 from ampaudit.run.audit import Progress
@@ -13,7 +13,7 @@ from ampaudit.run.audit import Progress
 __all__ = ["largest", "search"]
 
 
-def largest(subject: Subject, modes: Sequence[str], told: Progress) -> Iterator[Largest]:
+def largest(subject: BenchTarget, modes: Sequence[str], told: Progress) -> Iterator[Largest]:
     """By doubling and then halving the step; measured on a GPU, predicted for the memory of ``--for``."""
     for index, mode in enumerate(modes):
         told("largest batch", index, len(modes))
@@ -22,7 +22,7 @@ def largest(subject: Subject, modes: Sequence[str], told: Progress) -> Iterator[
             yield Largest(mode, search(fits), how)
 
 
-def _fits(mode: str, subject: Subject) -> tuple[Callable[[int], bool] | None, str]:
+def _fits(mode: str, subject: BenchTarget) -> tuple[Callable[[int], bool] | None, str]:
     """A test of one size, and how it is made; none where there is no way."""
     target = subject.target
     if target is not None and target.memory_gb:
@@ -47,7 +47,7 @@ def _fits(mode: str, subject: Subject) -> tuple[Callable[[int], bool] | None, st
     return measured_fits, "measured"
 
 
-def _shapeless(mode: str, subject: Subject) -> Built | None:
+def _shapeless(mode: str, subject: BenchTarget) -> ModeRunner | None:
     """A mode that runs the model's own code, with any batch size; a graph is for the size of its trace."""
     try:
         built = build(mode, subject)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._C._profiler import _EventType as EventType
 
-from ampaudit.training.runs import state_of
+from ampaudit.training.variants import state_of
 
 __all__ = ["Peak", "live_bytes", "measured_peak", "storage_bytes"]
 

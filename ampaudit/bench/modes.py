@@ -24,9 +24,9 @@ from ampaudit.trace.loss import WithLoss, item_apart
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.trace.structure import structural_copy
 from ampaudit.training.prepare import is_pure, prepare
-from ampaudit.training.runs import optimizer_of
+from ampaudit.training.variants import optimizer_of
 
-__all__ = ["Built", "NotSupported", "Subject", "build", "sized"]
+__all__ = ["BenchTarget", "ModeRunner", "NotSupported", "build", "sized"]
 
 _STORED = {"half": torch.float16, "bf16": torch.bfloat16}
 
@@ -36,7 +36,7 @@ class NotSupported(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class BenchTarget:
     """What is measured, and how.
 
     Attributes:
@@ -64,14 +64,14 @@ class Subject:
         return dtype
 
 
-def sized(subject: Subject, size: int) -> Subject:
+def sized(subject: BenchTarget, size: int) -> BenchTarget:
     """The same with another batch size."""
     batch = resized(subject.source.batches[0], size)
     return replace(subject, source=replace(subject.source, batches=(batch,)))
 
 
 @dataclass
-class Built:
+class ModeRunner:
     """A mode that can be run.
 
     Attributes:
@@ -121,7 +121,7 @@ def _item(batch: Batch) -> Any:
     return item_apart(batch.args, batch.kwargs, batch.whole)
 
 
-def build(mode: str, subject: Subject) -> Built:
+def build(mode: str, subject: BenchTarget) -> ModeRunner:
     """A mode, ready to run.
 
     Raises:
@@ -133,28 +133,28 @@ def build(mode: str, subject: Subject) -> Built:
     model, device = _copy(subject), subject.device
     if mode == "tf32":
         _check_tf32(device)
-        return _finished(Built("float32, products in TF32", model, lambda: tf32(allowed=True)), subject)
+        return _finished(ModeRunner("float32, products in TF32", model, lambda: tf32(allowed=True)), subject)
     if mode == "autocast":
         return _autocast(model, subject)
     if mode in _STORED:
         dtype = _STORED[mode]
         how = f"everything in {str(dtype).removeprefix('torch.')}"
-        return _finished(Built(how, model.to(dtype), contextlib.nullcontext, dtype), subject)
-    return _finished(Built("float32, TF32 off", model, exact_float32), subject)
+        return _finished(ModeRunner(how, model.to(dtype), contextlib.nullcontext, dtype), subject)
+    return _finished(ModeRunner("float32, TF32 off", model, exact_float32), subject)
 
 
-def _copy(subject: Subject) -> nn.Module:
+def _copy(subject: BenchTarget) -> nn.Module:
     model = structural_copy(subject.source.model).to(subject.device)
     return WithLoss(model, subject.source.loss).train() if subject.train else model.eval()
 
 
-def _finished(built: Built, subject: Subject) -> Built:
+def _finished(built: ModeRunner, subject: BenchTarget) -> ModeRunner:
     if subject.train:
         built.optimizer = optimizer_of(subject.source, built.model)
     return built
 
 
-def _autocast(model: nn.Module, subject: Subject) -> Built:
+def _autocast(model: nn.Module, subject: BenchTarget) -> ModeRunner:
     kind, dtype = subject.device.type, subject.low_dtype
     if subject.target is not None and subject.target.capability is not None and kind != "cuda":
         built = _converted(replace(subject, rules=load_policy("torch-cuda")), compiled=False, folded=False)
@@ -166,7 +166,7 @@ def _autocast(model: nn.Module, subject: Subject) -> Built:
         torch.autocast(kind, dtype=dtype)
     except RuntimeError as error:
         raise NotSupported(str(error)) from error
-    built = Built(
+    built = ModeRunner(
         f"torch.autocast({kind!r}, {subject.form.name})", model, lambda: torch.autocast(kind, dtype=dtype)
     )
     if subject.train and dtype is torch.float16:
@@ -175,7 +175,7 @@ def _autocast(model: nn.Module, subject: Subject) -> Built:
     return _finished(built, subject)
 
 
-def _converted(subject: Subject, *, compiled: bool, folded: bool = True) -> Built:
+def _converted(subject: BenchTarget, *, compiled: bool, folded: bool = True) -> ModeRunner:
     how = f"policy {subject.rules.name}, {subject.form.name}"
     if subject.train:
         model = _copy(subject)
@@ -183,7 +183,7 @@ def _converted(subject: Subject, *, compiled: bool, folded: bool = True) -> Buil
         weights = subject.rules.file.weights
         lowered = {} if is_pure(subject.rules) else stored_dtypes(model, weights, subject.low_dtype)
         made = prepare(model, optimizer, policy=subject.rules, dtype=subject.form.name, emulate=False)
-        built = Built(f"{how}, ampaudit.prepare", made.model, contextlib.nullcontext)
+        built = ModeRunner(f"{how}, ampaudit.prepare", made.model, contextlib.nullcontext)
         scaled = made.scaler.is_enabled() and not is_pure(subject.rules)  # torch unscales no 16-bit gradients
         built.masters = frozenset(lowered)
         built.optimizer, built.scaler = optimizer, made.scaler if scaled else None
@@ -196,7 +196,7 @@ def _converted(subject: Subject, *, compiled: bool, folded: bool = True) -> Buil
     graph = deploy(changed, "inference" if folded else "train")
     values = {name: t.to(subject.device) for name, t in weights_of(changed, graph, {}).items()}
     model = GraphModel(graph, values, traced.outputs, train=False).eval()
-    built = Built(f"{how}, casts folded into the weights", model, contextlib.nullcontext)
+    built = ModeRunner(f"{how}, casts folded into the weights", model, contextlib.nullcontext)
     if compiled:
         built.model, built.how = torch.compile(model), f"{built.how}, torch.compile"  # type: ignore[assignment]
         try:

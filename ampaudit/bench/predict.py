@@ -19,18 +19,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ampaudit.bench.batches import size_of_batch
 from ampaudit.bench.estimate import Counter, Op
 from ampaudit.bench.memory import storage_bytes
-from ampaudit.bench.modes import Built, Subject
+from ampaudit.bench.modes import BenchTarget, ModeRunner
 from ampaudit.report.bench import Memory
 from ampaudit.trace.fake_model import named_tensors, shadow_of
 from ampaudit.trace.keys import TraceCache
-from ampaudit.training.runs import optimizer_of, state_of
+from ampaudit.training.variants import optimizer_of, state_of
 
 __all__ = ["holds_graph", "predicted"]
 
 _SHARED = ("_ampaudit_compiled", "_ampaudit")  # graphs that a copy may use as they are
 
 
-def predicted(built: Built, subject: Subject, *, size: int | None = None) -> tuple[Memory, list[Op]]:
+def predicted(built: ModeRunner, subject: BenchTarget, *, size: int | None = None) -> tuple[Memory, list[Op]]:
     """The split at the peak of a step, and the ops of another one.
 
     Args:
@@ -87,7 +87,7 @@ def _sum(snapshot: Any, kind: str) -> int:
     )
 
 
-def _split(built: Built, masters: frozenset[str], total: int, gradients: int) -> Memory:
+def _split(built: ModeRunner, masters: frozenset[str], total: int, gradients: int) -> Memory:
     held = named_tensors(built.model)
     kept = storage_bytes(tensor for name, tensor in held.items() if name in masters)
     weights = storage_bytes(held.values()) - kept

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ampaudit.audit.report import THIS_TOOL, this_environment
+from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.bench.batches import size_of_batch
 from ampaudit.bench.devices.catalogue import Device
 from ampaudit.bench.devices.host import this_machine
-from ampaudit.bench.lanes import Lane, finished, prepared, timed
 from ampaudit.bench.largest import largest
-from ampaudit.bench.modes import Subject, sized
+from ampaudit.bench.mode_runs import Lane, finished, prepared, timed
+from ampaudit.bench.modes import BenchTarget, sized
 from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
@@ -100,11 +100,11 @@ def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
     )
 
 
-def _subject(source: ModelSource, settings: BenchSettings) -> Subject:
+def _subject(source: ModelSource, settings: BenchSettings) -> BenchTarget:
     device, form = pick_device(settings.device), low_precision_format(settings.dtype)
     rules = settings.policy if isinstance(settings.policy, RuleSet) else load_policy(settings.policy)
     rules = rules.within(environment_of(device))
-    return Subject(source, device, form, rules, settings.train, settings.seed, settings.target)
+    return BenchTarget(source, device, form, rules, settings.train, settings.seed, settings.target)
 
 
 def _notes(settings: BenchSettings, kind: str) -> Iterator[str]:
@@ -117,7 +117,7 @@ def _notes(settings: BenchSettings, kind: str) -> Iterator[str]:
         )
 
 
-def _of_size(subject: Subject, size: int, settings: BenchSettings) -> tuple[list[BenchRow], bool]:
+def _of_size(subject: BenchTarget, size: int, settings: BenchSettings) -> tuple[list[BenchRow], bool]:
     """The rows of a size, and whether it was interrupted: then of modes that were timed at least once."""
     told = settings.progress or silent
     lanes: list[Lane] = []

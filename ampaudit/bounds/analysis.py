@@ -17,7 +17,7 @@ from ampaudit.bounds.memory import without_visible_writes, written_memory
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, anything, format_of, stored
 from ampaudit.bounds.table import Bound, BoundTable
 from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered, arguments_of
-from ampaudit.bounds.weights import Weights
+from ampaudit.bounds.weights import KnownWeights
 from ampaudit.core.assumptions import Assumption
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
@@ -63,7 +63,7 @@ class _Pass:
         self._domain = domain
         self._form = form
         self._sites = traced.site_of_node
-        self._weights = Weights()
+        self._weights = KnownWeights()
         self._spans = _Spans(self._weights)
         self._bounds: dict[SiteId, Bound] = {}
         self._uncovered: dict[str, None] = {}
@@ -204,7 +204,7 @@ class _Pass:
 class _Spans(dict[fx.Node, Any]):
     """Spans by node; those of weights are worked out when somebody asks."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: KnownWeights) -> None:
         super().__init__()
         self._weights = weights
 

@@ -13,11 +13,11 @@ from ampaudit.core.formats import FLOAT32, FORMATS, NumberFormat
 __all__ = [
     "UNIT_ROUNDOFF",
     "anything",
+    "as_number",
     "converted",
     "format_of",
     "holds",
     "loosened",
-    "number",
     "rounding",
     "stored",
 ]
@@ -33,7 +33,7 @@ def format_of(dtype: torch.dtype | None) -> NumberFormat | None:
     return FORMATS.get(str(dtype).removeprefix("torch."))
 
 
-def number(value: float, dtype: torch.dtype) -> Interval:
+def as_number(value: float, dtype: torch.dtype) -> Interval:
     """A Python number beside a tensor: some kernels round it to the tensor's format, others do not."""
     if dtype is torch.bool:
         return between((), 0.0, 1.0)

@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.bounds.interval import Axes, Interval, finite, unbounded
-from ampaudit.bounds.stored import UNIT_ROUNDOFF, converted, number, rounding
+from ampaudit.bounds.stored import UNIT_ROUNDOFF, as_number, converted, rounding
 from ampaudit.trace.opnames import base_name, named_arguments
 
 __all__ = [
@@ -140,7 +140,7 @@ class OpCall:
             if not isinstance(given, torch.Tensor):  # a size, or a number out of a tensor
                 return unbounded(())
             return converted(self.intervals[value], given.dtype, dtype)
-        return number(float(value), dtype)
+        return as_number(float(value), dtype)
 
     def items(self, name: str) -> list[Interval]:
         """Of each tensor of a list, in the dtype in which the op computes."""

@@ -15,12 +15,12 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import CAST_OPS, base_name
 from ampaudit.trace.sizes import sizes_of
 
-__all__ = ["Weights"]
+__all__ = ["KnownWeights"]
 
 MAX_COMPUTED = 1 << 22  # elements up to which a constant is computed
 
 
-class Weights(dict[fx.Node, Known]):
+class KnownWeights(dict[fx.Node, Known]):
     """Known values by node, followed through copies, views and casts; constants through every exact op."""
 
     def __init__(self) -> None:

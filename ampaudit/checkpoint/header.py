@@ -17,7 +17,7 @@ from typing import Any
 from ampaudit.checkpoint.strict import unique_json
 from ampaudit.core.errors import WeightsError, first_line
 
-__all__ = ["FLOAT_TYPES", "MAX_HEADER", "TORCH_NAMES", "Entry", "Header", "laid_out", "read_header"]
+__all__ = ["FLOAT_TYPES", "MAX_HEADER", "TORCH_NAMES", "Header", "TensorEntry", "laid_out", "read_header"]
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _METADATA = "__metadata__"
@@ -37,7 +37,7 @@ FLOAT_TYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file.
 
     Attributes:
@@ -67,7 +67,7 @@ class Entry:
 class Header:
     """A whole header; ``entries`` are in the order of their bytes, which begin at ``data_start``."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
     data_start: int
 
@@ -95,13 +95,15 @@ def read_header(path: Path) -> Header:
     return Header(tuple(entries), metadata, 8 + length)
 
 
-def laid_out(entries: Iterable[Entry], metadata: dict[str, str]) -> tuple[bytes, tuple[Entry, ...]]:
+def laid_out(
+    entries: Iterable[TensorEntry], metadata: dict[str, str]
+) -> tuple[bytes, tuple[TensorEntry, ...]]:
     """The first bytes of a new file, and its entries with their places, one after the other."""
-    placed: list[Entry] = []
+    placed: list[TensorEntry] = []
     table: dict[str, Any] = {_METADATA: metadata} if metadata else {}
     start = 0
     for entry in entries:
-        placed.append(Entry(entry.name, entry.dtype, entry.shape, start))
+        placed.append(TensorEntry(entry.name, entry.dtype, entry.shape, start))
         end = start + entry.size
         table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
         start = end
@@ -110,7 +112,7 @@ def laid_out(entries: Iterable[Entry], metadata: dict[str, str]) -> tuple[bytes,
     return struct.pack("<Q", len(text)) + text, tuple(placed)
 
 
-def _parsed(path: Path, text: bytes) -> tuple[list[Entry], dict[str, str]]:
+def _parsed(path: Path, text: bytes) -> tuple[list[TensorEntry], dict[str, str]]:
     try:
         table = unique_json(text)
     except ValueError as error:
@@ -124,7 +126,7 @@ def _parsed(path: Path, text: bytes) -> tuple[list[Entry], dict[str, str]]:
     return sorted(entries, key=lambda entry: (entry.start, entry.size)), metadata
 
 
-def _entry(path: Path, name: str, item: Any) -> Entry:
+def _entry(path: Path, name: str, item: Any) -> TensorEntry:
     try:
         dtype, shape, (start, end) = item["dtype"], item["shape"], item["data_offsets"]
         numbers = [start, end, *shape]
@@ -134,7 +136,7 @@ def _entry(path: Path, name: str, item: Any) -> Entry:
         raise _broken(path, f"tensor {name!r} has the unknown type {str(dtype)[:40]!r}")
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise _broken(path, f"tensor {name!r} has a size or place that is no whole number")
-    entry = Entry(name, dtype, tuple(shape), start)
+    entry = TensorEntry(name, dtype, tuple(shape), start)
     if end - start != entry.size:
         raise _broken(
             path, f"tensor {name!r} of shape {entry.shape} needs {entry.size:,} bytes, not {end - start:,}"
@@ -142,7 +144,7 @@ def _entry(path: Path, name: str, item: Any) -> Entry:
     return entry
 
 
-def _check_layout(path: Path, entries: list[Entry], available: int) -> None:
+def _check_layout(path: Path, entries: list[TensorEntry], available: int) -> None:
     at = 0
     for entry in entries:
         if entry.start != at:

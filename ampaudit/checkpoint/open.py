@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ampaudit.checkpoint.header import Entry
+from ampaudit.checkpoint.header import TensorEntry
 from ampaudit.checkpoint.layout import SINGLE
 from ampaudit.checkpoint.parts import InMemory, Part, SafetensorsFile
 from ampaudit.checkpoint.strict import unique_json
@@ -36,7 +36,7 @@ class Checkpoint:
     metadata: Mapping[str, Any]
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorEntry]:
         """Every tensor, in the order of the parts."""
         return {name: entry for part in self.parts for name, entry in part.entries.items()}
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from ampaudit.checkpoint.header import TORCH_NAMES, Entry, read_header
+from ampaudit.checkpoint.header import TORCH_NAMES, TensorEntry, read_header
 from ampaudit.core.errors import WeightsError
 
 __all__ = ["PIECE", "RING", "InMemory", "Part", "SafetensorsFile", "dtype_of", "type_name"]
@@ -24,7 +24,7 @@ class Part(Protocol):
 
     label: str
     metadata: dict[str, str]
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The tensor's values, flat, in pieces; each is good until ``RING`` more were asked for."""
@@ -79,7 +79,7 @@ class InMemory:
         self.metadata = metadata
         self.tensors = tensors
         self.entries = {
-            name: Entry(name, type_name(t.dtype, f"{label}: {name!r}"), tuple(t.shape))
+            name: TensorEntry(name, type_name(t.dtype, f"{label}: {name!r}"), tuple(t.shape))
             for name, t in tensors.items()
         }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ampaudit.checkpoint.header import Entry, laid_out
+from ampaudit.checkpoint.header import TensorEntry, laid_out
 from ampaudit.checkpoint.parts import RING, Part
 
 __all__ = ["Written", "write_part", "write_safetensors"]
@@ -39,7 +39,7 @@ class Written:
 
 def write_safetensors(
     path: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     metadata: dict[str, str],
     pieces: Iterable[tuple[str, Iterator[torch.Tensor]]],
 ) -> Written:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.render.tables import least_headroom
-from ampaudit.report.budgets import Breach, Budgets, Measured
+from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Report
 from ampaudit.report.pages import all_pages
@@ -43,14 +43,14 @@ def read_baseline(path: Path) -> Report:
     return read_report(path, f"--baseline {path}")
 
 
-def measured_in(report: Report) -> Measured:
+def measured_in(report: Report) -> Measurements:
     """What the budgets are about, out of a report."""
     least = least_headroom(report)
     broken = report.broken_outputs
     accuracies = [o.sqnr_db for o in report.outputs if o.sqnr_db is not None and o not in broken]
     computing = [site for site in report.sites if site.role == "compute"]
     wide = sum(site.precision == "float32" for site in computing)
-    return Measured(
+    return Measurements(
         headroom_bits=least.forward.headroom_bits if least and least.forward else None,
         headroom_site=least.site if least else None,
         sqnr_db=min(accuracies, default=None),
@@ -60,7 +60,7 @@ def measured_in(report: Report) -> Measured:
 
 
 def breaches(
-    report: Report, seen: Measured, budgets: Budgets, baseline: Report | None = None
+    report: Report, seen: Measurements, budgets: Budgets, baseline: Report | None = None
 ) -> Iterator[Breach]:
     """Every finding that counts and every budget that is exceeded; with a baseline, what is new or worse."""
     known = {(f.code, f.site) for f in baseline.findings if _counts(f, budgets)} if baseline else set()
@@ -77,7 +77,7 @@ def _counts(finding: Finding, budgets: Budgets) -> bool:
     return finding.severity.rank >= Severity(budgets.fail_on).rank
 
 
-def _numbers(seen: Measured, budgets: Budgets, before: Measured | None) -> Iterator[Breach]:
+def _numbers(seen: Measurements, budgets: Budgets, before: Measurements | None) -> Iterator[Breach]:
     if _too_low("headroom_bits", seen, budgets.min_headroom, before, _BITS):
         text = f"headroom {seen.headroom_bits:.2f} bits, {budgets.min_headroom:g} asked for"
         yield Breach("min-headroom", seen.headroom_site or "", text)
@@ -98,7 +98,9 @@ def _numbers(seen: Measured, budgets: Budgets, before: Measured | None) -> Itera
         yield Breach("max-fp32-share", "graph", text)
 
 
-def _too_low(name: str, seen: Measured, least: float | None, before: Measured | None, slack: float) -> bool:
+def _too_low(
+    name: str, seen: Measurements, least: float | None, before: Measurements | None, slack: float
+) -> bool:
     """Whether a number is below its limit and, with a baseline, worse than there by more than rounding."""
     value = getattr(seen, name)
     if value is None or least is None or value >= least:

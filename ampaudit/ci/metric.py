@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import InputError
-from ampaudit.report.budgets import Measured
+from ampaudit.report.budgets import Measurements
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.calling import call_unchanged
@@ -21,7 +21,7 @@ __all__ = ["Outputs", "with_metric"]
 Outputs = dict[int, dict[str, tuple[Any, Any]]]  # of each batch, by name: FP32's and the 16-bit run's
 
 
-def with_metric(measured: Measured, source: ModelSource, outputs: Outputs) -> Measured:
+def with_metric(measured: Measurements, source: ModelSource, outputs: Outputs) -> Measurements:
     """The same, with the means of the metric over the batches, if the model file has one.
 
     Raises:

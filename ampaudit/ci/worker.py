@@ -19,7 +19,7 @@ from ampaudit.ci.metric import Outputs, with_metric
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
-from ampaudit.report.budgets import Breach, Budgets, Measured
+from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
 from ampaudit.source import ModelSource, SourceOptions
 from ampaudit.source.open import open_source
@@ -91,7 +91,7 @@ def _integrity(directory: Path) -> list[Breach]:
     return [Breach("integrity", problem.where, problem.what) for problem in verify(directory).problems]
 
 
-def _with_recorded(measured: Measured, directory: Path) -> Measured:
+def _with_recorded(measured: Measurements, directory: Path) -> Measurements:
     """With the accuracy that was recorded against the FP32 model, whose weights are not in the program."""
     recorded = read_manifest(directory).outputs
     found = [o.sqnr_db for o in recorded if o.sqnr_db is not None]

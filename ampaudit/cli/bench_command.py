@@ -70,13 +70,13 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
 def _measured(location: str, options: dict[str, Any]) -> BenchReport:
     from ampaudit.bench.devices.catalogue import device_named
     from ampaudit.bench.names import parse_modes
-    from ampaudit.cli.progress import Progress
+    from ampaudit.cli.progress import ProgressBar
     from ampaudit.policy import load_policy
 
     sizes, modes = _sizes(options["sizes"]), parse_modes(options["modes"])
     target = device_named(options["target"]) if options["target"] is not None else None
     policy = load_policy(options["policy"])  # its mistakes show before torch is loaded
-    with Progress(location) as progress:
+    with ProgressBar(location) as progress:
         from ampaudit.bench.run import BenchSettings, bench_source
         from ampaudit.source.interface import SourceOptions
         from ampaudit.source.open import open_source

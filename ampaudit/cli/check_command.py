@@ -107,7 +107,7 @@ def _given(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(targets: tuple[str, ...], chosen: dict[str, Any], memory: int | None) -> Any:
     from ampaudit.ci.pool import Limits, check_all
-    from ampaudit.cli.progress import Progress
+    from ampaudit.cli.progress import ProgressBar
     from ampaudit.report.check import Request
 
     options = {name: _plain(chosen[name]) for name in _OPTIONS if chosen.get(name) is not None}
@@ -117,7 +117,7 @@ def _checked(targets: tuple[str, ...], chosen: dict[str, Any], memory: int | Non
     requests = [Request(target, options, budgets, baseline) for target in targets]
     limits = Limits(jobs=chosen["jobs"], timeout=chosen.get("timeout"), memory=memory)
     count = f"{len(targets)} targets" if len(targets) > 1 else targets[0]
-    with Progress(count) as progress:
+    with ProgressBar(count) as progress:
         return check_all(requests, limits, progress.update)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ampaudit.core.pyproject import LEVELS
-from ampaudit.render.choice import FORMATS
+from ampaudit.render.formats import OUTPUT_FORMATS
 
 __all__ = [
     "debug_option",
@@ -27,7 +27,7 @@ format_option = click.option(
 report_format_option = click.option(
     "--format",
     "form",
-    type=click.Choice(list(FORMATS)),
+    type=click.Choice(list(OUTPUT_FORMATS)),
     help="[default: what the suffix of --output says; else text]",
 )
 debug_option = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")

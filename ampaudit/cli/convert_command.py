@@ -96,10 +96,10 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
 
 
 def _convert(model: str, output: Path, chosen: Any, options: dict[str, Any], context: click.Context) -> Any:
-    from ampaudit.cli.progress import Progress
+    from ampaudit.cli.progress import ProgressBar
     from ampaudit.export.convert_weights import convert_weights, is_checkpoint
 
-    with Progress(model) as progress:
+    with ProgressBar(model) as progress:
         if is_checkpoint(model):
             return convert_weights(Path(model), output, chosen)
 
@@ -134,7 +134,7 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
 
 def _show(made: Conversion, form: str) -> None:
     from ampaudit.render.conversion_text import render_conversion
-    from ampaudit.render.jsonfile import to_json
+    from ampaudit.render.json import to_json
 
     json = to_json(made) if form == "json" else None
     deliver(lambda console: console.print(render_conversion(made)), json, None, force=False)
@@ -159,12 +159,12 @@ def verify_command(context: click.Context, /, directory: Path, **options: Any) -
     Hashes of all files, each tensor against its master, and the program, loaded in a fresh process and run
     on the recorded inputs. Exit code 1 if anything differs, and each difference is named.
     """
-    from ampaudit.cli.progress import Progress
+    from ampaudit.cli.progress import ProgressBar
     from ampaudit.export.verify import verify
-    from ampaudit.render.jsonfile import to_json
+    from ampaudit.render.json import to_json
     from ampaudit.render.verification_text import render_verification
 
-    with Progress(str(directory)):
+    with ProgressBar(str(directory)):
         found = verify(directory, run=not options["no_run"], tolerance_db=options["tolerance"])
     json = to_json(found) if options["form"] == "json" else None
     shown = render_verification(found, verbose=options["verbose"])

@@ -21,7 +21,7 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
 
     from ampaudit.bench.devices.catalogue import all_devices, device_named
     from ampaudit.bench.devices.text import render_catalogue, render_device, render_machine
-    from ampaudit.render.jsonfile import to_json
+    from ampaudit.render.json import to_json
 
     if name is not None:
         device = device_named(name)

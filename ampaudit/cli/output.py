@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ampaudit.cli.terminal import as_text, show
-from ampaudit.render.choice import chosen_format
+from ampaudit.render.formats import chosen_format
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -32,14 +32,14 @@ def plan_command(model: str, **options: Any) -> None:
     MODEL is what ``ampaudit scan`` takes. Nothing is run in 16 bits; a policy with measured rules is given
     one FP32 run.
     """
-    from ampaudit.cli.progress import Progress
+    from ampaudit.cli.progress import ProgressBar
     from ampaudit.core.files import check_writable
     from ampaudit.policy import load_policy
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
     rules = load_policy(options["policy"])  # its mistakes show before torch is loaded
-    with Progress(model) as progress:
+    with ProgressBar(model) as progress:
         source = load_source(model, options)
 
         from ampaudit.audit.plan import plan_source
@@ -52,7 +52,7 @@ def plan_command(model: str, **options: Any) -> None:
             seed=options["seed"],
             progress=progress.update,
         )
-    from ampaudit.render.jsonfile import to_json
+    from ampaudit.render.json import to_json
     from ampaudit.render.plan_text import matching_sites, render_plan
 
     layer = options["layer"]

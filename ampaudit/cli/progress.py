@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-__all__ = ["Progress"]
+__all__ = ["ProgressBar"]
 
 PATIENCE_SECONDS = 2.0
 LOG_SECONDS = 5.0
 
 
-class Progress:
+class ProgressBar:
     """A bar on a terminal, a plain line every few seconds elsewhere; silent for short runs."""
 
     def __init__(self, what: str) -> None:
@@ -34,7 +34,7 @@ class Progress:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         self._timer.start()
         return self
 

@@ -66,9 +66,9 @@ def diff_command(context: click.Context, /, old: Path, new: Path, **options: Any
     Exit codes: 0 nothing is worse, 1 something is, 2 bad input.
     """
     from ampaudit.core.files import check_writable
-    from ampaudit.render.choice import chosen_format
     from ampaudit.render.difference_text import difference_markdown, render_differences
-    from ampaudit.render.jsonfile import to_json
+    from ampaudit.render.formats import chosen_format
+    from ampaudit.render.json import to_json
     from ampaudit.report.difference import differences
     from ampaudit.report.documents import read_document
 

@@ -86,9 +86,9 @@ def diff_command(first: str, second: str, model: str | None, dtype: str, form: s
 
 
 def _model_diff(a: Any, b: Any, model: str, dtype: str, form: str, options: dict[str, Any]) -> None:
-    from ampaudit.cli.progress import Progress
+    from ampaudit.cli.progress import ProgressBar
 
-    with Progress(model) as progress:
+    with ProgressBar(model) as progress:
         source = load_source(model, options)
 
         from ampaudit.audit.plan import plan_source
@@ -96,7 +96,7 @@ def _model_diff(a: Any, b: Any, model: str, dtype: str, form: str, options: dict
         plans = [
             plan_source(source, p, dtype, seed=options["seed"], progress=progress.update) for p in (a, b)
         ]
-    from ampaudit.render.jsonfile import to_json
+    from ampaudit.render.json import to_json
     from ampaudit.render.plan_text import render_difference
 
     text = None

@@ -139,7 +139,7 @@ def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet
 
 
 def _audit(location: str, options: dict[str, Any]) -> Audits:
-    from ampaudit.cli.progress import Progress
+    from ampaudit.cli.progress import ProgressBar
     from ampaudit.policy import load_policy
 
     # their mistakes show before torch is loaded
@@ -148,7 +148,7 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
         raise click.UsageError("--ranges runs FP32 only: no policy makes a difference to it")
     if options["backward"] and not _is_given("train"):
         options = options | {"train": True}
-    with Progress(location) as progress:
+    with ProgressBar(location) as progress:
         source = load_source(location, options)
         dtype = options["dtype"]
         if source.kind == "converted":  # its casts are in its program

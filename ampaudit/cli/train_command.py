@@ -76,17 +76,17 @@ def train_command(context: click.Context, /, model: str, **options: Any) -> None
 
 
 def _trained(location: str, options: dict[str, Any]) -> TrainingReport:
-    from ampaudit.cli.progress import Progress
+    from ampaudit.cli.progress import ProgressBar
     from ampaudit.policy import load_policy
 
     policies = [load_policy(name.strip()) for name in options["policy"].split(",")]
-    with Progress(location) as progress:
+    with ProgressBar(location) as progress:
         from ampaudit.source.interface import SourceOptions
         from ampaudit.source.open import open_source
-        from ampaudit.training.train import MOST_BATCHES, TrainSettings, train_source
+        from ampaudit.training.train import MAX_BATCHES, TrainSettings, train_source
 
         names = ("seed", "weights", "inputs")
-        count = min(options["steps"], MOST_BATCHES)
+        count = min(options["steps"], MAX_BATCHES)
         chosen = {name: options[name] for name in names}
         source = open_source(location, SourceOptions(batches=count, train=True, **chosen))
         settings = TrainSettings(

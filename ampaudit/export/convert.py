@@ -21,7 +21,7 @@ from ampaudit.checkpoint.write import write_part
 from ampaudit.core.errors import RunFailed, SourceError, UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.export.convert_weights import conversion_of
-from ampaudit.export.directory import Origin, finish_directory
+from ampaudit.export.directory import CheckpointSource, finish_directory
 from ampaudit.export.fold import Deployed, deploy, weights_of
 from ampaudit.export.hf_directory import copy_companions, set_dtype
 from ampaudit.export.onnx_file import OnnxFile, input_names, write_onnx
@@ -31,7 +31,7 @@ from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.program import export_program
 from ampaudit.export.reference import (
     Call,
-    Reference,
+    ReferenceOutputs,
     compared,
     digest_of_tensors,
     flat_outputs,
@@ -40,7 +40,7 @@ from ampaudit.export.reference import (
 from ampaudit.export.state import checkpoint_of, planned_types
 from ampaudit.export.storage import choose_planned
 from ampaudit.export.stream import WeightFiles, write_weights
-from ampaudit.render.jsonfile import to_json
+from ampaudit.render.json import to_json
 from ampaudit.report.conversion import Conversion
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
@@ -131,7 +131,7 @@ def convert_source(
                 )
         onnx_error = _onnx_error(onnx, reference) if not source.model.training else None
         notes += [note for note in (reference.note, onnx.note if onnx else "") if note]
-        origin = Origin(source.location, source.sha256, "model", options, settings.seed, limits)
+        origin = CheckpointSource(source.location, source.sha256, "model", options, settings.seed, limits)
         inputs = [t for name, t in reference.tensors.items() if name.startswith("input")]
         manifest = finish_directory(
             stage, origin, files, notes, reference.outputs, digest_of_tensors(inputs) if inputs else None
@@ -168,17 +168,19 @@ def _write_program(
     report: Report,
     options: ConvertOptions,
     seed: int,
-) -> tuple[Reference, OnnxFile | None]:
+) -> tuple[ReferenceOutputs, OnnxFile | None]:
     """Write the program, what it computes, and its ONNX form."""
     converted, graph, values = made
     if not options.program:
-        return Reference({}, (), ""), None
+        return ReferenceOutputs({}, (), ""), None
     batch, names = source.batches[0], converted.traced.outputs
     train = options.mode == "train"
     program = export_program(graph, values, names, batch.args, batch.kwargs, train=train)
     torch.export.save(program, stage / PROGRAM)
     if source.release is not None:
-        return Reference({}, (), "its weights were streamed, so the program was written and not run"), None
+        return ReferenceOutputs(
+            {}, (), "its weights were streamed, so the program was written and not run"
+        ), None
     call: Call = program.example_inputs or ((), {})
     reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, seed)
     write_part(stage / REFERENCE, InMemory(REFERENCE, reference.tensors, {}))
@@ -205,7 +207,7 @@ def _written(
     }
 
 
-def _onnx_error(onnx: OnnxFile | None, reference: Reference) -> float | None:
+def _onnx_error(onnx: OnnxFile | None, reference: ReferenceOutputs) -> float | None:
     """Largest difference between ONNX Runtime's outputs and torch's.
 
     Raises:

@@ -10,7 +10,7 @@ from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.formats import low_precision_format
-from ampaudit.export.directory import Origin, finish_directory
+from ampaudit.export.directory import CheckpointSource, finish_directory
 from ampaudit.export.options import ConvertOptions
 from ampaudit.export.storage import choose_by_name
 from ampaudit.export.stream import Look, WeightFiles, write_weights
@@ -49,7 +49,7 @@ def convert_weights(path: Path, output: Path, options: ConvertOptions) -> Conver
     with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
         change = None if limits is None else lambda piece: clipped(piece, limits)
         files = write_weights(checkpoint, choices, stage, masters=options.masters, change=change, look=look)
-        origin = Origin(str(path), None, "weights", options, 0, limits)
+        origin = CheckpointSource(str(path), None, "weights", options, 0, limits)
         manifest = finish_directory(stage, origin, files, notes, (), None)
     made = conversion_of(output, checkpoint, files, options, str(path))
     sizes = {name: record.size for name, record in manifest.files.items()}

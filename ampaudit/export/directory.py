@@ -22,13 +22,13 @@ from ampaudit.export.stream import WeightFiles
 from ampaudit.policy.schema import Constants
 from ampaudit.report.conversion import OutputRecord
 
-__all__ = ["Origin", "finish_directory"]
+__all__ = ["CheckpointSource", "finish_directory"]
 
 _PACKAGES = ("torch", "safetensors", "transformers", "onnx", "onnxscript")
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class CheckpointSource:
     """What was converted, and how."""
 
     source: str
@@ -41,7 +41,7 @@ class Origin:
 
 def finish_directory(
     stage: Path,
-    origin: Origin,
+    origin: CheckpointSource,
     weights: WeightFiles,
     notes: Sequence[str],
     outputs: tuple[OutputRecord, ...],

@@ -11,7 +11,7 @@ from torch import nn
 
 from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
 from ampaudit.core.formats import low_precision_format
-from ampaudit.export.storage import Choice
+from ampaudit.export.storage import StorageDecision
 from ampaudit.trace.storage import kept_by_author
 
 __all__ = ["copy_companions", "set_dtype"]
@@ -48,7 +48,7 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
 
 
 def set_dtype(
-    directory: Path, model: nn.Module, choices: Mapping[str, Choice], dtype: str
+    directory: Path, model: nn.Module, choices: Mapping[str, StorageDecision], dtype: str
 ) -> tuple[str, ...]:
     """Write into config.json the dtype with which ``from_pretrained`` loads what is planned.
 
@@ -73,7 +73,7 @@ def set_dtype(
     )
 
 
-def _in_float32(model: nn.Module, choices: Mapping[str, Choice], dtype: str) -> list[str]:
+def _in_float32(model: nn.Module, choices: Mapping[str, StorageDecision], dtype: str) -> list[str]:
     import torch
 
     listed = kept_by_author(model, getattr(torch, low_precision_format(dtype).name))

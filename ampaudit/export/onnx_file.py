@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed, first_line
-from ampaudit.export.onnx_notes import Notes, annotate, marked
+from ampaudit.export.onnx_notes import Notes, annotate, mark_nodes
 from ampaudit.trace.opnames import converts
 
 __all__ = ["OnnxFile", "input_names", "write_onnx"]
@@ -87,7 +87,7 @@ def write_onnx(
 
     labels = [name.removeprefix("output").lstrip(".") or "output" for name in names]
     try:
-        marked(program, notes or {})
+        mark_nodes(program, notes or {})
         exported = _export(program, labels, given)
         annotate(exported, notes or {}, about or {})
         exported.save(path, external_data=_bytes_of(program) > 1 << 30)

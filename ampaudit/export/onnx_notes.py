@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 from torch.export import ExportedProgram
 
-__all__ = ["PREFIX", "Notes", "annotate", "marked"]
+__all__ = ["PREFIX", "Notes", "annotate", "mark_nodes"]
 
 PREFIX = "ampaudit."
 _KEY = "ampaudit_node"
@@ -17,7 +17,7 @@ _NODE = re.compile(r"^%(?P<name>[\w.]+)\s*:")
 Notes = Mapping[str, Mapping[str, str]]
 
 
-def marked(program: ExportedProgram, notes: Notes) -> None:
+def mark_nodes(program: ExportedProgram, notes: Notes) -> None:
     """Mark the nodes that there are notes about; the mark survives the exporter's decompositions.
 
     Names do not: a new node may be given the name that another one had.
@@ -31,7 +31,7 @@ def annotate(exported: Any, notes: Notes, about: Mapping[str, str]) -> None:
     """Write notes into the metadata of an exported ONNX program's nodes, and some about the whole.
 
     Args:
-        exported: what ``torch.onnx.export`` returned for a ``marked`` program.
+        exported: what ``torch.onnx.export`` returned for a ``mark_nodes`` program.
         notes: by the name of the program's node.
         about: the whole model.
     """

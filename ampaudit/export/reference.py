@@ -18,7 +18,7 @@ from ampaudit.trace.calling import call_unchanged
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
 
 __all__ = [
-    "Reference",
+    "ReferenceOutputs",
     "compared",
     "digest_of_tensors",
     "flat_outputs",
@@ -31,7 +31,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceOutputs:
     """Recorded tensors by name (``input[i]``, ``output[i]``, ``fp32[i]``), and what was found.
 
     ``note`` says why there is no output, if there is none.
@@ -49,7 +49,7 @@ def record_reference(
     call: Call,
     names: Sequence[str],
     seed: int,
-) -> Reference:
+) -> ReferenceOutputs:
     """Run the program in its own dtypes, and the model in FP32, on one batch.
 
     Args:
@@ -69,7 +69,7 @@ def record_reference(
     tensors |= {f"fp32[{i}]": t.clone().contiguous() for i, t in enumerate(exact)}
     found = run_program(program, call, seed)
     if isinstance(found, str):
-        return Reference(tensors, (), found)
+        return ReferenceOutputs(tensors, (), found)
     tensors |= {f"output[{i}]": t.clone().contiguous() for i, t in enumerate(found)}
     outputs = tuple(
         OutputRecord(
@@ -77,7 +77,7 @@ def record_reference(
         )
         for name, ours, ref in zip(names, found, exact, strict=True)
     )
-    return Reference(tensors, outputs, "")
+    return ReferenceOutputs(tensors, outputs, "")
 
 
 def run_program(program: ExportedProgram, call: Call, seed: int) -> list[torch.Tensor] | str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ampaudit.checkpoint.header import FLOAT_TYPES, TORCH_NAMES, Entry
+from ampaudit.checkpoint.header import FLOAT_TYPES, TORCH_NAMES, TensorEntry
 from ampaudit.checkpoint.layout import BESIDE_WEIGHTS, MANIFEST, MASTER
 from ampaudit.checkpoint.open import INDEX_SUFFIX
 from ampaudit.checkpoint.parts import Part, SafetensorsFile
@@ -78,7 +78,7 @@ def _restore_file(
     """One file of the checkpoint, its tensors in the order in which they lie in the converted one."""
     working = parts[label]
     stored = {name: manifest.tensors[name] for name in working.entries if name in manifest.tensors}
-    entries = [Entry(name, t.master_dtype or t.dtype, t.shape) for name, t in stored.items()]
+    entries = [TensorEntry(name, t.master_dtype or t.dtype, t.shape) for name, t in stored.items()]
 
     def pieces() -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
         for name, t in stored.items():
@@ -112,7 +112,7 @@ def _restore_file(
 def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
     """What is neither ours nor weights; config.json names the old dtype again, an index the old size."""
     weights = _weight_files(manifest)
-    before = [Entry(name, t.master_dtype or t.dtype, t.shape) for name, t in manifest.tensors.items()]
+    before = [TensorEntry(name, t.master_dtype or t.dtype, t.shape) for name, t in manifest.tensors.items()]
     for name in manifest.files:
         if name in weights or name in BESIDE_WEIGHTS or name == f"{MASTER}{INDEX_SUFFIX}":
             continue
@@ -127,7 +127,7 @@ def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
             _write(place, table)
 
 
-def _edit_config(path: Path, before: Iterable[Entry]) -> None:
+def _edit_config(path: Path, before: Iterable[TensorEntry]) -> None:
     floats = {TORCH_NAMES[entry.dtype] for entry in before if entry.dtype in FLOAT_TYPES}
     dtype = "float32" if "float32" in floats or not floats else min(floats)
     table = json.loads(path.read_text(encoding="utf-8"))

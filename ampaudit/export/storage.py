@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.checkpoint.header import FLOAT_TYPES, Entry
+from ampaudit.checkpoint.header import FLOAT_TYPES, TensorEntry
 from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.checkpoint.parts import type_name
 from ampaudit.core.errors import UsageError
@@ -15,14 +15,14 @@ from ampaudit.policy import OpFacts, RuleSet
 from ampaudit.policy.matching import matches_any
 from ampaudit.policy.schema import Cast, KeepFp32
 
-__all__ = ["CASTABLE_TYPES", "Choice", "Mode", "choose_by_name", "choose_planned", "type_of"]
+__all__ = ["CASTABLE_TYPES", "Mode", "StorageDecision", "choose_by_name", "choose_planned", "type_of"]
 
 Mode = Literal["inference", "train"]  # casts folded into the weights; or masters, and casts in the graph
 CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StorageDecision:
     """What is done to one tensor.
 
     Attributes:
@@ -43,7 +43,7 @@ def type_of(form: NumberFormat) -> str:
     return type_name(getattr(torch, form.name), form.name)
 
 
-def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, Choice]:
+def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:
     """Choices for a checkpoint whose model is not there.
 
     A policy that stores 16 bits is followed, but for what it says about modules. One that casts at each
@@ -62,13 +62,13 @@ def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
         )
     style = _style(rules, form)
     cast = CASTABLE_TYPES if weights.storage != "lower" or weights.casts == "float32" else FLOAT_TYPES
-    choices: dict[str, Choice] = {}
+    choices: dict[str, StorageDecision] = {}
     for part in checkpoint.parts:
         for name, entry in part.entries.items():
             choices[name] = (
                 _by_rule(entry, style, keep, type_of(form))
                 if entry.dtype in cast
-                else Choice(entry.dtype, "not a floating-point type that is cast")
+                else StorageDecision(entry.dtype, "not a floating-point type that is cast")
             )
     return choices
 
@@ -81,19 +81,19 @@ def _style(rules: RuleSet, form: NumberFormat) -> str:
     return "matrices" if product.cast in (Cast.LOWER, Cast.ALLOW) else "none"
 
 
-def _by_rule(entry: Entry, style: str, keep: Iterable[KeepFp32], lower: str) -> Choice:
+def _by_rule(entry: TensorEntry, style: str, keep: Iterable[KeepFp32], lower: str) -> StorageDecision:
     if any(matches_any(rule.parameter, entry.name) for rule in keep):
-        return Choice(entry.dtype, "the policy keeps it")
+        return StorageDecision(entry.dtype, "the policy keeps it")
     if style == "none":
-        return Choice(entry.dtype, "the policy lowers no matrix product")
+        return StorageDecision(entry.dtype, "the policy lowers no matrix product")
     if style == "matrices" and len(entry.shape) < 2:
-        return Choice(entry.dtype, "a vector: biases, norms and statistics stay")
-    return Choice(lower, "the policy stores it in 16 bits")
+        return StorageDecision(entry.dtype, "a vector: biases, norms and statistics stay")
+    return StorageDecision(lower, "the policy stores it in 16 bits")
 
 
 def choose_planned(
     checkpoint: Checkpoint, planned: Mapping[str, tuple[str, str]], names: Mapping[str, str]
-) -> dict[str, Choice]:
+) -> dict[str, StorageDecision]:
     """Choices that a plan has made.
 
     Args:
@@ -101,7 +101,7 @@ def choose_planned(
         planned: type and reason by parameter; what is not in it stays as it is.
         names: the model's name of each tensor, where that is another one.
     """
-    choices: dict[str, Choice] = {}
+    choices: dict[str, StorageDecision] = {}
     for part in checkpoint.parts:
         for name, entry in part.entries.items():
             parameter = names.get(name, name)
@@ -110,5 +110,5 @@ def choose_planned(
                 dtype = entry.dtype
             if dtype == "F32":
                 dtype = entry.dtype  # a file is never made wider than it was
-            choices[name] = Choice(dtype, reason, parameter=parameter)
+            choices[name] = StorageDecision(dtype, reason, parameter=parameter)
     return choices

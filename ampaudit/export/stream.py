@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from ampaudit.checkpoint.header import Entry
+from ampaudit.checkpoint.header import TensorEntry
 from ampaudit.checkpoint.layout import MASTER, SINGLE
 from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint
 from ampaudit.checkpoint.parts import Part, dtype_of
 from ampaudit.checkpoint.write import Written, write_part, write_safetensors
 from ampaudit.core.formats import NumberFormat
-from ampaudit.export.storage import CASTABLE_TYPES, Choice
-from ampaudit.export.tensor_stats import Survey, Surveyor
+from ampaudit.export.storage import CASTABLE_TYPES, StorageDecision
+from ampaudit.export.tensor_stats import Surveyor, TensorStats
 
 __all__ = ["Change", "Look", "StoredTensor", "WeightFiles", "write_weights"]
 
@@ -62,7 +62,7 @@ class WeightFiles:
 
     files: dict[str, tuple[str, int]]
     tensors: dict[str, StoredTensor]
-    surveys: dict[str, Survey]
+    surveys: dict[str, TensorStats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Look:
 
 def write_weights(
     checkpoint: Checkpoint,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, StorageDecision],
     directory: Path,
     *,
     masters: bool,
@@ -117,7 +117,7 @@ def write_weights(
 
 
 def _stored(
-    entry: Entry, choice: Choice, label: str, written: Written, master: Written | None
+    entry: TensorEntry, choice: StorageDecision, label: str, written: Written, master: Written | None
 ) -> StoredTensor:
     rounded = choice.dtype != entry.dtype
     kept = master if rounded else None
@@ -134,10 +134,12 @@ def _stored(
     )
 
 
-def _too_large(part: Part, choices: Mapping[str, Choice], surveys: Mapping[str, Survey]) -> dict[str, Choice]:
+def _too_large(
+    part: Part, choices: Mapping[str, StorageDecision], surveys: Mapping[str, TensorStats]
+) -> dict[str, StorageDecision]:
     """Tensors that the format cannot hold, kept as they are."""
     return {
-        name: Choice(entry.dtype, f"its peak of {surveys[name].peak:.4g} does not fit")
+        name: StorageDecision(entry.dtype, f"its peak of {surveys[name].peak:.4g} does not fit")
         for name, entry in part.entries.items()
         if choices[name].dtype != entry.dtype and name in surveys and surveys[name].overflow
     }
@@ -145,15 +147,15 @@ def _too_large(part: Part, choices: Mapping[str, Choice], surveys: Mapping[str, 
 
 def _write_working(
     part: Part,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, StorageDecision],
     path: Path,
     change: Change | None,
     look: Look | None,
-    surveys: dict[str, Survey],
+    surveys: dict[str, TensorStats],
 ) -> Written:
     """One file; what was seen on the way is put into ``surveys``."""
 
-    def rounded(entry: Entry) -> Iterator[torch.Tensor]:
+    def rounded(entry: TensorEntry) -> Iterator[torch.Tensor]:
         surveyor = Surveyor(look.form) if look is not None and entry.dtype in CASTABLE_TYPES else None
         dtype = dtype_of(choices[entry.name].dtype) if choices[entry.name].dtype != entry.dtype else None
         for piece in part.pieces(entry.name):
@@ -164,12 +166,14 @@ def _write_working(
         if surveyor is not None:
             surveys[entry.name] = surveyor.found
 
-    entries = [Entry(e.name, choices[e.name].dtype, e.shape) for e in part.entries.values()]
+    entries = [TensorEntry(e.name, choices[e.name].dtype, e.shape) for e in part.entries.values()]
     pieces = ((entry.name, rounded(entry)) for entry in part.entries.values())
     return write_safetensors(path, entries, part.metadata, pieces)
 
 
-def _write_masters(part: Part, choices: Mapping[str, Choice], directory: Path, label: str) -> Written | None:
+def _write_masters(
+    part: Part, choices: Mapping[str, StorageDecision], directory: Path, label: str
+) -> Written | None:
     rounded = [e.name for e in part.entries.values() if choices[e.name].dtype != e.dtype]
     return write_part(directory / _master_name(label), part, rounded) if rounded else None
 
@@ -182,7 +186,7 @@ def _master_name(label: str) -> str:
 
 def _size(name: str, stored: StoredTensor, master: bool) -> int:
     dtype = stored.master_dtype if master and stored.master_dtype is not None else stored.dtype
-    return Entry(name, dtype, stored.shape).size
+    return TensorEntry(name, dtype, stored.shape).size
 
 
 def _write_indexes(checkpoint: Checkpoint, directory: Path, result: WeightFiles) -> None:

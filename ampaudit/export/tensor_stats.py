@@ -9,11 +9,11 @@ import torch
 
 from ampaudit.core.formats import NumberFormat
 
-__all__ = ["Survey", "Surveyor"]
+__all__ = ["Surveyor", "TensorStats"]
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class TensorStats:
     """One tensor against a format.
 
     Attributes:
@@ -50,6 +50,6 @@ class Surveyor:
         self._peak = max(self._peak, largest)
 
     @property
-    def found(self) -> Survey:
+    def found(self) -> TensorStats:
         """What was seen so far."""
-        return Survey(self._peak, self._overflow, self._broken)
+        return TensorStats(self._peak, self._overflow, self._broken)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ampaudit.policy.decide import Decision, RuleSet
-from ampaudit.policy.facts import Environment, Measurement, OpFacts
+from ampaudit.policy.facts import Measurement, OpFacts, TargetEnvironment
 from ampaudit.policy.load import load_file, load_policy, plain_fp32
 from ampaudit.policy.paths import policy_names
 
 __all__ = [
     "Decision",
-    "Environment",
     "Measurement",
     "OpFacts",
     "RuleSet",
+    "TargetEnvironment",
     "load_file",
     "load_policy",
     "plain_fp32",

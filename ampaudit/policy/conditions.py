@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["UNSET", "ArgTest", "Bound"]
+__all__ = ["UNSET", "ArgTest", "NumericCondition"]
 
 Scalar = bool | int | float | str | None
 
@@ -21,7 +21,7 @@ class _Unset:
 UNSET = _Unset()
 
 
-class Bound(BaseModel):
+class NumericCondition(BaseModel):
     """Limits on a number: ``min`` and ``max`` include their value, ``above`` and ``below`` do not."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -32,7 +32,7 @@ class Bound(BaseModel):
     below: float | None = None
 
     @model_validator(mode="after")
-    def _possible(self) -> Bound:
+    def _possible(self) -> NumericCondition:
         lows = [(v, strict) for v, strict in ((self.min, False), (self.above, True)) if v is not None]
         highs = [(v, strict) for v, strict in ((self.max, False), (self.below, True)) if v is not None]
         if not lows and not highs:
@@ -60,8 +60,10 @@ class ArgTest(BaseModel):
 
     equals: Scalar = None
     any_of: tuple[Scalar, ...] = Field(default=(), alias="in")
-    range: Bound | None = Field(default=None, description="of a number, or of every number in a list")
-    magnitude: Bound | None = Field(default=None, description="the same for absolute values")
+    range: NumericCondition | None = Field(
+        default=None, description="of a number, or of every number in a list"
+    )
+    magnitude: NumericCondition | None = Field(default=None, description="the same for absolute values")
     unset: bool | None = Field(default=None, description="whether it was left at its default")
 
     @model_validator(mode="after")

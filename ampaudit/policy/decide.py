@@ -8,14 +8,14 @@ from typing import Literal
 
 from ampaudit.core.formats import format_named
 from ampaudit.policy.aten_ops import expand, inner_op
-from ampaudit.policy.facts import Environment, Measurement, OpFacts
+from ampaudit.policy.facts import Measurement, OpFacts, TargetEnvironment
 from ampaudit.policy.matching import applies, fits_environment
 from ampaudit.policy.schema import Cast, Rule, RuleFile
 
-__all__ = ["Decision", "RuleSet", "Side"]
+__all__ = ["Decision", "NeighborSide", "RuleSet"]
 
-Side = Literal["producer", "consumer"]
-_NOBODY: frozenset[Side] = frozenset()
+NeighborSide = Literal["producer", "consumer"]
+_NOBODY: frozenset[NeighborSide] = frozenset()
 # how much of float32 a cast keeps; measured rules may only go up
 _RANK = (
     (Cast.LOWER, Cast.ALLOW),
@@ -59,10 +59,10 @@ class RuleSet:
         self,
         file: RuleFile,
         ops: Mapping[str, frozenset[str]] | None = None,
-        environment: Environment | None = None,
+        environment: TargetEnvironment | None = None,
     ) -> None:
         self.file = file
-        self.environment = environment or Environment()
+        self.environment = environment or TargetEnvironment()
         self.ops = ops if ops is not None else _expanded(file)
         rules = [rule for rule in file.rules if fits_environment(rule.when, self.environment)]
         self._static = _Index([rule for rule in rules if not rule.measured], self.ops)
@@ -85,11 +85,11 @@ class RuleSet:
         """Whether what was measured changes the decision about an op."""
         return self.decide(facts) != self.decide(replace(facts, measurement=None))
 
-    def within(self, environment: Environment) -> RuleSet:
+    def within(self, environment: TargetEnvironment) -> RuleSet:
         """The same rules for another device or version."""
         return RuleSet(self.file, self.ops, environment)
 
-    def decide(self, facts: OpFacts, near: frozenset[Side] = _NOBODY) -> Decision:
+    def decide(self, facts: OpFacts, near: frozenset[NeighborSide] = _NOBODY) -> Decision:
         """The first rule in order that applies, or the fallback; then what measurements demand.
 
         Args:
@@ -107,7 +107,7 @@ class RuleSet:
                 return replace(made, why=f"{made.why} {_measured_text(facts.measurement)}")
         return decision
 
-    def _first(self, index: _Index, facts: OpFacts, near: frozenset[Side]) -> Rule | None:
+    def _first(self, index: _Index, facts: OpFacts, near: frozenset[NeighborSide]) -> Rule | None:
         return next((rule for rule in self._about(index, facts) if applies(rule, facts, near)), None)
 
     def _about(self, index: _Index, facts: OpFacts) -> tuple[Rule, ...]:

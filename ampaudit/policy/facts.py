@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Environment", "Measurement", "OpFacts"]
+__all__ = ["Measurement", "OpFacts", "TargetEnvironment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class TargetEnvironment:
     """Where the converted model will run. ``capability`` is CUDA's, such as 9.0; ``None`` without a GPU."""
 
     capability: float | None = None

@@ -18,7 +18,7 @@ from ampaudit.policy.scaling import profile
 from ampaudit.policy.schema import Rule, RuleFile
 from ampaudit.policy.validation import check_rules, suspicious, unknown_op
 from ampaudit.policy.vocabulary import Vocabulary, load_vocabulary
-from ampaudit.policy.yamlfile import Document, read_yaml
+from ampaudit.policy.yamlfile import YamlDocument, read_yaml
 
 __all__ = ["PLAIN_FP32", "Loaded", "load_file", "load_policy", "plain_fp32"]
 
@@ -99,7 +99,7 @@ def _read(path: Path, children: tuple[Path, ...]) -> Loaded:
     return _joined(document, file, ops, parents)
 
 
-def _parent(document: Document, index: int, name: str, children: tuple[Path, ...]) -> Loaded:
+def _parent(document: YamlDocument, index: int, name: str, children: tuple[Path, ...]) -> Loaded:
     where = document.at(("extends", index))
     chain = (*children, document.path.resolve())
     try:
@@ -115,7 +115,7 @@ def _parent(document: Document, index: int, name: str, children: tuple[Path, ...
 
 
 def _joined(
-    document: Document, file: RuleFile, ops: dict[str, frozenset[str]], parents: list[Loaded]
+    document: YamlDocument, file: RuleFile, ops: dict[str, frozenset[str]], parents: list[Loaded]
 ) -> Loaded:
     rules: list[Rule] = list(file.rules)
     inherited: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def _joined(
     return Loaded(document.path, joined, ops, tuple(suspicious(document, file, ops, joined)))
 
 
-def _ops_of(document: Document, file: RuleFile) -> dict[str, frozenset[str]]:
+def _ops_of(document: YamlDocument, file: RuleFile) -> dict[str, frozenset[str]]:
     find = _vocabulary_of(document, file).expand if file.vocabulary else expand
     found: dict[str, frozenset[str]] = {}
     for number, rule in enumerate(file.rules):
@@ -154,21 +154,21 @@ def _ops_of(document: Document, file: RuleFile) -> dict[str, frozenset[str]]:
     return found
 
 
-def _vocabulary_of(document: Document, file: RuleFile) -> Vocabulary:
+def _vocabulary_of(document: YamlDocument, file: RuleFile) -> Vocabulary:
     try:
         return load_vocabulary(str(file.vocabulary))
     except PolicyError as error:
         raise PolicyError(f"{document.at(('vocabulary',))}: {error.args[0]}", hint=error.hint) from error
 
 
-def _validated(document: Document) -> RuleFile:
+def _validated(document: YamlDocument) -> RuleFile:
     try:
         return RuleFile.model_validate(document.data)
     except ValidationError as error:
         raise _located(document, error) from error
 
 
-def _located(document: Document, error: ValidationError) -> PolicyError:
+def _located(document: YamlDocument, error: ValidationError) -> PolicyError:
     # an unknown key is usually a misspelt one, and the reason why another is missing
     errors = error.errors(include_url=False)
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])

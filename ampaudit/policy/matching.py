@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 from ampaudit.core.formats import format_named
-from ampaudit.policy.conditions import UNSET, Bound
-from ampaudit.policy.facts import Environment, Measurement, OpFacts
-from ampaudit.policy.schema import Evidence, Match, Rule, When
+from ampaudit.policy.conditions import UNSET, NumericCondition
+from ampaudit.policy.facts import Measurement, OpFacts, TargetEnvironment
+from ampaudit.policy.schema import EvidenceCondition, Match, Rule, When
 
 __all__ = [
     "applies",
@@ -42,7 +42,7 @@ def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
     return when.evidence is None or _measured(when.evidence, facts.measurement, facts.dtype)
 
 
-def fits_environment(when: When, environment: Environment) -> bool:
+def fits_environment(when: When, environment: TargetEnvironment) -> bool:
     """Whether the device and the libraries are those that a rule is about; unknown ones are not."""
     if when.capability is not None and (
         environment.capability is None or not when.capability.holds(environment.capability)
@@ -92,14 +92,14 @@ def with_attributes(module: Any, attributes: Mapping[str, Any]) -> bool:
     )
 
 
-def _measured(wanted: Evidence, seen: Measurement | None, dtype: str) -> bool:
+def _measured(wanted: EvidenceCondition, seen: Measurement | None, dtype: str) -> bool:
     if seen is None or (wanted.mask is not None and wanted.mask is not seen.mask):
         return False
     headroom = None
     if seen.output_peak is not None:
         limit = format_named(dtype).max
         headroom = math.log2(limit / seen.output_peak) if seen.output_peak > 0 else math.inf
-    pairs: tuple[tuple[Bound | None, float | None], ...] = (
+    pairs: tuple[tuple[NumericCondition | None, float | None], ...] = (
         (wanted.weight_peak, seen.weight_peak),
         (wanted.input_peak, seen.input_peak),
         (wanted.output_peak, seen.output_peak),

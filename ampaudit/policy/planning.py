@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ampaudit.policy.coloring import paint
-from ampaudit.policy.decide import Decision, RuleSet, Side
+from ampaudit.policy.decide import Decision, NeighborSide, RuleSet
 from ampaudit.policy.facts import OpFacts
 from ampaudit.policy.schema import PAINTED, Cast
 
@@ -65,7 +65,7 @@ def _with_neighbours(rules: RuleSet, decisions: list[Decision], sites: Sequence[
         index = pending.popleft()
         if wide[index]:
             continue
-        near: set[Side] = set()
+        near: set[NeighborSide] = set()
         if any(wide[i] for i in sites[index].inputs):
             near.add("producer")
         if any(wide[i] for i in users[index]):

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from ampaudit.policy.conditions import ArgTest, Bound
+from ampaudit.policy.conditions import ArgTest, NumericCondition
 
 __all__ = [
     "ArgumentCast",
     "Cast",
     "Constants",
     "Defaults",
-    "Evidence",
+    "EvidenceCondition",
     "KeepFp32",
     "LossScale",
     "Match",
@@ -22,7 +22,7 @@ __all__ = [
     "Rule",
     "RuleFile",
     "Text",
-    "Weights",
+    "WeightPolicy",
     "When",
 ]
 
@@ -86,17 +86,23 @@ class Match(_Strict):
     site: tuple[Text, ...] = Field(default=(), description="globs over site ids, as reports print them")
 
 
-class Evidence(_Strict):
+class EvidenceCondition(_Strict):
     """Limits on what a run measured, in absolute values; a rule with one is a measured rule."""
 
-    weight_peak: Bound | None = Field(default=None, description="largest |w| of the op's weights")
-    consumer_peak: Bound | None = Field(
+    weight_peak: NumericCondition | None = Field(default=None, description="largest |w| of the op's weights")
+    consumer_peak: NumericCondition | None = Field(
         default=None, description="largest output of the ops that use its output, in FP32"
     )
-    input_peak: Bound | None = Field(default=None, description="largest |x| of the op's inputs, in FP32")
-    output_peak: Bound | None = Field(default=None, description="largest |y| of its output, in FP32")
+    input_peak: NumericCondition | None = Field(
+        default=None, description="largest |x| of the op's inputs, in FP32"
+    )
+    output_peak: NumericCondition | None = Field(
+        default=None, description="largest |y| of its output, in FP32"
+    )
     mask: bool | None = Field(default=None, description="whether a large value here is a mask, by design")
-    headroom_bits: Bound | None = Field(default=None, description="log2(largest finite / output peak)")
+    headroom_bits: NumericCondition | None = Field(
+        default=None, description="log2(largest finite / output peak)"
+    )
 
 
 class When(_Strict):
@@ -104,12 +110,14 @@ class When(_Strict):
 
     dtype: tuple[LowerDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
     arguments: dict[str, ArgTest] = Field(default={}, description="tests of the op's arguments, by name")
-    depth: Bound | None = Field(
+    depth: NumericCondition | None = Field(
         default=None, description="terms per output element: product of the reduced axes, or fan-in"
     )
-    capability: Bound | None = Field(default=None, description="CUDA compute capability, such as 8.0")
+    capability: NumericCondition | None = Field(
+        default=None, description="CUDA compute capability, such as 8.0"
+    )
     versions: dict[Literal["torch", "cuda"], Text] = Field(default={}, description="such as '>=2.1,<3'")
-    evidence: Evidence | None = None
+    evidence: EvidenceCondition | None = None
     producer: Literal["float32"] | None = Field(default=None, description="an input comes from such an op")
     consumer: Literal["float32"] | None = Field(default=None, description="such an op uses the output")
 
@@ -158,7 +166,7 @@ class Constants(_Strict):
     min_positive: float = Field(ge=0)
 
 
-class Weights(_Strict):
+class WeightPolicy(_Strict):
     """How the converted model keeps parameters and buffers, takes inputs and gives outputs."""
 
     storage: Literal["float32", "lower"] = "float32"
@@ -236,7 +244,7 @@ class RuleFile(_Strict):
         default=False,
         description="whether the model's own code sees autocast as enabled, as under torch.autocast",
     )
-    weights: Weights = Weights()
+    weights: WeightPolicy = WeightPolicy()
     loss_scale: Name | LossScale = Field(default="torch", description="a profile's name, or the numbers")
     defaults: Defaults = Defaults()
     rules: tuple[Rule, ...] = ()

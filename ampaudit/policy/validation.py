@@ -10,7 +10,7 @@ from ampaudit.core.errors import PolicyError
 from ampaudit.policy.aten_ops import UnknownOp, aten_arguments
 from ampaudit.policy.matching import compiled
 from ampaudit.policy.schema import Cast, Match, Rule, RuleFile, When
-from ampaudit.policy.yamlfile import Document
+from ampaudit.policy.yamlfile import YamlDocument
 
 __all__ = ["check_rules", "suspicious", "unknown_op"]
 
@@ -20,7 +20,7 @@ _APPENDABLE = frozenset({"norm.Scalar", "norm.ScalarOpt_dim"})
 _LOOKS_LIKE_REGEX = re.compile(r"[\\^$|]|\.\*|\.\+")
 
 
-def check_rules(document: Document, file: RuleFile, ops: Ops) -> None:
+def check_rules(document: YamlDocument, file: RuleFile, ops: Ops) -> None:
     """Refuse duplicate ids, conflicts, rules that can never match, and conditions that cannot hold.
 
     Raises:
@@ -92,7 +92,7 @@ def _is_specifier(text: str) -> bool:
     return True
 
 
-def _check_order(document: Document, file: RuleFile, ops: Ops, measured: bool) -> None:
+def _check_order(document: YamlDocument, file: RuleFile, ops: Ops, measured: bool) -> None:
     """An op that an unconditional rule has decided cannot be decided again further down."""
     decided: dict[tuple[str, str], Rule] = {}
     everything: dict[str, Rule] = {}
@@ -135,7 +135,7 @@ def _never(where: str, rule: Rule, earlier: Rule) -> PolicyError:
     )
 
 
-def suspicious(document: Document, file: RuleFile, ops: Ops, joined: RuleFile) -> Iterator[str]:
+def suspicious(document: YamlDocument, file: RuleFile, ops: Ops, joined: RuleFile) -> Iterator[str]:
     """Things that are allowed and probably not meant, one line each with the place."""
     for number, rule in enumerate(file.rules):
         place = document.at(("rules", number, "match"))

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ampaudit.core.errors import PolicyError
 from ampaudit.policy.aten_ops import UnknownOp, expand
 from ampaudit.policy.paths import rules_directory
-from ampaudit.policy.yamlfile import Document, read_yaml
+from ampaudit.policy.yamlfile import YamlDocument, read_yaml
 
 __all__ = ["Vocabulary", "load_vocabulary", "vocabulary_names"]
 
@@ -83,7 +83,7 @@ def load_vocabulary(name: str) -> Vocabulary:
     return Vocabulary(ops | {name: () for group in file.unmapped for name in group.ops})
 
 
-def _aten(document: Document, own: str, names: tuple[str, ...]) -> tuple[str, ...]:
+def _aten(document: YamlDocument, own: str, names: tuple[str, ...]) -> tuple[str, ...]:
     found: list[str] = []
     for index, name in enumerate(names):
         try:

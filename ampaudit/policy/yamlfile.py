@@ -11,7 +11,7 @@ import yaml
 
 from ampaudit.core.errors import PolicyError
 
-__all__ = ["Document", "read_yaml"]
+__all__ = ["YamlDocument", "read_yaml"]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -20,7 +20,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class YamlDocument:
     """A YAML mapping and the places of its values."""
 
     path: Path
@@ -45,7 +45,7 @@ class Document:
         return _where(self.path, mark)
 
 
-def read_yaml(path: Path) -> Document:
+def read_yaml(path: Path) -> YamlDocument:
     """The mapping in a file.
 
     Raises:
@@ -59,7 +59,7 @@ def read_yaml(path: Path) -> Document:
         if not isinstance(root, yaml.MappingNode):
             raise PolicyError(f"{path}:1:1: a rule file is a mapping", hint="start with 'name:' and 'rules:'")
         _refuse_repeated_keys(root, path)
-        return Document(path, yaml.constructor.SafeConstructor().construct_document(root), root)
+        return YamlDocument(path, yaml.constructor.SafeConstructor().construct_document(root), root)
     except yaml.MarkedYAMLError as error:
         where = _where(path, error.problem_mark) if error.problem_mark else str(path)
         problem = error.problem or "a mistake here"

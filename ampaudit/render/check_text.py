@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ampaudit.core.text import escape_control, format_bytes
 from ampaudit.render.grid import labelled, open_table
-from ampaudit.report.budgets import Measured
+from ampaudit.report.budgets import Measurements
 from ampaudit.report.check import CheckResults, TargetResult
 
 __all__ = ["render_results"]
@@ -58,7 +58,7 @@ def _lines(result: TargetResult) -> Iterator[tuple[str, str]]:
         yield "  note", escape_control(note)
 
 
-def _output(seen: Measured) -> str:
+def _output(seen: Measurements) -> str:
     if seen.broken:
         return "broken"
     return f"{seen.sqnr_db:.0f} dB" if seen.sqnr_db is not None else "exact"

@@ -12,7 +12,7 @@ from rich.text import Text
 from ampaudit.core.text import escape_control
 from ampaudit.render.grid import hanging, labelled
 from ampaudit.render.markdown import code, escaped, table
-from ampaudit.report.difference import Change, Difference, Differences
+from ampaudit.report.difference import Difference, Differences, SiteChange
 
 __all__ = ["difference_markdown", "render_differences"]
 
@@ -49,7 +49,7 @@ def _pair(pair: Difference, found: Differences, verbose: bool) -> Iterable[Rende
     yield labelled(_summary(pair, found, verbose))
 
 
-def _by_layer(changes: Sequence[Change], verbose: bool) -> Iterable[RenderableType]:
+def _by_layer(changes: Sequence[SiteChange], verbose: bool) -> Iterable[RenderableType]:
     layers = _layers(changes)
     shown = list(layers.items()) if verbose else list(layers.items())[:_LAYERS]
     for layer, own in shown:
@@ -64,19 +64,19 @@ def _by_layer(changes: Sequence[Change], verbose: bool) -> Iterable[RenderableTy
         yield Text(f"  and {len(layers) - len(shown)} more layers; -v lists all", "dim")
 
 
-def _layers(changes: Sequence[Change]) -> dict[str, list[Change]]:
+def _layers(changes: Sequence[SiteChange]) -> dict[str, list[SiteChange]]:
     """The layers with the least of what is left first, new findings before all."""
-    found: defaultdict[str, list[Change]] = defaultdict(list)
+    found: defaultdict[str, list[SiteChange]] = defaultdict(list)
     for change in changes:
         found[change.layer].append(change)
     return dict(sorted(found.items(), key=lambda item: min(map(_urgency, item[1]))))
 
 
-def _urgency(change: Change) -> tuple[bool, float]:
+def _urgency(change: SiteChange) -> tuple[bool, float]:
     return change.after is not None, change.after if change.after is not None else 0.0
 
 
-def _short(change: Change) -> str:
+def _short(change: SiteChange) -> str:
     """The op within its layer."""
     return escape_control(change.site.removeprefix(f"{change.layer}/") if change.layer else change.site)
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ampaudit.core.text import escape_control, format_number, format_power, format_scale
 from ampaudit.render.grid import labelled, open_table
-from ampaudit.report.gradients import Backward
+from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.scales import LayerScales, ScaleAdvice
 
 __all__ = ["gradient_tables", "scales_that_suit"]
@@ -18,7 +18,9 @@ _EVERY = 2  # rows of the table of scales; the JSON report has all
 _BAR = 20
 
 
-def gradient_tables(backward: Backward, dtype: str, count: int, *, full: bool) -> Iterable[RenderableType]:
+def gradient_tables(
+    backward: BackwardReport, dtype: str, count: int, *, full: bool
+) -> Iterable[RenderableType]:
     """Losses, the scales that suit, the table of scales, and the layers that set its ends."""
     yield Text("Gradients", style="bold")
     rows = [("Loss", _losses(backward, dtype)), ("Scale", _scale(backward))]
@@ -34,7 +36,7 @@ def gradient_tables(backward: Backward, dtype: str, count: int, *, full: bool) -
         yield from _layers(backward.advice, len(backward.advice.layers) if full else count)
 
 
-def scales_that_suit(backward: Backward) -> str:
+def scales_that_suit(backward: BackwardReport) -> str:
     """In one line, for several policies side by side."""
     advice = backward.advice
     if advice is None:
@@ -48,7 +50,7 @@ def scales_that_suit(backward: Backward) -> str:
     return f"loss scales from 2^{advice.low} to 2^{advice.high} suit every layer"
 
 
-def _losses(backward: Backward, dtype: str) -> str:
+def _losses(backward: BackwardReport, dtype: str) -> str:
     if not backward.losses:
         return "none"
     first = backward.losses[0]
@@ -60,12 +62,12 @@ def _losses(backward: Backward, dtype: str) -> str:
     return f"{', '.join(shown)}{more}"
 
 
-def _scale(backward: Backward) -> str:
+def _scale(backward: BackwardReport) -> str:
     kind = "dynamic" if backward.dynamic else "fixed"
     return f"{format_scale(backward.loss_scale)}, {kind} ({backward.scale_from})"
 
 
-def _suits(backward: Backward) -> list[str]:
+def _suits(backward: BackwardReport) -> list[str]:
     advice = backward.advice
     if advice is None:
         return ["any: no gradient is held in 16 bits"]

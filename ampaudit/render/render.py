@@ -83,7 +83,7 @@ def as_file(document: Document, form: str) -> str:
         UsageError: this kind of report has no such format.
     """
     if form == "json":
-        from ampaudit.render.jsonfile import comparison_json, to_json
+        from ampaudit.render.json import comparison_json, to_json
 
         return comparison_json(document.reports) if isinstance(document, Comparison) else to_json(document)
     made: Callable[[Document], str]
@@ -108,7 +108,7 @@ def as_file(document: Document, form: str) -> str:
 
         made = to_github
     elif form == "csv":
-        from ampaudit.render.csvtable import to_csv
+        from ampaudit.render.csv import to_csv
 
         made = to_csv
     else:

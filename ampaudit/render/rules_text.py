@@ -13,7 +13,7 @@ from ampaudit.core.text import escape_control
 from ampaudit.policy import OpFacts, RuleSet, load_policy, policy_names
 from ampaudit.policy.aten_ops import aten_names
 from ampaudit.policy.load import Loaded
-from ampaudit.policy.schema import Rule, Weights, When
+from ampaudit.policy.schema import Rule, WeightPolicy, When
 from ampaudit.render.grid import open_table
 
 __all__ = ["diff_rows", "list_rows", "render_diff", "render_list", "render_policy"]
@@ -70,7 +70,7 @@ def _headline(loaded: Loaded) -> str:
     return f"{extends}acts {where}; {_weights(file.weights)}; loss scale {scale}"
 
 
-def _weights(weights: Weights) -> str:
+def _weights(weights: WeightPolicy) -> str:
     stored = "weights stored in 16 bits" if weights.storage == "lower" else "weights stored in FP32"
     master = ", FP32 masters kept" if weights.master and weights.storage == "lower" else ""
     moved = [

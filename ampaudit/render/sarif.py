@@ -23,7 +23,7 @@ __all__ = ["to_sarif"]
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _PATH_SHOWN = 20
-_MOST_RESULTS = 25_000  # of a run; code hosts refuse a file with more
+_MAX_RESULTS = 25_000  # of a run; code hosts refuse a file with more
 _ROOT = "%SRCROOT%"
 
 
@@ -35,7 +35,7 @@ def to_sarif(document: Document) -> str:
 
 
 def _run(subject: Subject) -> dict[str, Any]:
-    alerts = subject.alerts[:_MOST_RESULTS]
+    alerts = subject.alerts[:_MAX_RESULTS]
     codes = sorted({alert.code for alert in alerts})
     titles = {alert.code: alert.title for alert in alerts}
     left = len(subject.alerts) - len(alerts)

@@ -10,7 +10,7 @@ from typing import Any
 from ampaudit.core.errors import UsageError
 from ampaudit.report.finding import Severity, Source
 
-__all__ = ["Breach", "Budgets", "Measured"]
+__all__ = ["Breach", "Budgets", "Measurements"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Budgets:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurements:
     """What budgets are about; ``None`` where there is nothing to measure.
 
     Attributes:

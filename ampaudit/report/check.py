@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.report.budgets import Breach, Measured
+from ampaudit.report.budgets import Breach, Measurements
 
 __all__ = ["CheckResults", "Request", "TargetResult"]
 
@@ -50,7 +50,7 @@ class TargetResult:
     verdict: Literal["pass", "fail", "error"]
     exit_code: int
     breaches: tuple[Breach, ...] = ()
-    measured: Measured | None = None
+    measured: Measurements | None = None
     policy: str = ""
     dtype: str = ""
     error: str = ""

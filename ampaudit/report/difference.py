@@ -14,14 +14,14 @@ from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Report, SiteReport
 
-__all__ = ["Change", "Difference", "Differences", "Side", "differences"]
+__all__ = ["Difference", "Differences", "ReportSummary", "SiteChange", "differences"]
 
 BITS, DECIBELS = 0.5, 3.0
-Way = Literal["worse", "better", "other"]
+Direction = Literal["worse", "better", "other"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SiteChange:
     """One thing that is not as it was.
 
     Attributes:
@@ -33,7 +33,7 @@ class Change:
         after: the same, now.
     """
 
-    way: Way
+    way: Direction
     layer: str
     site: str
     what: str
@@ -42,7 +42,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ReportSummary:
     """One of the two reports."""
 
     source: str
@@ -66,15 +66,15 @@ class Difference:
         notes: why the two may not be comparable.
     """
 
-    old: Side
-    new: Side
-    changes: tuple[Change, ...]
+    old: ReportSummary
+    new: ReportSummary
+    changes: tuple[SiteChange, ...]
     same: int
     added: tuple[str, ...]
     removed: tuple[str, ...]
     notes: tuple[str, ...]
 
-    def of(self, way: Way) -> tuple[Change, ...]:
+    def of(self, way: Direction) -> tuple[SiteChange, ...]:
         """The changes of one kind."""
         return tuple(change for change in self.changes if change.way == way)
 
@@ -152,9 +152,9 @@ def _difference(old: Report, new: Report, bits: float, decibels: float) -> Diffe
     )
 
 
-def _side(report: Report) -> Side:
+def _side(report: Report) -> ReportSummary:
     run = report.run
-    return Side(report.model.source, run.policy, run.dtype, report.verdict, report.tool.version)
+    return ReportSummary(report.model.source, run.policy, run.dtype, report.verdict, report.tool.version)
 
 
 def _notes(old: Report, new: Report) -> Iterator[str]:
@@ -169,13 +169,13 @@ def _notes(old: Report, new: Report) -> Iterator[str]:
             yield f"{name} was {escape_control(str(first))}, is {escape_control(str(second))}"
 
 
-def _findings(old: Report, new: Report) -> Iterator[Change]:
+def _findings(old: Report, new: Report) -> Iterator[SiteChange]:
     before, after = _active(old), _active(new)
     for key, finding in after.items():
         was = before.get(key)
         title = f"{finding.severity.value} {finding.code}"
         if was is None:
-            way: Way = "other" if finding.severity is Severity.NOTE else "worse"
+            way: Direction = "other" if finding.severity is Severity.NOTE else "worse"
             yield _about(finding, way, f"new {title}: {escape_control(finding.cause)}")
         elif was.severity is not finding.severity:
             way = "worse" if finding.severity.rank > was.severity.rank else "better"
@@ -194,18 +194,22 @@ def _active(report: Report) -> dict[tuple[str, str], Finding]:
     return {(f.code, f.site): f for f in report.findings if f.suppressed is None}
 
 
-def _about(finding: Finding, way: Way, what: str) -> Change:
-    return Change(way, finding.layer, finding.site, what)
+def _about(finding: Finding, way: Direction, what: str) -> SiteChange:
+    return SiteChange(way, finding.layer, finding.site, what)
 
 
-def _site(old: SiteReport, new: SiteReport, bits: float, decibels: float, sound: bool) -> Iterator[Change]:
-    def made(way: Way, what: str, first: float | None = None, second: float | None = None) -> Change:
-        return Change(way, new.layer, new.site, what, first, second)
+def _site(
+    old: SiteReport, new: SiteReport, bits: float, decibels: float, sound: bool
+) -> Iterator[SiteChange]:
+    def made(
+        way: Direction, what: str, first: float | None = None, second: float | None = None
+    ) -> SiteChange:
+        return SiteChange(way, new.layer, new.site, what, first, second)
 
     if old.precision != new.precision:
         yield made("other", f"{old.precision} became {new.precision}")
     if (old.verdict == "proved") != (new.verdict == "proved") and None not in (old.bound, new.bound):
-        way: Way = "better" if new.verdict == "proved" else "worse"
+        way: Direction = "better" if new.verdict == "proved" else "worse"
         yield made(way, f"{old.verdict} became {new.verdict}")
     was, now = old.forward, new.forward
     comparable = old.precision == new.precision and not new.by_design and sound
@@ -259,7 +263,7 @@ def _said(value: float | None, unit: str) -> str:
     return "unlimited" if value is None else f"{value:.1f} {unit}"
 
 
-def _outputs(old: Report, new: Report, decibels: float, repaired: set[str]) -> Iterable[Change]:
+def _outputs(old: Report, new: Report, decibels: float, repaired: set[str]) -> Iterable[SiteChange]:
     before = {output.name: output for output in old.outputs}
     broken, fixed = ({o.name for o in report.broken_outputs} for report in (new, old))
     for output in new.outputs:
@@ -268,9 +272,9 @@ def _outputs(old: Report, new: Report, decibels: float, repaired: set[str]) -> I
             if was is not None and (output.name in broken) != (output.name in fixed):
                 worse = output.name in broken
                 said = "now holds infinity or NaN" if worse else "no longer holds infinity or NaN"
-                yield Change("worse" if worse else "better", "", output.name, said)
+                yield SiteChange("worse" if worse else "better", "", output.name, said)
             continue
         way = None if output.site in repaired else _moved(was.sqnr_db, output.sqnr_db, decibels)
         if way is not None:
             said = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(output.sqnr_db, 'dB')}"
-            yield Change(way, "", output.name, said, was.sqnr_db, output.sqnr_db)
+            yield SiteChange(way, "", output.name, said, was.sqnr_db, output.sqnr_db)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ampaudit.report.scales import ScaleAdvice
 
-__all__ = ["Backward", "Gradient", "Loss", "ParameterGradient"]
+__all__ = ["BackwardReport", "Gradient", "LossValues", "ParameterGradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ParameterGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LossValues:
     """The loss of one batch, without the scale; null where it is not finite."""
 
     float32: float | None
@@ -55,7 +55,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class BackwardReport:
     """What the way back showed.
 
     Attributes:
@@ -74,7 +74,7 @@ class Backward:
     loss_scale: float
     dynamic: bool
     scale_from: str
-    losses: tuple[Loss, ...]
+    losses: tuple[LossValues, ...]
     advice: ScaleAdvice | None
     suggested: int | None
     parameters: tuple[ParameterGradient, ...]

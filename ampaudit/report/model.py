@@ -12,7 +12,7 @@ from typing import Literal
 from ampaudit.core.sites import SiteId
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, Finding, Severity, Source
-from ampaudit.report.gradients import Backward, Gradient
+from ampaudit.report.gradients import BackwardReport, Gradient
 
 __all__ = [
     "Coverage",
@@ -257,7 +257,7 @@ class Report:
     changed: tuple[VerdictChange, ...] = ()
     stressed: tuple[Stressed, ...] = ()
     tails: tuple[Tail, ...] = ()
-    backward: Backward | None = None
+    backward: BackwardReport | None = None
 
     @property
     def exit_code(self) -> int:

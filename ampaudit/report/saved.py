@@ -15,7 +15,7 @@ from ampaudit.report.model import SCHEMA, Report
 
 __all__ = ["parse_saved", "read_report", "read_saved"]
 
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
 Saved = TypeVar("Saved")
 Kinds = Mapping[frozenset[str], Callable[[], type[Saved]]]
@@ -45,7 +45,7 @@ def read_saved(path: Path, kinds: Kinds[Saved], name: str = "") -> Saved:
     name = name or str(path)
     try:
         size = path.stat().st_size
-        if size > _MOST_BYTES:
+        if size > _MAX_BYTES:
             raise InputError(f"{name}: {size:,} bytes is no report", hint=_HOW)
         data = path.read_bytes()
     except OSError as error:

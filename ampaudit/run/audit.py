@@ -15,14 +15,14 @@ from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.guards import guarded
 from ampaudit.run.record import RunRecord
-from ampaudit.run.runner import Plan, Runner
+from ampaudit.run.runner import RunConfig, Runner
 from ampaudit.run.sharing import SharedReference, interleave
 from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
 from ampaudit.trace.converted import ConvertedModel
 
-__all__ = ["Audit", "Plan", "Progress", "Runner", "measure", "raised_sites", "run_audits", "silent"]
+__all__ = ["Audit", "Progress", "RunConfig", "Runner", "measure", "raised_sites", "run_audits", "silent"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -54,7 +54,7 @@ class Audit:
 
 
 def run_audits(
-    model: nn.Module, batches: Sequence[Batch], plans: Sequence[Plan], progress: Progress
+    model: nn.Module, batches: Sequence[Batch], plans: Sequence[RunConfig], progress: Progress
 ) -> list[Audit]:
     """Audit a model under several policies, with one run of the reference for all of them.
 
@@ -70,7 +70,7 @@ def run_audits(
     if not batches:
         raise InputError("there is no batch to run", hint="make batches() yield at least one batch")
     runners = _run_all(model, batches, plans, progress, "auditing")
-    again: dict[int, tuple[Plan, tuple[SiteId, ...]]] = {}
+    again: dict[int, tuple[RunConfig, tuple[SiteId, ...]]] = {}
     for index, (plan, runner) in enumerate(zip(plans, runners, strict=True)):
         if plan.rules is not None and plan.rules.measured:
             seen = runner.measurements()
@@ -94,7 +94,7 @@ def _audit(runner: Runner, raised: tuple[SiteId, ...]) -> Audit:
 
 
 def _run_all(
-    model: nn.Module, batches: Sequence[Batch], plans: Sequence[Plan], progress: Progress, phase: str
+    model: nn.Module, batches: Sequence[Batch], plans: Sequence[RunConfig], progress: Progress, phase: str
 ) -> list[Runner]:
     eager = EagerModel(plans[0].device, plans[0].seed, plans[0].release)
     runners = [Runner(model, plan, RunRecord(device=plan.device.type, backend=""), eager) for plan in plans]
@@ -108,7 +108,7 @@ def _run_all(
     return runners
 
 
-def _run_together(runners: Sequence[Runner], plan: Plan, batch: Batch, number: int) -> None:
+def _run_together(runners: Sequence[Runner], plan: RunConfig, batch: Batch, number: int) -> None:
     """One batch under every plan, side by side; one after the other for gradients, or random numbers."""
     ready = [runner.prepare(batch, number) for runner in runners]
     programs = [item.executor.program for item in ready]
@@ -129,7 +129,7 @@ def _run_together(runners: Sequence[Runner], plan: Plan, batch: Batch, number: i
 
 
 def measure(
-    model: nn.Module, batches: Sequence[Batch], plan: Plan, progress: Progress
+    model: nn.Module, batches: Sequence[Batch], plan: RunConfig, progress: Progress
 ) -> tuple[dict[SiteId, Measurement], tuple[Site, ...]]:
     """What the batches show to the policy's measured rules, and the sites that it is about.
 

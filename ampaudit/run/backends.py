@@ -22,7 +22,7 @@ from ampaudit.run.step import LOW_PRECISION_DTYPES, Step, widened_tensor
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.sizes import fits, sizes_of
 
-__all__ = ["Backend", "Emulated", "Native", "Reference", "choose_backend"]
+__all__ = ["Backend", "Emulated", "Float32Backend", "Native", "choose_backend"]
 
 
 class Backend(Protocol):
@@ -53,7 +53,7 @@ class Backend(Protocol):
         """``represent`` of something that was just made from what is given, and may be overwritten."""
 
 
-class Reference:
+class Float32Backend:
     """Exact arithmetic, as far as we go: every 16-bit dtype of the graph becomes float32."""
 
     name = "reference"
@@ -90,7 +90,7 @@ class Reference:
         return step.target(*args, **kwargs)
 
 
-class Emulated(Reference):
+class Emulated(Float32Backend):
     """16 bits in float32 carriers: values round in, arithmetic is float32, results round out.
 
     That is what a tensor core with float32 accumulation does. Rounding goes through the format itself

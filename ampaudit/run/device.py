@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ampaudit.core.errors import UsageError
-from ampaudit.policy import Environment
+from ampaudit.policy import TargetEnvironment
 
 __all__ = ["environment_of", "pick_device"]
 
@@ -25,12 +25,12 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def environment_of(device: torch.device) -> Environment:
+def environment_of(device: torch.device) -> TargetEnvironment:
     """What rules about devices and versions ask for; without CUDA, no capability is known."""
     versions = {"torch": torch.__version__.partition("+")[0]}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     if device.type != "cuda":
-        return Environment(None, versions)
+        return TargetEnvironment(None, versions)
     major, minor = torch.cuda.get_device_capability(device)
-    return Environment(major + minor / 10, versions)
+    return TargetEnvironment(major + minor / 10, versions)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LEAST_BATCHES", "ExtremeValues", "TailRisk", "fit", "tail_risk"]
+__all__ = ["MIN_BATCHES", "ExtremeValues", "TailRisk", "fit", "tail_risk"]
 
-LEAST_BATCHES = 20  # fewer maxima say nothing about a tail
+MIN_BATCHES = 20  # fewer maxima say nothing about a tail
 RESAMPLES = 400
 Floats = npt.NDArray[np.float64]
 
@@ -94,7 +94,7 @@ def tail_risk(maxima: Sequence[float], limit: float, samples: int, seed: int = 0
         samples: samples in each batch.
         seed: of the bootstrap.
     """
-    if len(maxima) < LEAST_BATCHES or samples < 1:
+    if len(maxima) < MIN_BATCHES or samples < 1:
         return None
     found = fit(maxima)
     if found is None:

@@ -12,9 +12,9 @@ from torch import nn
 from ampaudit.core.errors import AuditError, ReferenceBroken, RunFailed, first_line
 from ampaudit.policy import plain_fp32
 from ampaudit.run.code_record import CodeRecord, OutputDifference
+from ampaudit.run.config import RunConfig
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.lockstep import Pair
-from ampaudit.run.plan import Plan
 from ampaudit.run.program import Program
 from ampaudit.source.interface import Batch
 from ampaudit.trace import TracedModel, trace
@@ -36,7 +36,7 @@ class Fp32Check:
         record: where differences are noted.
     """
 
-    def __init__(self, plan: Plan, eager: EagerModel, record: CodeRecord) -> None:
+    def __init__(self, plan: RunConfig, eager: EagerModel, record: CodeRecord) -> None:
         self._plan = plan
         self._eager = eager
         self._record = record

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ampaudit.core.errors import RunFailed, first_line
+from ampaudit.core.errors import InputError, RunFailed, first_line
 
-__all__ = ["exact_float32", "guarded", "memory_errors", "tf32"]
+__all__ = ["exact_float32", "guarded", "memory_errors", "refuse_broken_inputs", "tf32"]
 
 
 @contextlib.contextmanager
@@ -55,3 +55,16 @@ def memory_errors(device: torch.device) -> Iterator[None]:
             raise RunFailed(f"out of memory: {text}", hint="use a smaller batch, or --ranges") from error
         where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
         raise RunFailed(f"{where}the converted model could not be run on {device}: {text}") from error
+
+
+def refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:
+    """Refuse inputs that are broken before the model sees them.
+
+    Raises:
+        InputError: one holds NaN or infinity.
+    """
+    for index, tensor in enumerate(tensors):
+        if tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any()):
+            raise InputError(
+                f"input[{index}] of batch {number} holds NaN or infinity", hint="clean the input"
+            )

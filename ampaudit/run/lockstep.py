@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from ampaudit.run.backends import Backend, Reference
+from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.sharing import MISSING, SharedReference
@@ -37,7 +37,12 @@ class StepCall:
     __slots__ = ("_template", "args", "inputs", "kwargs", "measure", "shared", "state")
 
     def __init__(
-        self, inputs: dict[fx.Node, Pair], step: Step, reference: Reference, backend: Backend, shared: bool
+        self,
+        inputs: dict[fx.Node, Pair],
+        step: Step,
+        reference: Float32Backend,
+        backend: Backend,
+        shared: bool,
     ) -> None:
         self.inputs = inputs
         self.shared = shared
@@ -76,7 +81,7 @@ class LockStep:
         self.backend = backend
         self.device = device
         self.converted = converted
-        self._reference = Reference()
+        self._reference = Float32Backend()
         self._places = {p.node: p for p in program.traced.placeholders}
         streamed = converted.release is not None  # then they are moved for each use
         self._masters = {n: t if streamed else t.to(device) for n, t in converted.masters.items()}

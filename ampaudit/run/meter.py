@@ -26,11 +26,11 @@ from ampaudit.run.step import Step
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Role
 
-__all__ = ["Measured", "Meter", "float_outputs"]
+__all__ = ["MeasuredValue", "Meter", "float_outputs"]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredValue:
     """One site's fields in one batch."""
 
     site: SiteId
@@ -151,14 +151,16 @@ class Meter:
         if isinstance(step.target, HigherOrderOperator):
             self.uncovered[step.site.op] = "control flow: only its outputs are looked at, not its branches"
 
-    def results(self) -> Iterator[Measured]:
+    def results(self) -> Iterator[MeasuredValue]:
         """Everything measured since the start, fetched from the device at once."""
         self.samples.flush()
         waiting = [row for _, row, _ in self._rows if isinstance(row, torch.Tensor)]
         fetched = iter(torch.stack(waiting).tolist() if waiting else [])
         for index, (site, row, elements) in enumerate(self._rows):
             numbers = next(fetched) if isinstance(row, torch.Tensor) else row
-            yield Measured(site, dict(zip(FIELDS, numbers, strict=True)), elements, self._updated.get(index))
+            yield MeasuredValue(
+                site, dict(zip(FIELDS, numbers, strict=True)), elements, self._updated.get(index)
+            )
 
     def inside_results(self) -> Iterator[tuple[SiteId, float]]:
         """The largest square inside each norm that is given 16 bits."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.run.backends import Emulated, Reference
+from ampaudit.run.backends import Emulated, Float32Backend
 from ampaudit.run.lockstep import LockStep, Pair
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.step import Step
@@ -24,7 +24,7 @@ class _PartialBackend(Emulated):
     def __init__(self, inner: Emulated, rounding: Collection[fx.Node]) -> None:
         self.name = inner.name
         self._inner = inner
-        self._exact = Reference()
+        self._exact = Float32Backend()
         self._rounding = rounding
 
     def rounds(self, step: Step) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from torch import fx
 
 from ampaudit.core.sites import SiteId
-from ampaudit.run.meter import Measured
+from ampaudit.run.meter import MeasuredValue
 from ampaudit.run.observation import decibel
 from ampaudit.run.program import Program
 from ampaudit.run.record import Fate, Origin
@@ -39,14 +39,14 @@ class Faults:
     def __init__(
         self,
         program: Program,
-        measured: Iterable[Measured],
+        measured: Iterable[MeasuredValue],
         limit: float,
         given_peak: Callable[[fx.Node], float],
     ) -> None:
         self._program = program
         self._limit = limit
         self._given_peak = given_peak
-        self._rows: dict[SiteId, Measured] = {}
+        self._rows: dict[SiteId, MeasuredValue] = {}
         self._peaks: dict[SiteId, float] = {}
         self._seen: dict[SiteId, tuple[float, float]] = {}
         bad: set[tuple[SiteId, int | None]] = set()

@@ -15,15 +15,15 @@ from ampaudit.policy import Measurement, plain_fp32
 from ampaudit.run.attribution import Attribution, find_culprits
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.buffers import buffer_updates
+from ampaudit.run.config import RunConfig
 from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.eager import EagerModel
-from ampaudit.run.evidence import measurements, weight_peaks
 from ampaudit.run.fp32_check import Fp32Check, is_broken
-from ampaudit.run.guards import guarded
+from ampaudit.run.guards import guarded, refuse_broken_inputs
 from ampaudit.run.lockstep import LockStep, Pair
-from ampaudit.run.meter import Measured, Meter
+from ampaudit.run.measurements import measurements, weight_peaks
+from ampaudit.run.meter import MeasuredValue, Meter
 from ampaudit.run.outputs import against_fp32, compare_outputs, merge_outputs
-from ampaudit.run.plan import Plan
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.propagation import Faults
 from ampaudit.run.record import RunRecord
@@ -39,11 +39,11 @@ from ampaudit.trace.keys import TraceCache, call_key
 from ampaudit.trace.state import PythonState, hand_over
 from ampaudit.trace.structure import structural_copy
 
-__all__ = ["Plan", "Prepared", "Runner"]
+__all__ = ["PreparedTrace", "RunConfig", "Runner"]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedTrace:
     """A batch that is ready to be run, and the model as it is before."""
 
     executor: LockStep
@@ -62,7 +62,7 @@ class Runner:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, record: RunRecord, eager: EagerModel | None = None
+        self, model: nn.Module, plan: RunConfig, record: RunRecord, eager: EagerModel | None = None
     ) -> None:
         self._model = model
         self._own = False  # whether the model is a copy
@@ -85,22 +85,22 @@ class Runner:
         """Trace if need be, run, and run again with repairs if something went wrong."""
         self.execute(self.prepare(batch, number))
 
-    def execute(self, ready: Prepared) -> None:
+    def execute(self, ready: PreparedTrace) -> None:
         """Run a batch that is ready, and again with repairs if something went wrong."""
         started = time.perf_counter()
         outputs = self._pass(ready.executor, ready.tensors, ready.meter, ready.number)
         self._add_seconds("run", started)
         self.finish(ready, outputs)
 
-    def prepare(self, batch: Batch, number: int) -> Prepared:
+    def prepare(self, batch: Batch, number: int) -> PreparedTrace:
         """Trace if need be, and look at the inputs."""
         model = self._model
         executor = self.executor(batch, number)
         tensors = tensor_leaves(batch.args, batch.kwargs)
-        _refuse_broken_inputs(tensors, number)
-        return Prepared(executor, tensors, self._meter(), batch, number, model)
+        refuse_broken_inputs(tensors, number)
+        return PreparedTrace(executor, tensors, self._meter(), batch, number, model)
 
-    def finish(self, ready: Prepared, outputs: list[Pair]) -> None:
+    def finish(self, ready: PreparedTrace, outputs: list[Pair]) -> None:
         """Read what a run measured; run again with repairs if something went wrong; merge."""
         started = time.perf_counter()
         executor, tensors, meter, number = ready.executor, ready.tensors, ready.meter, ready.number
@@ -135,7 +135,9 @@ class Runner:
                 self._gradients.run(executor, outputs, number)
             self._add_seconds("backward", started)
 
-    def _compare(self, ready: Prepared, named: dict[str, Pair], fp32: dict[str, torch.Tensor] | None) -> None:
+    def _compare(
+        self, ready: PreparedTrace, named: dict[str, Pair], fp32: dict[str, torch.Tensor] | None
+    ) -> None:
         """Compare the outputs with the FP32 model's, and keep the worst batch of each.
 
         Edited code is judged by the user's own model, and so is what it gives in FP32.
@@ -211,7 +213,7 @@ class Runner:
             self._executors, self._own = TraceCache(), True
         hand_over(traced.changes, PythonState(self._model))
 
-    def fp32_outputs(self, ready: Prepared, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
+    def fp32_outputs(self, ready: PreparedTrace, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
         """The FP32 model's own outputs by name; ``None`` where the reference is that model.
 
         Outputs that have no counterpart in FP32 are left out.
@@ -266,7 +268,7 @@ class Runner:
             if site not in known:
                 self.record.origins.append(faults.origin(site, number))
 
-    def _merge(self, meter: Meter, measured: Sequence[Measured]) -> None:
+    def _merge(self, meter: Meter, measured: Sequence[MeasuredValue]) -> None:
         for row in measured:
             self.record.observation(row.site).merge(row.fields, row.elements)
         for site, error, signal, elements in meter.local_results():
@@ -284,7 +286,9 @@ class Runner:
         self.record.uncovered.update(meter.uncovered)
         self.record.batches += 1
 
-    def _refuse_broken_reference(self, outputs: list[Pair], measured: list[Measured], number: int) -> None:
+    def _refuse_broken_reference(
+        self, outputs: list[Pair], measured: list[MeasuredValue], number: int
+    ) -> None:
         if not any(is_broken(reference) for reference, _ in outputs):
             return
         first = next((row.site for row in measured if row.fields["ref_bad"] > 0), None)
@@ -298,11 +302,3 @@ class Runner:
     def _add_seconds(self, phase: str, started: float) -> None:
         elapsed = time.perf_counter() - started
         self.record.seconds[phase] = self.record.seconds.get(phase, 0.0) + elapsed
-
-
-def _refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:
-    for index, tensor in enumerate(tensors):
-        if tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any()):
-            raise InputError(
-                f"input[{index}] of batch {number} holds NaN or infinity", hint="clean the input"
-            )

@@ -16,13 +16,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.sites import SiteId
-from ampaudit.run.backends import Reference
+from ampaudit.run.backends import Float32Backend
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Slot
 
-__all__ = ["Found", "Search"]
+__all__ = ["Search", "SearchResult"]
 
 STARTS = 3
 KEEP = -1  # of an id that the value does not depend on
@@ -30,7 +30,7 @@ FIRST_STEP = 0.25  # of the domain's width; halved from time to time
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The best input of a search, and the FP32 peak that it makes at the site."""
 
     tensors: list[torch.Tensor]
@@ -50,17 +50,17 @@ class Search:
         self, converted: ConvertedModel, domain: Mapping[str, tuple[float, float]], device: torch.device
     ) -> None:
         self._program: Program = compile_program(converted.traced, device)
-        self._reference = Reference()
+        self._reference = Float32Backend()
         self._masters = {name: t.detach().to(device) for name, t in converted.masters.items()}
         places = [p for p in converted.traced.placeholders if p.slot is Slot.INPUT]
         self._inputs = [place.node for place in places]
         self._domain = [domain[place.node] for place in places]
         self._device = device
 
-    def ascend(self, site: SiteId, start: Sequence[torch.Tensor], steps: int, seed: int) -> Found:
+    def ascend(self, site: SiteId, start: Sequence[torch.Tensor], steps: int, seed: int) -> SearchResult:
         """The input with the largest value at a site, after so many evaluations, starting at a batch."""
         generator = torch.Generator().manual_seed(seed)
-        best = Found([t.clone() for t in start], -1.0)
+        best = SearchResult([t.clone() for t in start], -1.0)
         each = max(steps // STARTS, 1)
         for attempt in range(STARTS):
             tensors = self._project(start) if attempt == 0 else self._random(start, generator, attempt)
@@ -68,12 +68,12 @@ class Search:
             for step in range(each):
                 peak, slopes = self._evaluate(site, tensors)
                 if peak > best.peak:
-                    best = Found([t.clone() for t in tensors], peak)
+                    best = SearchResult([t.clone() for t in tensors], peak)
                 last = step == each - 1
                 tensors = self._moved(tensors, slopes, 1.0 if last or step % 4 == 3 else size)
                 size = max(size / 2, 1 / 64)
             peak, _ = self._evaluate(site, tensors)
-            best = Found(tensors, peak) if peak > best.peak else best
+            best = SearchResult(tensors, peak) if peak > best.peak else best
         return best
 
     def _project(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ampaudit.checkpoint.header import Entry
+from ampaudit.checkpoint.header import TensorEntry
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.checkpoint.write import write_safetensors
@@ -83,7 +83,7 @@ def _in_float32(checkpoint: Path) -> Path:
     for part in opened.parts:
         for entry in part.entries.values():
             wide = entry.dtype in _WIDENED
-            entries.append(Entry(entry.name, "F32" if wide else entry.dtype, entry.shape))
+            entries.append(TensorEntry(entry.name, "F32" if wide else entry.dtype, entry.shape))
             values = part.pieces(entry.name)
             pieces.append((entry.name, (piece.float() for piece in values) if wide else values))
     write_safetensors(folder / "widened.safetensors", entries, {}, pieces)

@@ -23,6 +23,7 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.trace.autocast_state import autocast_visible
+from ampaudit.trace.backward_capture import WaysBack
 from ampaudit.trace.caster import Caster
 from ampaudit.trace.custom_autograd import AFTER_ACCUMULATION, custom_backwards
 from ampaudit.trace.edits import Edit
@@ -31,7 +32,6 @@ from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.fake_model import constant_masters, fake_like, named_tensors, shadow_of
 from ampaudit.trace.flatten import flat_graph
-from ampaudit.trace.going_back import WaysBack
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import current_layer, interposed, same_module
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
@@ -40,7 +40,7 @@ from ampaudit.trace.site_table import build_sites
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.storage import is_cast, own_conversion, split_ties, storage_notes, stored_dtypes
 
-__all__ = ["Setting", "capture", "input_signature", "quiet"]
+__all__ = ["TraceConfig", "capture", "input_signature", "quiet"]
 
 _SLOTS = {
     InputKind.PARAMETER: Slot.PARAMETER,
@@ -51,7 +51,7 @@ _SLOTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TraceConfig:
     """What a trace is made under.
 
     Attributes:
@@ -83,7 +83,9 @@ class Setting:
         return dtype
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> TracedModel:
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setting: TraceConfig
+) -> TracedModel:
     """The model's graph for inputs like these, with the casts of the setting in it.
 
     The export runs under the casts themselves, on fake tensors that have the stored dtypes: code such as
@@ -187,7 +189,7 @@ def _assemble(
     program: ExportedProgram,
     entry: Entry,
     model: nn.Module,
-    setting: Setting,
+    setting: TraceConfig,
     signature: tuple[Any, ...],
     notes: tuple[str, ...],
 ) -> TracedModel:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from ampaudit.trace.going_back import WaysBack
+from ampaudit.trace.backward_capture import WaysBack
 from ampaudit.trace.own_code import Application, Hooks
 from ampaudit.trace.tensor_attributes import tensor_attributes
 

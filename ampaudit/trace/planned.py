@@ -15,8 +15,9 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet, plain_fp32
 from ampaudit.policy.planning import PlanSite, plan_graph
-from ampaudit.trace.capture import Setting, capture
+from ampaudit.trace.capture import TraceConfig, capture
 from ampaudit.trace.caster import META_KEY, OpRecord
+from ampaudit.trace.custom_backward import with_ways
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
@@ -24,7 +25,6 @@ from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.opnames import CASTABLE
 from ampaudit.trace.replay import INSERTED, OPAQUE, REPLAYED, replaying
 from ampaudit.trace.site_table import float_value
-from ampaudit.trace.ways import with_ways
 
 __all__ = ["plan_sites", "trace"]
 
@@ -65,7 +65,7 @@ def trace(
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
     """
-    setting = Setting(
+    setting = TraceConfig(
         *(rules, author_rules, number_format, measured or {}),
         edits=edits or {},
         differentiated=differentiated,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ampaudit.policy.matching import class_names, matches_any, matches_class, with_attributes
-from ampaudit.policy.schema import KeepFp32, Weights
+from ampaudit.policy.schema import KeepFp32, WeightPolicy
 from ampaudit.trace.fake_model import named_tensors, without_data
 from ampaudit.trace.opnames import CASTABLE
 
@@ -26,7 +26,7 @@ __all__ = [
 Conversion = Callable[[nn.Module], object]
 
 
-def own_conversion(weights: Weights, low_dtype: torch.dtype) -> Conversion | None:
+def own_conversion(weights: WeightPolicy, low_dtype: torch.dtype) -> Conversion | None:
     """The method of the model that converts it under the policy, if it is one of the model's own."""
     if weights.storage != "lower" or weights.casts not in ("half", "to"):
         return None
@@ -35,12 +35,12 @@ def own_conversion(weights: Weights, low_dtype: torch.dtype) -> Conversion | Non
     return lambda model: model.half() if low_dtype is torch.float16 else model.bfloat16()
 
 
-def is_cast(dtype: torch.dtype, weights: Weights) -> bool:
+def is_cast(dtype: torch.dtype, weights: WeightPolicy) -> bool:
     """Whether the policy casts stored tensors and inputs of a dtype."""
     return dtype in CASTABLE if weights.casts == "float32" else dtype.is_floating_point
 
 
-def stored_dtypes(model: nn.Module, weights: Weights, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
+def stored_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of each tensor that is not stored as it is, by name.
 
     A tensor with several names is treated alike under each: where one is kept, all are.
@@ -50,12 +50,14 @@ def stored_dtypes(model: nn.Module, weights: Weights, low_dtype: torch.dtype) ->
     return {name: dtype for name, dtype in stored.items() if name not in apart}
 
 
-def split_ties(model: nn.Module, weights: Weights, low_dtype: torch.dtype) -> tuple[tuple[str, ...], ...]:
+def split_ties(
+    model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype
+) -> tuple[tuple[str, ...], ...]:
     """Names of one tensor of which the policy keeps only some as they are."""
     return _tied_apart(model, _chosen(model, weights, low_dtype))
 
 
-def _chosen(model: nn.Module, weights: Weights, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _chosen(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
     if weights.storage != "lower":
         return {}
     listed = _kept_in_fp32(model, low_dtype) if weights.keep_fp32_modules == "respect" else ()
@@ -97,7 +99,7 @@ def _tied_apart(model: nn.Module, stored: Mapping[str, torch.dtype]) -> tuple[tu
     return tuple(names for names in groups if 0 < sum(name in stored for name in names) < len(names))
 
 
-def storage_notes(model: nn.Module, weights: Weights, low_dtype: torch.dtype) -> tuple[str, ...]:
+def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> tuple[str, ...]:
     """What the model's author asks for, and whether the policy heeds it."""
     listed = _kept_in_fp32(model, low_dtype)
     if weights.storage != "lower" or not listed:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ampaudit.audit.checks.interface import finding_about
-from ampaudit.audit.report import THIS_TOOL, this_environment
+from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number, format_scale
 from ampaudit.report.finding import FailOn, Finding, Severity, threshold

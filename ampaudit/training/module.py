@@ -14,7 +14,7 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
-from ampaudit.run.audit import Plan, measure, silent
+from ampaudit.run.audit import RunConfig, measure, silent
 from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
@@ -26,13 +26,13 @@ from ampaudit.trace.state import PythonState, hand_over
 from ampaudit.training.executable import Executable, emulated, native
 from ampaudit.training.sharing import ModelProxy, in_float32
 
-__all__ = ["MixedModule", "Recipe"]
+__all__ = ["MixedModule", "ModuleConfig"]
 
 _RETRACED = 3  # from then on it is no value that is worked out once
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ModuleConfig:
     """How a module computes.
 
     Attributes:
@@ -76,7 +76,7 @@ class MixedModule(ModelProxy):
         recipe: how to compute.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, recipe: ModuleConfig) -> None:
         super().__init__(model)
         self._ampaudit_recipe = recipe
         self._ampaudit_compiled: TraceCache[_Compiled] = TraceCache()
@@ -148,7 +148,7 @@ class MixedModule(ModelProxy):
         """A policy that looks at values sees those of the first batch."""
         recipe = self._ampaudit_recipe
         device = next(iter(self.original.parameters()), torch.empty(0)).device
-        plan = Plan(recipe.rules, recipe.author_rules, recipe.number_format, device)
+        plan = RunConfig(recipe.rules, recipe.author_rules, recipe.number_format, device)
         seen, _ = measure(self.original, [Batch(args, kwargs)], plan, silent)
         return seen
 

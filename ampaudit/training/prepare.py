@@ -17,7 +17,7 @@ from ampaudit.policy.scaling import loss_scale_for, profile
 from ampaudit.policy.schema import LossScale
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.training.autocast import AutocastModule
-from ampaudit.training.module import MixedModule, Recipe
+from ampaudit.training.module import MixedModule, ModuleConfig
 from ampaudit.training.pure import keep_rounded, lower_parameters
 from ampaudit.training.scaler import LossScaler
 
@@ -116,7 +116,7 @@ def prepare(
     """
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
     form = low_precision_format(dtype)
-    recipe = Recipe(rules, load_policy("torch-cuda"), form, emulate)
+    recipe = ModuleConfig(rules, load_policy("torch-cuda"), form, emulate)
     if optimizer is not None:
         _refuse_other_parameters(model, optimizer)
     device = next(iter(model.parameters()), torch.empty(0)).device.type
@@ -140,7 +140,7 @@ def is_pure(rules: RuleSet) -> bool:
     return rules.file.weights.storage == "lower" and not rules.file.weights.master
 
 
-def _make_pure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+def _make_pure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: ModuleConfig) -> None:
     stored = stored_dtypes(model, recipe.rules.file.weights, recipe.low_dtype)
     if recipe.emulate:
         keep_rounded(model, optimizer, stored)
@@ -148,7 +148,7 @@ def _make_pure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recip
         lower_parameters(model, optimizer, stored)
 
 
-def _autocast(model: nn.Module, rules: RuleSet, recipe: Recipe, device: str) -> AutocastModule:
+def _autocast(model: nn.Module, rules: RuleSet, recipe: ModuleConfig, device: str) -> AutocastModule:
     if _AUTOCAST.get(rules.name) != device:
         usual = f"torch-{device}"
         raise UsageError(

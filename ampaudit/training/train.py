@@ -17,11 +17,11 @@ from ampaudit.run.audit import Progress, silent
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.training.findings import training_report
-from ampaudit.training.runs import Way, train_ways
+from ampaudit.training.variants import VariantSpec, train_variants
 
-__all__ = ["MOST_BATCHES", "TrainSettings", "train_source"]
+__all__ = ["MAX_BATCHES", "TrainSettings", "train_source"]
 
-MOST_BATCHES = 256  # held at once; a longer run goes over them again
+MAX_BATCHES = 256  # held at once; a longer run goes over them again
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def train_source(source: ModelSource, settings: TrainSettings) -> TrainingReport
         raise InputError("there is no batch to train on", hint="make batches() yield at least one batch")
     device = pick_device(settings.device)
     ways = _ways(settings, device)
-    variants, optimizer = train_ways(
+    variants, optimizer = train_variants(
         source,
         ways,
         steps=settings.steps,
@@ -92,19 +92,19 @@ def train_source(source: ModelSource, settings: TrainSettings) -> TrainingReport
     )
 
 
-def _ways(settings: TrainSettings, device: torch.device) -> list[Way]:
+def _ways(settings: TrainSettings, device: torch.device) -> list[VariantSpec]:
     form = low_precision_format(settings.dtype)
     native = device.type == "cuda" or form is BFLOAT16
     loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in settings.policies]
     policies = [rules.within(environment_of(device)) for rules in loaded]
     amp = _torch_amp(form.name, device, native)
-    ways = [Way("fp32", "plain FP32", None, form.name)]
+    ways = [VariantSpec("fp32", "plain FP32", None, form.name)]
     if amp.rules is None or amp.rules.name not in {rules.name for rules in policies}:
         ways.append(amp)
     how = "native" if native else "emulated"
     words = f"{how}, {form.name}"
     ways += [
-        Way(rules.name, words, rules, form.name, settings.loss_scale, emulate=not native)
+        VariantSpec(rules.name, words, rules, form.name, settings.loss_scale, emulate=not native)
         for rules in policies
     ]
     if len({way.name for way in ways}) < len(ways):
@@ -112,11 +112,13 @@ def _ways(settings: TrainSettings, device: torch.device) -> list[Way]:
     return ways
 
 
-def _torch_amp(dtype: str, device: torch.device, native: bool) -> Way:
+def _torch_amp(dtype: str, device: torch.device, native: bool) -> VariantSpec:
     """Real autocast where the device has it for this format; else CUDA's, emulated."""
     if native:
         rules = load_policy(f"torch-{device.type}")
-        return Way("torch.amp", f"torch.autocast({device.type!r}), {dtype}", rules, dtype, mode="autocast")
-    return Way(
+        return VariantSpec(
+            "torch.amp", f"torch.autocast({device.type!r}), {dtype}", rules, dtype, mode="autocast"
+        )
+    return VariantSpec(
         "torch.amp", f"CUDA autocast, emulated, {dtype}", load_policy("torch-cuda"), dtype, emulate=True
     )

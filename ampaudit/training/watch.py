@@ -152,7 +152,7 @@ class TrainingMonitor:
 
     def save(self, path: Path | str, *, force: bool = False) -> None:
         """Write the report of this loop as JSON."""
-        from ampaudit.render.jsonfile import to_json
+        from ampaudit.render.json import to_json
         from ampaudit.training.findings import watched_report
 
         write_text(Path(path), to_json(watched_report(self.health())), force=force)

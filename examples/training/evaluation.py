@@ -14,14 +14,14 @@ import ampaudit
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make(policy: str) -> tuple[nn.Module, ampaudit.Prepared]:
+def make(policy: str) -> tuple[nn.Module, ampaudit.PreparedTrace]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     return model, ampaudit.prepare(model, optimizer, policy=policy, emulate=DEVICE == "cpu")
 
 
-def some_steps(prepared: ampaudit.Prepared, first: int, last: int) -> list[float]:
+def some_steps(prepared: ampaudit.PreparedTrace, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
         x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step)).to(DEVICE)
@@ -34,7 +34,7 @@ def some_steps(prepared: ampaudit.Prepared, first: int, last: int) -> list[float
     return losses
 
 
-def accuracy(prepared: ampaudit.Prepared) -> float:
+def accuracy(prepared: ampaudit.PreparedTrace) -> float:
     x = torch.randn(512, 16, generator=torch.Generator().manual_seed(99)).to(DEVICE)
     with torch.no_grad(), prepared.float32() as model:
         return (model.eval()(x).argmax(1) == x[:, :4].argmax(1)).float().mean().item()

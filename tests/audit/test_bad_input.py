@@ -13,7 +13,7 @@ from torch import nn
 
 from ampaudit import scan
 from ampaudit.core.errors import ReferenceBroken
-from ampaudit.render.jsonfile import to_json
+from ampaudit.render.json import to_json
 from ampaudit.render.text import print_report
 from ampaudit.report.model import Report
 

@@ -29,7 +29,7 @@ from tests.support.cures.table import CASES
 from tests.support.diffs import patched
 
 NEAR = 4.0  # dB between what is printed and what a rescan, or torch's own kernels, give
-LEAST = 20.0
+MIN_SITES = 20.0
 
 
 def errors(report: Report) -> list[Finding]:
@@ -146,7 +146,7 @@ def near(first: float, second: float) -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_printed_is_what_the_change_does(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    least = float(case.options.get("min_sqnr", LEAST))  # type: ignore[arg-type]
+    least = float(case.options.get("min_sqnr", MIN_SITES))  # type: ignore[arg-type]
     source = opened(case.source, tmp_path / "model.py", case.count)
     report = scan_source(source, policy=case.policy, dtype="float16", diff=True, **case.options)  # type: ignore[arg-type]
     found = errors(report)

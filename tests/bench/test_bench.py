@@ -22,16 +22,16 @@ from ampaudit.audit.inputs import source_of
 from ampaudit.bench.batches import moved, resized, size_of_batch
 from ampaudit.bench.devices.catalogue import device_named
 from ampaudit.bench.estimate import Counter, seconds_at_best, work_of
-from ampaudit.bench.lanes import Lane
 from ampaudit.bench.largest import search
 from ampaudit.bench.memory import live_bytes, measured_peak
+from ampaudit.bench.mode_runs import Lane
 from ampaudit.bench.names import parse_modes
 from ampaudit.bench.run import BenchSettings, bench_source
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.render.bench_plot import plot_bench
 from ampaudit.render.bench_tables import bench_facts, bench_tables
 from ampaudit.render.bench_text import render_bench
-from ampaudit.render.jsonfile import to_json
+from ampaudit.render.json import to_json
 from ampaudit.report.bench import BenchReport, BenchRow
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import SourceOptions

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from ampaudit.checkpoint.header import Entry, read_header
+from ampaudit.checkpoint.header import TensorEntry, read_header
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.checkpoint.parts import PIECE, InMemory, SafetensorsFile, type_name
@@ -219,7 +219,7 @@ class Bomb:
 def test_a_state_dict_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "good.pt")
-    assert open_checkpoint(tmp_path / "good.pt").entries == {"w": Entry("w", "F32", (3,))}
+    assert open_checkpoint(tmp_path / "good.pt").entries == {"w": TensorEntry("w", "F32", (3,))}
     (tmp_path / "old.pt").write_bytes(pickle.dumps({"w": Bomb()}))
     torch.save({"w": Bomb()}, tmp_path / "new.pt")
     for name in ("old.pt", "new.pt"):

@@ -23,8 +23,8 @@ from ampaudit.ci.metric import with_metric
 from ampaudit.ci.pool import Limits, check_all
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.export.manifest import read_manifest
-from ampaudit.render.jsonfile import to_json
-from ampaudit.report.budgets import Budgets, Measured
+from ampaudit.render.json import to_json
+from ampaudit.report.budgets import Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
 from ampaudit.report.model import Report
 from ampaudit.run.audit import silent
@@ -128,7 +128,7 @@ def test_a_baseline_lets_numbers_vary_a_little(
     ("fp32", "lower", "breached"), [(0.9, 0.88, True), (0.9, 0.895, False), (0.9, float("-inf"), True)]
 )
 def test_the_metric_may_fall_a_little(report: Report, fp32: float, lower: float, breached: bool) -> None:
-    seen = Measured(metric_fp32=fp32, metric_lower=lower)
+    seen = Measurements(metric_fp32=fp32, metric_lower=lower)
     found = list(breaches(report, seen, Budgets(max_metric_drop=0.01)))
     assert bool(found) is breached
 
@@ -147,7 +147,7 @@ def test_the_metric_sees_both_outputs_in_their_structure() -> None:
 
     source = ModelSource("m", "python", Model(), (batch,), metric=metric)
     pairs = {0: {"output.y[0]": (torch.tensor([2.0, 2.0]), torch.tensor([2.0, 1.5]))}}
-    seen = with_metric(Measured(), source, pairs)
+    seen = with_metric(Measurements(), source, pairs)
     assert (seen.metric_fp32, seen.metric_lower, seen.metric_drop) == (4.0, 3.5, 0.5)
     assert calls[1][0]["y"][1] == "kept"
     assert calls[1][1] is batch.kwargs

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ampaudit.cli.progress import Progress
+from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import _ASCII, _HANDLER, make_printable
 from tests.support.paths import ROOT
 from tests.support.saved import PLACE
@@ -134,11 +134,11 @@ class Recorder:
 def test_a_log_gets_lines_and_a_short_run_none(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(sys, "stderr", recorder)
-    with Progress("model.py") as progress:
+    with ProgressBar("model.py") as progress:
         progress.update("auditing", 0, 3)
     assert recorder.lines == []
     monkeypatch.setattr("ampaudit.cli.progress.PATIENCE_SECONDS", 0.01)
-    with Progress("evil\x1b[31m.py") as progress:
+    with ProgressBar("evil\x1b[31m.py") as progress:
         shown = threading.Event()
         while not recorder.lines and not shown.wait(0.01):
             pass

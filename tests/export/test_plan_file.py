@@ -13,7 +13,7 @@ from ampaudit.export.plan_file import plan_rules
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.load import load_file
 from ampaudit.policy.paths import policy_names
-from ampaudit.run.audit import Plan, measure, silent
+from ampaudit.run.audit import RunConfig, measure, silent
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
 from tests.support import zoo
@@ -24,7 +24,7 @@ AUTHOR = load_policy("torch-cuda")
 def traced(made: zoo.ZooModel, rules: RuleSet) -> TracedModel:
     seen = {}
     if rules.measured:
-        plan = Plan(rules, AUTHOR, FLOAT16, torch.device("cpu"), reference_only=True)
+        plan = RunConfig(rules, AUTHOR, FLOAT16, torch.device("cpu"), reference_only=True)
         seen, _ = measure(made.model, [Batch((), made.kwargs)], plan, silent)
     return trace(made.model, (), made.kwargs, rules, AUTHOR, FLOAT16, seen)
 

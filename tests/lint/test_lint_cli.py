@@ -15,7 +15,7 @@ import yaml
 from junitparser import JUnitXml
 
 from ampaudit.lint.linting import Choice, lint_text
-from ampaudit.render.jsonfile import to_json
+from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
 from ampaudit.report.documents import parse_document
 from ampaudit.report.lint import LintReport

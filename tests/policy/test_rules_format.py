@@ -11,8 +11,8 @@ from torch import nn
 
 from ampaudit.core.errors import TraceFailed
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
-from ampaudit.policy import Environment, OpFacts, RuleSet, load_policy
-from ampaudit.policy.conditions import UNSET, ArgTest, Bound
+from ampaudit.policy import OpFacts, RuleSet, TargetEnvironment, load_policy
+from ampaudit.policy.conditions import UNSET, ArgTest, NumericCondition
 from ampaudit.policy.planning import PlanSite, plan_graph
 from ampaudit.policy.schema import Cast
 from ampaudit.trace import Role, TracedModel, trace
@@ -110,7 +110,7 @@ def test_device_and_version_conditions(tmp_path: Path) -> None:
     )
     facts = OpFacts("linear", "", "float16")
     for capability, version, applies in ((9.0, "2.13.0", True), (8.0, "2.13.0", False), (9.0, "3.0", False)):
-        here = rules.within(Environment(capability, {"torch": version}))
+        here = rules.within(TargetEnvironment(capability, {"torch": version}))
         assert (here.decide(facts).rule == "hopper") is applies
 
 
@@ -209,8 +209,8 @@ def test_true_is_not_one() -> None:
     assert not ArgTest.model_validate({"in": [True]}).holds(1)
     assert ArgTest(equals=None).holds(None)
     assert not ArgTest(equals=None).holds(UNSET)
-    assert ArgTest(magnitude=Bound(max=2)).holds([-2, 1])
-    assert not ArgTest(range=Bound(min=0)).holds([-2, 1])
+    assert ArgTest(magnitude=NumericCondition(max=2)).holds([-2, 1])
+    assert not ArgTest(range=NumericCondition(min=0)).holds([-2, 1])
 
 
 def test_composite_ops_stay_whole_only_for_rules_that_name_them() -> None:

@@ -17,7 +17,7 @@ from ampaudit.cli.terminal import as_text
 from ampaudit.lint.linting import Choice, lint_text
 from ampaudit.render.difference_text import difference_markdown, render_differences
 from ampaudit.render.html.page import to_html
-from ampaudit.render.jsonfile import to_json
+from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file, for_terminal
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.difference import differences

@@ -26,8 +26,8 @@ import ampaudit.render.sarif as sarif
 from ampaudit.core.errors import UsageError
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import escape_control
-from ampaudit.render.choice import FORMATS, chosen_format
-from ampaudit.render.csvtable import to_csv
+from ampaudit.render.csv import to_csv
+from ampaudit.render.formats import OUTPUT_FORMATS, chosen_format
 from ampaudit.render.github import to_github
 from ampaudit.render.junit import to_junit
 from ampaudit.render.markdown import code, escaped, to_markdown
@@ -137,8 +137,8 @@ def test_the_same_finding_has_the_same_fingerprint_when_its_line_moves() -> None
 
 
 def test_sarif_keeps_to_the_most_that_code_hosts_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sarif._MOST_RESULTS == 25_000
-    monkeypatch.setattr(sarif, "_MOST_RESULTS", 200)  # writing 25,000 takes half a minute
+    assert sarif._MAX_RESULTS == 25_000
+    monkeypatch.setattr(sarif, "_MAX_RESULTS", 200)  # writing 25,000 takes half a minute
     (run,) = json.loads(to_sarif(many(saved_report(), 300)))["runs"]
     assert len(run["results"]) == 200
     told = run["invocations"][0]["toolExecutionNotifications"]
@@ -420,10 +420,10 @@ def test_suffixes_choose_formats() -> None:
     assert chosen_format("sarif", Path("x.html")) == "sarif"
     found = {
         suffix: chosen_format(None, Path(f"x{suffix}"))
-        for suffixes in FORMATS.values()
+        for suffixes in OUTPUT_FORMATS.values()
         for suffix in suffixes
     }
-    assert found == {suffix: form for form, suffixes in FORMATS.items() for suffix in suffixes}
+    assert found == {suffix: form for form, suffixes in OUTPUT_FORMATS.items() for suffix in suffixes}
     assert chosen_format(None, Path("report.txt")) == "text"
     assert chosen_format(None, Path("R.HTML")) == "html"
 
@@ -444,11 +444,11 @@ def test_the_documented_table_of_formats_is_right() -> None:
         for line in text.splitlines()
         if line[:3] == "| `"
     ]
-    assert {row[0].strip("`") for row in rows} == FORMATS.keys()
+    assert {row[0].strip("`") for row in rows} == OUTPUT_FORMATS.keys()
     kinds = ("overflow", "policies", "training", "check", "plan", "bench")
     for row in rows:
         form = row[0].strip("`")
-        suffixes = FORMATS[form]
+        suffixes = OUTPUT_FORMATS[form]
         assert (row[1].strip("`") in suffixes) if suffixes else row[1] in ("", "any other")
         for name, cell in zip(kinds, row[3:], strict=True):
             assert (cell == "yes") == can_be(name, form), (form, name)

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from ampaudit.core.text import escape_control
-from ampaudit.render.jsonfile import from_json, json_schema, schema_text, to_json
+from ampaudit.render.json import from_json, json_schema, schema_text, to_json
 from ampaudit.render.text import print_report
 from ampaudit.report.model import Report
 from tests.support.paths import ROOT

@@ -17,7 +17,7 @@ from ampaudit.cli.main import main
 from ampaudit.core.errors import TraceFailed
 from ampaudit.report.model import Report
 from ampaudit.run import audit as audit_module
-from ampaudit.run.backends import Reference
+from ampaudit.run.backends import Float32Backend
 from ampaudit.run.sharing import SharedReference
 from ampaudit.source import Batch, ModelSource
 from tests.support.zoo import ZOO
@@ -124,15 +124,15 @@ def test_the_reference_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None
         return made[-1]
 
     calls = 0
-    original = Reference.call
+    original = Float32Backend.call
 
-    def count(self: Reference, *args: object, **kwargs: object) -> object:
+    def count(self: Float32Backend, *args: object, **kwargs: object) -> object:
         nonlocal calls
-        calls += type(self) is Reference
+        calls += type(self) is Float32Backend
         return original(self, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(audit_module, "SharedReference", spy)
-    monkeypatch.setattr(Reference, "call", count)
+    monkeypatch.setattr(Float32Backend, "call", count)
     scan_policies(source, policies=["torch-cuda"], dtype="float16")
     alone, calls = calls, 0
     scan_policies(source, policies=["torch-cuda", "apex-o1", "paddle-o1"], dtype="float16")

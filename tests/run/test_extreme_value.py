@@ -9,7 +9,7 @@ from scipy import stats
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.run.extreme_value import LEAST_BATCHES, ExtremeValues, fit, tail_risk
+from ampaudit.run.extreme_value import MIN_BATCHES, ExtremeValues, fit, tail_risk
 
 SHAPES = [-0.3, 0.0, 0.3]
 
@@ -52,7 +52,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(shape: float) -
 
 
 def test_too_few_or_equal_peaks_say_nothing() -> None:
-    assert tail_risk([1.0 + i for i in range(LEAST_BATCHES - 1)], 10.0, 1) is None
+    assert tail_risk([1.0 + i for i in range(MIN_BATCHES - 1)], 10.0, 1) is None
     assert tail_risk([3.0] * 50, 10.0, 1) is None
 
 

@@ -26,7 +26,7 @@ from ampaudit.policy import load_policy
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report
 from ampaudit.run.record import RunRecord
-from ampaudit.run.runner import Plan, Runner
+from ampaudit.run.runner import RunConfig, Runner
 from ampaudit.source import Batch
 from ampaudit.trace import trace
 
@@ -439,7 +439,7 @@ def test_an_fp32_model_that_is_not_finite_ends_the_audit_in_one_line() -> None:
 
 def run(model: nn.Module, *batches: torch.Tensor) -> RunRecord:
     policy = load_policy("half")
-    runner = Runner(model, Plan(policy, policy, FLOAT16, torch.device("cpu")), RunRecord("cpu", ""))
+    runner = Runner(model, RunConfig(policy, policy, FLOAT16, torch.device("cpu")), RunRecord("cpu", ""))
     for number, x in enumerate(batches):
         runner.run(Batch((x,), {}), number)
     return runner.record

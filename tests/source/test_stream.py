@@ -15,7 +15,7 @@ import torch
 
 from ampaudit.audit.scan import scan_source
 from ampaudit.audit.settings import Settings
-from ampaudit.checkpoint.header import Entry, laid_out
+from ampaudit.checkpoint.header import TensorEntry, laid_out
 from ampaudit.core.errors import AuditError, UsageError, WeightsError
 from ampaudit.export.convert import convert_source
 from ampaudit.export.manifest import read_manifest
@@ -198,7 +198,7 @@ def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
 
 def zeros(path: Path, rows: int) -> Path:
     """A checkpoint of one tensor of zeros: a hole in the file, not bytes on the disk."""
-    head, (entry,) = laid_out([Entry("w", "F32", (rows, 1 << 20))], {})
+    head, (entry,) = laid_out([TensorEntry("w", "F32", (rows, 1 << 20))], {})
     with path.open("wb") as stream:
         stream.write(head)
         stream.truncate(len(head) + entry.size)

@@ -12,9 +12,9 @@ from torch import nn
 from ampaudit.core.formats import FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
 from ampaudit.policy.scaling import StartingScale
-from ampaudit.run.audit import Audit, Plan, run_audits, silent
+from ampaudit.run.audit import Audit, RunConfig, run_audits, silent
 from ampaudit.run.backward.audit import GradientAudit
-from ampaudit.run.backward.watches import Measuring
+from ampaudit.run.backward.observers import Measuring
 from ampaudit.source.interface import Batch
 from ampaudit.trace.loss import WithLoss, item_apart
 
@@ -33,7 +33,7 @@ def audit(
 ) -> Audit:
     kwargs = kwargs or {}
     batch = Batch((args, kwargs, item_apart(args, kwargs, args or kwargs)))
-    plan = Plan(
+    plan = RunConfig(
         load_policy(policy),
         load_policy("torch-cuda"),
         form,

@@ -20,8 +20,8 @@ POLICIES = ["torch-cuda", "apex-o1", "apex-o2", "half", "ampaudit", "modelopt"]
 
 
 def trained(
-    case: Case, steps: int = 12, prepared: ampaudit.Prepared | None = None, **options: Any
-) -> tuple[list[float], ampaudit.Prepared]:
+    case: Case, steps: int = 12, prepared: ampaudit.PreparedTrace | None = None, **options: Any
+) -> tuple[list[float], ampaudit.PreparedTrace]:
     """Losses of some steps; the model is the case's own."""
     if prepared is None:
         optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2, eps=1e-4)

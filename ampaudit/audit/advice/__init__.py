@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampaudit.audit.advice.difference import diff_of
-from ampaudit.audit.advice.interface import Proposal, Subject
+from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.advice.proposals import proposals
 
-__all__ = ["Proposal", "Subject", "diff_of", "proposals"]
+__all__ = ["AdviceContext", "Proposal", "diff_of", "proposals"]

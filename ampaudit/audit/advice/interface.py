@@ -14,13 +14,13 @@ from ampaudit.policy import RuleSet
 from ampaudit.report.finding import TrialKind
 from ampaudit.trace.edits import Edit
 
-__all__ = ["LineChange", "Pattern", "Proposal", "Subject"]
+__all__ = ["AdviceContext", "LineChange", "Pattern", "Proposal"]
 
 Pattern = Literal["log_softmax", "log_sigmoid", "scale", "number"]
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class AdviceContext:
     """What advice is about: the model, its policy, and what the audit saw."""
 
     model: nn.Module

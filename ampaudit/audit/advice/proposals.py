@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.audit.advice.interface import Proposal, Subject
+from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.advice.rescale import rescaled
 from ampaudit.audit.advice.rewrites import rewrites
 from ampaudit.audit.advice.rules import keep_in_float32
@@ -13,7 +13,7 @@ from ampaudit.report.finding import Finding
 __all__ = ["proposals"]
 
 
-def proposals(subject: Subject, finding: Finding) -> Iterator[tuple[Proposal, ...]]:
+def proposals(subject: AdviceContext, finding: Finding) -> Iterator[tuple[Proposal, ...]]:
     """A rewrite of the line, then weights rescaled, then float32 for a few ops, then another format.
 
     Each item holds alternatives, of which the most accurate counts.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ampaudit.audit.advice.interface import Proposal, Subject
+from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.advice.proofs import is_returned
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Site
@@ -36,7 +36,7 @@ _HOMOGENEOUS = (
 SPARE_BITS = 2
 
 
-def rescaled(subject: Subject, finding: Finding) -> Iterator[Proposal]:
+def rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
     """Where the overflowing layer and all that read it are products with weights of their own."""
     context = subject.context
     site = context.site.get(finding.site)
@@ -64,7 +64,7 @@ def rescaled(subject: Subject, finding: Finding) -> Iterator[Proposal]:
     yield Proposal("rescale", change, paste, model=_with_scales(subject.model, first, following, bits))
 
 
-def _products_after(subject: Subject, site: Site) -> list[Site]:
+def _products_after(subject: AdviceContext, site: Site) -> list[Site]:
     """The products that read a value through homogeneous ops; none if anything else reads it."""
     flow, found, frontier = subject.context.flow, list[Site](), [site]
     while frontier:
@@ -88,7 +88,7 @@ def _takes(flow: Flow, product: Site, step: Site) -> bool:
     return first is not None and first.id == step.id and all(m is None or m.id != step.id for m in rest)
 
 
-def _weights(subject: Subject, site: Site) -> list[str] | None:
+def _weights(subject: AdviceContext, site: Site) -> list[str] | None:
     """Names of weight and bias, where both are parameters."""
     flow, names = subject.context.flow, list[str]()
     given = flow.arguments(site)
@@ -102,7 +102,7 @@ def _weights(subject: Subject, site: Site) -> list[str] | None:
     return names or None
 
 
-def _only_used_here(subject: Subject, names: list[str]) -> bool:
+def _only_used_here(subject: AdviceContext, names: list[str]) -> bool:
     """Whether each weight has one use and one name, and shares its memory with nothing."""
     parameters = dict(subject.model.named_parameters(remove_duplicate=False))
     held = [*parameters.values(), *subject.model.buffers()]

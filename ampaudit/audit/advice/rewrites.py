@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ampaudit.audit.advice.constants import is_limit, large_constants
-from ampaudit.audit.advice.interface import LineChange, Proposal, Subject
+from ampaudit.audit.advice.interface import AdviceContext, LineChange, Proposal
 from ampaudit.audit.advice.proofs import (
     Edits,
     flows_with,
@@ -36,7 +36,7 @@ Alternatives = tuple[Proposal, ...]
 EPS = (1e-5, 1e-6, 1e-7)
 
 
-def rewrites(subject: Subject, finding: Finding) -> Iterator[Alternatives]:
+def rewrites(subject: AdviceContext, finding: Finding) -> Iterator[Alternatives]:
     """The rewrite that the finding's page asks for, where it can be tried."""
     site = subject.context.site.get(finding.site)
     make = _BY_CODE.get(finding.code)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import torch
 from torch import fx
 
-from ampaudit.audit.advice.interface import Proposal, Subject
+from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.checks.interface import some_sites
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import RuleSet
@@ -28,7 +28,7 @@ _PROMOTING = ("cat", "concat", "stack", "where")
 _SOURCE = "ampaudit scan --advise"
 
 
-def keep_in_float32(subject: Subject, finding: Finding) -> Iterator[Proposal]:
+def keep_in_float32(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
     """One site alone; then with all that read its value while it is beyond the format."""
     context = subject.context
     weight = next((w for w in context.broken_weights if w.rpartition(".")[0] == finding.layer), None)
@@ -51,7 +51,7 @@ def keep_in_float32(subject: Subject, finding: Finding) -> Iterator[Proposal]:
         yield _keep(subject, island, why)
 
 
-def _back(subject: Subject, first: Sequence[Site], why: str) -> Iterator[Proposal]:
+def _back(subject: AdviceContext, first: Sequence[Site], why: str) -> Iterator[Proposal]:
     """The site and what its input is made of, further back each time: rounding began somewhere there."""
     kept = {site.id: site for site in first}
     frontier = list(first)
@@ -65,7 +65,7 @@ def _back(subject: Subject, first: Sequence[Site], why: str) -> Iterator[Proposa
             return
 
 
-def _island(subject: Subject, first: Sequence[Site]) -> dict[SiteId, Site]:
+def _island(subject: AdviceContext, first: Sequence[Site]) -> dict[SiteId, Site]:
     """With the sites, those that read a value beyond half of the format, and must take it in float32.
 
     What only hands values on is not measured: its peak is that of what it reads.
@@ -85,7 +85,7 @@ def _island(subject: Subject, first: Sequence[Site]) -> dict[SiteId, Site]:
     return island
 
 
-def _border(subject: Subject, kept: Mapping[SiteId, Site]) -> list[SiteId]:
+def _border(subject: AdviceContext, kept: Mapping[SiteId, Site]) -> list[SiteId]:
     """Where weights are stored in 16 bits: the first ops that refuse float32 beside them.
 
     Elementwise ops promote, so float32 flows on through them; a product or a norm with 16-bit weights takes
@@ -125,11 +125,11 @@ def _promotes(node: fx.Node, wide: Set[fx.Node]) -> bool:
     return not narrow or op is None or torch.Tag.pointwise in op.tags or base_name(op) in _PROMOTING
 
 
-def _in_order(subject: Subject, sites: Mapping[SiteId, Site]) -> list[SiteId]:
+def _in_order(subject: AdviceContext, sites: Mapping[SiteId, Site]) -> list[SiteId]:
     return [site.id for site in subject.context.graph_sites if site.id in sites]
 
 
-def _keep(subject: Subject, kept: Mapping[SiteId, Site], why: str) -> Proposal:
+def _keep(subject: AdviceContext, kept: Mapping[SiteId, Site], why: str) -> Proposal:
     sites, border = _in_order(subject, kept), _border(subject, kept)
     rules = [_rule("keep", sites, Cast.FLOAT32, why), *_returning(border)]
     change = f"keep {some_sites(sites)} in float32"
@@ -140,7 +140,7 @@ def _returning(border: Sequence[SiteId]) -> list[Rule]:
     return [_rule("return", border, Cast.LOWER, "what follows goes on in 16 bits")] if border else []
 
 
-def _keep_weight(subject: Subject, weight: str) -> Proposal:
+def _keep_weight(subject: AdviceContext, weight: str) -> Proposal:
     """The ops that take a weight; where weights are stored in 16 bits, it is stored in float32, too."""
     why = f"{weight} is infinite in 16 bits"
     name = (_literal(weight),)

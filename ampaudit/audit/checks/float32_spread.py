@@ -13,7 +13,7 @@ from ampaudit.trace import Role, Site
 
 __all__ = ["CHECK"]
 
-LEAST = 4
+MIN_SITES = 4
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
@@ -28,7 +28,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             behind[site.id] = start
             spread.setdefault(start, []).append(site)
     for sites in spread.values():
-        if len(sites) >= LEAST:
+        if len(sites) >= MIN_SITES:
             cause = (
                 f"type promotion makes this op and {len(sites) - 1} after it float32: {some_sites(sites[1:])}"
             )

@@ -16,7 +16,7 @@ _WAVES = ("sin", "cos", "polar", "tan")
 _ADVICE = "compute positions and angles in float32 and cast what comes after sin and cos"
 POSITION_ERROR = 0.5  # half of the distance between two neighbours
 ANGLE_ERROR = 0.1  # radians
-LEAST_COUNT = 16.0  # a mask is made of integers, too: of 0 and 1
+MIN_COUNT = 16.0  # a mask is made of integers, too: of 0 and 1
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
@@ -55,7 +55,7 @@ def _counts(context: CheckContext, site: Site) -> bool:
     base = context.flow.base(site)
     if base not in ("to", "_to_copy", "type_as", "arange", "mul", "add", "div"):
         return False
-    if context.observed(site.id).ref_peak < LEAST_COUNT or site.id not in context.parameter_free:
+    if context.observed(site.id).ref_peak < MIN_COUNT or site.id not in context.parameter_free:
         return False
     return base == "arange" or any(map(_is_integer, context.flow.node(site).all_input_nodes))
 

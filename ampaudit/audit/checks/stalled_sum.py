@@ -11,7 +11,7 @@ from ampaudit.report.finding import Finding, Severity
 
 __all__ = ["CHECK"]
 
-MOST = 0.5  # share of a buffer's elements to be changed that stay as they were
+MAX_UNCHANGED = 0.5  # share of a buffer's elements to be changed that stay as they were
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
@@ -21,7 +21,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     """
     yield from findings_with("AMP210", context)
     for update in context.record.buffers.values():
-        if update.stalled < MOST * update.moved:
+        if update.stalled < MAX_UNCHANGED * update.moved:
             continue
         form = context.number_format.name
         cause = (

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ampaudit.bench.devices.catalogue import Device, nearest_device
 
-__all__ = ["Devices", "Found", "Machine", "this_machine"]
+__all__ = ["Devices", "Host", "HostDevice", "this_machine"]
 
 _CPUINFO = Path("/proc/cpuinfo")
 # flags of /proc/cpuinfo that mean arithmetic in 16 bits, and what they are called
@@ -27,7 +27,7 @@ _FLAGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HostDevice:
     """One device of this machine.
 
     Attributes:
@@ -46,11 +46,11 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Host:
     """The devices, and the switches of torch that change results in float32 and 16 bits."""
 
     torch: str
-    devices: tuple[Found, ...]
+    devices: tuple[HostDevice, ...]
     switches: dict[str, str]
 
 
@@ -59,21 +59,21 @@ class Devices:
     """What ``ampaudit devices --format json`` writes."""
 
     schema: Literal[1]
-    machine: Machine
+    machine: Host
     catalogue: tuple[Device, ...]
 
 
-def this_machine() -> Machine:
+def this_machine() -> Host:
     """Everything that torch can use here."""
     import torch
 
     cuda = [_cuda(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     mps = torch.backends.mps.is_available()
-    other = [Found("mps", "Apple GPU", None, ("float16 and bfloat16 storage",), "m2")] if mps else []
-    return Machine(torch.__version__, (*cuda, *other, _cpu()), _switches())
+    other = [HostDevice("mps", "Apple GPU", None, ("float16 and bfloat16 storage",), "m2")] if mps else []
+    return Host(torch.__version__, (*cuda, *other, _cpu()), _switches())
 
 
-def _cuda(index: int) -> Found:
+def _cuda(index: int) -> HostDevice:
     import torch
 
     about = torch.cuda.get_device_properties(index)
@@ -85,10 +85,10 @@ def _cuda(index: int) -> Found:
         f"{about.multi_processor_count} multiprocessors",
         "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bfloat16",
     )
-    return Found("cuda", about.name, int(about.total_memory), facts, entry.id if entry else None)
+    return HostDevice("cuda", about.name, int(about.total_memory), facts, entry.id if entry else None)
 
 
-def _cpu() -> Found:
+def _cpu() -> HostDevice:
     import psutil
     import torch
 
@@ -97,7 +97,9 @@ def _cpu() -> Found:
     entry = "spr" if "amx_tile" in flags else "zen4" if "avx512_bf16" in flags else "cpu"
     name = _described(_CPUINFO, "model name") or platform.processor() or platform.machine()
     capability = torch.backends.cpu.get_cpu_capability()
-    return Found("cpu", name, int(psutil.virtual_memory().total), (f"torch uses {capability}", *facts), entry)
+    return HostDevice(
+        "cpu", name, int(psutil.virtual_memory().total), (f"torch uses {capability}", *facts), entry
+    )
 
 
 def cpu_flags(path: Path = _CPUINFO) -> frozenset[str]:

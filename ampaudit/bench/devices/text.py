@@ -9,14 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ampaudit.bench.devices.catalogue import Device, all_devices
-from ampaudit.bench.devices.host import Found, Machine
+from ampaudit.bench.devices.host import Host, HostDevice
 from ampaudit.core.text import escape_control, format_bytes
 from ampaudit.render.grid import hanging, open_table
 
 __all__ = ["render_catalogue", "render_device", "render_machine"]
 
 
-def render_machine(machine: Machine) -> RenderableType:
+def render_machine(machine: Host) -> RenderableType:
     """What this machine has, what follows for 16 bits, and torch's switches."""
     parts: list[RenderableType] = [Text("This machine", "bold")]
     known = all_devices()
@@ -31,7 +31,7 @@ def render_machine(machine: Machine) -> RenderableType:
     return Group(*parts)
 
 
-def _found(found: Found) -> Text:
+def _found(found: HostDevice) -> Text:
     memory = f", {format_bytes(found.memory_bytes)}" if found.memory_bytes else ""
     return Text.assemble(
         (escape_control(found.name), "bold"), f" ({found.kind}{memory}): {', '.join(found.facts)}"

@@ -38,7 +38,7 @@ __all__ = ["OFF", "UNSURE", "Loop", "Machine", "TooLong"]
 
 OFF = Autocast(False, None, "")
 UNSURE = Autocast(None, None, None, plain=False)  # what encloses this is not known
-_MOST_STEPS = 60_000  # of a root; what is longer is left unread from there on
+_MAX_STEPS = 60_000  # of a root; what is longer is left unread from there on
 _BUILTINS = frozenset(
     "abs all any bool dict enumerate float getattr hasattr int isinstance iter len list map max min next open"
     " print range repr reversed round set sorted str sum super tuple type zip".split()
@@ -186,7 +186,7 @@ class Machine:
         if node is None:
             return UNKNOWN
         self._steps += 1
-        if self._steps > _MOST_STEPS:
+        if self._steps > _MAX_STEPS:
             raise TooLong
         handler = self.expressions.get(type(node))
         value: Value = handler(self, node) if handler is not None else UNKNOWN

@@ -10,7 +10,7 @@ from ampaudit.core.formats import format_named
 from ampaudit.core.text import escape_control, short_op
 from ampaudit.render.evidence import codes_by_site, evident_line, relative_path
 from ampaudit.report.finding import Severity
-from ampaudit.report.gradients import Backward
+from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.model import Report, SiteReport
 
 __all__ = ["figure_data"]
@@ -117,7 +117,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return columns
 
 
-def _scales(backward: Backward) -> dict[str, Any] | None:
+def _scales(backward: BackwardReport) -> dict[str, Any] | None:
     advice = backward.advice
     if advice is None:
         return None

@@ -23,7 +23,7 @@ from ampaudit.report.model import Report
 
 __all__ = ["FindingView", "Line", "ReportView", "Tile", "view_of"]
 
-MOST_FINDINGS = 1000  # as elements of the page; more would make a browser slow
+MAX_FINDINGS = 1000  # as elements of the page; more would make a browser slow
 _PATH_SHOWN = 6
 
 
@@ -99,7 +99,7 @@ def view_of(report: Report) -> ReportView:
     word, sentence = verdict_words(report)
     active = Counter(f.severity.value for f in report.findings if f.suppressed is None)
     run = report.run
-    shown = report.findings[:MOST_FINDINGS]
+    shown = report.findings[:MAX_FINDINGS]
     return ReportView(
         report=report,
         word=word,

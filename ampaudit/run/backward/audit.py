@@ -10,15 +10,15 @@ from torch import fx
 from ampaudit.core.errors import ReferenceBroken, RunFailed
 from ampaudit.policy.scaling import StartingScale
 from ampaudit.run.backends import Backend, choose_backend
-from ampaudit.run.backward.backward import Backward
+from ampaudit.run.backward.backward import BackwardPass
+from ampaudit.run.backward.custom_backward import Ways
 from ampaudit.run.backward.meter import GradientMeter
+from ampaudit.run.backward.observers import Measuring, Names, Repairing, Rounding
 from ampaudit.run.backward.record import GradientRecord, UnfollowedWay
 from ampaudit.run.backward.tape import Tape, needs_gradient
-from ampaudit.run.backward.watches import Measuring, Names, Repairing, Rounding
-from ampaudit.run.backward.ways import Ways
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.program import Program
-from ampaudit.run.runner import Plan
+from ampaudit.run.runner import RunConfig
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.marks import APPLIED, HOOKED, marked, number_of
 
@@ -33,7 +33,7 @@ class GradientAudit:
         scale: the loss scale that training starts with.
     """
 
-    def __init__(self, plan: Plan, scale: StartingScale) -> None:
+    def __init__(self, plan: RunConfig, scale: StartingScale) -> None:
         self.record = GradientRecord(scale.value, scale.dynamic, scale.source, scale.least)
         self._backend: Backend = plan.backend or choose_backend(plan.device)
         self._limit = plan.number_format.max
@@ -69,7 +69,7 @@ class GradientAudit:
         if id(program) not in self._ways:
             self._ways[id(program)] = Ways(program, self._backend, self._device)
         ways = self._ways[id(program)]
-        backward = Backward(tape, needed, dtypes, self._backend, ways)
+        backward = BackwardPass(tape, needed, dtypes, self._backend, ways)
         seed = torch.full_like(reference, self.record.scale)
         pair = (seed, self._backend.represent(torch.full_like(seed, self.record.scale), dtypes[loss][0]))
         names = Names(program.traced.site_of_node, program.traced.placeholders)

@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 from torch import fx
 
-from ampaudit.run.backends import Backend, Reference
+from ampaudit.run.backends import Backend, Float32Backend
+from ampaudit.run.backward.custom_backward import Fault, GradientPair, Share, Ways, WaysThrough
 from ampaudit.run.backward.product import vjp
 from ampaudit.run.backward.tape import Tape, Taped
-from ampaudit.run.backward.ways import Fault, GradientPair, Share, Ways, WaysThrough
 from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.marks import APPLIED, is_mark, marked, number_of
 
-__all__ = ["Backward", "GradientPair", "GradientWatch", "Gradients"]
+__all__ = ["BackwardPass", "GradientPair", "GradientWatch", "Gradients"]
 
 
 class GradientWatch(Protocol):
@@ -69,7 +69,7 @@ class Gradients:
         arrived[index] = (reference, value)
 
 
-class Backward:
+class BackwardPass:
     """The way back through one tape.
 
     Args:
@@ -93,7 +93,7 @@ class Backward:
         self._needed = needed
         self._dtypes = dtypes
         self._backend = backend
-        self._reference = Reference()
+        self._reference = Float32Backend()
         self._own = WaysThrough(ways, tape)
 
     def run(self, loss: fx.Node, seed: GradientPair, watch: GradientWatch) -> None:

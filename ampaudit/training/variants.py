@@ -26,11 +26,11 @@ from ampaudit.training.prepare import How, is_pure, prepare
 from ampaudit.training.scaler import LossScaler
 from ampaudit.training.watch import TrainingMonitor, watch
 
-__all__ = ["Way", "optimizer_of", "state_of", "train_ways"]
+__all__ = ["VariantSpec", "optimizer_of", "state_of", "train_variants"]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class VariantSpec:
     """One way to train.
 
     Attributes:
@@ -55,7 +55,7 @@ class Way:
 class _Run:
     """One way under way: its model, optimizer, scaler, watch, and its own random numbers."""
 
-    def __init__(self, way: Way, source: ModelSource, device: torch.device, every: int) -> None:
+    def __init__(self, way: VariantSpec, source: ModelSource, device: torch.device, every: int) -> None:
         self.way = way
         model = WithLoss(structural_copy(source.model), source.loss).to(device).train()
         with calling_user_code("optimizer(params)"):
@@ -123,9 +123,9 @@ class _Run:
         return sum(t.numel() * (2 if pure and t.is_floating_point() else t.element_size()) for t in tensors)
 
 
-def train_ways(
+def train_variants(
     source: ModelSource,
-    ways: Sequence[Way],
+    ways: Sequence[VariantSpec],
     *,
     steps: int,
     every: int,

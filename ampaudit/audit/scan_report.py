@@ -31,7 +31,7 @@ from ampaudit.report.model import (
     WeightMemory,
     WhatIf,
 )
-from ampaudit.run.extreme_value import LEAST_BATCHES, tail_risk
+from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
 from ampaudit.run.observation import Observation
 from ampaudit.trace import Role, Site
 from ampaudit.trace.converted import ConvertedModel
@@ -170,7 +170,7 @@ def _bound_inside(context: CheckContext, site: Site) -> float | None:
 
 def _tails(context: CheckContext) -> tuple[Tail, ...]:
     """For the 16-bit sites nearest to the limit, where there are batches enough."""
-    if context.record.batches < LEAST_BATCHES or context.record.origins:
+    if context.record.batches < MIN_BATCHES or context.record.origins:
         return ()
     shapes = [shape for shape, _ in context.flow.traced.signature]
     samples = shapes[0][0] if shapes and shapes[0] else 1

@@ -18,7 +18,7 @@ from ampaudit.run.program import Program
 from ampaudit.trace.converted import Release
 from ampaudit.trace.edits import Edit
 
-__all__ = ["Differentiator", "KeepOutputs", "Plan"]
+__all__ = ["Differentiator", "KeepOutputs", "RunConfig"]
 
 KeepOutputs = Callable[[int, dict[str, Pair]], None]
 
@@ -36,7 +36,7 @@ class Differentiator(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunConfig:
     """What to run.
 
     Attributes:
@@ -69,5 +69,5 @@ class Plan:
     keep_graphs: bool = False
     keep_outputs: KeepOutputs | None = None
     release: Release | None = None
-    differentiator: Callable[[Plan], Differentiator] | None = None
+    differentiator: Callable[[RunConfig], Differentiator] | None = None
     min_sqnr: float | None = None

@@ -14,7 +14,7 @@ import torch
 from ampaudit.bench.batches import moved
 from ampaudit.bench.estimate import seconds_at_best, work_of
 from ampaudit.bench.memory import live_bytes, measured_peak
-from ampaudit.bench.modes import Built, NotSupported, Subject, build
+from ampaudit.bench.modes import BenchTarget, ModeRunner, NotSupported, build
 from ampaudit.bench.predict import predicted
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.report.bench import BenchRow
@@ -29,13 +29,13 @@ class Lane:
     """One mode of a size: what is known, and while it can run, the mode itself."""
 
     row: BenchRow
-    built: Built | None = None
+    built: ModeRunner | None = None
     batch: Batch | None = None
     output: tuple[torch.Tensor, ...] = ()
     seconds: tuple[float, ...] = ()
 
 
-def prepared(mode: str, subject: Subject, size: int) -> Lane:
+def prepared(mode: str, subject: BenchTarget, size: int) -> Lane:
     """Build a mode, warm it up, and measure its memory while it is the only one that runs."""
     row = BenchRow(mode=mode, how="", batch_size=size, status="ok")
     lane = Lane(row)
@@ -81,7 +81,7 @@ def _allocated(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
-def _with_prediction(row: BenchRow, built: Built, subject: Subject) -> BenchRow:
+def _with_prediction(row: BenchRow, built: ModeRunner, subject: BenchTarget) -> BenchRow:
     try:
         memory, ops = predicted(built, subject)
     except Exception as error:  # an op that needs data, or that torch cannot take without
@@ -91,7 +91,7 @@ def _with_prediction(row: BenchRow, built: Built, subject: Subject) -> BenchRow:
     return replace(row, memory=memory, work=work_of(ops, tf32=tf32), at_best=best)
 
 
-def _metric(subject: Subject, output: Any) -> float | None:
+def _metric(subject: BenchTarget, output: Any) -> float | None:
     """The model file's own measure of the output; none if it has none, or cannot take this one."""
     if subject.source.metric is None:
         return None
@@ -114,7 +114,7 @@ def timed(lane: Lane, device: torch.device) -> None:
         release(device)
 
 
-def _seconds(built: Built, batch: Batch, device: torch.device) -> float:
+def _seconds(built: ModeRunner, batch: Batch, device: torch.device) -> float:
     if device.type != "cuda":
         started = time.perf_counter()
         built.step(batch)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["FORMATS", "chosen_format"]
+__all__ = ["OUTPUT_FORMATS", "chosen_format"]
 
 # suffixes of files that are written in a format if nobody names one
-FORMATS: dict[str, tuple[str, ...]] = {
+OUTPUT_FORMATS: dict[str, tuple[str, ...]] = {
     "text": (),
     "json": (".json",),
     "html": (".html", ".htm"),
@@ -24,4 +24,4 @@ def chosen_format(named: str | None, output: Path | None) -> str:
     if named is not None or output is None:
         return named or "text"
     suffix = output.suffix.lower()
-    return next((form for form, suffixes in FORMATS.items() if suffix in suffixes), "text")
+    return next((form for form, suffixes in OUTPUT_FORMATS.items() if suffix in suffixes), "text")

@@ -10,9 +10,9 @@ from torch import fx
 from ampaudit.core.sites import SiteId
 from ampaudit.run.backends import Backend
 from ampaudit.run.backward.backward import GradientPair
+from ampaudit.run.backward.custom_backward import Fault
 from ampaudit.run.backward.meter import GradientMeter
 from ampaudit.run.backward.record import GradientOrigin
-from ampaudit.run.backward.ways import Fault
 from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.graph import Placeholder, Role, Site
 from ampaudit.trace.marks import is_mark, marked

@@ -12,7 +12,7 @@ from torch import fx
 
 from ampaudit.core.errors import first_line
 from ampaudit.core.sites import SourceLine
-from ampaudit.run.backends import Backend, Reference
+from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.backward.tape import Tape, Taped
 from ampaudit.run.backward.whole import called_as_whole
 from ampaudit.run.lockstep import LockStep, Pair, StepCall
@@ -60,7 +60,7 @@ class Ways:
 
     def __init__(self, program: Program, backend: Backend, device: torch.device) -> None:
         self.backend = backend
-        self.reference = Reference()
+        self.reference = Float32Backend()
         self.ways = {way.number: way for way in program.traced.ways}
         self.unfollowed: dict[int, tuple[str, str]] = {}
         self.executors = {
