@@ -11,7 +11,7 @@ from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet, load_policy
 from ampaudit.report.plan import PlanReport
-from ampaudit.run.audit import Progress, RunConfig, measure, raised_sites, silent
+from ampaudit.run.audit import Progress, RunConfig, measure, promoted_sites, silent
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.trace import TracedModel, trace
@@ -74,7 +74,7 @@ def plan_source(
     form = low_precision_format(dtype)
     where = pick_device(device)
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
-    rules = rules.within(environment_of(where))
+    rules = rules.for_environment(environment_of(where))
     traced, notes = trace_under(source, rules, form, where, seed, progress)
     masters = rules.file.weights.master
     return build_plan(convert(traced), source.location, masters=masters, notes=notes)
@@ -99,9 +99,9 @@ def trace_under(
     if rules.measured:
         setting = RunConfig(rules, author, form, where, seed, reference_only=True)
         seen, sites = measure(source.model, source.batches, setting, progress or silent)
-        raised = raised_sites(rules, sites, seen)
+        promoted = promoted_sites(rules, sites, seen)
         count = len(source.batches)
         batches = "1 batch" if count == 1 else f"{count} batches"
-        notes = (f"{len(raised)} sites raised by measured rules, after {batches} in FP32",)
+        notes = (f"{len(promoted)} sites promoted by measured rules, after {batches} in FP32",)
     batch = source.batches[0]
     return trace(source.model, batch.args, batch.kwargs, rules, author, form, seen, seed=seed), notes

@@ -100,7 +100,7 @@ def audit_policies(
     form, where = low_precision_format(dtype), pick_device(settings.device)
     hidden = settings.hidden
     loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in policies]
-    rule_sets = [rules.within(environment_of(where)) for rules in loaded]
+    rule_sets = [rules.for_environment(environment_of(where)) for rules in loaded]
     author = load_policy("torch-cuda")
     subjects = [None if settings.ranges else rules for rules in rule_sets]
     plans = [
@@ -179,5 +179,5 @@ def _report(
     )
     model = ModelInfo(source.location, source.kind, source.sha256)
     return build_report(
-        context, findings, audit.converted, model, info, settings.fail_on, raised=audit.raised
+        context, findings, audit.converted, model, info, settings.fail_on, promoted=audit.promoted
     )

@@ -55,9 +55,9 @@ def build_report(
     model: ModelInfo,
     run: RunInfo,
     fail_on: FailOn,
-    raised: tuple[SiteId, ...] = (),
+    promoted: tuple[SiteId, ...] = (),
 ) -> Report:
-    """The report of one audit; ``raised`` are the sites that measured rules decided."""
+    """The report of one audit; ``promoted`` are the sites that measured rules decided."""
     failed = any(f.severity.rank >= threshold(fail_on) and f.suppressed is None for f in findings)
     memory = converted.weight_bytes
     return Report(
@@ -73,7 +73,7 @@ def build_report(
         outputs=_outputs(context),
         weights=WeightMemory(memory["master"], memory["working"]),
         notes=tuple(dict.fromkeys(note for traced in context.flow.every for note in traced.notes)),
-        raised=raised,
+        raised=promoted,
         proofs=_proofs(context),
         tails=_tails(context),
         backward=backward_report(context),

@@ -103,7 +103,7 @@ def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
 def _subject(source: ModelSource, settings: BenchSettings) -> BenchTarget:
     device, form = pick_device(settings.device), low_precision_format(settings.dtype)
     rules = settings.policy if isinstance(settings.policy, RuleSet) else load_policy(settings.policy)
-    rules = rules.within(environment_of(device))
+    rules = rules.for_environment(environment_of(device))
     return BenchTarget(source, device, form, rules, settings.train, settings.seed, settings.target)
 
 

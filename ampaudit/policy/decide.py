@@ -81,11 +81,11 @@ class RuleSet:
         """Every ATen name that some rule mentions."""
         return frozenset().union(*self.ops.values())
 
-    def raises(self, facts: OpFacts) -> bool:
+    def promotes(self, facts: OpFacts) -> bool:
         """Whether what was measured changes the decision about an op."""
         return self.decide(facts) != self.decide(replace(facts, measurement=None))
 
-    def within(self, environment: TargetEnvironment) -> RuleSet:
+    def for_environment(self, environment: TargetEnvironment) -> RuleSet:
         """The same rules for another device or version."""
         return RuleSet(self.file, self.ops, environment)
 
@@ -101,8 +101,8 @@ class RuleSet:
         if facts.measurement is None:
             return decision
         for rule in self._about(self._measured, facts):
-            raises = rule.force or RANK[rule.cast] > RANK[decision.cast]
-            if raises and applies(rule, facts, near):
+            promotes = rule.force or RANK[rule.cast] > RANK[decision.cast]
+            if promotes and applies(rule, facts, near):
                 made = self._decision(rule, facts)
                 return replace(made, why=f"{made.why} {_measured_text(facts.measurement)}")
         return decision

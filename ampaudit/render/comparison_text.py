@@ -46,8 +46,8 @@ def render_comparison(reports: Sequence[Report]) -> RenderableType:
                 Text(),
                 Text.assemble((f"{report.run.policy}  ", "bold"), scales_that_suit(report.backward)),
             ]
-        if report.raised:
-            why = f"{len(report.raised)} sites raised to float32 because of their values"
+        if report.promoted:
+            why = f"{len(report.promoted)} sites promoted to float32 because of their values"
             parts += [Text(), Text.assemble((f"{report.run.policy}  ", "bold"), why)]
     return Group(*parts)
 

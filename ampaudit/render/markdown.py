@@ -141,8 +141,8 @@ def _about(report: Report) -> list[str]:
     facts = [f"{cover.audited} of {cover.sites} floating-point sites audited"]
     if report.proofs is not None:
         facts.append(f"{report.proofs.proved} of {report.proofs.sites} proved")
-    if report.raised:
-        facts.append(f"{len(report.raised)} raised to float32 because of their values")
+    if report.promoted:
+        facts.append(f"{len(report.promoted)} promoted to float32 because of their values")
     if report.weights.working_bytes:
         kept, made = format_bytes(report.weights.master_bytes), format_bytes(report.weights.working_bytes)
         facts.append(f"weights {kept} in FP32, {made} in 16 bits")

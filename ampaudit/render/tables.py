@@ -21,7 +21,7 @@ __all__ = [
     "nearest_of_all",
     "nearest_sites",
     "nearest_table",
-    "raised_table",
+    "promoted_table",
     "summary",
     "summary_rows",
     "unproved_table",
@@ -111,16 +111,16 @@ def changed_table(report: Report, count: int) -> Iterable[RenderableType]:
     yield table
 
 
-def raised_table(report: Report, count: int) -> Iterable[RenderableType]:
+def promoted_table(report: Report, count: int) -> Iterable[RenderableType]:
     """Sites that the policy keeps in float32 because of their values: without that, some would break."""
-    raised = set(report.raised)
-    sites = [s for s in report.sites if s.site in raised]
+    promoted = set(report.promoted)
+    sites = [s for s in report.sites if s.site in promoted]
     if not sites:
         return
     limit = format_named(report.run.dtype).max
     over = sum(s.forward is not None and s.forward.peak > limit for s in sites)
     beyond = f"; {over} of them pass {format_number(limit)}" if over else ""
-    title = f"Raised to float32 because of their values: {len(sites)} sites{beyond}"
+    title = f"Promoted to float32 because of their values: {len(sites)} sites{beyond}"
     yield Text(title, style="bold")
     table = open_table("site", "peak", "headroom", "rule", width=36, left=("rule",))
     for site in sorted(sites, key=lambda s: s.forward.peak if s.forward else 0.0, reverse=True)[:count]:

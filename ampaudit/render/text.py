@@ -23,7 +23,7 @@ from ampaudit.render.tables import (
     all_sites,
     changed_table,
     nearest_table,
-    raised_table,
+    promoted_table,
     summary,
     unproved_table,
     what_if_table,
@@ -34,7 +34,7 @@ from ampaudit.report.model import Report
 
 __all__ = ["SEVERITY_STYLES", "finding_text", "print_report", "render"]
 
-_VERDICTS = {"PASS": "bold green", "FAIL": "bold red", "LOOK": "bold yellow"}
+_VERDICTS = {"PASS": "bold green", "FAIL": "bold red", "WARN": "bold yellow"}
 _FINDINGS = 25  # more are a list that nobody reads
 SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
@@ -63,8 +63,8 @@ def render(report: Report, *, verbosity: int = 0, nearest: int = 5) -> Renderabl
     elif report.run.level == "static":
         parts += [Text(), *unproved_table(report, nearest)]
     else:
-        raised = list(raised_table(report, nearest))
-        parts += [Text(), *raised] if raised else []
+        promoted = list(promoted_table(report, nearest))
+        parts += [Text(), *promoted] if promoted else []
         changed = list(changed_table(report, nearest))
         parts += [Text(), *changed] if changed else []
         near = list(nearest_table(report, nearest))

@@ -16,11 +16,11 @@ _OPS = 3  # names of ops that were not audited
 
 
 def verdict_words(report: Report) -> tuple[str, str]:
-    """``PASS``, ``FAIL`` or ``LOOK``, and in a sentence why."""
+    """``PASS``, ``FAIL`` or ``WARN``, and in a sentence why."""
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
     word = "FAIL" if errors or report.verdict == "fail" else "PASS"
     if word == "PASS" and report.run.level == "ranges" and warnings:
-        word = "LOOK"
+        word = "WARN"
     extra = f" ({_counted(warnings, 'warning')})" if warnings and (errors or word == "FAIL") else ""
     if errors:
         what = "; ".join((*_broken(report), *_gaps(report)))
@@ -66,8 +66,8 @@ def _sound(report: Report) -> Iterator[str]:
             f"the least headroom is {nearest.forward.headroom_bits:.1f} bits, "
             f"at {escape_control(nearest.site)}"
         )
-    if report.raised:
-        yield f"{_counted(len(report.raised), 'site')} raised to float32"
+    if report.promoted:
+        yield f"{_counted(len(report.promoted), 'site')} promoted to float32"
     if report.proofs is not None:
         yield f"{report.proofs.proved} of {report.proofs.sites} sites proved"
 

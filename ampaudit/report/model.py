@@ -236,7 +236,10 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole audit; ``raised`` are sites kept in float32 because of what a first pass measured."""
+    """A whole audit.
+
+    ``raised`` is schema 1's name for ``promoted``.
+    """
 
     schema: Literal[1]
     tool: ToolInfo
@@ -265,6 +268,11 @@ class Report:
         if any(finding.code == CRASHED for finding in self.findings):
             return 3
         return 0 if self.verdict == "pass" else 1
+
+    @property
+    def promoted(self) -> tuple[SiteId, ...]:
+        """Sites kept in float32 because of what a first pass measured."""
+        return self.raised
 
     @property
     def broken_outputs(self) -> tuple[OutputAccuracy, ...]:

@@ -22,7 +22,7 @@ from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
 from ampaudit.trace.converted import ConvertedModel
 
-__all__ = ["Audit", "Progress", "RunConfig", "Runner", "measure", "raised_sites", "run_audits", "silent"]
+__all__ = ["Audit", "Progress", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits", "silent"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -36,15 +36,14 @@ def silent(phase: str, done: int, total: int) -> None:
 class Audit:
     """The record of a run with the sites it is about, in graph order.
 
-    ``raised`` are the sites where the policy's measured rules decided, after a first pass had measured them;
-    ``others`` are the graphs of later batches that have sites of their own, or all of them.
+    ``promoted`` are the sites where the policy's measured rules decided after a first pass; ``others`` are the graphs of later batches that have sites of their own, or all of them.
     """
 
     record: RunRecord
     sites: tuple[Site, ...]
     converted: ConvertedModel
     parameter_free: frozenset[str]
-    raised: tuple[SiteId, ...] = ()
+    promoted: tuple[SiteId, ...] = ()
     others: tuple[ConvertedModel, ...] = ()
 
     @property
@@ -74,9 +73,9 @@ def run_audits(
     for index, (plan, runner) in enumerate(zip(plans, runners, strict=True)):
         if plan.rules is not None and plan.rules.measured:
             seen = runner.measurements()
-            raised = raised_sites(plan.rules, runner.sites.values(), seen)
-            if raised:
-                again[index] = (replace(plan, measured=seen), raised)
+            promoted = promoted_sites(plan.rules, runner.sites.values(), seen)
+            if promoted:
+                again[index] = (replace(plan, measured=seen), promoted)
     if again:
         spent = {index: sum(runners[index].record.seconds.values()) for index in again}
         repeated = _run_all(model, batches, [plan for plan, _ in again.values()], progress, "auditing again")
@@ -88,9 +87,9 @@ def run_audits(
     return [_audit(runner, again[i][1] if i in again else ()) for i, runner in enumerate(runners)]
 
 
-def _audit(runner: Runner, raised: tuple[SiteId, ...]) -> Audit:
+def _audit(runner: Runner, promoted: tuple[SiteId, ...]) -> Audit:
     sites, (first, *others) = tuple(runner.sites.values()), runner.converted
-    return Audit(runner.record, sites, first, frozenset(runner.parameter_free), raised, tuple(others))
+    return Audit(runner.record, sites, first, frozenset(runner.parameter_free), promoted, tuple(others))
 
 
 def _run_all(
@@ -140,14 +139,14 @@ def measure(
     return runner.measurements(), tuple(runner.sites.values())
 
 
-def raised_sites(
+def promoted_sites(
     rules: RuleSet, sites: Iterable[Site], seen: Mapping[SiteId, Measurement]
 ) -> tuple[SiteId, ...]:
     """Sites in 16 bits where what was measured changes the policy's decision.
 
-    An op that is in float32 already, because the author or its inputs made it so, is not raised by a rule.
+    An op that is in float32 already, because the author or its inputs made it so, is not promoted by a rule.
     """
     low_precision = (s for s in sites if s.dtype in LOW_PRECISION_DTYPES and s.decision.reason != "author")
     ours = (s for s in low_precision if s.facts and s.id in seen)
     facts = [(s.id, replace(s.facts, measurement=seen[s.id])) for s in ours if s.facts]
-    return tuple(site for site, fact in facts if rules.raises(fact))
+    return tuple(site for site, fact in facts if rules.promotes(fact))

@@ -128,7 +128,7 @@ def capture(
             torch.set_grad_enabled(setting.differentiated),
             autocast_visible(file.autocast, low_dtype),
             interposed(caster),
-            custom_backwards(ways, current_layer) as customs,
+            custom_backwards(ways, current_layer) as custom_functions,
         ):
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:
@@ -142,9 +142,9 @@ def capture(
     reads.lines += [] if convert is None else conversions_of(model)
     return replace(
         made,
-        customs=tuple(customs.names),
+        custom_functions=tuple(custom_functions.names),
         ways=() if ways is None else tuple(ways.ways),
-        way_notes=(*customs.notes, *(_unseen_hooks(model) if ways is not None else ())),
+        way_notes=(*custom_functions.notes, *(_unseen_hooks(model) if ways is not None else ())),
         reads=tuple(reads.lines),
     )
 

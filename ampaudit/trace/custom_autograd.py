@@ -19,7 +19,7 @@ from ampaudit.trace.backward_capture import WaysBack
 from ampaudit.trace.own_code import Application, Hooks
 from ampaudit.trace.tensor_attributes import tensor_attributes
 
-__all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "Customs", "custom_backwards"]
+__all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "CustomFunctions", "custom_backwards"]
 
 CHECKPOINT = "checkpoint"
 HOOK = "a hook on a tensor"
@@ -29,7 +29,7 @@ AFTER_ACCUMULATION = "hooks that run once a parameter has its gradient are not f
 
 
 @dataclass(slots=True)
-class Customs:
+class CustomFunctions:
     """What was noticed.
 
     Attributes:
@@ -42,7 +42,7 @@ class Customs:
 
 
 @contextmanager
-def custom_backwards(ways: WaysBack | None, layer: Callable[[], str]) -> Iterator[Customs]:
+def custom_backwards(ways: WaysBack | None, layer: Callable[[], str]) -> Iterator[CustomFunctions]:
     """While active, names are noted, and ways back are remembered where gradients will be asked for.
 
     Args:
@@ -53,14 +53,14 @@ def custom_backwards(ways: WaysBack | None, layer: Callable[[], str]) -> Iterato
     with ExitStack() as stack:
         for owner, name, made in watch.patches():
             stack.enter_context(mock.patch.object(owner, name, made))
-        yield watch.customs
+        yield watch.custom_functions
 
 
 class _Watch:
     """What stands in the place of torch's functions; each is yielded as owner, name and replacement."""
 
     def __init__(self, ways: WaysBack | None, layer: Callable[[], str]) -> None:
-        self.customs = Customs()
+        self.custom_functions = CustomFunctions()
         self._ways = ways
         self._layer = layer
         self._checkpoints = 0  # that are open
@@ -71,7 +71,7 @@ class _Watch:
         yield from self.calls()
         yield from self.hooks()
         yield from self.contexts()
-        yield from tensor_attributes(lambda: self.customs.notes.update({ON_NODES: None}))
+        yield from tensor_attributes(lambda: self.custom_functions.notes.update({ON_NODES: None}))
 
     def calls(self) -> Iterator[tuple[Any, str, Any]]:
         # below Function.apply, which a model may hold as `swish = Swish.apply`
@@ -83,7 +83,7 @@ class _Watch:
             return self._call(cls, original.__get__(None, cls), args, kwargs)
 
         def recomputed(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            self.customs.names[CHECKPOINT] = None
+            self.custom_functions.names[CHECKPOINT] = None
             with self._checkpoint():
                 yield from generator(*args, **kwargs)
 
@@ -91,7 +91,7 @@ class _Watch:
         yield torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", recomputed
 
     def _call(self, cls: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.customs.names[CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
+        self.custom_functions.names[CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
         ways = self._ways
         asked = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         if ways is None or ways.tracing or not asked:
@@ -132,13 +132,13 @@ class _Watch:
         hook, retain, enter = tensor.register_hook, tensor.retain_grad, saved_tensors_hooks.__enter__
 
         def register_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
-            self.customs.names[HOOK] = None
+            self.custom_functions.names[HOOK] = None
             if self._ways is None and not value.requires_grad:
                 return RemovableHandle(Hooks())  # the trace goes without gradients; training does not
             if self._ways is None or self._ways.tracing or not value.requires_grad:
                 return hook(value, function)
             if self._checkpoints:
-                self.customs.notes[TWICE] = None
+                self.custom_functions.notes[TWICE] = None
             return self._ways.hook(value, function, self._layer())
 
         def retain_grad(value: torch.Tensor) -> None:
@@ -146,13 +146,15 @@ class _Watch:
                 retain(value)
 
         def register_post_accumulate_grad_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
-            self.customs.names[HOOK] = None
-            self.customs.notes[AFTER_ACCUMULATION] = None
+            self.custom_functions.names[HOOK] = None
+            self.custom_functions.notes[AFTER_ACCUMULATION] = None
             return RemovableHandle(Hooks())
 
         def entered(packing: saved_tensors_hooks) -> None:
             if type(packing) is saved_tensors_hooks:
-                self.customs.notes["saved_tensors_hooks: tensors are audited as they were saved"] = None
+                self.custom_functions.notes["saved_tensors_hooks: tensors are audited as they were saved"] = (
+                    None
+                )
             enter(packing)
 
         yield tensor, "register_hook", register_hook

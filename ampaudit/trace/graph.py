@@ -158,8 +158,8 @@ class TracedModel:
     ``tensors`` maps placeholder names to the model's own FP32 tensors (never copies); ``signature`` are
     the shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
     fit; ``split_ties`` names tied weights that the policy would store differently under each name;
-    ``structure`` is what the outputs were in; ``customs`` names custom autograd functions, whose own backward
-    the graph itself does not have, and ``checkpoint``, if activations are recomputed; ``ways`` are those ways
+    ``structure`` is what the outputs were in; ``custom_functions`` names custom autograd functions, whose own
+    backward the graph itself does not have, and ``checkpoint``, if activations are recomputed; ``ways`` are those ways
     back, where gradients were asked for, and ``way_notes`` what is not followed. ``changes`` are what the
     model's code did to its own Python state, and ``drew`` says that it drew random numbers which the graph
     holds as constants: then it is a graph of one call. ``reads`` are the lines that read a precision.
@@ -177,7 +177,7 @@ class TracedModel:
     clip: Constants | None = None
     split_ties: tuple[tuple[str, ...], ...] = ()
     structure: OutputStructure | None = None
-    customs: tuple[str, ...] = ()
+    custom_functions: tuple[str, ...] = ()
     changes: tuple[StateChange, ...] = ()
     drew: bool = False
     reads: tuple[SourceLine, ...] = ()

@@ -89,7 +89,7 @@ def trace(
         traced,
         outputs=survey.outputs,
         structure=survey.structure,
-        customs=survey.customs,
+        custom_functions=survey.custom_functions,
         notes=(*traced.notes, *survey.notes),
         changes=survey.changes,
         drew=survey.drew,

@@ -130,9 +130,10 @@ class MixedModule(ModelProxy):
         measured = self._ampaudit_measured
         gradients = torch.is_grad_enabled()
         traced = trace(self.original, args, kwargs, *setting, measured, differentiated=gradients)
-        if traced.customs:
+        if traced.custom_functions:
             raise UsageError(
-                f"the model has a way back of its own ({', '.join(traced.customs)}), which no graph has",
+                f"the model has a way back of its own ({', '.join(traced.custom_functions)}), "
+                "which no graph has",
                 hint="use ampaudit.prepare(..., how='autocast')",
             )
         if traced.structure is None:

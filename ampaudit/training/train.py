@@ -96,7 +96,7 @@ def _ways(settings: TrainSettings, device: torch.device) -> list[VariantSpec]:
     form = low_precision_format(settings.dtype)
     native = device.type == "cuda" or form is BFLOAT16
     loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in settings.policies]
-    policies = [rules.within(environment_of(device)) for rules in loaded]
+    policies = [rules.for_environment(environment_of(device)) for rules in loaded]
     amp = _torch_amp(form.name, device, native)
     ways = [VariantSpec("fp32", "plain FP32", None, form.name)]
     if amp.rules is None or amp.rules.name not in {rules.name for rules in policies}:

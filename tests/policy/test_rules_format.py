@@ -110,7 +110,7 @@ def test_device_and_version_conditions(tmp_path: Path) -> None:
     )
     facts = OpFacts("linear", "", "float16")
     for capability, version, applies in ((9.0, "2.13.0", True), (8.0, "2.13.0", False), (9.0, "3.0", False)):
-        here = rules.within(TargetEnvironment(capability, {"torch": version}))
+        here = rules.for_environment(TargetEnvironment(capability, {"torch": version}))
         assert (here.decide(facts).rule == "hopper") is applies
 
 

@@ -73,7 +73,7 @@ class ReportView:
 
     Attributes:
         report: itself.
-        word: ``PASS``, ``FAIL`` or ``LOOK``.
+        word: ``PASS``, ``FAIL`` or ``WARN``.
         sentence: what the verdict is about.
         heading: how it was audited.
         tiles: the numbers at the top.
@@ -144,7 +144,9 @@ def _tiles(report: Report, active: Counter[str]) -> list[Tile]:
     if report.run.level == "scan":
         lowered = sum(site.precision == report.run.dtype for site in report.sites)
         note = (
-            f"{cover.casts} casts; {len(report.raised)} raised" if report.raised else f"{cover.casts} casts"
+            f"{cover.casts} casts; {len(report.promoted)} promoted"
+            if report.promoted
+            else f"{cover.casts} casts"
         )
         tiles.append(Tile("In 16 bits", f"{lowered} sites", f"of {len(report.sites)}; {note}"))
     return tiles
