@@ -36,7 +36,8 @@ def silent(phase: str, done: int, total: int) -> None:
 class Audit:
     """The record of a run with the sites it is about, in graph order.
 
-    ``promoted`` are the sites where the policy's measured rules decided after a first pass; ``others`` are the graphs of later batches that have sites of their own, or all of them.
+    ``promoted`` are the sites where the policy's measured rules decided after a first pass; ``others`` are
+    the graphs of later batches that have sites of their own, or all of them.
     """
 
     record: RunRecord

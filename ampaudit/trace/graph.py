@@ -155,14 +155,15 @@ class WayBack:
 class TracedModel:
     """A flat FX graph of ATen ops with the policy's casts in it, before decomposition.
 
-    ``tensors`` maps placeholder names to the model's own FP32 tensors (never copies); ``signature`` are
-    the shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
+    ``tensors`` maps placeholder names to the model's own FP32 tensors (never copies); ``signature`` are the
+    shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
     fit; ``split_ties`` names tied weights that the policy would store differently under each name;
-    ``structure`` is what the outputs were in; ``custom_functions`` names custom autograd functions, whose own
-    backward the graph itself does not have, and ``checkpoint``, if activations are recomputed; ``ways`` are those ways
-    back, where gradients were asked for, and ``way_notes`` what is not followed. ``changes`` are what the
-    model's code did to its own Python state, and ``drew`` says that it drew random numbers which the graph
-    holds as constants: then it is a graph of one call. ``reads`` are the lines that read a precision.
+    ``structure`` is what the outputs were in; ``custom_functions`` names custom autograd functions, whose
+    own backward the graph itself does not have, and ``checkpoint``, if activations are recomputed; ``ways``
+    are those ways back, where gradients were asked for, and ``way_notes`` what is not followed. ``changes``
+    are what the model's code did to its own Python state, and ``drew`` says that it drew random numbers
+    which the graph holds as constants: then it is a graph of one call. ``reads`` are the lines that read a
+    precision.
     """
 
     graph: fx.Graph
