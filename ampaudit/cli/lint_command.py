@@ -124,11 +124,11 @@ def _report(linted: list[LintedFile], fail_on: Any, *, repaired: bool) -> LintRe
 
 def _show_differences(linted: list[LintedFile], report: LintReport) -> int:
     from ampaudit.core.text import escape_control
-    from ampaudit.lint.patch import unified
+    from ampaudit.lint.source_text import diff_lines
 
     changed = [file for file in linted if file.after != file.before]
     for file in changed:
-        for line in unified(file.path, file.before, file.after):
+        for line in diff_lines(file.path, file.before, file.after):
             click.echo(escape_control(line) if line[:2] in ("--", "++", "@@") else line)
     count = sum(file.fixed for file in linted)
     files = f"{len(changed)} file{'s' if len(changed) != 1 else ''}"

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from ampaudit.core.comments import comments_of
 from ampaudit.core.errors import first_line
-from ampaudit.lint.choice import Choice
+from ampaudit.lint.code_blocks import Unit, pieces_of, rebuilt, without_cell
+from ampaudit.lint.diagnostic import Found
 from ampaudit.lint.discovery import find
 from ampaudit.lint.flow.script import may_matter, parse, read_script
 from ampaudit.lint.flow.values import Value
-from ampaudit.lint.found import Found
-from ampaudit.lint.pieces import Unit, Unreadable, decode, pieces_of, rebuilt, without_cell
-from ampaudit.lint.telling import Hidden, findings_of
+from ampaudit.lint.reporting import Hidden, findings_of
+from ampaudit.lint.selection import Choice
+from ampaudit.lint.source_text import Unreadable, decode
 from ampaudit.report.lint import LintFinding, UnreadFile
 
 __all__ = ["Choice", "LintedFile", "lint_bytes", "lint_file", "lint_files", "lint_text"]
@@ -117,7 +118,7 @@ def _lint_unit(
 def _read(
     linted: LintedFile, unit: Unit, known: dict[str, Value]
 ) -> tuple[list[Found], dict[str, Value], Unit]:
-    from ampaudit.lint.reading import read
+    from ampaudit.lint.analysis import read
 
     while may_matter(unit.text):
         try:
@@ -167,8 +168,8 @@ def _repair(
     """Repair until nothing is left that can be; the text, what is left, and how many were repaired."""
     import libcst
 
-    from ampaudit.lint.reading import read
-    from ampaudit.lint.repairs import repaired
+    from ampaudit.lint.analysis import read
+    from ampaudit.lint.fixes import repaired
 
     text, start = unit.text, len(found)
     if re.search(r"\r(?!\n)", text):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from ampaudit.audit.advice.interface import LineChange, Proposal
 from ampaudit.audit.advice.spelling import replacements
-from ampaudit.lint.patch import unified
-from ampaudit.lint.pieces import Unreadable, decode
+from ampaudit.lint.source_text import Unreadable, decode, diff_lines
 from ampaudit.render.evidence import relative_path
 from ampaudit.trace.stack import is_library
 
@@ -26,7 +25,7 @@ def diff_of(proposal: Proposal) -> str:
     after = _rewritten(text, change)
     if after is None or after == text:
         return ""
-    return "\n".join(unified(relative_path(change.line.file), text, after)) + "\n"
+    return "\n".join(diff_lines(relative_path(change.line.file), text, after)) + "\n"
 
 
 def _text_of(change: LineChange) -> str | None:
@@ -44,7 +43,7 @@ def _text_of(change: LineChange) -> str | None:
 def _rewritten(text: str, change: LineChange) -> str | None:
     import libcst
 
-    from ampaudit.lint.repairs import repaired_whole
+    from ampaudit.lint.fixes import repaired_whole
 
     try:
         repairs = replacements(text, change)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampaudit.audit.advice.interface import LineChange
 from ampaudit.audit.advice.statements import File, bound_by, parenthesized, replacement
-from ampaudit.lint.found import Repair
+from ampaudit.lint.diagnostic import Repair
 
 __all__ = ["scaled_first"]
 

@@ -11,7 +11,7 @@ import ast
 from ampaudit.audit.advice.interface import LineChange
 from ampaudit.audit.advice.scaling import scaled_first
 from ampaudit.audit.advice.statements import File, parenthesized, replacement
-from ampaudit.lint.found import Repair
+from ampaudit.lint.diagnostic import Repair
 
 __all__ = ["replacements"]
 

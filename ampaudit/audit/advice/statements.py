@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from ampaudit.lint.flow.script import characters, lines_of
-from ampaudit.lint.found import Repair
+from ampaudit.lint.diagnostic import Repair
+from ampaudit.lint.source_text import character_column, split_lines
 
 __all__ = ["File", "bound_by", "parenthesized", "replacement"]
 
@@ -24,7 +24,7 @@ class File:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.lines = lines_of(text)
+        self.lines = split_lines(text)
         self.tree = ast.parse(text)
         self.parent: dict[ast.AST, ast.AST] = {
             child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
@@ -132,7 +132,7 @@ class File:
         return self.text.index("(", self.end(function))
 
     def _offset(self, line: int, column: int) -> int:
-        return self._starts[line - 1] + characters(self.lines[line - 1], column)
+        return self._starts[line - 1] + character_column(self.lines[line - 1], column)
 
     def number(self, node: ast.expr) -> float | None:
         """The value of a number that is written out, with its sign."""
@@ -192,7 +192,7 @@ def replacement(file: File, node: ast.expr, code: str) -> Repair:
         ValueError: the code goes over several lines, and they do not follow the block's indentation.
     """
     last = node.end_lineno or node.lineno
-    column = characters(file.lines[last - 1], node.end_col_offset or 0)
+    column = character_column(file.lines[last - 1], node.end_col_offset or 0)
     code = _outdented(code, file.indentation(node))
     return Repair("replace expression", node.lineno, node.col_offset, (code, str(last), str(column)))
 

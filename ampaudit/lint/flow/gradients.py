@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from ampaudit.lint.diagnostic import Repair
 from ampaudit.lint.flow.blocks import next_step
 from ampaudit.lint.flow.facts import BY_STEP, YES, contributions, is_still_scaled, is_unscaled, one_optimizer
 from ampaudit.lint.flow.joining import part_of
@@ -20,7 +21,6 @@ from ampaudit.lint.flow.values import (
     Tensor,
     Value,
 )
-from ampaudit.lint.found import Repair
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ampaudit.lint.diagnostic import Event, Found, Guard, Repair, place_of
 from ampaudit.lint.flow.joining import part_of
 from ampaudit.lint.flow.names import CONVENTIONS
 from ampaudit.lint.flow.script import Script, dotted, flag_of
@@ -32,7 +33,6 @@ from ampaudit.lint.flow.values import (
     Tensor,
     Value,
 )
-from ampaudit.lint.found import Event, Found, Guard, Repair, place_of
 
 __all__ = ["OFF", "UNSURE", "Loop", "Machine", "TooLong"]
 

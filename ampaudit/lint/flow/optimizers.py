@@ -6,13 +6,13 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
+from ampaudit.lint.diagnostic import Repair, removal
 from ampaudit.lint.flow.blocks import scaler_near
 from ampaudit.lint.flow.facts import PAST, contributions, is_unscaled, no_gradients, one_optimizer
 from ampaudit.lint.flow.names import ADAM_LIKE, MANAGERS, SMALLEST_HALF
 from ampaudit.lint.flow.protocol import inside_autocast, zeroed
 from ampaudit.lint.flow.state import Contribution
 from ampaudit.lint.flow.values import MAYBE, UNKNOWN, Const, Optimizer, Params, StateOf, Value
-from ampaudit.lint.found import Repair, removal
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from ampaudit.lint.diagnostic import Repair
 from ampaudit.lint.flow.blocks import same_function
 from ampaudit.lint.flow.facts import YES, contributions, one_optimizer
 from ampaudit.lint.flow.script import dotted
 from ampaudit.lint.flow.state import EMPTY, Contribution
 from ampaudit.lint.flow.values import Optimizer, Scaler
-from ampaudit.lint.found import Repair
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.machine import Machine

@@ -6,6 +6,7 @@ import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ampaudit.lint.diagnostic import removal
 from ampaudit.lint.flow.facts import BY_STEP, PAST, YES, contributions, one_optimizer
 from ampaudit.lint.flow.protocol import (
     check_bfloat16,
@@ -34,7 +35,6 @@ from ampaudit.lint.flow.values import (
     Tensor,
     Value,
 )
-from ampaudit.lint.found import removal
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,15 +12,14 @@ import re2
 
 from ampaudit.lint.flow.ducks import Ducks
 from ampaudit.lint.flow.values import ClassInfo, FunctionInfo
+from ampaudit.lint.source_text import split_lines
 
 __all__ = [
     "Script",
-    "characters",
     "dotted",
     "enters_autocast",
     "flag_of",
     "has_own_context",
-    "lines_of",
     "may_matter",
     "parse",
     "read_script",
@@ -81,16 +79,6 @@ def parse(text: str) -> ast.Module:
         return ast.parse(text)
 
 
-def lines_of(text: str) -> list[str]:
-    """Lines as Python counts them."""
-    return text.split("\n") if "\r" not in text else re.split(r"\r\n|\r|\n", text)
-
-
-def characters(line: str, column: int) -> int:
-    """A column in UTF-8 bytes, as ``ast`` counts, in characters."""
-    return len(line.encode()[:column].decode(errors="ignore"))
-
-
 def enters_autocast(node: ast.With) -> bool:
     """Whether a ``with`` names autocast."""
     return any("autocast" in ast.unparse(item.context_expr) for item in node.items)
@@ -99,7 +87,7 @@ def enters_autocast(node: ast.With) -> bool:
 def lines_with(pattern: Any, text: str) -> list[int]:
     """Numbers of the lines in which a pattern of re2 matches, in order."""
     if "\r" in text:
-        return [number for number, line in enumerate(lines_of(text), 1) if pattern.search(line)]
+        return [number for number, line in enumerate(split_lines(text), 1) if pattern.search(line)]
     found: list[int] = []
     line, last = 1, 0
     for match in pattern.finditer(text):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.lint.diagnostic import Guard
 from ampaudit.lint.flow.joining import part_of
 from ampaudit.lint.flow.machine import UNSURE, Loop
 from ampaudit.lint.flow.names import canonical
@@ -21,7 +22,6 @@ from ampaudit.lint.flow.values import (
     Symbol,
     Value,
 )
-from ampaudit.lint.found import Guard
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.machine import Handlers, Machine

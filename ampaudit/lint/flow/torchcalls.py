@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.lint.diagnostic import Repair
 from ampaudit.lint.flow import gradients, objects, optimizers, tensors
 from ampaudit.lint.flow.constructors import autocast, made_scaler
 from ampaudit.lint.flow.joining import part_of
@@ -28,7 +29,6 @@ from ampaudit.lint.flow.values import (
     Tensor,
     Value,
 )
-from ampaudit.lint.found import Repair
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.found import Event, Guard
+from ampaudit.lint.diagnostic import Event, Guard
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.machine import Machine

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from ampaudit.lint.diagnostic import Event, Repair
 from ampaudit.lint.flow.script import dotted
 from ampaudit.lint.flow.values import MAYBE, NO, Entries, StateOf, Tensor
-from ampaudit.lint.found import Event, Repair
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.machine import Machine

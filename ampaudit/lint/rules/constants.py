@@ -12,10 +12,10 @@ from typing import Final
 
 import re2
 
+from ampaudit.lint.diagnostic import Found, Repair
 from ampaudit.lint.flow.blocks import blocks_of
 from ampaudit.lint.flow.names import SMALLEST_HALF
 from ampaudit.lint.flow.script import Script, dotted, lines_with
-from ampaudit.lint.found import Found, Repair
 
 __all__ = ["check"]
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from ampaudit.lint.diagnostic import Found, Repair
 from ampaudit.lint.flow.script import Script, dotted, enters_autocast
 from ampaudit.lint.flow.values import FunctionInfo
-from ampaudit.lint.found import Found, Repair
 
 __all__ = ["check"]
 

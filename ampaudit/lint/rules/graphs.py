@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.found import Event, Repair, place_of
+from ampaudit.lint.diagnostic import Event, Repair, place_of
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.machine import Machine

@@ -6,8 +6,8 @@ import ast
 import re
 from typing import TYPE_CHECKING, Final
 
+from ampaudit.lint.diagnostic import Event, Repair, place_of
 from ampaudit.lint.flow.values import Autocast, Function
-from ampaudit.lint.found import Event, Repair, place_of
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.machine import Machine

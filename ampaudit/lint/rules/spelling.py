@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ampaudit.lint.diagnostic import Found, Repair
 from ampaudit.lint.flow.names import DEPRECATED, canonical
 from ampaudit.lint.flow.script import Script, dotted
-from ampaudit.lint.found import Found, Repair
 
 __all__ = ["check"]
 

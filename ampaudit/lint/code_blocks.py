@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
-import io
 import json
 import re
-import tokenize
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Unit", "Unreadable", "decode", "pieces_of", "rebuilt", "without_cell"]
+from ampaudit.lint.source_text import Unreadable
 
-_LARGEST = 10_000_000  # bytes; what is larger was not written by hand
+__all__ = ["Unit", "pieces_of", "rebuilt", "without_cell"]
+
 _MARK = "# ampaudit cell "
 _MAGIC = "pass  # ampaudit magic "
 _SHELL = re.compile(r"[\w.]+\?+$|[\w, ]+= *[!%]")  # help, and what a command is assigned to
 _CELLS_OF_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
-
-
-class Unreadable(Exception):
-    """A file that cannot be read as Python; the text says why, in one line.
-
-    Attributes:
-        line: where, if that is known.
-    """
-
-    def __init__(self, reason: str, line: int = 1) -> None:
-        super().__init__(reason)
-        self.line = line
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +48,6 @@ class Unit:
         lines = enumerate(text.split("\n"), 1) if self.marks else ()
         marks = tuple((number, next(cells)[1]) for number, line in lines if line.startswith(_MARK))
         return replace(self, text=text, marks=marks)
-
-
-def decode(data: bytes) -> tuple[str, str]:
-    """A file's text and its encoding, by its first lines as Python does.
-
-    Raises:
-        Unreadable: it is no text, or in another encoding than it says.
-    """
-    if len(data) > _LARGEST:
-        raise Unreadable(f"larger than {_LARGEST // 1_000_000} MB")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise Unreadable("UTF-16, which Python does not read; save it as UTF-8")
-    if b"\0" in data:
-        raise Unreadable("a binary file")
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        return data.decode(encoding), encoding
-    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise Unreadable(f"not text in the encoding it says: {reason}".splitlines()[0]) from error
 
 
 def pieces_of(text: str, suffix: str) -> list[Unit]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from ampaudit.lint.diagnostic import Event, Found, place_of
 from ampaudit.lint.flow.expressions import EXPRESSIONS
 from ampaudit.lint.flow.inlining import enter
 from ampaudit.lint.flow.machine import OFF, UNSURE, Machine, TooLong
@@ -27,7 +28,6 @@ from ampaudit.lint.flow.values import (
     Symbol,
     Value,
 )
-from ampaudit.lint.found import Event, Found, place_of
 from ampaudit.lint.rules import accumulation, bookkeeping, constants, functions, graphs, regions, spelling
 
 __all__ = ["read"]

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ampaudit.core.comments import Comment, comments_of
-from ampaudit.lint.choice import UNUSED, Choice
-from ampaudit.lint.flow.script import characters, lines_of, parse
-from ampaudit.lint.found import Found
-from ampaudit.lint.pieces import Unit
+from ampaudit.lint.code_blocks import Unit
+from ampaudit.lint.diagnostic import Found
+from ampaudit.lint.flow.script import parse
+from ampaudit.lint.selection import UNUSED, Choice
+from ampaudit.lint.source_text import character_column, split_lines
 from ampaudit.report.finding import Severity
 from ampaudit.report.lint import LintFinding
 from ampaudit.report.pages import all_pages
@@ -38,7 +39,7 @@ class Hidden:
 
 def findings_of(path: str, unit: Unit, found: list[Found], choice: Choice) -> list[LintFinding]:
     """What is reported of a unit: what is asked for, what comments hide, and comments that hide nothing."""
-    lines = lines_of(unit.text)
+    lines = split_lines(unit.text)
     hidden = Hidden(comments_of(unit.text))
     functions = _Functions(unit.text) if found else None
     results = []
@@ -69,8 +70,8 @@ def _finding(path: str, unit: Unit, lines: list[str], item: Found, function: str
     first = int(getattr(node, "lineno", 1))
     last = int(getattr(node, "end_lineno", first) or first)
     text, end_text = lines[first - 1], lines[last - 1]
-    column = characters(text, getattr(node, "col_offset", 0))
-    end = characters(end_text, getattr(node, "end_col_offset", 0) or 0)
+    column = character_column(text, getattr(node, "col_offset", 0))
+    end = character_column(end_text, getattr(node, "end_col_offset", 0) or 0)
     line, cell = unit.place(first)
     return LintFinding(
         code=item.code,

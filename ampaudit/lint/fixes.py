@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import libcst as cst
 from libcst import metadata
 
-from ampaudit.lint.flow.script import characters, lines_of
-from ampaudit.lint.found import Repair
-from ampaudit.lint.modernise import Modern
+from ampaudit.lint.amp_renames import Modern
+from ampaudit.lint.diagnostic import Repair
+from ampaudit.lint.source_text import character_column, split_lines
 
 __all__ = ["repaired", "repaired_whole"]
 
@@ -41,11 +41,11 @@ def repaired_whole(text: str, repairs: Sequence[Repair]) -> str | None:
 def _repaired(text: str, repairs: Sequence[Repair]) -> tuple[str, set[Repair]]:
     """The text, and those of the repairs at expressions and statements that were made."""
     wrapper = metadata.MetadataWrapper(cst.parse_module(text))
-    lines = lines_of(text)
+    lines = split_lines(text)
     places: dict[tuple[int, int], list[Repair]] = {}
     for repair in repairs:
         line = lines[repair.line - 1] if repair.line <= len(lines) else ""
-        places.setdefault((repair.line, characters(line, repair.column)), []).append(repair)
+        places.setdefault((repair.line, character_column(line, repair.column)), []).append(repair)
     repairer = _Repairer(places)
     return wrapper.visit(repairer).code, repairer.made
 

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import libcst as cst
 
-from ampaudit.lint.found import Repair
+from ampaudit.lint.diagnostic import Repair
 
 __all__ = ["Modern"]
 
