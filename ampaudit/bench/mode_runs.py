@@ -16,6 +16,7 @@ from ampaudit.bench.estimate import seconds_at_best, work_of
 from ampaudit.bench.memory import live_bytes, measured_peak
 from ampaudit.bench.modes import BenchTarget, ModeRunner, NotSupported, build
 from ampaudit.bench.predict import predicted
+from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.report.bench import BenchRow
 from ampaudit.source import Batch
@@ -160,4 +161,4 @@ def _sqnr(exact: tuple[torch.Tensor, ...], seen: tuple[torch.Tensor, ...]) -> fl
     signal = sum(float(t.double().square().sum()) for t in exact)
     pairs = zip(exact, seen, strict=True)
     noise = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else None
+    return signal_to_noise_db(signal, noise)

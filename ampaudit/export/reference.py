@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.errors import first_line
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.trace.calling import call_unchanged
@@ -103,7 +104,8 @@ def compared(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None,
     noise, signal = float(error.square().sum()), float(reference.double().square().sum())
     if not math.isfinite(largest):
         return None, None
-    return largest, round(10 * math.log10(signal / noise), 2) if noise > 0 and signal > 0 else None
+    db = signal_to_noise_db(signal, noise)
+    return largest, None if db is None else round(db, 2)
 
 
 def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> str:

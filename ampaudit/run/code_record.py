@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ampaudit.core.decibels import ratio_db
 from ampaudit.core.sites import SourceLine
-from ampaudit.run.observation import ratio_db
 from ampaudit.trace.compare import CodePlace
 
 __all__ = ["AGREEMENT_DB", "CodeRecord", "OutputDifference"]

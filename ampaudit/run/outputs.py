@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
+from ampaudit.core.decibels import ratio_db
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
-from ampaudit.run.observation import ratio_db
 
 __all__ = [
     "OutputComparison",

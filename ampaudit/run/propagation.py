@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
+from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.sites import SiteId
 from ampaudit.run.meter import MeasuredValue
-from ampaudit.run.observation import decibel
 from ampaudit.run.program import Program
 from ampaudit.run.record import Fate, Origin
 from ampaudit.run.step import Step
@@ -118,7 +118,7 @@ class Faults:
     def _sqnr(self, site: SiteId) -> float | None:
         """Accuracy in the unrepaired run; where nothing of the signal is left, 0."""
         signal, error = self._seen[site]
-        return decibel(signal, error) if signal else (0.0 if error else None)
+        return signal_to_noise_db(signal, error) if signal else (0.0 if error else None)
 
     def _wrong_nodes(self) -> set[fx.Node]:
         wrong: set[fx.Node] = set()
