@@ -15,22 +15,20 @@ from ampaudit.audit.gradient_report import backward_report, gradient_of
 from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.core.version import __version__
+from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
 from ampaudit.report.finding import FailOn, threshold
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
     Environment,
-    Forward,
     ModelInfo,
-    OutputAccuracy,
     Report,
     RunInfo,
-    SiteReport,
     ToolInfo,
     WeightMemory,
-    WhatIf,
 )
+from ampaudit.report.site import Forward, SiteReport, WhatIf
 from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
 from ampaudit.run.observation import Observation
 from ampaudit.trace import Role, Site

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["escape_control", "format_bytes", "format_number", "format_power", "format_scale", "short_op"]
+__all__ = [
+    "escape_control",
+    "format_bytes",
+    "format_number",
+    "format_power",
+    "format_scale",
+    "plural",
+    "short_op",
+]
 
 
 def escape_control(name: str) -> str:
@@ -18,6 +26,12 @@ def escape_control(name: str) -> str:
 def short_op(op: str) -> str:
     """An op without the parts that say nothing: ``aten.linear.default`` is ``linear``."""
     return op.removeprefix("aten.").removesuffix(".default")
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: ``1 batch``, ``2 batches``, ``1,024 sites``."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def format_bytes(count: int) -> str:

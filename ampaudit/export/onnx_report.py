@@ -7,9 +7,8 @@ from torch.export import ExportedProgram
 from ampaudit.core.text import escape_control, format_number
 from ampaudit.export.fold import Deployed
 from ampaudit.export.program import same_nodes
-from ampaudit.render.evidence import codes_by_site
-from ampaudit.render.tables import least_headroom
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.report.model import Report
+from ampaudit.report.site import SiteReport
 from ampaudit.trace.graph import TracedModel
 
 __all__ = ["about_report", "onnx_notes"]
@@ -20,7 +19,7 @@ def onnx_notes(
 ) -> dict[str, dict[str, str]]:
     """Notes by the name of the program's node."""
     sites = {site.site: site for site in report.sites}
-    codes = codes_by_site(report)
+    codes = report.codes_by_site
     found: dict[str, dict[str, str]] = {}
     for ours, theirs in same_nodes(deployed.graph, program.graph):
         site = traced.site_of_node.get(ours.name)
@@ -31,7 +30,7 @@ def onnx_notes(
 
 def about_report(report: Report) -> dict[str, str]:
     """The same for the whole model."""
-    least = least_headroom(report)
+    least = report.least_headroom
     said = {
         "version": report.tool.version,
         "policy": escape_control(report.run.policy),
@@ -39,8 +38,8 @@ def about_report(report: Report) -> dict[str, str]:
         "verdict": report.verdict,
         "batches": str(report.run.batches),
     }
-    if least is not None and least.forward is not None:
-        said["least_headroom"] = f"{least.forward.headroom_bits:.1f} bits at {escape_control(least.site)}"
+    if least is not None:
+        said["least_headroom"] = f"{least.headroom_bits:.1f} bits at {escape_control(least.site)}"
     return said
 
 

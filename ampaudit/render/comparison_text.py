@@ -10,8 +10,6 @@ from rich.text import Text
 from ampaudit.core.text import escape_control, format_bytes, short_op
 from ampaudit.render.gradient_tables import scales_that_suit
 from ampaudit.render.grid import open_table
-from ampaudit.render.tables import least_headroom
-from ampaudit.report.accuracy import output_word
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
 
@@ -54,7 +52,7 @@ def render_comparison(reports: Sequence[Report]) -> RenderableType:
 
 def _row(report: Report) -> list[str | Text]:
     errors = report.count(Severity.ERROR)
-    least = least_headroom(report)
+    least = report.least_headroom
     bits = f"{least.forward.headroom_bits:.1f} bits" if least and least.forward else ""
     lowered = sum(site.precision == report.run.dtype for site in report.sites)
     verdict = Text("PASS", "bold green") if report.exit_code == 0 else Text("FAIL", "bold red")
@@ -63,7 +61,7 @@ def _row(report: Report) -> list[str | Text]:
         verdict,
         str(errors) if errors else "",
         bits,
-        output_word(report),
+        report.accuracy,
         f"{lowered} of {len(report.sites)}",
         str(report.coverage.casts),
         format_bytes(report.weights.working_bytes) if report.weights.working_bytes else "FP32",

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.text import escape_control
-from ampaudit.render.evidence import codes_by_site
 from ampaudit.report.bench import PARTS, BenchReport
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.report.model import Report
 from ampaudit.report.plan import PlanReport
+from ampaudit.report.site import SiteReport
 from ampaudit.report.training import TrainingReport
 
 __all__ = ["to_csv"]
@@ -63,7 +63,7 @@ def _cell(value: Cell) -> Cell:
 
 
 def _sites(report: Report) -> Iterable[Mapping[str, Cell]]:
-    codes = codes_by_site(report)
+    codes = report.codes_by_site
     for index, site in enumerate(report.sites):
         line = site.source
         yield {

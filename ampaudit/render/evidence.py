@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, format_number
 from ampaudit.report.finding import Finding, Source, Trial
-from ampaudit.report.model import Report, RunInfo
+from ampaudit.report.model import RunInfo
 from ampaudit.report.pages import all_pages
 
 __all__ = [
-    "codes_by_site",
     "evidence_text",
     "evident_line",
     "poisons_text",
@@ -40,15 +37,6 @@ def evidence_text(finding: Finding) -> str:
         if count:
             parts.append(f"{count} of {seen.elements} elements became {name}")
     return "; ".join(parts)
-
-
-def codes_by_site(report: Report) -> Mapping[str, list[str]]:
-    """The codes of the findings that count, by site; an empty list where there are none."""
-    codes: defaultdict[str, list[str]] = defaultdict(list)
-    for finding in report.findings:
-        if finding.suppressed is None:
-            codes[finding.site].append(finding.code)
-    return codes
 
 
 def ran_on(run: RunInfo) -> str:

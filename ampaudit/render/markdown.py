@@ -10,8 +10,6 @@ from ampaudit.render.bench_tables import bench_tables
 from ampaudit.render.evidence import ran_on, relative_path
 from ampaudit.render.gradient_tables import scales_that_suit
 from ampaudit.render.subjects import Alert, Subject, subjects_of
-from ampaudit.render.tables import least_headroom, nearest_sites
-from ampaudit.report.accuracy import output_word
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
@@ -129,7 +127,7 @@ def _line(alert: Alert) -> str:
 
 def _about(report: Report) -> list[str]:
     parts: list[str] = []
-    nearest = nearest_sites(report)[:_NEAREST]
+    nearest = report.nearest_sites[:_NEAREST]
     if nearest:
         rows = [
             (code(s.site), format_number(f.peak), f"{f.headroom_bits:.1f} bits")
@@ -155,11 +153,11 @@ def _about(report: Report) -> list[str]:
 def _policies(reports: Sequence[Report]) -> Iterable[str]:
     rows = []
     for report in reports:
-        least = least_headroom(report)
+        least = report.least_headroom
         bits = f"{least.forward.headroom_bits:.1f} bits" if least and least.forward else ""
         verdict = "✅ PASS" if report.exit_code == 0 else "❌ FAIL"
         breaks = str(report.count(Severity.ERROR))
-        rows.append((code(report.run.policy), verdict, breaks, bits, output_word(report)))
+        rows.append((code(report.run.policy), verdict, breaks, bits, report.accuracy))
     return table(("policy", "", "breaks", "least headroom", "output"), rows, right=(2, 3, 4))
 
 

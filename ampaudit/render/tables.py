@@ -10,16 +10,12 @@ from rich.text import Text
 from ampaudit.core.formats import format_named
 from ampaudit.core.text import escape_control, format_bytes, format_number
 from ampaudit.render.grid import labelled, open_table
-from ampaudit.report.accuracy import accuracy_word
-from ampaudit.report.finding import Severity
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.report.model import Report
+from ampaudit.report.site import SiteReport
 
 __all__ = [
     "all_sites",
     "changed_table",
-    "least_headroom",
-    "nearest_of_all",
-    "nearest_sites",
     "nearest_table",
     "promoted_table",
     "summary",
@@ -29,40 +25,13 @@ __all__ = [
 ]
 
 
-def _lowered(report: Report) -> list[SiteReport]:
-    measured = [s for s in report.sites if s.forward is not None and s.forward.headroom_bits is not None]
-    lowered = [s for s in measured if s.precision == report.run.dtype and s.role != "weight-cast"]
-    return [s for s in lowered if not s.by_design]
-
-
-def least_headroom(report: Report) -> SiteReport | None:
-    """The 16-bit site nearest the limit, masks and constants left out."""
-    sites = _lowered(report)
-    return min(sites, key=_headroom, default=None)
-
-
 def _headroom(site: SiteReport) -> float:
-    assert site.forward is not None
-    assert site.forward.headroom_bits is not None
-    return site.forward.headroom_bits
-
-
-def nearest_of_all(report: Report) -> SiteReport | None:
-    """The site with the largest values, in whatever precision; for ``--ranges``, which runs FP32 alone."""
-    sites = [site for site in _measured(list(report.sites)) if not site.by_design]
-    return min(sites, key=_headroom, default=None)
-
-
-def nearest_sites(report: Report) -> list[SiteReport]:
-    """Healthy 16-bit sites, the one with the least headroom first."""
-    bad = {f.site for f in report.findings if f.severity is not Severity.NOTE}
-    healthy = [s for s in _lowered(report) if s.verdict in ("observed", "proved")]
-    return sorted((s for s in healthy if s.site not in bad), key=_headroom)
+    return site.headroom_bits or 0.0
 
 
 def nearest_table(report: Report, count: int) -> Iterable[RenderableType]:
     """Healthy sites with the least headroom."""
-    sites = nearest_sites(report)
+    sites = report.nearest_sites
     if not sites:
         return
     yield Text(f"Nearest the limit, of {len(sites)} healthy sites in {report.run.dtype}", style="bold")
@@ -268,7 +237,7 @@ def _beyond_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def _outputs(report: Report) -> str:
-    shown = [f"{escape_control(o.name)} {accuracy_word(o)}" for o in report.outputs[:4]]
+    shown = [f"{escape_control(o.name)} {o.in_words}" for o in report.outputs[:4]]
     more = f" and {len(report.outputs) - 4} more" if len(report.outputs) > 4 else ""
     repaired = ", with the faults repaired" if any(f.origin for f in report.findings) else ""
     return f"signal to error against FP32{repaired}: {', '.join(shown)}{more}"

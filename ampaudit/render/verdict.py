@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.core.text import escape_control, short_op
-from ampaudit.render.tables import least_headroom
-from ampaudit.report.accuracy import accuracy_word, worst_output
+from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.finding import Severity
-from ampaudit.report.model import OutputAccuracy, Report
+from ampaudit.report.model import Report
 
 __all__ = ["verdict_words"]
 
@@ -42,7 +41,7 @@ def _broken(report: Report) -> Iterator[str]:
         yield f"{_counted(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}"
     if places == len(errors):
         return
-    worst = worst_output(report)
+    worst = report.worst_output
     if worst is None:
         yield f"{_counted(len(errors), 'buffer')} no longer changes in {report.run.dtype}"
         return
@@ -51,7 +50,7 @@ def _broken(report: Report) -> Iterator[str]:
     elif worst.kind == "integer":
         wrong = f"differs from FP32 in {worst.differing:,} elements"
     else:
-        wrong = f"has {accuracy_word(worst)} against FP32"
+        wrong = f"has {worst.in_words} against FP32"
     yield f"finite but wrong in {report.run.dtype}: {escape_control(worst.name)} {escape_control(wrong)}"
 
 
@@ -60,7 +59,7 @@ def _sound(report: Report) -> Iterator[str]:
     yield f"nothing breaks in {report.run.dtype}"
     if report.run.level == "scan":
         yield from _accuracy(report)
-    nearest = least_headroom(report)
+    nearest = report.least_headroom
     if nearest is not None and nearest.forward is not None:
         yield (
             f"the least headroom is {nearest.forward.headroom_bits:.1f} bits, "
@@ -75,16 +74,16 @@ def _sound(report: Report) -> Iterator[str]:
 def _accuracy(report: Report) -> Iterator[str]:
     """The least accurate output, and outputs of which no accuracy can be told."""
     blank = [o for o in report.outputs if o.empty or o.constant is not None]
-    worst = worst_output(report)
+    worst = report.worst_output
     if worst is not None and worst not in blank:
         among = f", the least of {len(report.outputs)}" if len(report.outputs) > 1 else ""
         against = "" if worst.kind == "integer" else " against FP32"
-        yield f"{escape_control(worst.name)} {_has(worst)}{accuracy_word(worst)}{against}{among}"
+        yield f"{escape_control(worst.name)} {_has(worst)}{worst.in_words}{against}{among}"
     elif len(blank) < len(report.outputs):
         yield "outputs are exact"
     for output in blank[:1]:
         more = f", and so are {len(blank) - 1} more" if len(blank) > 1 else ""
-        yield f"{escape_control(output.name)} is {accuracy_word(output)}{more}"
+        yield f"{escape_control(output.name)} is {output.in_words}{more}"
 
 
 def _has(output: OutputAccuracy) -> str:

@@ -12,7 +12,8 @@ from ampaudit.core.text import escape_control, format_number
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding, Severity
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.report.model import Report
+from ampaudit.report.site import SiteReport
 
 __all__ = ["Difference", "Differences", "ReportSummary", "SiteChange", "differences"]
 

@@ -18,7 +18,8 @@ from ampaudit.report.comparison import Comparison
 from ampaudit.report.difference import Difference, differences
 from ampaudit.report.documents import parse_document, read_document
 from ampaudit.report.finding import Severity
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.report.model import Report
+from ampaudit.report.site import SiteReport
 from tests.support.saved import NAMES, PLACE, saved, saved_report, text_of
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

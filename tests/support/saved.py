@@ -14,7 +14,8 @@ from dataclasses import replace
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document, parse_document
 from ampaudit.report.finding import Finding
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.report.model import Report
+from ampaudit.report.site import SiteReport
 from tests.support.paths import ROOT
 
 PLACE = ROOT / "tests" / "data" / "reports"

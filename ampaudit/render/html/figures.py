@@ -8,10 +8,11 @@ from typing import Any
 
 from ampaudit.core.formats import format_named
 from ampaudit.core.text import escape_control, short_op
-from ampaudit.render.evidence import codes_by_site, evident_line, relative_path
+from ampaudit.render.evidence import evident_line, relative_path
 from ampaudit.report.finding import Severity
 from ampaudit.report.gradients import BackwardReport
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.report.model import Report
+from ampaudit.report.site import SiteReport
 
 __all__ = ["figure_data"]
 
@@ -38,7 +39,7 @@ def figure_data(report: Report) -> dict[str, Any]:
 
 
 def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any]]:
-    codes = codes_by_site(report)
+    codes = report.codes_by_site
     worst: dict[str, str] = {}
     wrong: dict[str, set[str]] = {"forward": set(), "backward": set()}
     for finding in report.findings:

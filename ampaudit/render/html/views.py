@@ -15,9 +15,8 @@ from ampaudit.render.evidence import (
     trial_text,
 )
 from ampaudit.render.gradient_tables import scales_that_suit
-from ampaudit.render.tables import least_headroom, nearest_of_all, summary_rows
+from ampaudit.render.tables import summary_rows
 from ampaudit.render.verdict import verdict_words
-from ampaudit.report.accuracy import output_word
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report
 
@@ -124,7 +123,7 @@ def _tiles(report: Report, active: Counter[str]) -> list[Tile]:
             "bad" if errors else "good",
         )
     ]
-    least = nearest_of_all(report) if report.run.level == "ranges" else least_headroom(report)
+    least = next(iter(report.by_headroom), None) if report.run.level == "ranges" else report.least_headroom
     if least is not None and least.forward is not None and least.forward.headroom_bits is not None:
         bits = least.forward.headroom_bits
         tone = "bad" if bits < 0 else "" if bits < 1 else "good"
@@ -163,7 +162,7 @@ def _accuracy(report: Report) -> Tile:
         if broken
         else "signal to error against FP32"
     )
-    return Tile("Output", output_word(report), note, "bad" if broken else "")
+    return Tile("Output", report.accuracy, note, "bad" if broken else "")
 
 
 def _finding(finding: Finding) -> FindingView:
