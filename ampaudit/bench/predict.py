@@ -21,7 +21,7 @@ from ampaudit.bench.estimate import Counter, Op
 from ampaudit.bench.memory import storage_bytes
 from ampaudit.bench.modes import BenchTarget, ModeRunner
 from ampaudit.report.bench import Memory
-from ampaudit.trace.fake_model import named_tensors, shadow_of
+from ampaudit.trace.fake_model import make_fake_model, named_tensors
 from ampaudit.trace.keys import TraceCache
 from ampaudit.training.variants import optimizer_of, state_of
 
@@ -99,7 +99,7 @@ def _split(built: ModeRunner, masters: frozenset[str], total: int, gradients: in
 def _shadow(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """The module with parameters that have no data, which ask for gradients as the real ones do."""
     with _without(model) as shared:
-        made = shadow_of(model, mode, {}).model
+        made = make_fake_model(model, mode, {}).model
     for name, value in shared.items():
         setattr(made, name, value.fixed() if isinstance(value, TraceCache) else value)
     wants = {name: parameter.requires_grad for name, parameter in model.named_parameters()}

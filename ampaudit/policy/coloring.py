@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ampaudit.policy.schema import Cast
 
-__all__ = ["paint"]
+__all__ = ["color"]
 
 _FREE = (Cast.INFER, Cast.CLEAR)
 
 
-def paint(colours: Sequence[Cast], inputs: Sequence[Sequence[int]]) -> list[bool]:
+def color(colours: Sequence[Cast], inputs: Sequence[Sequence[int]]) -> list[bool]:
     """Which nodes run in 16 bits. Time grows with nodes plus edges.
 
     Args:

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ampaudit.policy.coloring import paint
+from ampaudit.policy.coloring import color
 from ampaudit.policy.decide import Decision, NeighborSide, RuleSet
 from ampaudit.policy.facts import OpFacts
-from ampaudit.policy.schema import PAINTED, Cast
+from ampaudit.policy.schema import COLORS, Cast
 
 __all__ = ["PlanSite", "plan_graph"]
 
@@ -35,15 +35,15 @@ def plan_graph(rules: RuleSet, sites: Sequence[PlanSite]) -> list[Decision]:
 
 
 def _painted(decisions: list[Decision], sites: Sequence[PlanSite]) -> list[Decision]:
-    if not any(d.cast in PAINTED for d in decisions):
+    if not any(d.cast in COLORS for d in decisions):
         return decisions
-    low = paint([d.cast for d in decisions], [site.inputs for site in sites])
+    low = color([d.cast for d in decisions], [site.inputs for site in sites])
     return [_resolved(d, is_low) for d, is_low in zip(decisions, low, strict=True)]
 
 
 def _resolved(decision: Decision, low: bool) -> Decision:
     colour = decision.cast
-    if colour not in PAINTED:
+    if colour not in COLORS:
         return decision
     if colour in (Cast.ALLOW, Cast.DENY):
         how = "always" if colour is Cast.ALLOW else "denied"

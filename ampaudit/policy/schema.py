@@ -28,7 +28,7 @@ __all__ = [
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
-LowerDtype = Literal["float16", "bfloat16"]
+LowPrecisionDtype = Literal["float16", "bfloat16"]
 Placement = Literal["unchanged", "lower", "float32"]
 
 
@@ -50,7 +50,7 @@ class Cast(StrEnum):
     DENY = "deny"  # always float32
 
 
-PAINTED = (Cast.ALLOW, Cast.INFER, Cast.CLEAR, Cast.DENY)
+COLORS = (Cast.ALLOW, Cast.INFER, Cast.CLEAR, Cast.DENY)
 ArgumentCast = Literal["lower", "float32", "keep"]
 
 
@@ -108,7 +108,7 @@ class EvidenceCondition(_Strict):
 class When(_Strict):
     """Circumstances under which a rule applies."""
 
-    dtype: tuple[LowerDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
+    dtype: tuple[LowPrecisionDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
     arguments: dict[str, ArgTest] = Field(default={}, description="tests of the op's arguments, by name")
     depth: NumericCondition | None = Field(
         default=None, description="terms per output element: product of the reduced axes, or fan-in"
@@ -146,7 +146,7 @@ class Rule(_Strict):
     @property
     def painted(self) -> bool:
         """Whether the rule names a colour."""
-        return self.cast in PAINTED
+        return self.cast in COLORS
 
 
 class KeepFp32(_Strict):
@@ -156,7 +156,7 @@ class KeepFp32(_Strict):
     model: tuple[Text, ...] = Field(default=(), description="class, or a base, of a model that holds them")
     attributes: dict[str, bool | int | float | str | None] = {}
     parameter: tuple[Text, ...] = Field(default=(), description="globs over parameter and buffer names")
-    dtype: tuple[LowerDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
+    dtype: tuple[LowPrecisionDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
 
 
 class Constants(_Strict):

@@ -18,7 +18,7 @@ from ampaudit.run.lockstep import Pair
 from ampaudit.run.program import Program
 from ampaudit.source.interface import Batch
 from ampaudit.trace import TracedModel, trace
-from ampaudit.trace.compare import CodePlace, first_difference
+from ampaudit.trace.compare import CodeDifference, first_difference
 from ampaudit.trace.functional import functionalized
 
 __all__ = ["Fp32Check", "is_broken"]
@@ -40,7 +40,7 @@ class Fp32Check:
         self._plan = plan
         self._eager = eager
         self._record = record
-        self._places: dict[int, tuple[TracedModel, CodePlace | None]] = {}
+        self._places: dict[int, tuple[TracedModel, CodeDifference | None]] = {}
 
     def outputs(
         self, model: nn.Module, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
@@ -104,7 +104,9 @@ class Fp32Check:
         self._record.failure = self._record.failure or f"{type(cause).__name__}: {first_line(cause)}"
         self._record.reads = self._record.reads or traced.reads
 
-    def _place(self, model: nn.Module, traced: TracedModel, batch: Batch, number: int) -> CodePlace | None:
+    def _place(
+        self, model: nn.Module, traced: TracedModel, batch: Batch, number: int
+    ) -> CodeDifference | None:
         """Where the code differs from FP32's, by the traces; ``None`` where it does not, or has no trace."""
         if id(traced) not in self._places:
             plan = self._plan
@@ -113,7 +115,7 @@ class Fp32Check:
             setting = (uncast, uncast, plan.number_format, None, plan.edits, differentiated)
             seed = plan.seed + number
             try:
-                fp32 = trace(model, batch.args, batch.kwargs, *setting, seed, ways_back=differentiated)
+                fp32 = trace(model, batch.args, batch.kwargs, *setting, seed, trace_backward=differentiated)
             except AuditError:
                 self._record.untraced = True
                 self._places[id(traced)] = traced, None

@@ -36,7 +36,7 @@ from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.keys import TraceCache, call_key
-from ampaudit.trace.state import PythonState, hand_over
+from ampaudit.trace.state import PythonState, apply_changes
 from ampaudit.trace.structure import structural_copy
 
 __all__ = ["PreparedTrace", "RunConfig", "Runner"]
@@ -168,7 +168,7 @@ class Runner:
         if executor is None:
             state = PythonState(self._model)
             executor = self._traced(batch, number)
-            if not executor.program.traced.drew:
+            if not executor.program.traced.random_constants:
                 self._executors.keep(key, state, executor)
         self._follow(executor.program.traced)
         return executor
@@ -180,7 +180,7 @@ class Runner:
         author_rules = plan.author_rules if plan.rules else plain_fp32()
         differentiated, seed = self._gradients is not None, plan.seed + number
         setting = (rules, author_rules, plan.number_format, plan.measured, plan.edits, differentiated, seed)
-        traced = trace(self._model, batch.args, batch.kwargs, *setting, ways_back=differentiated)
+        traced = trace(self._model, batch.args, batch.kwargs, *setting, trace_backward=differentiated)
         if not traced.outputs:
             raise InputError(
                 f"{type(self._model).__name__} returns no tensor: there is nothing to compare",
@@ -211,7 +211,7 @@ class Runner:
             tensors = named_tensors(self._model).values()
             self._model = structural_copy(self._model, {id(t): t for t in tensors})
             self._executors, self._own = TraceCache(), True
-        hand_over(traced.changes, PythonState(self._model))
+        apply_changes(traced.changes, PythonState(self._model))
 
     def fp32_outputs(self, ready: PreparedTrace, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
         """The FP32 model's own outputs by name; ``None`` where the reference is that model.

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from ampaudit.policy.schema import Constants
 from ampaudit.trace.opnames import (
-    CASTABLE,
+    CASTABLE_DTYPES,
     argument_names,
     base_name,
     converts,
@@ -34,7 +34,7 @@ def with_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """``dtype=float32`` where the caller left it unset; as autocast does, only for a 16-bit input."""
     given = named_arguments(op, args, kwargs)
     first = given.get(argument_names(op)[0])
-    if given.get("dtype") is None and getattr(first, "dtype", None) in CASTABLE:
+    if given.get("dtype") is None and getattr(first, "dtype", None) in CASTABLE_DTYPES:
         return kwargs | {"dtype": torch.float32}
     return kwargs
 

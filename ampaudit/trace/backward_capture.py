@@ -16,14 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ampaudit.trace.autograd_graph import reached_outputs
 from ampaudit.trace.failure import failing_line, plain_reason
-from ampaudit.trace.graph import WayBack
-from ampaudit.trace.marks import APPLIED, ENTERED, HOOKED, RETURNED, TURNED
-from ampaudit.trace.own_code import Application, Hook
+from ampaudit.trace.graph import CustomBackward
+from ampaudit.trace.marks import BACKWARD_END, BACKWARD_START, FUNCTION_INPUTS, FUNCTION_OUTPUTS, TENSOR_HOOK
+from ampaudit.trace.own_code import FunctionApplication, TensorHook
 
-__all__ = ["WaysBack"]
+__all__ = ["BackwardTracer"]
 
 
-class WaysBack:
+class BackwardTracer:
     """Remembers what has a way back of its own while a model is traced, and traces it in the end.
 
     Args:
@@ -33,17 +33,17 @@ class WaysBack:
     def __init__(self, follows: bool = True) -> None:
         self.follows = follows
         self.tracing = False
-        self.found: list[Application | Hook] = []
-        self.ways: list[WayBack] = []
+        self.found: list[FunctionApplication | TensorHook] = []
+        self.ways: list[CustomBackward] = []
 
-    def enter(self, function: Any, args: tuple[Any, ...], layer: str) -> Application:
+    def enter(self, function: Any, args: tuple[Any, ...], layer: str) -> FunctionApplication:
         """A function is about to be called."""
-        made = Application(len(self.found), layer, function, args)
-        ENTERED(made.inputs, made.number)
+        made = FunctionApplication(len(self.found), layer, function, args)
+        FUNCTION_INPUTS(made.inputs, made.number)
         self.found.append(made)
         return made
 
-    def leave(self, application: Application, result: Any) -> None:
+    def leave(self, application: FunctionApplication, result: Any) -> None:
         """It has returned; where nothing of it has a gradient, it is forgotten."""
         made = application
         made.outputs = tuple(result) if isinstance(result, tuple | list) else (result,)
@@ -54,12 +54,12 @@ class WaysBack:
             node: Any = made.outputs[place].grad_fn
             if isinstance(node, BackwardCFunction) and type(node) is made.function._backward_cls:
                 made.context = node
-        APPLIED([made.outputs[place] for place in made.places], made.number)
+        FUNCTION_OUTPUTS([made.outputs[place] for place in made.places], made.number)
 
     def hook(self, value: torch.Tensor, function: Callable[..., Any], layer: str) -> RemovableHandle:
         """A tensor's gradient will go through a hook."""
-        made = Hook(len(self.found), layer, value)
-        HOOKED([value], made.number)
+        made = TensorHook(len(self.found), layer, value)
+        TENSOR_HOOK([value], made.number)
         self.found.append(made)
         return made.hooks.added(function)
 
@@ -90,30 +90,30 @@ class WaysBack:
         within: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         for item in reversed(self.found):
-            if isinstance(item, Application) and item.context is None:
+            if isinstance(item, FunctionApplication) and item.context is None:
                 continue  # nothing of it asks for a gradient
             failure, line = None, None
-            TURNED(item.inputs[:1], item.number)
+            BACKWARD_START(item.inputs[:1], item.number)
             with within(f"{item.layer}/{item.name}" if item.layer else item.name):
                 made, leaves = self._traced(item, reached, parameters)
             if isinstance(made, Exception):
                 failure, line = plain_reason(made), failing_line(made.__traceback__)
                 made, leaves = [], []
-            RETURNED(made, leaves, item.number)
+            BACKWARD_END(made, leaves, item.number)
             self.ways.append(
-                WayBack(item.number, item.name, item.layer, line or item.source, failure, item.call)
+                CustomBackward(item.number, item.name, item.layer, line or item.source, failure, item.call)
             )
 
     def _traced(
         self,
-        item: Application | Hook,
+        item: FunctionApplication | TensorHook,
         reached: Mapping[int, frozenset[int]],
         parameters: Sequence[torch.Tensor],
     ) -> tuple[Any, list[torch.Tensor]]:
         """The gradients that it makes, those of leaves last, and these leaves; or why there are none."""
         if not self.follows:
             return RuntimeError("torch.export cannot record it"), []
-        if isinstance(item, Application) and not item.dirty and id(item.context) not in reached:
+        if isinstance(item, FunctionApplication) and not item.dirty and id(item.context) not in reached:
             return RuntimeError("autograd does not reach it from the loss"), []
         try:
             made: list[torch.Tensor | None] = item.returned(reached)

@@ -23,14 +23,14 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.trace.autocast_state import autocast_visible
-from ampaudit.trace.backward_capture import WaysBack
+from ampaudit.trace.backward_capture import BackwardTracer
 from ampaudit.trace.caster import Caster
 from ampaudit.trace.custom_autograd import AFTER_ACCUMULATION, custom_backwards
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
-from ampaudit.trace.fake_model import constant_masters, fake_like, named_tensors, shadow_of
+from ampaudit.trace.fake_model import constant_masters, fake_like, make_fake_model, named_tensors
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
 from ampaudit.trace.interpose import current_layer, interposed, same_module
@@ -105,9 +105,9 @@ def capture(
     reads = PrecisionReads()
     with quiet():
         convert = own_conversion(file.weights, low_dtype)
-        ways = None if setting.follows is None else WaysBack(setting.follows)
+        ways = None if setting.follows is None else BackwardTracer(setting.follows)
         dtypes = stored_dtypes(model, file.weights, low_dtype)
-        shadow, hooks = shadow_of(model, mode, dtypes, convert, trained=ways is not None)
+        shadow, hooks = make_fake_model(model, mode, dtypes, convert, trained=ways is not None)
         entry = Entry(
             *(shadow, args, kwargs, _placed(file.weights.outputs, low_dtype), reads.watching),
             None if ways is None else lambda traced, output: _go_back(ways, caster, traced, output, hooks),
@@ -143,14 +143,14 @@ def capture(
     return replace(
         made,
         custom_functions=tuple(custom_functions.names),
-        ways=() if ways is None else tuple(ways.ways),
-        way_notes=(*custom_functions.notes, *(_unseen_hooks(model) if ways is not None else ())),
+        custom_backwards=() if ways is None else tuple(ways.ways),
+        backward_notes=(*custom_functions.notes, *(_unseen_hooks(model) if ways is not None else ())),
         reads=tuple(reads.lines),
     )
 
 
 def _go_back(
-    ways: WaysBack, caster: Caster, model: nn.Module, output: Any, hooks: Mapping[str, Sequence[Any]]
+    ways: BackwardTracer, caster: Caster, model: nn.Module, output: Any, hooks: Mapping[str, Sequence[Any]]
 ) -> None:
     """Trace the author's own ways back from the loss, outside autocast, as training code goes back."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -205,10 +205,10 @@ def _assemble(
         structure=entry.outputs.structure,
         signature=signature,
         changes=changes,
-        drew=entry.outputs.drew,
+        random_constants=entry.outputs.random_constants,
         policy=setting.rules.name,
         dtype=setting.low_dtype,
-        notes=(*notes, *_state_notes(changes, entry.outputs.drew)),
+        notes=(*notes, *_state_notes(changes, entry.outputs.random_constants)),
         clip=setting.rules.file.weights.clip,
         split_ties=split_ties(model, setting.rules.file.weights, setting.low_dtype),
     )
@@ -250,12 +250,12 @@ def _lasting(
             yield StateChange(change.number, change.name, None, None, plain=False)
 
 
-def _state_notes(changes: Sequence[StateChange], drew: bool) -> tuple[str, ...]:
+def _state_notes(changes: Sequence[StateChange], random_constants: bool) -> tuple[str, ...]:
     """What makes the trace one of this call alone."""
     plain = ", ".join(change.name for change in changes if change.plain)
     stored = ", ".join(change.name for change in changes if not change.plain)
     notes = [f"forward changes {plain}: traced anew for each of its values"] if plain else []
-    if drew:
+    if random_constants:
         notes.append("forward draws Python's or NumPy's random numbers: each call is traced anew")
     if stored:
         notes.append(f"forward stores tensors or objects in {stored}: each call is traced without them")

@@ -14,14 +14,14 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.sites import SiteId, SiteNumbering
 from ampaudit.policy import Decision, OpFacts, RuleSet
-from ampaudit.policy.schema import PAINTED, Cast
+from ampaudit.policy.schema import COLORS, Cast
 from ampaudit.trace import arguments
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region, region_switched_on
 from ampaudit.trace.edits import Edit, History, OpCalled
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.inner import InnerOps
 from ampaudit.trace.opnames import (
-    CASTABLE,
+    CASTABLE_DTYPES,
     argument_names,
     is_composite,
     kept_whole,
@@ -290,7 +290,7 @@ class Caster:
             if kind is Cast.WIDEST:
                 return torch.float32 if torch.float32 in found else None
             return dtype if found - {torch.float32} else None
-        assert kind not in PAINTED, "colours are resolved before anything is cast"
+        assert kind not in COLORS, "colours are resolved before anything is cast"
         return None
 
 
@@ -305,4 +305,4 @@ def _storage(value: torch.Tensor) -> int:
 
 
 def _castable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in CASTABLE
+    return isinstance(value, torch.Tensor) and value.dtype in CASTABLE_DTYPES

@@ -15,7 +15,7 @@ from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import format_number, short_op
 from ampaudit.trace.graph import Site, Slot, TracedModel
 
-__all__ = ["CodePlace", "first_difference"]
+__all__ = ["CodeDifference", "first_difference"]
 
 _NUMBERS = 3  # how many constants of an op are named
 _SMALL = 16  # elements up to which a constant tensor is compared
@@ -25,7 +25,7 @@ _MASKING = ("masked_fill", "full", "where", "scalar_tensor", "full_like", "new_f
 
 
 @dataclass(frozen=True, slots=True)
-class CodePlace:
+class CodeDifference:
     """Where two traces differ first.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Op:
         return f"{self.base}({', '.join(numbers[:_NUMBERS])})" if numbers else self.base
 
 
-def first_difference(low: TracedModel, fp32: TracedModel) -> CodePlace | None:
+def first_difference(low: TracedModel, fp32: TracedModel) -> CodeDifference | None:
     """The first op that only one of two traces has, or whose constants differ; ``None`` where none does.
 
     Casts are left out: the FP32 run widens them. Numbers that mask come last: what they are does not matter,
@@ -80,7 +80,7 @@ def first_difference(low: TracedModel, fp32: TracedModel) -> CodePlace | None:
     assert shown is not None
     site = shown.site
     lines = {(op.site.source, op.site.layer) for pair in found if (op := pair[0] or pair[1]) is not None}
-    return CodePlace(
+    return CodeDifference(
         site=site.id,
         layer=site.layer,
         source=site.source,

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from ampaudit.trace.backward_capture import WaysBack
-from ampaudit.trace.own_code import Application, Hooks
+from ampaudit.trace.backward_capture import BackwardTracer
+from ampaudit.trace.own_code import FunctionApplication, Hooks
 from ampaudit.trace.tensor_attributes import tensor_attributes
 
 __all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "CustomFunctions", "custom_backwards"]
@@ -42,7 +42,7 @@ class CustomFunctions:
 
 
 @contextmanager
-def custom_backwards(ways: WaysBack | None, layer: Callable[[], str]) -> Iterator[CustomFunctions]:
+def custom_backwards(ways: BackwardTracer | None, layer: Callable[[], str]) -> Iterator[CustomFunctions]:
     """While active, names are noted, and ways back are remembered where gradients will be asked for.
 
     Args:
@@ -59,12 +59,12 @@ def custom_backwards(ways: WaysBack | None, layer: Callable[[], str]) -> Iterato
 class _Watch:
     """What stands in the place of torch's functions; each is yielded as owner, name and replacement."""
 
-    def __init__(self, ways: WaysBack | None, layer: Callable[[], str]) -> None:
+    def __init__(self, ways: BackwardTracer | None, layer: Callable[[], str]) -> None:
         self.custom_functions = CustomFunctions()
         self._ways = ways
         self._layer = layer
         self._checkpoints = 0  # that are open
-        self._running: list[Application | None] = []  # functions whose forward is running
+        self._running: list[FunctionApplication | None] = []  # functions whose forward is running
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """Everything."""
@@ -116,7 +116,7 @@ class _Watch:
 
     def _within(
         self,
-        application: Application | None,
+        application: FunctionApplication | None,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -207,6 +207,6 @@ class _Watch:
             application.context = ctx
             setattr(application, name, value)
 
-    def _application(self, ctx: Any) -> Application | None:
+    def _application(self, ctx: Any) -> FunctionApplication | None:
         found = () if self._ways is None else self._ways.found
-        return next((a for a in found if isinstance(a, Application) and a.context is ctx), None)
+        return next((a for a in found if isinstance(a, FunctionApplication) and a.context is ctx), None)

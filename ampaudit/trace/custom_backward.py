@@ -10,11 +10,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ampaudit.trace.flatten import has_effect
-from ampaudit.trace.graph import Placeholder, Slot, TracedModel, WayBack
-from ampaudit.trace.marks import GRADIENT, RETURNED, TURNED, kept_values, number_of
+from ampaudit.trace.graph import CustomBackward, Placeholder, Slot, TracedModel
+from ampaudit.trace.marks import BACKWARD_END, BACKWARD_START, OUTPUT_GRADIENT, mark_number, saved_values
 from ampaudit.trace.site_table import build_sites
 
-__all__ = ["with_ways"]
+__all__ = ["separate_backwards"]
 
 _LOST = "it reads a tensor that no op of the trace has made"
 
@@ -39,11 +39,11 @@ class _Stretch:
         return list(self.end.args[1])  # type: ignore[arg-type]
 
 
-def with_ways(traced: TracedModel) -> TracedModel:
+def separate_backwards(traced: TracedModel) -> TracedModel:
     """The traced model with its ways back apart; a mark keeps the values that each of them needs."""
-    if not traced.ways:
+    if not traced.custom_backwards:
         return traced
-    stretches = {number_of(found.end): found for found in _stretches(traced.graph)}
+    stretches = {mark_number(found.end): found for found in _stretches(traced.graph)}
     owner = {node: number for number, found in stretches.items() for node in found.nodes}
     for number, found in stretches.items():
         used = dict.fromkeys(n for node in found.nodes for n in node.all_input_nodes)
@@ -64,16 +64,16 @@ def with_ways(traced: TracedModel) -> TracedModel:
         traced,
         graph=graph,
         sites=tuple(site for site in traced.sites if site.node not in inside),
-        ways=tuple(ways),
+        custom_backwards=tuple(ways),
     )
 
 
 def _followed(
     traced: TracedModel, stretches: dict[int, _Stretch], owner: dict[fx.Node, int]
-) -> Iterator[WayBack]:
+) -> Iterator[CustomBackward]:
     """The ways back in their order; one fails that reads what is not known, or what a failed one makes."""
     failed: dict[int, str] = {}
-    for way in traced.ways:
+    for way in traced.custom_backwards:
         values = stretches[way.number].values
         broken = next((failed[owner[node]] for node in values if owner.get(node) in failed), None)
         lost = any(isinstance(traced.tensors.get(node.name), FakeTensor) for node in values)
@@ -86,9 +86,9 @@ def _followed(
 def _stretches(graph: fx.Graph) -> Iterator[_Stretch]:
     nodes: list[fx.Node] | None = None
     for node in graph.nodes:
-        if node.target is TURNED:
+        if node.target is BACKWARD_START:
             nodes = []
-        elif node.target is RETURNED:
+        elif node.target is BACKWARD_END:
             assert nodes is not None, "a way back begins before it ends"
             yield _Stretch(node, nodes)
             nodes = None
@@ -104,26 +104,28 @@ def _without(
     env: dict[fx.Node, fx.Node] = {}
     places: dict[int, tuple[int, ...]] = {}
     for node in graph.nodes:
-        if node.target is RETURNED:
-            number = number_of(node)
+        if node.target is BACKWARD_END:
+            number = mark_number(node)
             kept = [value for value in stretches[number].values if value not in owner]
             leaves = stretches[number].leaves
             places[number] = tuple(range(len(kept), len(kept) + len(leaves)))
-            made.call_function(kept_values, ([env[value] for value in (*kept, *leaves)], number))
+            made.call_function(saved_values, ([env[value] for value in (*kept, *leaves)], number))
         elif node.op == "output":
             made.output(fx.node.map_arg(node.args[0], lambda n: env[n]))
-        elif node not in owner and node.target is not TURNED:
+        elif node not in owner and node.target is not BACKWARD_START:
             env[node] = made.node_copy(node, lambda n: env[n])
     made.lint()
     return made, places
 
 
-def _apart(way: WayBack, stretch: _Stretch, owner: dict[fx.Node, int], traced: TracedModel) -> WayBack:
+def _apart(
+    way: CustomBackward, stretch: _Stretch, owner: dict[fx.Node, int], traced: TracedModel
+) -> CustomBackward:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     inputs: list[tuple[str, int | str]] = []
     places: list[Placeholder] = []
-    gradients = [node for node in stretch.nodes if node.target is GRADIENT]
+    gradients = [node for node in stretch.nodes if node.target is OUTPUT_GRADIENT]
     kept = [node for node in stretch.values if node not in owner]
     for node in (*gradients, *stretch.values):
         env[node] = graph.create_node("placeholder", node.name, (), {}, name=node.name)
@@ -153,7 +155,7 @@ def _apart(way: WayBack, stretch: _Stretch, owner: dict[fx.Node, int], traced: T
         placeholders=tuple(places),
         tensors={},
         sites=sites,
-        ways=(),
+        custom_backwards=(),
         outputs=(),
         structure=None,
     )

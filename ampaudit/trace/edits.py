@@ -15,7 +15,16 @@ from torch._ops import OpOverload
 
 from ampaudit.trace.opnames import base_name, converts
 
-__all__ = ["AsLogSigmoid", "AsLogSoftmax", "Constant", "Edit", "HandedOn", "History", "OpCalled", "Scaled"]
+__all__ = [
+    "Bypass",
+    "Edit",
+    "FuseLogSigmoid",
+    "FuseLogSoftmax",
+    "History",
+    "OpCalled",
+    "ReplaceConstant",
+    "ScaleOperand",
+]
 
 aten = torch.ops.aten
 Emit = Callable[..., Any]
@@ -63,7 +72,7 @@ class Edit(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class ReplaceConstant:
     """Another Python number in the place of one: a larger eps, a mask that the format holds.
 
     Attributes:
@@ -88,7 +97,7 @@ class Constant:
         )
 
 
-class AsLogSoftmax:
+class FuseLogSoftmax:
     """``log_softmax(x)`` for ``log(softmax(x))``."""
 
     looks_back: ClassVar[bool] = True
@@ -102,7 +111,7 @@ class AsLogSoftmax:
         return OpCalled(aten.log_softmax.int, made.args, made.kwargs)
 
 
-class AsLogSigmoid:
+class FuseLogSigmoid:
     """``logsigmoid(x)`` for ``log(sigmoid(x))``, ``logsigmoid(-x)`` for ``log(1 - sigmoid(x))``."""
 
     looks_back: ClassVar[bool] = True
@@ -120,7 +129,7 @@ class AsLogSigmoid:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScaleOperand:
     """The first operand of a product times a factor: scores that are scaled before they are added up.
 
     ``einsum`` takes its operands as a list after the equation.
@@ -140,7 +149,7 @@ class Scaled:
         return OpCalled(called.op, (emit(aten.mul.Scalar, first, self.factor), *rest), called.kwargs)
 
 
-class HandedOn:
+class Bypass:
     """The op is left out: its first operand is the result."""
 
     looks_back: ClassVar[bool] = False

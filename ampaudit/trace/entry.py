@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.trace.opnames import CASTABLE
+from ampaudit.trace.opnames import CASTABLE_DTYPES
 from ampaudit.trace.random_state import host_state
 from ampaudit.trace.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.state import PythonState, StateChange
@@ -46,14 +46,14 @@ class LossAndOutput(NamedTuple):
 class OutputNames:
     """Where each output tensor was found; an object, because torch.export undoes attribute assignments.
 
-    ``changes`` are what the model's code did to its Python state; ``drew`` says that it drew random numbers
-    of Python's or NumPy's, which are constants of the trace.
+    ``changes`` are what the model's code did to its Python state; ``random_constants`` says whether
+    random numbers drawn from Python or NumPy became constants of the trace.
     """
 
     names: tuple[str, ...] = ()
     structure: OutputStructure | None = None
     changes: tuple[StateChange, ...] = ()
-    drew: bool = False
+    random_constants: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Entry(nn.Module):
         state, drawn = PythonState(model), host_state()
         with self._around():
             output = model(*args, **kwargs)
-        self.outputs.drew = host_state() != drawn
+        self.outputs.random_constants = host_state() != drawn
         lost = [name for path, now, then in buffers for name in _write_assigned(path, now, then)]
         self.outputs.changes = (
             *state.changes(),
@@ -158,7 +158,7 @@ def placed(output: Any, dtype: torch.dtype | None) -> Any:
     """An output with its floating-point tensors in the dtype in which a policy gives them; float64 stays."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in CASTABLE or tensor.dtype == dtype:
+        if tensor.dtype not in CASTABLE_DTYPES or tensor.dtype == dtype:
             return tensor
         with replaying(INSERTED):
             return tensor.to(dtype)

@@ -20,8 +20,8 @@ __all__ = [
     "FakeModel",
     "constant_masters",
     "fake_like",
+    "make_fake_model",
     "named_tensors",
-    "shadow_of",
     "without_cache",
     "without_data",
 ]
@@ -64,7 +64,7 @@ def without_data(model: nn.Module, convert: Callable[[nn.Module], object]) -> nn
     return made
 
 
-def shadow_of(
+def make_fake_model(
     model: nn.Module,
     mode: FakeTensorMode,
     dtypes: Mapping[str, torch.dtype],

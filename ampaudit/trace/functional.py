@@ -16,13 +16,17 @@ from torch._ops import OpOverload
 
 from ampaudit.trace.caster import META_KEY
 from ampaudit.trace.graph import Slot, TracedModel
-from ampaudit.trace.marks import APPLIED, marked
+from ampaudit.trace.marks import FUNCTION_OUTPUTS, marked_values
 from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import mutated_arguments
 
-__all__ = ["STOPS", "OnCopy", "WriteThrough", "functionalized", "overload_of", "writes_in_place"]
+__all__ = ["DETACH_OPS", "OnCopy", "WriteThrough", "functionalized", "overload_of", "writes_in_place"]
 
-STOPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")  # the way back ends there
+DETACH_OPS = (  # gradients stop at these
+    "aten.detach.default",
+    "aten.detach_.default",
+    "aten.detach_copy.default",
+)  # the way back ends there
 aten = torch.ops.aten
 _BY_SIZES = {
     aten.view_as.default: aten.view.default,
@@ -100,7 +104,7 @@ class _Rewriter:
                 self.graph.output(fx.node.map_arg(node.args[0], self._value))
             elif writes_in_place(node):
                 self._write(node)
-            elif node.target is APPLIED:
+            elif node.target is FUNCTION_OUTPUTS:
                 self._copy(node)
                 self._begin_again(node)
             else:
@@ -167,7 +171,7 @@ class _Rewriter:
 
     def _begin_again(self, applied: fx.Node) -> None:
         """What a custom function has written is a new value: all that shows it is made after the mark."""
-        for out in marked(applied):
+        for out in marked_values(applied):
             view = self._views[out]
             if not self._versions[view.base]:
                 continue

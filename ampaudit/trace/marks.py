@@ -1,7 +1,7 @@
-"""Marks in a graph that is being traced: where the author's code has a way back of its own, and what that is.
+"""Marks custom backwards in a graph while it is traced.
 
-A mark is an op without a result, which every pass of ``torch.export`` carries along. ``number`` says which
-application of a function, or which hook, it belongs to.
+A mark is an op without a result, which every pass of ``torch.export`` keeps. Its ``number`` identifies the
+function call or the hook that it belongs to.
 """
 
 from __future__ import annotations
@@ -13,69 +13,70 @@ from torch import fx
 from torch._ops import OpOverload
 
 __all__ = [
-    "APPLIED",
-    "ENTERED",
-    "GRADIENT",
-    "HOOKED",
-    "RETURNED",
-    "TURNED",
+    "BACKWARD_END",
+    "BACKWARD_START",
+    "FUNCTION_INPUTS",
+    "FUNCTION_OUTPUTS",
+    "OUTPUT_GRADIENT",
+    "TENSOR_HOOK",
     "is_mark",
-    "kept_values",
-    "marked",
-    "number_of",
+    "mark_number",
+    "marked_values",
+    "saved_values",
 ]
 
 _LIBRARY = torch.library.Library("ampaudit", "DEF")
 _SCHEMAS = (
-    "entered(Tensor[] inputs, int number) -> ()",  # a function is given these
-    "applied(Tensor[] outputs, int number) -> ()",  # and has made these
-    "hooked(Tensor[] value, int number) -> ()",  # a hook waits for this value's gradient
-    "turned(Tensor[] near, int number) -> ()",  # what follows is the way back
-    "gradient(Tensor like, int number, int index) -> Tensor",  # stands for the gradient of an output
-    "returned(Tensor?[] gradients, Tensor[] leaves, int number) -> ()",  # what the way back makes; its end
+    "function_inputs(Tensor[] inputs, int number) -> ()",
+    "function_outputs(Tensor[] outputs, int number) -> ()",
+    "tensor_hook(Tensor[] value, int number) -> ()",  # hooks take this value's gradient
+    "backward_start(Tensor[] near, int number) -> ()",  # the ops of the backward follow
+    "output_gradient(Tensor like, int number, int index) -> Tensor",  # stands for the gradient of an output
+    "backward_end(Tensor?[] gradients, Tensor[] leaves, int number) -> ()",  # what the backward returns
 )
 
 
 def _nothing(*args: Any) -> None:
-    """A mark does nothing."""
+    """Do nothing: a mark computes no value."""
 
 
 for _schema in _SCHEMAS:
     _name = _LIBRARY.define(_schema)
     _LIBRARY.impl(
         _name.partition("::")[2] or _name,
-        (lambda like, number, index: torch.empty_like(like)) if "gradient(" in _schema else _nothing,
+        (lambda like, number, index: torch.empty_like(like)) if "output_gradient(" in _schema else _nothing,
         "CompositeExplicitAutograd",
     )
 
 _OPS = torch.ops.ampaudit
-ENTERED: OpOverload = _OPS.entered.default
-APPLIED: OpOverload = _OPS.applied.default
-HOOKED: OpOverload = _OPS.hooked.default
-TURNED: OpOverload = _OPS.turned.default
-GRADIENT: OpOverload = _OPS.gradient.default
-RETURNED: OpOverload = _OPS.returned.default
-_MARKS = frozenset({ENTERED, APPLIED, HOOKED, TURNED, GRADIENT, RETURNED})
-for _mark in (ENTERED, APPLIED, HOOKED, TURNED, RETURNED):
+FUNCTION_INPUTS: OpOverload = _OPS.function_inputs.default
+FUNCTION_OUTPUTS: OpOverload = _OPS.function_outputs.default
+TENSOR_HOOK: OpOverload = _OPS.tensor_hook.default
+BACKWARD_START: OpOverload = _OPS.backward_start.default
+OUTPUT_GRADIENT: OpOverload = _OPS.output_gradient.default
+BACKWARD_END: OpOverload = _OPS.backward_end.default
+_EFFECTS = (FUNCTION_INPUTS, FUNCTION_OUTPUTS, TENSOR_HOOK, BACKWARD_START, BACKWARD_END)
+_MARKS = frozenset({*_EFFECTS, OUTPUT_GRADIENT})
+for _mark in _EFFECTS:
     fx.node.has_side_effect(_mark)  # nothing that lacks users is dropped
 
 
-def kept_values(values: list[Any], number: int) -> None:
-    """The mark of a run's graph at which values are kept for a way back; some are numbers."""
+def saved_values(values: list[Any], number: int) -> None:
+    """Mark where a run saves values for a custom backward; some are numbers."""
 
 
 def is_mark(target: Any) -> bool:
-    """Whether a node's target is a mark, at which nothing is computed."""
-    return target is kept_values or (isinstance(target, OpOverload) and target in _MARKS)
+    """Whether a node's target is a mark, which computes nothing."""
+    return target is saved_values or (isinstance(target, OpOverload) and target in _MARKS)
 
 
-def marked(node: fx.Node) -> list[fx.Node]:
-    """The values that a mark names."""
+def marked_values(node: fx.Node) -> list[fx.Node]:
+    """The values that a mark refers to."""
     return list(node.args[0])  # type: ignore[arg-type]
 
 
-def number_of(node: fx.Node) -> int:
-    """Which application or hook a mark is about."""
-    number = node.args[1] if node.target is not RETURNED else node.args[2]
+def mark_number(node: fx.Node) -> int:
+    """The number of the function call or hook that a mark belongs to."""
+    number = node.args[1] if node.target is not BACKWARD_END else node.args[2]
     assert isinstance(number, int)
     return number

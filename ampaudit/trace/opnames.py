@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from ampaudit.policy.aten_ops import inner_op
 
 __all__ = [
-    "CASTABLE",
+    "CASTABLE_DTYPES",
     "CAST_OPS",
     "argument_names",
     "base_name",
@@ -70,7 +70,7 @@ _SELECTING = frozenset(
 )
 
 # dtypes that a policy may change; float64 is absent on purpose: autocast leaves it alone, and so do we
-CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+CASTABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # arguments that norms write to although their schema does not say so, and the flags under which they do
 _STATISTICS = ("running_mean", "running_var")

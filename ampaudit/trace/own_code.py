@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.trace.graph import OwnCall
-from ampaudit.trace.marks import GRADIENT
+from ampaudit.trace.graph import FunctionCall
+from ampaudit.trace.marks import OUTPUT_GRADIENT
 from ampaudit.trace.stack import code_line, is_tool_file
 
-__all__ = ["Application", "Hook", "Hooks"]
+__all__ = ["FunctionApplication", "Hooks", "TensorHook"]
 
 
 class Hooks(OrderedDict[int, Callable[..., Any]]):
@@ -33,7 +33,7 @@ class Hooks(OrderedDict[int, Callable[..., Any]]):
 
 
 @dataclass(slots=True, eq=False)
-class Application:
+class FunctionApplication:
     """One call of a custom autograd function.
 
     Attributes:
@@ -79,7 +79,7 @@ class Application:
         return _definition(self.context._get_user_fn())
 
     @property
-    def call(self) -> OwnCall | None:
+    def call(self) -> FunctionCall | None:
         """How to call it on other tensors; ``None`` where it was given modules or other objects."""
         leaves = pytree.tree_leaves([arg for arg in self.args if not isinstance(arg, torch.Tensor)])
         plain = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -87,7 +87,7 @@ class Application:
             return None
         fixed = tuple(None if isinstance(arg, torch.Tensor) else arg for arg in self.args)
         tensors = tuple(i for i, arg in enumerate(self.args) if isinstance(arg, torch.Tensor))
-        return OwnCall(self.function, fixed, tensors, self.places)
+        return FunctionCall(self.function, fixed, tensors, self.places)
 
     def returned(self, reached: Mapping[int, frozenset[int]]) -> list[torch.Tensor | None]:
         """Trace the backward: the gradients of the inputs."""
@@ -107,7 +107,7 @@ class Application:
         if not isinstance(output, torch.Tensor):
             return None
         if index in self.places and index in reached:
-            made: torch.Tensor = GRADIENT(output, self.number, self.places.index(index))
+            made: torch.Tensor = OUTPUT_GRADIENT(output, self.number, self.places.index(index))
             return made
         return (
             torch.zeros(output.shape, dtype=output.dtype, device=output.device) if self.materializes else None
@@ -115,7 +115,7 @@ class Application:
 
 
 @dataclass(slots=True, eq=False)
-class Hook:
+class TensorHook:
     """A hook on a tensor's gradient."""
 
     number: int
@@ -145,7 +145,7 @@ class Hook:
     def returned(self, reached: Mapping[int, frozenset[int]]) -> list[torch.Tensor | None]:
         """Trace the hook: the gradient that goes on."""
         del reached
-        gradient = GRADIENT(self.value, self.number, 0)
+        gradient = OUTPUT_GRADIENT(self.value, self.number, 0)
         for hook in self.hooks.values():
             if _is_torchs(hook):
                 continue  # it gathers gradients, or sends them elsewhere

@@ -17,12 +17,12 @@ from ampaudit.policy import Measurement, RuleSet, plain_fp32
 from ampaudit.policy.planning import PlanSite, plan_graph
 from ampaudit.trace.capture import TraceConfig, capture
 from ampaudit.trace.caster import META_KEY, OpRecord
-from ampaudit.trace.custom_backward import with_ways
+from ampaudit.trace.custom_backward import separate_backwards
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot, TracedModel
-from ampaudit.trace.opnames import CASTABLE
+from ampaudit.trace.opnames import CASTABLE_DTYPES
 from ampaudit.trace.replay import INSERTED, OPAQUE, REPLAYED, replaying
 from ampaudit.trace.site_table import float_value
 
@@ -40,7 +40,7 @@ def trace(
     edits: Mapping[SiteId, Edit] | None = None,
     differentiated: bool = False,
     seed: int | None = None,
-    ways_back: bool = False,
+    trace_backward: bool = False,
 ) -> TracedModel:
     """The model's graph for inputs like these, with the policy's casts in it.
 
@@ -58,9 +58,9 @@ def trace(
         measured: what a run saw, by site, for the policy's second phase.
         edits: ops to rewrite, by site.
         differentiated: whether the graph's gradients will be asked for.
-        ways_back: whether the model is one with its loss, and the author's own ways back are traced, too.
         seed: of the random numbers that the model's code draws while it is traced; without one it draws
             those that come next.
+        trace_backward: also trace custom backwards; the model must return its loss.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
@@ -70,10 +70,10 @@ def trace(
         edits=edits or {},
         differentiated=differentiated,
         seed=seed,
-        follows=True if ways_back else None,
+        follows=True if trace_backward else None,
     )
     if rules.file.level == "calls":
-        return with_ways(capture(model, args, kwargs, setting))
+        return separate_backwards(capture(model, args, kwargs, setting))
     uncast = plain_fp32(whole=rules.op_names)
     survey = capture(model, args, kwargs, replace(setting, rules=uncast, author_rules=uncast))
     sites = plan_sites(survey)
@@ -92,11 +92,11 @@ def trace(
         custom_functions=survey.custom_functions,
         notes=(*traced.notes, *survey.notes),
         changes=survey.changes,
-        drew=survey.drew,
-        ways=survey.ways,
-        way_notes=survey.way_notes,
+        random_constants=survey.random_constants,
+        custom_backwards=survey.custom_backwards,
+        backward_notes=survey.backward_notes,
     )
-    return with_ways(made)
+    return separate_backwards(made)
 
 
 def plan_sites(traced: TracedModel) -> list[PlanSite]:
@@ -186,7 +186,9 @@ def _origin(node: fx.Node) -> dict[str, Any]:
 
 
 def _in_float32(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.float32) if value.dtype in CASTABLE and value.dtype != torch.float32 else value
+    return (
+        value.to(torch.float32) if value.dtype in CASTABLE_DTYPES and value.dtype != torch.float32 else value
+    )
 
 
 def _does_nothing(node: fx.Node) -> bool:
@@ -194,5 +196,8 @@ def _does_nothing(node: fx.Node) -> bool:
         return False
     before, after = float_value(node.args[0].meta.get("val")), float_value(node.meta.get("val"))  # type: ignore[union-attr]
     return (
-        before is not None and after is not None and before.dtype == after.dtype and after.dtype in CASTABLE
+        before is not None
+        and after is not None
+        and before.dtype == after.dtype
+        and after.dtype in CASTABLE_DTYPES
     )

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-__all__ = ["PythonState", "StateChange", "hand_over"]
+__all__ = ["PythonState", "StateChange", "apply_changes"]
 
 _TABLES = ("_parameters", "_buffers")  # of tensors: their values are inputs of a graph
 # hooks that no forward pass calls; FSDP's hold its own state, which changes with each pass
@@ -166,7 +166,7 @@ class PythonState:
             self._visit(attributes, name)
 
 
-def hand_over(changes: Sequence[StateChange], state: PythonState) -> None:
+def apply_changes(changes: Sequence[StateChange], state: PythonState) -> None:
     """Repeat changes that a copy has seen in the containers of its model; only plain ones can be."""
     for change in changes:
         if change.plain:

@@ -12,7 +12,7 @@ from torch import nn
 from ampaudit.policy.matching import class_names, matches_any, matches_class, with_attributes
 from ampaudit.policy.schema import KeepFp32, WeightPolicy
 from ampaudit.trace.fake_model import named_tensors, without_data
-from ampaudit.trace.opnames import CASTABLE
+from ampaudit.trace.opnames import CASTABLE_DTYPES
 
 __all__ = [
     "is_cast",
@@ -37,7 +37,7 @@ def own_conversion(weights: WeightPolicy, low_dtype: torch.dtype) -> Conversion 
 
 def is_cast(dtype: torch.dtype, weights: WeightPolicy) -> bool:
     """Whether the policy casts stored tensors and inputs of a dtype."""
-    return dtype in CASTABLE if weights.casts == "float32" else dtype.is_floating_point
+    return dtype in CASTABLE_DTYPES if weights.casts == "float32" else dtype.is_floating_point
 
 
 def stored_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -22,7 +22,7 @@ from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.keys import TraceCache, call_key
-from ampaudit.trace.state import PythonState, hand_over
+from ampaudit.trace.state import PythonState, apply_changes
 from ampaudit.training.executable import Executable, emulated, native
 from ampaudit.training.sharing import ModelProxy, in_float32
 
@@ -89,7 +89,7 @@ class MixedModule(ModelProxy):
         outputs = compiled.run(self._values(compiled, tensor_leaves(args, kwargs)))
         self._hold_buffers(compiled)
         if compiled.traced.changes:
-            hand_over(compiled.traced.changes, PythonState(self.original))
+            apply_changes(compiled.traced.changes, PythonState(self.original))
         return in_float32(compiled.structure.filled(outputs))
 
     def traced(self, *args: Any, **kwargs: Any) -> TracedModel:
@@ -102,14 +102,14 @@ class MixedModule(ModelProxy):
         if compiled is None:
             state = PythonState(self.original)
             compiled = self._compile(args, kwargs)
-            if not compiled.traced.drew:
+            if not compiled.traced.random_constants:
                 self._ampaudit_compiled.keep(key, state, compiled)
             self._warn(compiled.traced)
         return compiled
 
     def _warn(self, traced: TracedModel) -> None:
         """Say once what a graph does not do, or that each call costs a trace."""
-        self._ampaudit_retraced += traced.drew or any(change.plain for change in traced.changes)
+        self._ampaudit_retraced += traced.random_constants or any(change.plain for change in traced.changes)
         stored = [change.name for change in traced.changes if not change.plain]
         if stored and not self._ampaudit_stored:
             warnings.warn(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampaudit.policy.coloring import paint
+from ampaudit.policy.coloring import color
 from ampaudit.policy.schema import Cast
 from ampaudit.trace.depth import reduction_depth
 from ampaudit.trace.opnames import named_arguments
@@ -67,7 +67,7 @@ def painted_by_definition(colours: list[Cast], inputs: list[list[int]]) -> list[
 @given(graphs())
 def test_painting_equals_its_definition(graph: tuple[list[Cast], list[list[int]]]) -> None:
     colours, inputs = graph
-    assert paint(colours, inputs) == painted_by_definition(colours, inputs)
+    assert color(colours, inputs) == painted_by_definition(colours, inputs)
 
 
 # -- depth ------------------------------------------------------------------------------------------

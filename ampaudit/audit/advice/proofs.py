@@ -20,7 +20,7 @@ from torch import fx
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.core.sites import SiteId
 from ampaudit.trace import Role, Site
-from ampaudit.trace.edits import AsLogSigmoid, AsLogSoftmax, Edit, HandedOn, Scaled
+from ampaudit.trace.edits import Bypass, Edit, FuseLogSigmoid, FuseLogSoftmax, ScaleOperand
 from ampaudit.trace.flow import Flow
 
 __all__ = [
@@ -103,7 +103,7 @@ def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
 def log_softmax(flow: Flow, site: Site) -> Edits | None:
     """The edit of a ``log`` that reads a softmax."""
     softmax = _logarithm_of(flow, site, "softmax")
-    return None if softmax is None else {site.id: AsLogSoftmax()}
+    return None if softmax is None else {site.id: FuseLogSoftmax()}
 
 
 def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
@@ -117,7 +117,7 @@ def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
         inner = _maker(flow, given.get("self")) if one_minus else None
         if inner is None or not _is_untouched(flow, inner, "sigmoid"):
             return None
-    return {site.id: AsLogSigmoid()}
+    return {site.id: FuseLogSigmoid()}
 
 
 def scaled_first(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
@@ -141,7 +141,7 @@ def scaling_edits(flow: Flow, site: Site) -> Edits | None:
     if found is None:
         return None
     factor, readers = found
-    return {site.id: Scaled(factor), **{reader.id: HandedOn() for reader in readers}}
+    return {site.id: ScaleOperand(factor), **{reader.id: Bypass() for reader in readers}}
 
 
 def _logarithm_of(flow: Flow, site: Site, op: str) -> Site | None:

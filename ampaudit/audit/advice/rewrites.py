@@ -26,7 +26,7 @@ from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Site
-from ampaudit.trace.edits import Constant
+from ampaudit.trace.edits import ReplaceConstant
 from ampaudit.trace.flow import Flow
 
 __all__ = ["rewrites"]
@@ -89,7 +89,7 @@ def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
     for larger in (e for e in EPS if eps < e and e > context.number_format.flush_below):
         code = f"{larger:g}"
         edits: Edits = {
-            other.id: Constant(eps, larger)
+            other.id: ReplaceConstant(eps, larger)
             for other in siblings(context, maker)
             if eps in _numbers(context, other)
         }
@@ -113,7 +113,9 @@ def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
         def as_limit(flow: Flow, other: Site, value: float = value, limit: float = limit) -> Edits | None:
             if value not in _numbers(context, other):
                 return {}
-            return {other.id: Constant(value, limit)} if is_limit(context, flow, other, value) else None
+            return (
+                {other.id: ReplaceConstant(value, limit)} if is_limit(context, flow, other, value) else None
+            )
 
         edits = of_the_line(context, step, as_limit, lambda flow, other: True)
         if edits is None:

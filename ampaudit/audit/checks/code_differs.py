@@ -11,7 +11,7 @@ from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, 
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.finding import Finding, Severity, Source
 from ampaudit.run.code_record import OutputDifference
-from ampaudit.trace.compare import CodePlace
+from ampaudit.trace.compare import CodeDifference
 
 __all__ = ["CHECK", "describe", "found_at"]
 
@@ -60,7 +60,7 @@ def _effect(seen: OutputDifference) -> str:
     return f"{seen.name} has {total} dB against the FP32 model, {seen.code_sqnr_db:.0f} dB by the code alone"
 
 
-def describe(place: CodePlace, dtype: str) -> str:
+def describe(place: CodeDifference, dtype: str) -> str:
     """What a line does in 16 bits and in FP32."""
     where = _name(place.source) if place.source is not None else f"layer {place.layer or '(top)'}"
     if place.fp32 is None:
@@ -75,7 +75,7 @@ def describe(place: CodePlace, dtype: str) -> str:
 
 def found_at(
     context: CheckContext,
-    place: CodePlace | None,
+    place: CodeDifference | None,
     code: str,
     cause: str,
     advice: str,

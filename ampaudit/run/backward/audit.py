@@ -20,7 +20,7 @@ from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.program import Program
 from ampaudit.run.runner import RunConfig
 from ampaudit.trace.graph import Placeholder, Slot
-from ampaudit.trace.marks import APPLIED, HOOKED, marked, number_of
+from ampaudit.trace.marks import FUNCTION_OUTPUTS, TENSOR_HOOK, mark_number, marked_values
 
 __all__ = ["GradientAudit"]
 
@@ -110,17 +110,19 @@ class GradientAudit:
         self._reached |= {p.name for p in places} - frozen
 
     def _note_customs(self, program: Program) -> None:
-        self.record.notes += [n for n in program.traced.way_notes if n not in self.record.notes]
+        self.record.notes += [n for n in program.traced.backward_notes if n not in self.record.notes]
 
     def _note_unfollowed(self, ways: Ways, names: Names, tape: Tape) -> None:
         known = {(way.site, way.name) for way in self.record.unfollowed}
-        for mark in (taped.step.node for taped in tape.marks if taped.step.target in (APPLIED, HOOKED)):
-            number = number_of(mark)
+        for mark in (
+            taped.step.node for taped in tape.marks if taped.step.target in (FUNCTION_OUTPUTS, TENSOR_HOOK)
+        ):
+            number = mark_number(mark)
             if number in ways.unfollowed:
                 way, (reason, instead) = ways.ways[number], ways.unfollowed[number]
                 site = names.own(mark)
                 if not instead:
-                    self._behind |= names.parameters_behind(marked(mark))
+                    self._behind |= names.parameters_behind(marked_values(mark))
                 if (site, way.name) not in known:
                     self.record.unfollowed.append(UnfollowedWay(site, way.name, reason, way.source, instead))
 

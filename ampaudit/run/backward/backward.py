@@ -15,7 +15,7 @@ from ampaudit.run.backward.custom_backward import Fault, GradientPair, Share, Wa
 from ampaudit.run.backward.product import vjp
 from ampaudit.run.backward.tape import Tape, Taped
 from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
-from ampaudit.trace.marks import APPLIED, is_mark, marked, number_of
+from ampaudit.trace.marks import FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
 
 __all__ = ["BackwardPass", "GradientPair", "GradientWatch", "Gradients"]
 
@@ -109,7 +109,7 @@ class BackwardPass:
     def _step(self, taped: Taped, gradients: Gradients, watch: GradientWatch) -> None:
         node = taped.step.node
         if is_mark(taped.step.target):
-            if taped.step.target is APPLIED:
+            if taped.step.target is FUNCTION_OUTPUTS:
                 self._through_function(taped, gradients, watch)
             return
         arrived = gradients.take(node, len(taped.step.dtypes))
@@ -151,10 +151,12 @@ class BackwardPass:
 
     def _through_function(self, taped: Taped, gradients: Gradients, watch: GradientWatch) -> None:
         """A custom function's outputs have their gradients: its own backward makes those of its inputs."""
-        out = [self._complete(node, gradients.take(node, 1), watch)[0] for node in marked(taped.step.node)]
+        out = [
+            self._complete(node, gradients.take(node, 1), watch)[0] for node in marked_values(taped.step.node)
+        ]
         if not any(out):
             return
-        for share in self._own.run(number_of(taped.step.node), out):
+        for share in self._own.run(mark_number(taped.step.node), out):
             if share.node in self._needed:
                 made = self._held(share)
                 pair = (made[0], watch.made(taped.step, share.node, out, made, share.fault))

@@ -20,8 +20,15 @@ from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace.converted import convert
-from ampaudit.trace.graph import Site, WayBack
-from ampaudit.trace.marks import APPLIED, ENTERED, HOOKED, kept_values, marked, number_of
+from ampaudit.trace.graph import CustomBackward, Site
+from ampaudit.trace.marks import (
+    FUNCTION_INPUTS,
+    FUNCTION_OUTPUTS,
+    TENSOR_HOOK,
+    mark_number,
+    marked_values,
+    saved_values,
+)
 
 __all__ = ["Fault", "GradientPair", "Share", "Ways", "WaysThrough"]
 
@@ -61,7 +68,7 @@ class Ways:
     def __init__(self, program: Program, backend: Backend, device: torch.device) -> None:
         self.backend = backend
         self.reference = Float32Backend()
-        self.ways = {way.number: way for way in program.traced.ways}
+        self.ways = {way.number: way for way in program.traced.custom_backwards}
         self.unfollowed: dict[int, tuple[str, str]] = {}
         self.executors = {
             number: LockStep(compile_program(way.traced, device), convert(way.traced), backend, device)
@@ -84,9 +91,9 @@ class WaysThrough:
         self.hooks: defaultdict[fx.Node, list[tuple[Step, int]]] = defaultdict(list)
         for taped in tape.marks:
             node = taped.step.node
-            self._marks[node.target, number_of(node)] = taped
-            if node.target is HOOKED:
-                self.hooks[marked(node)[0]].append((taped.step, number_of(node)))
+            self._marks[node.target, mark_number(node)] = taped
+            if node.target is TENSOR_HOOK:
+                self.hooks[marked_values(node)[0]].append((taped.step, mark_number(node)))
 
     def run(self, number: int, given: Sequence[GradientPair | None]) -> list[Share]:
         """From the gradients of a function's outputs to those of its inputs, and of leaves.
@@ -96,11 +103,11 @@ class WaysThrough:
         way = self._ways.ways.get(number)
         if way is None:
             return []
-        entered = self._marks.get((ENTERED, number)) or self._marks[HOOKED, number]
+        entered = self._marks.get((FUNCTION_INPUTS, number)) or self._marks[TENSOR_HOOK, number]
         if way.traced is None:
             return self._as_whole(way, entered, given)
-        kept = self._marks[kept_values, number]
-        values, watch = marked(kept.step.node), _FirstFault()
+        kept = self._marks[saved_values, number]
+        values, watch = marked_values(kept.step.node), _FirstFault()
         pairs: list[Pair] = []
         for kind, key in way.inputs:
             if kind == "gradient":
@@ -113,7 +120,7 @@ class WaysThrough:
         outputs = executor.run_pairs(pairs, watch)
         first = len(outputs) - len(way.shares)
         self._shared.update(zip(way.shares, outputs[first:], strict=True))
-        nodes = [*marked(entered.step.node), *(values[place] for place in way.leaves)]
+        nodes = [*marked_values(entered.step.node), *(values[place] for place in way.leaves)]
         numbers = [*way.returns, *range(first - len(way.leaves), first)]
         made = executor.program.outputs
         return [
@@ -126,21 +133,23 @@ class WaysThrough:
         self, entered: Taped, number: int, index: int, given: Sequence[GradientPair | None]
     ) -> Pair:
         """What arrived, or zeros, in the memory format of the value."""
-        shown = self._marks.get((APPLIED, number)) or entered
-        like, pair = shown.inputs[marked(shown.step.node)[index]], given[index]
+        shown = self._marks.get((FUNCTION_OUTPUTS, number)) or entered
+        like, pair = shown.inputs[marked_values(shown.step.node)[index]], given[index]
         if pair is None:
             zeros = torch.zeros_like(like[0])
             return zeros, zeros if like[0] is like[1] else torch.zeros_like(like[1])
         first = _laid_out(pair[0], like[0])
         return first, first if pair[0] is pair[1] else _laid_out(pair[1], like[1])
 
-    def _as_whole(self, way: WayBack, entered: Taped, given: Sequence[GradientPair | None]) -> list[Share]:
+    def _as_whole(
+        self, way: CustomBackward, entered: Taped, given: Sequence[GradientPair | None]
+    ) -> list[Share]:
         """Of a function that could not be followed, if it can be called on its own."""
         reason = way.failure or ""
-        self._ways.unfollowed[way.number] = (reason, "left out" if entered.step.target is HOOKED else "")
+        self._ways.unfollowed[way.number] = (reason, "left out" if entered.step.target is TENSOR_HOOK else "")
         if way.call is None:
             return []
-        nodes, fault = marked(entered.step.node), Fault(way.name, "", way.source)
+        nodes, fault = marked_values(entered.step.node), Fault(way.name, "", way.source)
         values = [entered.inputs[node] for node in nodes]
         try:
             first = called_as_whole(way.call, [v[0] for v in values], [g and g[0] for g in given])
@@ -183,7 +192,7 @@ class _FirstFault:
                 self._first = self._sites[step.node]
         return value
 
-    def fault(self, way: WayBack, made: fx.Node) -> Fault:
+    def fault(self, way: CustomBackward, made: fx.Node) -> Fault:
         """Who is to blame: the first one, else what made the gradient."""
         site = self._first or self._sites.get(made)
         if site is None:

@@ -15,7 +15,7 @@ from ampaudit.run.backward.meter import GradientMeter
 from ampaudit.run.backward.record import GradientOrigin
 from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.graph import Placeholder, Role, Site
-from ampaudit.trace.marks import is_mark, marked
+from ampaudit.trace.marks import is_mark, marked_values
 
 __all__ = ["Measuring", "Names", "Repairing", "Rounding"]
 
@@ -68,7 +68,7 @@ class Names:
 
     def own(self, node: fx.Node) -> SiteId:
         """The site of an op, or of what a custom function has made; else the nearest one."""
-        site = self._sites.get(marked(node)[0].name if is_mark(node.target) else node.name)
+        site = self._sites.get(marked_values(node)[0].name if is_mark(node.target) else node.name)
         return self.nearest(node) if site is None else site.id
 
     def nearest(self, node: fx.Node) -> SiteId:
@@ -110,7 +110,7 @@ class Measuring:
         del out, fault
         value = of.meta.get("val")
         name = self._names.of(of) if isinstance(value, torch.Tensor) and value.dim() <= 1 else None
-        source = self._names.of(marked(step.node)[0] if is_mark(step.target) else step.node)
+        source = self._names.of(marked_values(step.node)[0] if is_mark(step.target) else step.node)
         if name is not None and source is not None:
             self.meter.sums(*name, source[0])
         return pair[1]
@@ -165,7 +165,9 @@ class Repairing:
         self._inner.made(step, of, out, pair)
         if pair[0].shape != pair[1].shape:
             return pair[1]
-        given = marked(step.node) if is_mark(step.target) else [step.node]  # whose gradients it was given
+        given = (
+            marked_values(step.node) if is_mark(step.target) else [step.node]
+        )  # whose gradients it was given
         behind = not self._beyond.isdisjoint(given)
         wrong = _wrong(*pair)
         if wrong is not None:

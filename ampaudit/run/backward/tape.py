@@ -12,9 +12,9 @@ from ampaudit.run.lockstep import Observer, Pair, StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
-from ampaudit.trace.functional import STOPS, OnCopy, WriteThrough
+from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough
 from ampaudit.trace.graph import Slot
-from ampaudit.trace.marks import APPLIED, ENTERED, is_mark, marked, number_of
+from ampaudit.trace.marks import FUNCTION_INPUTS, FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
 
 __all__ = ["Tape", "Taped", "needs_gradient", "unseen_write"]
 
@@ -75,7 +75,7 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
     tensors = program.traced.tensors
     found: set[fx.Node] = set()
     places = {p.node: p for p in program.traced.placeholders}
-    with_leaves = {way.number for way in program.traced.ways if way.leaves}
+    with_leaves = {way.number for way in program.traced.custom_backwards if way.leaves}
     for node in program.inputs:
         tensor = tensors.get(node.name)
         trainable = places[node.name].slot is Slot.PARAMETER and tensor is not None and tensor.requires_grad
@@ -83,16 +83,16 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
             found.add(node)
     entered: dict[int, list[fx.Node]] = {}
     for step in program.steps:
-        if step.target is ENTERED:
-            entered[number_of(step.node)] = marked(step.node)
-        elif step.target is APPLIED:
+        if step.target is FUNCTION_INPUTS:
+            entered[mark_number(step.node)] = marked_values(step.node)
+        elif step.target is FUNCTION_OUTPUTS:
             # a function's leaves are known in the end only; one without such inputs has no outputs here
-            if found.intersection(entered[number_of(step.node)]) or number_of(step.node) in with_leaves:
-                found.update(marked(step.node))
+            if found.intersection(entered[mark_number(step.node)]) or mark_number(step.node) in with_leaves:
+                found.update(marked_values(step.node))
             continue
         if unseen_write(step) and step.node.all_input_nodes[0] in found:
             found.add(step.node)
-        passes = step.differentiable and str(step.target) not in STOPS
+        passes = step.differentiable and str(step.target) not in DETACH_OPS
         floats = any(d is not None and d.is_floating_point for d in step.dtypes)
         if passes and floats and any(used in found for used in step.node.all_input_nodes):
             found.add(step.node)

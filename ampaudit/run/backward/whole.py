@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ampaudit.trace.graph import OwnCall
+from ampaudit.trace.graph import FunctionCall
 
 __all__ = ["called_as_whole"]
 
 
 def called_as_whole(
-    call: OwnCall, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    call: FunctionCall, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """The gradients of what it is given, from those of its outputs, on kernels of the tensors' own dtypes.
 
