@@ -10,10 +10,10 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.errors import InputError
 from ampaudit.source import Batch
 
-__all__ = ["moved", "resized", "size_of_batch"]
+__all__ = ["batch_size_of", "moved", "resized"]
 
 
-def size_of_batch(batch: Batch) -> int:
+def batch_size_of(batch: Batch) -> int:
     """The first dimension that most tensors of a batch have; 1 if there is none."""
     leaves = pytree.tree_leaves((batch.args, batch.kwargs))
     counts = Counter(t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.ndim > 0)
@@ -26,7 +26,7 @@ def resized(batch: Batch, size: int) -> Batch:
     Raises:
         InputError: no tensor has a first dimension, so that there is nothing to repeat.
     """
-    own = size_of_batch(batch)
+    own = batch_size_of(batch)
     if own == size:
         return batch
     found = [t for t in _tensors(batch) if t.ndim > 0 and t.shape[0] == own]

@@ -18,14 +18,14 @@ from torch.utils.flop_counter import flop_registry
 from ampaudit.bench.devices.catalogue import Device
 from ampaudit.report.bench import Work
 
-__all__ = ["Counter", "seconds_at_best", "work_of"]
+__all__ = ["OpCounter", "roofline_seconds", "total_work"]
 
 _CASTS = (torch.ops.aten._to_copy.default,)
 _FREE = (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class OpCost:
     """One op: floating-point operations if it is a product, its precision, the bytes it reads and writes."""
 
     flops: int
@@ -36,10 +36,10 @@ class Op:
 
 
 @dataclass
-class Counter(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     """Lists the ops that run under it."""
 
-    ops: list[Op] = field(default_factory=list)
+    ops: list[OpCost] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Counter(TorchDispatchMode):
         return out
 
 
-def _op(func: Any, args: Any, kwargs: Any, out: Any) -> Op:
+def _op(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     made = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
     count = flop_registry.get(func._overloadpacket)
@@ -65,7 +65,7 @@ def _op(func: Any, args: Any, kwargs: Any, out: Any) -> Op:
     dtype = floats[0] if floats else torch.float32
     cast = func in _CASTS and bool(made) and bool(given) and made[0].dtype != given[0].dtype
     moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*given, *made)}.values())
-    return Op(flops, str(dtype).removeprefix("torch."), count is not None, moved, cast)
+    return OpCost(flops, str(dtype).removeprefix("torch."), count is not None, moved, cast)
 
 
 def _convolution_backward(args: Any) -> int:
@@ -81,7 +81,7 @@ def _convolution_backward(args: Any) -> int:
     return int(2 * outputs * per_element * (bool(wanted[0]) + bool(wanted[1])))
 
 
-def work_of(ops: list[Op], *, tf32: bool) -> Work:
+def total_work(ops: list[OpCost], *, tf32: bool) -> Work:
     """Sums over a step."""
     flops = sum(op.flops for op in ops)
     fast = flops if tf32 else sum(op.flops for op in ops if op.precision in ("float16", "bfloat16"))
@@ -93,7 +93,7 @@ def work_of(ops: list[Op], *, tf32: bool) -> Work:
     )
 
 
-def seconds_at_best(ops: list[Op], device: Device, *, tf32: bool) -> float | None:
+def roofline_seconds(ops: list[OpCost], device: Device, *, tf32: bool) -> float | None:
     """Sum over the ops of the longer of arithmetic and traffic; ``None`` where a rate is not known."""
     if device.bandwidth_gbs is None or device.fp32 is None:
         return None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ampaudit.bench.mode_runs import prepared, release
-from ampaudit.bench.modes import BenchTarget, ModeRunner, NotSupported, build, sized
-from ampaudit.bench.predict import holds_graph, predicted
+from ampaudit.bench.mode_runs import release_memory, start_run
+from ampaudit.bench.modes import BenchSetup, ModeRunner, NotSupported, build_mode, with_batch_size
+from ampaudit.bench.predict import holds_graph, predict_step
 from ampaudit.report.bench import Largest
 from ampaudit.run.audit import Progress
 
 __all__ = ["largest", "search"]
 
 
-def largest(subject: BenchTarget, modes: Sequence[str], told: Progress) -> Iterator[Largest]:
+def largest(subject: BenchSetup, modes: Sequence[str], told: Progress) -> Iterator[Largest]:
     """By doubling and then halving the step; measured on a GPU, predicted for the memory of ``--for``."""
     for index, mode in enumerate(modes):
         told("largest batch", index, len(modes))
@@ -22,7 +22,7 @@ def largest(subject: BenchTarget, modes: Sequence[str], told: Progress) -> Itera
             yield Largest(mode, search(fits), how)
 
 
-def _fits(mode: str, subject: BenchTarget) -> tuple[Callable[[int], bool] | None, str]:
+def _fits(mode: str, subject: BenchSetup) -> tuple[Callable[[int], bool] | None, str]:
     """A test of one size, and how it is made; none where there is no way."""
     target = subject.target
     if target is not None and target.memory_gb:
@@ -31,26 +31,26 @@ def _fits(mode: str, subject: BenchTarget) -> tuple[Callable[[int], bool] | None
         if built is None:
             return None, ""
         return (
-            lambda size: predicted(built, subject, size=size)[0].peak <= most,
+            lambda size: predict_step(built, subject, size=size)[0].peak <= most,
             f"predicted, for {target.memory_gb:g} GB",
         )
     if subject.device.type != "cuda":
         return None, ""
 
     def measured_fits(size: int) -> bool:
-        lane = prepared(mode, sized(subject, size), size)
+        lane = start_run(mode, with_batch_size(subject, size), size)
         fits = lane.row.status == "ok"
         lane.built = lane.batch = None
-        release(subject.device)
+        release_memory(subject.device)
         return fits
 
     return measured_fits, "measured"
 
 
-def _shapeless(mode: str, subject: BenchTarget) -> ModeRunner | None:
+def _shapeless(mode: str, subject: BenchSetup) -> ModeRunner | None:
     """A mode that runs the model's own code, with any batch size; a graph is for the size of its trace."""
     try:
-        built = build(mode, subject)
+        built = build_mode(mode, subject)
     except NotSupported:
         return None
     return None if holds_graph(built.model) else built

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch._C._profiler import _EventType as EventType
 
-from ampaudit.training.variants import state_of
+from ampaudit.training.variants import optimizer_state
 
-__all__ = ["Peak", "live_bytes", "measured_peak", "storage_bytes"]
+__all__ = ["Peak", "live_bytes", "measure_peak", "storage_bytes"]
 
 
 def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of parameters, buffers, gradients and optimizer state; memory that is shared counts once."""
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    return storage_bytes([*tensors, *(state_of(optimizer) if optimizer is not None else [])])
+    return storage_bytes([*tensors, *(optimizer_state(optimizer) if optimizer is not None else [])])
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -43,7 +43,7 @@ class Peak:
     workspace: int | None
 
 
-def measured_peak(step: Callable[[], object], held: int, device: torch.device) -> Peak:
+def measure_peak(step: Callable[[], object], held: int, device: torch.device) -> Peak:
     """Most bytes that were allocated during a step.
 
     On a GPU, torch's own count. On a CPU, ``held`` bytes that were there before, and the highest sum of what

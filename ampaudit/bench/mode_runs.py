@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from ampaudit.bench.batches import moved
-from ampaudit.bench.estimate import seconds_at_best, work_of
-from ampaudit.bench.memory import live_bytes, measured_peak
-from ampaudit.bench.modes import BenchTarget, ModeRunner, NotSupported, build
-from ampaudit.bench.predict import predicted
+from ampaudit.bench.estimate import roofline_seconds, total_work
+from ampaudit.bench.memory import live_bytes, measure_peak
+from ampaudit.bench.modes import BenchSetup, ModeRunner, NotSupported, build_mode
+from ampaudit.bench.predict import predict_step
 from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.report.bench import BenchRow
 from ampaudit.source import Batch
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = ["Lane", "finished", "prepared", "release", "timed"]
+__all__ = ["ModeRun", "finish_run", "release_memory", "start_run", "time_step"]
 
 
 @dataclass
-class Lane:
+class ModeRun:
     """One mode of a size: what is known, and while it can run, the mode itself."""
 
     row: BenchRow
@@ -36,20 +36,20 @@ class Lane:
     seconds: tuple[float, ...] = ()
 
 
-def prepared(mode: str, subject: BenchTarget, size: int) -> Lane:
+def start_run(mode: str, subject: BenchSetup, size: int) -> ModeRun:
     """Build a mode, warm it up, and measure its memory while it is the only one that runs."""
     row = BenchRow(mode=mode, how="", batch_size=size, status="ok")
-    lane = Lane(row)
+    lane = ModeRun(row)
     try:
         torch.manual_seed(subject.seed)
         before = _allocated(subject.device)
-        built = build(mode, subject)
+        built = build_mode(mode, subject)
         batch = moved(subject.source.batches[0], subject.device, built.dtype)
         output = built.forward(batch)
         for _ in range(2):
             built.step(batch)
         held = live_bytes(built.model, built.optimizer)
-        peak = measured_peak(lambda: built.step(batch), held, subject.device)
+        peak = measure_peak(lambda: built.step(batch), held, subject.device)
         lane.built, lane.batch = built, batch
         lane.output = tuple(t.detach().float().cpu() for t in _floats(output))
         row = replace(row, how=built.how, peak_bytes=peak.total - before, workspace_bytes=peak.workspace)
@@ -64,7 +64,7 @@ def prepared(mode: str, subject: BenchTarget, size: int) -> Lane:
     except (MemoryError, RuntimeError, TypeError, ValueError) as error:
         lane.row = _broken(row, error)
     if lane.built is None:
-        release(subject.device)
+        release_memory(subject.device)
     return lane
 
 
@@ -82,17 +82,17 @@ def _allocated(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
-def _with_prediction(row: BenchRow, built: ModeRunner, subject: BenchTarget) -> BenchRow:
+def _with_prediction(row: BenchRow, built: ModeRunner, subject: BenchSetup) -> BenchRow:
     try:
-        memory, ops = predicted(built, subject)
+        memory, ops = predict_step(built, subject)
     except Exception as error:  # an op that needs data, or that torch cannot take without
         return replace(row, note=f"no prediction: {type(error).__name__}: {first_line(error)}")
     tf32 = row.mode == "tf32"
-    best = seconds_at_best(ops, subject.target, tf32=tf32) if subject.target is not None else None
-    return replace(row, memory=memory, work=work_of(ops, tf32=tf32), at_best=best)
+    best = roofline_seconds(ops, subject.target, tf32=tf32) if subject.target is not None else None
+    return replace(row, memory=memory, work=total_work(ops, tf32=tf32), at_best=best)
 
 
-def _metric(subject: BenchTarget, output: Any) -> float | None:
+def _metric(subject: BenchSetup, output: Any) -> float | None:
     """The model file's own measure of the output; none if it has none, or cannot take this one."""
     if subject.source.metric is None:
         return None
@@ -103,7 +103,7 @@ def _metric(subject: BenchTarget, output: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def timed(lane: Lane, device: torch.device) -> None:
+def time_step(lane: ModeRun, device: torch.device) -> None:
     """Time one more step; a mode that fails now leaves its memory to the others."""
     assert lane.built is not None
     assert lane.batch is not None
@@ -112,7 +112,7 @@ def timed(lane: Lane, device: torch.device) -> None:
     except (MemoryError, RuntimeError) as error:  # the other modes may have left too little memory
         lane.row = _broken(lane.row, error)
         lane.built = None
-        release(device)
+        release_memory(device)
 
 
 def _seconds(built: ModeRunner, batch: Batch, device: torch.device) -> float:
@@ -129,7 +129,7 @@ def _seconds(built: ModeRunner, batch: Batch, device: torch.device) -> float:
     return float(first.elapsed_time(last)) / 1e3
 
 
-def release(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Give memory back that nothing holds."""
     gc.collect()
     if device.type == "cuda":
@@ -140,7 +140,7 @@ def _floats(output: Any) -> list[torch.Tensor]:
     return [t for t in tensor_leaves((output,), {}) if t.is_floating_point()]
 
 
-def finished(lane: Lane, exact: tuple[torch.Tensor, ...]) -> BenchRow:
+def finish_run(lane: ModeRun, exact: tuple[torch.Tensor, ...]) -> BenchRow:
     """The row of a mode; ``exact`` are fp32's outputs."""
     row = lane.row
     if row.status != "ok":

@@ -14,7 +14,7 @@ from ampaudit.audit.plan import trace_under
 from ampaudit.bench.batches import moved, resized
 from ampaudit.bench.devices.catalogue import Device
 from ampaudit.core.formats import NumberFormat
-from ampaudit.export.fold import deploy, weights_of
+from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.run.guards import exact_float32, tf32
@@ -23,10 +23,10 @@ from ampaudit.trace.converted import convert
 from ampaudit.trace.loss import WithLoss, item_apart
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.trace.structure import structural_copy
-from ampaudit.training.prepare import is_pure, prepare
-from ampaudit.training.variants import optimizer_of
+from ampaudit.training.prepare import is_master_free, prepare
+from ampaudit.training.variants import make_optimizer
 
-__all__ = ["BenchTarget", "ModeRunner", "NotSupported", "build", "sized"]
+__all__ = ["BenchSetup", "ModeRunner", "NotSupported", "build_mode", "with_batch_size"]
 
 _STORED = {"half": torch.float16, "bf16": torch.bfloat16}
 
@@ -36,7 +36,7 @@ class NotSupported(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class BenchTarget:
+class BenchSetup:
     """What is measured, and how.
 
     Attributes:
@@ -64,7 +64,7 @@ class BenchTarget:
         return dtype
 
 
-def sized(subject: BenchTarget, size: int) -> BenchTarget:
+def with_batch_size(subject: BenchSetup, size: int) -> BenchSetup:
     """The same with another batch size."""
     batch = resized(subject.source.batches[0], size)
     return replace(subject, source=replace(subject.source, batches=(batch,)))
@@ -121,7 +121,7 @@ def _item(batch: Batch) -> Any:
     return item_apart(batch.args, batch.kwargs, batch.whole)
 
 
-def build(mode: str, subject: BenchTarget) -> ModeRunner:
+def build_mode(mode: str, subject: BenchSetup) -> ModeRunner:
     """A mode, ready to run.
 
     Raises:
@@ -143,18 +143,18 @@ def build(mode: str, subject: BenchTarget) -> ModeRunner:
     return _finished(ModeRunner("float32, TF32 off", model, exact_float32), subject)
 
 
-def _copy(subject: BenchTarget) -> nn.Module:
+def _copy(subject: BenchSetup) -> nn.Module:
     model = structural_copy(subject.source.model).to(subject.device)
     return WithLoss(model, subject.source.loss).train() if subject.train else model.eval()
 
 
-def _finished(built: ModeRunner, subject: BenchTarget) -> ModeRunner:
+def _finished(built: ModeRunner, subject: BenchSetup) -> ModeRunner:
     if subject.train:
-        built.optimizer = optimizer_of(subject.source, built.model)
+        built.optimizer = make_optimizer(subject.source, built.model)
     return built
 
 
-def _autocast(model: nn.Module, subject: BenchTarget) -> ModeRunner:
+def _autocast(model: nn.Module, subject: BenchSetup) -> ModeRunner:
     kind, dtype = subject.device.type, subject.low_dtype
     if subject.target is not None and subject.target.capability is not None and kind != "cuda":
         built = _converted(replace(subject, rules=load_policy("torch-cuda")), compiled=False, folded=False)
@@ -175,16 +175,17 @@ def _autocast(model: nn.Module, subject: BenchTarget) -> ModeRunner:
     return _finished(built, subject)
 
 
-def _converted(subject: BenchTarget, *, compiled: bool, folded: bool = True) -> ModeRunner:
+def _converted(subject: BenchSetup, *, compiled: bool, folded: bool = True) -> ModeRunner:
     how = f"policy {subject.rules.name}, {subject.form.name}"
     if subject.train:
         model = _copy(subject)
-        optimizer = optimizer_of(subject.source, model)
+        optimizer = make_optimizer(subject.source, model)
         weights = subject.rules.file.weights
-        lowered = {} if is_pure(subject.rules) else stored_dtypes(model, weights, subject.low_dtype)
+        lowered = {} if is_master_free(subject.rules) else stored_dtypes(model, weights, subject.low_dtype)
         made = prepare(model, optimizer, policy=subject.rules, dtype=subject.form.name, emulate=False)
         built = ModeRunner(f"{how}, ampaudit.prepare", made.model, contextlib.nullcontext)
-        scaled = made.scaler.is_enabled() and not is_pure(subject.rules)  # torch unscales no 16-bit gradients
+        # torch unscales no 16-bit gradients
+        scaled = made.scaler.is_enabled() and not is_master_free(subject.rules)
         built.masters = frozenset(lowered)
         built.optimizer, built.scaler = optimizer, made.scaler if scaled else None
         if compiled:
@@ -193,8 +194,8 @@ def _converted(subject: BenchTarget, *, compiled: bool, folded: bool = True) -> 
     batch = subject.source.batches[0]
     traced, _ = trace_under(subject.source, subject.rules, subject.form, subject.device, subject.seed)
     changed = convert(traced)
-    graph = deploy(changed, "inference" if folded else "train")
-    values = {name: t.to(subject.device) for name, t in weights_of(changed, graph, {}).items()}
+    graph = fold_casts(changed, "inference" if folded else "train")
+    values = {name: t.to(subject.device) for name, t in folded_weights(changed, graph, {}).items()}
     model = GraphModel(graph, values, traced.outputs, train=False).eval()
     built = ModeRunner(f"{how}, casts folded into the weights", model, contextlib.nullcontext)
     if compiled:

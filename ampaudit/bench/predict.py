@@ -16,21 +16,23 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampaudit.bench.batches import size_of_batch
-from ampaudit.bench.estimate import Counter, Op
+from ampaudit.bench.batches import batch_size_of
+from ampaudit.bench.estimate import OpCost, OpCounter
 from ampaudit.bench.memory import storage_bytes
-from ampaudit.bench.modes import BenchTarget, ModeRunner
+from ampaudit.bench.modes import BenchSetup, ModeRunner
 from ampaudit.report.bench import Memory
 from ampaudit.trace.fake_model import make_fake_model, named_tensors
 from ampaudit.trace.keys import TraceCache
-from ampaudit.training.variants import optimizer_of, state_of
+from ampaudit.training.variants import make_optimizer, optimizer_state
 
-__all__ = ["holds_graph", "predicted"]
+__all__ = ["holds_graph", "predict_step"]
 
 _SHARED = ("_ampaudit_compiled", "_ampaudit")  # graphs that a copy may use as they are
 
 
-def predicted(built: ModeRunner, subject: BenchTarget, *, size: int | None = None) -> tuple[Memory, list[Op]]:
+def predict_step(
+    built: ModeRunner, subject: BenchSetup, *, size: int | None = None
+) -> tuple[Memory, list[OpCost]]:
     """The split at the peak of a step, and the ops of another one.
 
     Args:
@@ -43,7 +45,7 @@ def predicted(built: ModeRunner, subject: BenchTarget, *, size: int | None = Non
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _shadow(built.model, mode)
     own = subject.source.batches[0]
-    batch_size = size_of_batch(own)
+    batch_size = batch_size_of(own)
 
     def shaped(tensor: torch.Tensor) -> torch.Tensor:
         dtype = built.dtype if built.dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -59,14 +61,14 @@ def predicted(built: ModeRunner, subject: BenchTarget, *, size: int | None = Non
     with mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if built.optimizer is not None:
-            stand_in.optimizer = optimizer_of(subject.source, model)
+            stand_in.optimizer = make_optimizer(subject.source, model)
             stand_in.step(fake)  # the optimizer's state is made in its first step
         tracker = MemTracker()
         tracker.track_external(model, *([stand_in.optimizer] if stand_in.optimizer else []))
         with tracker:
             stand_in.step(fake)
         peak = tracker.get_tracker_snapshot("peak")
-        with Counter() as counter:
+        with OpCounter() as counter:
             stand_in.step(fake)
     total, gradients = _sum(peak, "Total"), _sum(peak, "GRAD")
     return _split(stand_in, built.masters, total, gradients), counter.ops
@@ -91,7 +93,7 @@ def _split(built: ModeRunner, masters: frozenset[str], total: int, gradients: in
     held = named_tensors(built.model)
     kept = storage_bytes(tensor for name, tensor in held.items() if name in masters)
     weights = storage_bytes(held.values()) - kept
-    optimizer = storage_bytes(state_of(built.optimizer)) if built.optimizer is not None else 0
+    optimizer = storage_bytes(optimizer_state(built.optimizer)) if built.optimizer is not None else 0
     rest = total - weights - kept - gradients - optimizer
     return Memory(weights, kept, gradients, optimizer, max(rest, 0))
 

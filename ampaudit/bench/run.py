@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
-from ampaudit.bench.batches import size_of_batch
+from ampaudit.bench.batches import batch_size_of
 from ampaudit.bench.devices.catalogue import Device
 from ampaudit.bench.devices.host import this_machine
 from ampaudit.bench.largest import largest
-from ampaudit.bench.mode_runs import Lane, finished, prepared, timed
-from ampaudit.bench.modes import BenchTarget, sized
+from ampaudit.bench.mode_runs import ModeRun, finish_run, start_run, time_step
+from ampaudit.bench.modes import BenchSetup, with_batch_size
 from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
@@ -67,8 +67,8 @@ def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
     rows: list[BenchRow] = []
     most: tuple[Largest, ...] = ()
     interrupted = False
-    for size in settings.sizes or (size_of_batch(first),):
-        found, interrupted = _of_size(sized(subject, size), size, settings)
+    for size in settings.sizes or (batch_size_of(first),):
+        found, interrupted = _of_size(with_batch_size(subject, size), size, settings)
         rows += found
         if interrupted:
             break
@@ -100,11 +100,11 @@ def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
     )
 
 
-def _subject(source: ModelSource, settings: BenchSettings) -> BenchTarget:
+def _subject(source: ModelSource, settings: BenchSettings) -> BenchSetup:
     device, form = pick_device(settings.device), low_precision_format(settings.dtype)
     rules = settings.policy if isinstance(settings.policy, RuleSet) else load_policy(settings.policy)
     rules = rules.for_environment(environment_of(device))
-    return BenchTarget(source, device, form, rules, settings.train, settings.seed, settings.target)
+    return BenchSetup(source, device, form, rules, settings.train, settings.seed, settings.target)
 
 
 def _notes(settings: BenchSettings, kind: str) -> Iterator[str]:
@@ -117,22 +117,22 @@ def _notes(settings: BenchSettings, kind: str) -> Iterator[str]:
         )
 
 
-def _of_size(subject: BenchTarget, size: int, settings: BenchSettings) -> tuple[list[BenchRow], bool]:
+def _of_size(subject: BenchSetup, size: int, settings: BenchSettings) -> tuple[list[BenchRow], bool]:
     """The rows of a size, and whether it was interrupted: then of modes that were timed at least once."""
     told = settings.progress or silent
-    lanes: list[Lane] = []
+    lanes: list[ModeRun] = []
     interrupted = False
     try:
         for index, mode in enumerate(settings.modes):
             told(f"preparing batch size {size}", index, len(settings.modes))
-            lanes.append(prepared(mode, subject, size))
+            lanes.append(start_run(mode, subject, size))
         for repeat in range(settings.repeats):
             told(f"timing batch size {size}", repeat, settings.repeats)
             for lane in lanes:
                 if lane.built is not None:
-                    timed(lane, subject.device)
+                    time_step(lane, subject.device)
     except KeyboardInterrupt:
         interrupted = True
         lanes = [lane for lane in lanes if lane.seconds or lane.row.status != "ok"]
     exact = next((lane.output for lane in lanes if lane.row.mode == "fp32" and lane.output), ())
-    return [finished(lane, exact) for lane in lanes], interrupted
+    return [finish_run(lane, exact) for lane in lanes], interrupted

@@ -22,9 +22,9 @@ from ampaudit.core.errors import RunFailed, SourceError, UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.export.convert_weights import conversion_of
 from ampaudit.export.directory import CheckpointSource, finish_directory
-from ampaudit.export.fold import Deployed, deploy, weights_of
-from ampaudit.export.hf_directory import copy_companions, set_dtype
-from ampaudit.export.onnx_file import OnnxFile, input_names, write_onnx
+from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights
+from ampaudit.export.huggingface import copy_companions, set_dtype
+from ampaudit.export.onnx_export import OnnxFile, input_names, write_onnx
 from ampaudit.export.onnx_report import about_report, onnx_notes
 from ampaudit.export.options import ConvertOptions
 from ampaudit.export.plan_file import plan_rules
@@ -32,14 +32,14 @@ from ampaudit.export.program import export_program
 from ampaudit.export.reference import (
     Call,
     ReferenceOutputs,
-    compared,
+    compare_output,
     digest_of_tensors,
     flat_outputs,
     record_reference,
 )
 from ampaudit.export.state import checkpoint_of, planned_types
-from ampaudit.export.storage import choose_planned
-from ampaudit.export.stream import WeightFiles, write_weights
+from ampaudit.export.storage import decide_as_planned
+from ampaudit.export.weight_files import WeightFiles, write_weights
 from ampaudit.render.json import to_json
 from ampaudit.report.conversion import Conversion
 from ampaudit.report.model import Report
@@ -105,10 +105,10 @@ def convert_source(
     if audited.report.exit_code:
         return audited, None
     converted = audited.audit.converted
-    graph = deploy(converted, options.mode)
-    storage = graph if options.mode == "inference" else deploy(converted, "inference")
+    graph = fold_casts(converted, options.mode)
+    storage = graph if options.mode == "inference" else fold_casts(converted, "inference")
     checkpoint, names = _checkpoint(source, options)
-    choices = choose_planned(checkpoint, planned_types(source.model, storage), names)
+    choices = decide_as_planned(checkpoint, planned_types(source.model, storage), names)
     notes: list[str] = list(converted.traced.notes)
     with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
         if source.kind == "huggingface":
@@ -120,11 +120,11 @@ def convert_source(
         (stage / PLAN).write_text(plan_rules(converted.traced, audited.rules, source.location), "utf-8")
         (stage / REPORT).write_text(to_json(audited.report), "utf-8")
         if source.release is None:
-            weights = converted, graph, weights_of(converted, graph, {})
+            weights = converted, graph, folded_weights(converted, graph, {})
             reference, onnx = _write_program(stage, source, weights, audited.report, options, settings.seed)
         else:
             mapped, ready = _written(source, graph, stage, files)
-            weights = converted, graph, weights_of(converted, graph, ready)
+            weights = converted, graph, folded_weights(converted, graph, ready)
             with mapped.dropping():
                 reference, onnx = _write_program(
                     stage, source, weights, audited.report, options, settings.seed
@@ -164,7 +164,7 @@ def _checkpoint(source: ModelSource, options: ConvertOptions) -> tuple[Checkpoin
 def _write_program(
     stage: Path,
     source: ModelSource,
-    made: tuple[ConvertedModel, Deployed, Mapping[str, torch.Tensor]],
+    made: tuple[ConvertedModel, FoldedGraph, Mapping[str, torch.Tensor]],
     report: Report,
     options: ConvertOptions,
     seed: int,
@@ -193,7 +193,7 @@ def _write_program(
 
 
 def _written(
-    source: ModelSource, graph: Deployed, stage: Path, files: WeightFiles
+    source: ModelSource, graph: FoldedGraph, stage: Path, files: WeightFiles
 ) -> tuple[MappedWeights, dict[str, torch.Tensor]]:
     """The weights that were just written, mapped from their files; and those of each placeholder."""
     mapped = map_checkpoint(stage)
@@ -220,7 +220,7 @@ def _onnx_error(onnx: OnnxFile | None, reference: ReferenceOutputs) -> float | N
         ours = reference.tensors[f"output[{index}]"]
         if not ours.isfinite().all():
             continue  # the audit said so, and the user wants the file all the same
-        error, accuracy = compared(onnx.outputs[index], ours)
+        error, accuracy = compare_output(onnx.outputs[index], ours)
         if error is None or (accuracy is not None and accuracy < _ONNX_DB):
             what = "is not finite" if error is None else f"agrees to {accuracy:.0f} dB only"
             raise RunFailed(

@@ -12,8 +12,8 @@ from ampaudit.core.files import staged_directory
 from ampaudit.core.formats import low_precision_format
 from ampaudit.export.directory import CheckpointSource, finish_directory
 from ampaudit.export.options import ConvertOptions
-from ampaudit.export.storage import choose_by_name
-from ampaudit.export.stream import Look, WeightFiles, write_weights
+from ampaudit.export.storage import decide_by_name
+from ampaudit.export.weight_files import ValueScan, WeightFiles, write_weights
 from ampaudit.report.conversion import Conversion
 from ampaudit.trace.clipping import clipped
 
@@ -40,8 +40,8 @@ def convert_weights(path: Path, output: Path, options: ConvertOptions) -> Conver
     options = options.loaded()
     rules = options.rules
     form = low_precision_format(options.dtype)
-    choices = choose_by_name(checkpoint, rules, form)
-    look = Look(form, keep_overflowing=rules.file.weights.storage == "float32")
+    choices = decide_by_name(checkpoint, rules, form)
+    look = ValueScan(form, keep_overflowing=rules.file.weights.storage == "float32")
     notes = (
         "only weights were converted: no model was run, so nothing is known about overflow in its layers",
     )

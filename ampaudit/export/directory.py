@@ -18,7 +18,7 @@ from ampaudit.export.manifest import (
     write_manifest,
 )
 from ampaudit.export.options import ConvertOptions
-from ampaudit.export.stream import WeightFiles
+from ampaudit.export.weight_files import WeightFiles
 from ampaudit.policy.schema import Constants
 from ampaudit.report.conversion import OutputRecord
 

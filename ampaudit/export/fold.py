@@ -15,13 +15,13 @@ from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import mutated_arguments
 
-__all__ = ["Deployed", "deploy", "weights_of"]
+__all__ = ["FoldedGraph", "fold_casts", "folded_weights"]
 
 _LOWER = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Deployed:
+class FoldedGraph:
     """A graph, and for each of its weights how it is stored.
 
     Attributes:
@@ -37,7 +37,7 @@ class Deployed:
     folded: int
 
 
-def deploy(converted: ConvertedModel, mode: Mode) -> Deployed:
+def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
     """For inference, a weight that every use takes in one 16-bit format is stored in it; for training, none.
 
     Raises:
@@ -61,7 +61,7 @@ def deploy(converted: ConvertedModel, mode: Mode) -> Deployed:
         for p in traced.placeholders
     )
     casts = sum(site.role is Role.WEIGHT_CAST for site in traced.sites) - folded
-    return Deployed(graph, placeholders, casts, folded)
+    return FoldedGraph(graph, placeholders, casts, folded)
 
 
 def _own_dtype(place: Placeholder, tensors: dict[str, torch.Tensor]) -> torch.dtype | None:
@@ -133,8 +133,8 @@ def _first_call(graph: fx.Graph) -> fx.Node:
     return first
 
 
-def weights_of(
-    converted: ConvertedModel, deployed: Deployed, ready: Mapping[str, torch.Tensor]
+def folded_weights(
+    converted: ConvertedModel, deployed: FoldedGraph, ready: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The weights by placeholder, each in the dtype in which it is given; a tied one is rounded once.
 

@@ -12,7 +12,7 @@ import torch
 from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
 from ampaudit.core.errors import AuditError
 from ampaudit.export.manifest import Manifest, digest_of, files_under
-from ampaudit.export.stream import StoredTensor
+from ampaudit.export.weight_files import StoredTensor
 from ampaudit.report.problem import Problem
 from ampaudit.trace.clipping import clipped
 

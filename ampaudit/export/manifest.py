@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.checkpoint.strict import unique_json
 from ampaudit.core.errors import WeightsError, first_line
-from ampaudit.export.stream import StoredTensor
+from ampaudit.export.weight_files import StoredTensor
 from ampaudit.policy.schema import Constants
 from ampaudit.report.conversion import OutputRecord
 

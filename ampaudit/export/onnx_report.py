@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.export import ExportedProgram
 
 from ampaudit.core.text import escape_control, format_number
-from ampaudit.export.fold import Deployed
+from ampaudit.export.fold import FoldedGraph
 from ampaudit.export.program import same_nodes
 from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
@@ -15,7 +15,7 @@ __all__ = ["about_report", "onnx_notes"]
 
 
 def onnx_notes(
-    report: Report, traced: TracedModel, deployed: Deployed, program: ExportedProgram
+    report: Report, traced: TracedModel, deployed: FoldedGraph, program: ExportedProgram
 ) -> dict[str, dict[str, str]]:
     """Notes by the name of the program's node."""
     sites = {site.site: site for site in report.sites}

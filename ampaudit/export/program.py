@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed, first_line
-from ampaudit.export.fold import Deployed
+from ampaudit.export.fold import FoldedGraph
 from ampaudit.trace.converted import identity
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder, Slot
@@ -31,7 +31,12 @@ class GraphModel(nn.Module):
     """
 
     def __init__(
-        self, deployed: Deployed, values: Mapping[str, torch.Tensor], outputs: tuple[str, ...], *, train: bool
+        self,
+        deployed: FoldedGraph,
+        values: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        *,
+        train: bool,
     ) -> None:
         super().__init__()
         homes: dict[str, tuple[str, str]] = {}
@@ -83,7 +88,7 @@ def as_structure(names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
 
 
 def export_program(
-    deployed: Deployed,
+    deployed: FoldedGraph,
     values: Mapping[str, torch.Tensor],
     outputs: tuple[str, ...],
     args: tuple[Any, ...],

@@ -20,7 +20,7 @@ from ampaudit.trace.entry import flatten_outputs, tensor_leaves
 
 __all__ = [
     "ReferenceOutputs",
-    "compared",
+    "compare_output",
     "digest_of_tensors",
     "flat_outputs",
     "record_reference",
@@ -74,7 +74,10 @@ def record_reference(
     tensors |= {f"output[{i}]": t.clone().contiguous() for i, t in enumerate(found)}
     outputs = tuple(
         OutputRecord(
-            name, str(ours.dtype).removeprefix("torch."), digest_of_tensors([ours]), *compared(ours, ref)
+            name,
+            str(ours.dtype).removeprefix("torch."),
+            digest_of_tensors([ours]),
+            *compare_output(ours, ref),
         )
         for name, ours, ref in zip(names, found, exact, strict=True)
     )
@@ -95,7 +98,7 @@ def flat_outputs(found: Any) -> list[torch.Tensor]:
     return [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def compared(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
+def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
     """Largest absolute error, and signal to noise in dB; ``None`` for what is not finite, or exact."""
     if not ours.is_floating_point():
         return (0.0, None) if torch.equal(ours, reference) else (None, None)

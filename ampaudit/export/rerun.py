@@ -19,7 +19,7 @@ from ampaudit.checkpoint.layout import PROGRAM, REFERENCE
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.export.manifest import Manifest, read_manifest
-from ampaudit.export.reference import compared, digest_of_tensors, run_program
+from ampaudit.export.reference import compare_output, digest_of_tensors, run_program
 from ampaudit.report.problem import Problem
 from ampaudit.source.exported import load_program
 
@@ -61,7 +61,7 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
                 Problem("output", record.name, "has another shape or dtype than the recorded one")
             )
             continue
-        off, accuracy = compared(ours, before)
+        off, accuracy = compare_output(ours, before)
         text = f"differs from the recorded one by up to {off:.3g}" if off is not None else "is not finite"
         if accuracy is not None and accuracy >= tolerance_db:
             lines.append(

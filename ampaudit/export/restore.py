@@ -26,7 +26,7 @@ from ampaudit.export.manifest import (
     read_manifest,
     write_manifest,
 )
-from ampaudit.export.stream import StoredTensor
+from ampaudit.export.weight_files import StoredTensor
 
 __all__ = ["restore"]
 

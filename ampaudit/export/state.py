@@ -10,7 +10,7 @@ from torch import nn
 from ampaudit.checkpoint.layout import SINGLE
 from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.checkpoint.parts import InMemory, type_name
-from ampaudit.export.fold import Deployed
+from ampaudit.export.fold import FoldedGraph
 from ampaudit.trace.converted import identity
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot
@@ -38,7 +38,7 @@ def checkpoint_of(model: nn.Module) -> Checkpoint:
     return Checkpoint(Path(SINGLE), (InMemory(SINGLE, tensors, metadata),), None, {})
 
 
-def planned_types(model: nn.Module, deployed: Deployed) -> dict[str, tuple[str, str]]:
+def planned_types(model: nn.Module, deployed: FoldedGraph) -> dict[str, tuple[str, str]]:
     """For each parameter or buffer that the graph uses: how it is stored, and why, under all of its names."""
     stored: dict[int, tuple[str, str]] = {}
     originals = named_tensors(model)

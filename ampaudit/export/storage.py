@@ -15,7 +15,14 @@ from ampaudit.policy import OpFacts, RuleSet
 from ampaudit.policy.matching import matches_any
 from ampaudit.policy.schema import Cast, KeepFp32
 
-__all__ = ["CASTABLE_TYPES", "Mode", "StorageDecision", "choose_by_name", "choose_planned", "type_of"]
+__all__ = [
+    "CASTABLE_TYPES",
+    "Mode",
+    "StorageDecision",
+    "decide_as_planned",
+    "decide_by_name",
+    "safetensors_dtype",
+]
 
 Mode = Literal["inference", "train"]  # casts folded into the weights; or masters, and casts in the graph
 CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
@@ -36,14 +43,14 @@ class StorageDecision:
     parameter: str | None = None
 
 
-def type_of(form: NumberFormat) -> str:
+def safetensors_dtype(form: NumberFormat) -> str:
     """The safetensors name of a format."""
     import torch
 
     return type_name(getattr(torch, form.name), form.name)
 
 
-def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:
+def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:
     """Choices for a checkpoint whose model is not there.
 
     A policy that stores 16 bits is followed, but for what it says about modules. One that casts at each
@@ -66,7 +73,7 @@ def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
     for part in checkpoint.parts:
         for name, entry in part.entries.items():
             choices[name] = (
-                _by_rule(entry, style, keep, type_of(form))
+                _by_rule(entry, style, keep, safetensors_dtype(form))
                 if entry.dtype in cast
                 else StorageDecision(entry.dtype, "not a floating-point type that is cast")
             )
@@ -91,7 +98,7 @@ def _by_rule(entry: TensorEntry, style: str, keep: Iterable[KeepFp32], lower: st
     return StorageDecision(lower, "the policy stores it in 16 bits")
 
 
-def choose_planned(
+def decide_as_planned(
     checkpoint: Checkpoint, planned: Mapping[str, tuple[str, str]], names: Mapping[str, str]
 ) -> dict[str, StorageDecision]:
     """Choices that a plan has made.

@@ -9,7 +9,7 @@ import torch
 
 from ampaudit.core.formats import NumberFormat
 
-__all__ = ["Surveyor", "TensorStats"]
+__all__ = ["TensorScan", "TensorStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TensorStats:
     broken: int
 
 
-class Surveyor:
+class TensorScan:
     """Looks at a tensor piece by piece, on its way elsewhere, while it is in the cache."""
 
     def __init__(self, form: NumberFormat) -> None:

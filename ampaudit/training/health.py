@@ -17,7 +17,7 @@ import torch
 from ampaudit.core.formats import NumberFormat
 from ampaudit.report.training import ParameterHealth
 
-__all__ = ["SAMPLE", "StepMeter", "summary_of"]
+__all__ = ["SAMPLE", "StepMeter", "summarize"]
 
 SAMPLE = 1024  # elements of a parameter whose update is looked at
 _FIELDS = ("peak", "zero", "flushed", "broken", "update", "weight", "lost", "state")
@@ -131,7 +131,7 @@ class StepMeter:
         ]
 
 
-def summary_of(
+def summarize(
     steps: Iterable[Sequence[tuple[str, dict[str, float]]]], elements: dict[str, int]
 ) -> tuple[ParameterHealth, ...]:
     """Each parameter over the watched steps."""

@@ -1,4 +1,4 @@
-"""A callback for Transformers' Trainer: ``Trainer(callbacks=[HealthCallback("health.json")])``."""
+"""A callback for Transformers' ``Trainer`` that records the health of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformers import TrainerCallback
 from ampaudit.report.training import Health
 from ampaudit.training.watch import TrainingMonitor, watch
 
-__all__ = ["HealthCallback"]
+__all__ = ["TransformersHealthCallback"]
 
 
-class HealthCallback(TrainerCallback):
+class TransformersHealthCallback(TrainerCallback):
     """Records the health of a Trainer's run, and writes the report at its end.
 
     Args:

@@ -1,4 +1,4 @@
-"""A Lightning callback that watches a run: ``Trainer(callbacks=[HealthCallback("health.json")])``."""
+"""A Lightning callback that records the health of a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from ampaudit.report.training import Health
 from ampaudit.training.watch import TrainingMonitor, watch
 
-__all__ = ["HealthCallback"]
+__all__ = ["LightningHealthCallback"]
 
 
-class HealthCallback(Callback):
+class LightningHealthCallback(Callback):
     """Records the health of a Lightning run, and writes the report at its end.
 
     Args:

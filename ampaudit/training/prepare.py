@@ -17,11 +17,11 @@ from ampaudit.policy.scaling import loss_scale_for, profile
 from ampaudit.policy.schema import LossScale
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.training.autocast import AutocastModule
+from ampaudit.training.master_free import cast_parameters, round_parameters
 from ampaudit.training.module import MixedModule, ModuleConfig
-from ampaudit.training.pure import keep_rounded, lower_parameters
 from ampaudit.training.scaler import LossScaler
 
-__all__ = ["How", "Prepared", "is_pure", "prepare"]
+__all__ = ["How", "Prepared", "is_master_free", "prepare"]
 
 How = Literal["graph", "autocast"]
 _AUTOCAST = {"torch-cuda": "cuda", "torch-cpu": "cpu"}
@@ -124,7 +124,7 @@ def prepare(
     if how == "autocast":
         prepared = _autocast(model, rules, recipe, device)
     else:
-        if is_pure(rules):
+        if is_master_free(rules):
             if optimizer is None:
                 raise UsageError(
                     f"policy {rules.name!r} keeps no masters: it needs the optimizer from the start"
@@ -135,7 +135,7 @@ def prepare(
     return Prepared(prepared, optimizer, LossScaler(rule, device, group=group))
 
 
-def is_pure(rules: RuleSet) -> bool:
+def is_master_free(rules: RuleSet) -> bool:
     """Whether a policy keeps no FP32 masters of weights that it stores in 16 bits."""
     return rules.file.weights.storage == "lower" and not rules.file.weights.master
 
@@ -143,9 +143,9 @@ def is_pure(rules: RuleSet) -> bool:
 def _make_pure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: ModuleConfig) -> None:
     stored = stored_dtypes(model, recipe.rules.file.weights, recipe.low_dtype)
     if recipe.emulate:
-        keep_rounded(model, optimizer, stored)
+        round_parameters(model, optimizer, stored)
     else:
-        lower_parameters(model, optimizer, stored)
+        cast_parameters(model, optimizer, stored)
 
 
 def _autocast(model: nn.Module, rules: RuleSet, recipe: ModuleConfig, device: str) -> AutocastModule:

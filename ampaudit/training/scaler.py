@@ -13,7 +13,7 @@ from ampaudit.core.errors import RunFailed, UsageError, first_line
 from ampaudit.policy.scaling import profile
 from ampaudit.policy.schema import LossScale
 
-__all__ = ["LossScaler", "ScaleState", "next_state", "scaler"]
+__all__ = ["LossScaler", "ScaleState", "next_scale_state", "scaler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ScaleState:
     patience: int
 
 
-def next_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState:
+def next_scale_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState:
     """The state after one step.
 
     An overflow takes one of the ``hysteresis`` lives; without any left, each lowers the scale. A scale that
@@ -138,7 +138,7 @@ class LossScaler(GradScaler):
                 hint="call update() once at the end of each step",
             )
         overflow = sum(float(found) for found in verdicts) > 0
-        self._state = next_state(self._state, self.rule, overflow)
+        self._state = next_scale_state(self._state, self.rule, overflow)
         super().update(self._state.scale)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._state.good)

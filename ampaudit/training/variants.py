@@ -22,11 +22,11 @@ from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.loss import WithLoss, item_apart
 from ampaudit.trace.structure import structural_copy
 from ampaudit.training.divergence import diverged_at, smoothed_end
-from ampaudit.training.prepare import How, is_pure, prepare
+from ampaudit.training.prepare import How, is_master_free, prepare
 from ampaudit.training.scaler import LossScaler
 from ampaudit.training.watch import TrainingMonitor, watch
 
-__all__ = ["VariantSpec", "optimizer_of", "state_of", "train_variants"]
+__all__ = ["VariantSpec", "make_optimizer", "optimizer_state", "train_variants"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _Run:
         self.way = way
         model = WithLoss(structural_copy(source.model), source.loss).to(device).train()
         with calling_user_code("optimizer(params)"):
-            self.optimizer = optimizer_of(source, model)
+            self.optimizer = make_optimizer(source, model)
         self.inner = model
         self.scaler: LossScaler | None = None
         self.model: nn.Module = model
@@ -68,7 +68,7 @@ class _Run:
             options = {"how": way.mode, "emulate": way.emulate, "loss_scale": way.loss_scale}
             made = prepare(model, self.optimizer, policy=way.rules, dtype=way.dtype, **options)  # type: ignore[arg-type]
             self.model, self.scaler = made.model, made.scaler
-            storage = way.dtype if is_pure(way.rules) else storage
+            storage = way.dtype if is_master_free(way.rules) else storage
         self.watch: TrainingMonitor = watch(
             self.inner, self.optimizer, self.scaler, every=every, dtype=way.dtype
         )
@@ -119,7 +119,7 @@ class _Run:
         """Of parameters, gradients and the optimizer's state, in the dtypes that this way stands for."""
         pure = self.watch.storage != "float32"
         tensors = [t for p in self.inner.parameters() for t in (p, p.grad) if t is not None]
-        tensors += state_of(self.optimizer)
+        tensors += optimizer_state(self.optimizer)
         return sum(t.numel() * (2 if pure and t.is_floating_point() else t.element_size()) for t in tensors)
 
 
@@ -195,13 +195,13 @@ def _metric(run: _Run, source: ModelSource, batches: Sequence[Batch]) -> float |
     return mean if math.isfinite(mean) else None
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors that an optimizer keeps."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def optimizer_of(source: ModelSource, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(source: ModelSource, model: nn.Module) -> torch.optim.Optimizer:
     """The model file's own, or AdamW.
 
     Raises:

@@ -16,7 +16,7 @@ from ampaudit.core.files import write_text
 from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.report.training import Health, StepRecord
 from ampaudit.trace.entry import layer_path
-from ampaudit.training.health import StepMeter, summary_of
+from ampaudit.training.health import StepMeter, summarize
 
 __all__ = ["TrainingMonitor", "watch"]
 
@@ -139,7 +139,7 @@ class TrainingMonitor:
                 StepRecord(step, self._loss(step), float(scale), bool(skipped))
                 for step, (scale, skipped) in enumerate(zip(self._scales, self._skipped, strict=True))
             ),
-            parameters=summary_of(self._meter.fetched(), self._elements),
+            parameters=summarize(self._meter.fetched(), self._elements),
             eps=None if eps is None else float(eps),
             eps_held=None if eps is None else float(torch.tensor(float(eps)).to(lower)),
             storage=self.storage,

@@ -19,12 +19,12 @@ from torch import nn
 
 import ampaudit.bench.run as running
 from ampaudit.audit.inputs import source_of
-from ampaudit.bench.batches import moved, resized, size_of_batch
+from ampaudit.bench.batches import batch_size_of, moved, resized
 from ampaudit.bench.devices.catalogue import device_named
-from ampaudit.bench.estimate import Counter, seconds_at_best, work_of
+from ampaudit.bench.estimate import OpCounter, roofline_seconds, total_work
 from ampaudit.bench.largest import search
-from ampaudit.bench.memory import live_bytes, measured_peak
-from ampaudit.bench.mode_runs import Lane
+from ampaudit.bench.memory import live_bytes, measure_peak
+from ampaudit.bench.mode_runs import ModeRun
 from ampaudit.bench.names import parse_modes
 from ampaudit.bench.run import BenchSettings, bench_source
 from ampaudit.core.errors import InputError, UsageError
@@ -82,8 +82,8 @@ def test_the_peak_of_a_step_is_what_the_allocator_gave() -> None:
         return second.sum() + third.sum()
 
     step()
-    assert measured_peak(step, 0, CPU).total == pytest.approx(12_000, abs=64)
-    assert measured_peak(step, 5_000, CPU).total == pytest.approx(17_000, abs=64)
+    assert measure_peak(step, 0, CPU).total == pytest.approx(12_000, abs=64)
+    assert measure_peak(step, 5_000, CPU).total == pytest.approx(17_000, abs=64)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_a_kernel_takes_for_itself_is_told_apart(kind: str, workspace: int)
         library.impl("op", kernel, kind)
         step = lambda: torch.ops.ampaudit_test.op(torch.ones(500))  # noqa: E731
         step()
-        found = measured_peak(step, 0, CPU)
+        found = measure_peak(step, 0, CPU)
     assert found.total == pytest.approx(2_000 + 40_000 + 4_000, abs=64)
     assert found.workspace == pytest.approx(workspace, abs=64)
 
@@ -211,20 +211,20 @@ def test_accuracy_stands_beside_each_mode() -> None:
 
 def test_operations_are_counted_as_the_formula_says() -> None:
     weight, x = torch.randn(16, 32), torch.randn(8, 32)
-    with Counter() as counter:
+    with OpCounter() as counter:
         torch.nn.functional.linear(x.half(), weight.half())
-    work = work_of(counter.ops, tf32=False)
+    work = total_work(counter.ops, tf32=False)
     assert work.flops == 2 * 8 * 16 * 32
     assert work.fast_share == 1.0
     assert work.cast_bytes == (8 * 32 + 16 * 32) * (4 + 2)
     assert work.bytes_moved == work.cast_bytes + 2 * (8 * 32 + 16 * 32 + 8 * 16)
-    with Counter() as counter:
+    with OpCounter() as counter:
         torch.nn.functional.linear(x, weight)
-    assert work_of(counter.ops, tf32=False).fast_share == 0.0
-    assert work_of(counter.ops, tf32=True).fast_share == 1.0
-    with Counter() as counter:
+    assert total_work(counter.ops, tf32=False).fast_share == 0.0
+    assert total_work(counter.ops, tf32=True).fast_share == 1.0
+    with OpCounter() as counter:
         _ = x > 0  # another dtype, and no conversion
-    assert work_of(counter.ops, tf32=False).cast_bytes == 0
+    assert total_work(counter.ops, tf32=False).cast_bytes == 0
 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
@@ -233,27 +233,27 @@ def test_both_gradients_of_a_convolution_cost_what_it_costs(groups: int, transpo
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     layer = kind(8, 16, 3, padding=1, groups=groups, bias=False)
     x = torch.randn(2, 8, 10, 12, requires_grad=True)
-    with Counter() as forward:
+    with OpCounter() as forward:
         y = layer(x)
-    with Counter() as back:
+    with OpCounter() as back:
         y.sum().backward()
     # every output is a sum over 3 x 3 places of the channels of its group; all but the borders
-    assert work_of(forward.ops, tf32=False).flops == 2 * (2 * 10 * 12) * 9 * 8 * 16 // groups
-    assert work_of(back.ops, tf32=False).flops == 2 * work_of(forward.ops, tf32=False).flops
+    assert total_work(forward.ops, tf32=False).flops == 2 * (2 * 10 * 12) * 9 * 8 * 16 // groups
+    assert total_work(back.ops, tf32=False).flops == 2 * total_work(forward.ops, tf32=False).flops
 
 
 def test_the_roofline_takes_the_longer_of_arithmetic_and_bytes() -> None:
     v100 = device_named("v100")
     big = torch.randn(512, 512, dtype=torch.float16)
-    with Counter() as counter:
+    with OpCounter() as counter:
         big @ big
-    seconds = seconds_at_best(counter.ops, v100, tf32=False)
+    seconds = roofline_seconds(counter.ops, v100, tf32=False)
     flops, moved = 2 * 512**3, 2 * 512 * 512 * 2  # the same factor twice is read once
     assert seconds == pytest.approx(max(flops / 125e12, moved / 900e9))
-    with Counter() as counter:
+    with OpCounter() as counter:
         big + 1
-    assert seconds_at_best(counter.ops, v100, tf32=False) == pytest.approx(2 * 512 * 512 * 2 / 900e9)
-    assert seconds_at_best(counter.ops, device_named("cpu"), tf32=False) is None
+    assert roofline_seconds(counter.ops, v100, tf32=False) == pytest.approx(2 * 512 * 512 * 2 / 900e9)
+    assert roofline_seconds(counter.ops, device_named("cpu"), tf32=False) is None
 
 
 def test_a_named_device_gives_estimates_and_cudas_autocast() -> None:
@@ -298,7 +298,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
 def test_batches_are_repeated_or_cut() -> None:
     images, labels, mask = torch.arange(12.0).reshape(3, 4), torch.arange(3), torch.ones(7, 7)
     batch = Batch((images,), {"mask": mask}, (images, labels))
-    assert size_of_batch(batch) in (3, 7)
+    assert batch_size_of(batch) in (3, 7)
     batch = Batch((images,), {}, (images, labels))
     larger = resized(batch, 7)
     assert larger.args[0].shape == (7, 4)
@@ -356,16 +356,16 @@ def test_out_of_memory_is_a_row(monkeypatch: pytest.MonkeyPatch, kind: type[Exce
 
 
 def test_an_interrupted_run_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = running.timed, 0
+    real, asked = running.time_step, 0
 
-    def timed(lane: Lane, device: torch.device) -> None:
+    def time_step(lane: ModeRun, device: torch.device) -> None:
         nonlocal asked
         asked += 1
         if asked == 6:
             raise KeyboardInterrupt
         real(lane, device)
 
-    monkeypatch.setattr(running, "timed", timed)
+    monkeypatch.setattr(running, "time_step", time_step)
     source = source_of(nn.Linear(8, 8).eval(), [torch.ones(2, 8)])
     report = bench_source(source, BenchSettings(["fp32", "bf16"], sizes=(2, 4, 8), repeats=2))
     assert report.interrupted

@@ -23,12 +23,12 @@ from ampaudit.audit.scan import scan_source
 from ampaudit.audit.settings import Settings
 from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.core.errors import OutputError, RunFailed, SourceError, UsageError, WeightsError
-from ampaudit.export import onnx_file
+from ampaudit.export import onnx_export
 from ampaudit.export.convert import convert_source
 from ampaudit.export.convert_weights import convert_weights
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.options import ConvertOptions
-from ampaudit.export.reference import compared
+from ampaudit.export.reference import compare_output
 from ampaudit.export.restore import restore
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import SourceOptions
@@ -298,8 +298,8 @@ def test_onnx_keeps_casts_and_islands_and_means_the_same(tmp_path: Path, policy:
 def test_an_onnx_file_that_means_something_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = onnx_file._run
-    monkeypatch.setattr(onnx_file, "_run", lambda *given: tuple(t * 1.2 for t in run(*given)))
+    run = onnx_export._run
+    monkeypatch.setattr(onnx_export, "_run", lambda *given: tuple(t * 1.2 for t in run(*given)))
     with pytest.raises(RunFailed, match="computes something else"):
         exported(tmp_path, "torch-cuda")
     assert not (tmp_path / "out").exists()
@@ -353,7 +353,7 @@ def test_the_program_runs_on_a_gpu(tmp_path: Path) -> None:
     recorded = load(out / "reference.safetensors")
     with torch.no_grad():
         found = program.module()(recorded["input[0]"].cuda())
-    error, accuracy = compared(found["logits"].cpu(), recorded["output[0]"])
+    error, accuracy = compare_output(found["logits"].cpu(), recorded["output[0]"])
     assert error == 0 or (accuracy is not None and accuracy > 40)
 
 

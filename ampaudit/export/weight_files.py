@@ -16,9 +16,9 @@ from ampaudit.checkpoint.parts import Part, dtype_of
 from ampaudit.checkpoint.write import Written, write_part, write_safetensors
 from ampaudit.core.formats import NumberFormat
 from ampaudit.export.storage import CASTABLE_TYPES, StorageDecision
-from ampaudit.export.tensor_stats import Surveyor, TensorStats
+from ampaudit.export.tensor_stats import TensorScan, TensorStats
 
-__all__ = ["Change", "Look", "StoredTensor", "WeightFiles", "write_weights"]
+__all__ = ["Change", "StoredTensor", "ValueScan", "WeightFiles", "write_weights"]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -66,7 +66,7 @@ class WeightFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ValueScan:
     """How values are looked at on their way: against a format, and whether what overflows is kept instead."""
 
     form: NumberFormat
@@ -80,7 +80,7 @@ def write_weights(
     *,
     masters: bool,
     change: Change | None = None,
-    look: Look | None = None,
+    look: ValueScan | None = None,
 ) -> WeightFiles:
     """Write working weights, and masters of those that are rounded, into a directory.
 
@@ -150,13 +150,13 @@ def _write_working(
     choices: Mapping[str, StorageDecision],
     path: Path,
     change: Change | None,
-    look: Look | None,
+    look: ValueScan | None,
     surveys: dict[str, TensorStats],
 ) -> Written:
     """One file; what was seen on the way is put into ``surveys``."""
 
     def rounded(entry: TensorEntry) -> Iterator[torch.Tensor]:
-        surveyor = Surveyor(look.form) if look is not None and entry.dtype in CASTABLE_TYPES else None
+        surveyor = TensorScan(look.form) if look is not None and entry.dtype in CASTABLE_TYPES else None
         dtype = dtype_of(choices[entry.name].dtype) if choices[entry.name].dtype != entry.dtype else None
         for piece in part.pieces(entry.name):
             exact = piece if change is None or dtype is None else change(piece)

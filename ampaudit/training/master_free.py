@@ -11,10 +11,10 @@ from torch import nn
 from ampaudit.run.backends import rounded
 from ampaudit.trace.fake_model import named_tensors
 
-__all__ = ["keep_rounded", "lower_parameters"]
+__all__ = ["cast_parameters", "round_parameters"]
 
 
-def lower_parameters(
+def cast_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.dtype]
 ) -> None:
     """Put parameters and buffers into their 16-bit dtype, in place: the optimizer still holds them."""
@@ -24,7 +24,7 @@ def lower_parameters(
     optimizer.load_state_dict(optimizer.state_dict())  # casts what state there is
 
 
-def keep_rounded(
+def round_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.dtype]
 ) -> None:
     """The same, emulated: parameters and the optimizer's state are rounded after each step.
