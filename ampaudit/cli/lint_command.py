@@ -14,7 +14,7 @@ from ampaudit.cli.output import deliver_document
 from ampaudit.core.pyproject import LEVELS
 
 if TYPE_CHECKING:
-    from ampaudit.lint.linting import Choice, LintedFile
+    from ampaudit.lint.linting import LintedFile, RuleSelection
     from ampaudit.report.lint import LintReport
 
 __all__ = ["lint_command"]
@@ -68,7 +68,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     from ampaudit.core.files import check_writable
     from ampaudit.core.pyproject import find_config
     from ampaudit.lint.config import read_lint_config
-    from ampaudit.lint.linting import Choice
+    from ampaudit.lint.linting import RuleSelection
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
@@ -76,11 +76,11 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
         raise click.UsageError("--fix changes files, --diff shows what it would change: give one of them")
     path = options["config"] or find_config(Path.cwd())
     configured = read_lint_config(path) if path is not None else {}
-    choice = Choice.of(
+    selection = RuleSelection.of(
         options["select"] or configured.get("select", ()), options["ignore"] or configured.get("ignore", ())
     )
     exclude = [*options["exclude"], *configured.get("exclude", ())]
-    linted = list(_linted(paths or (".",), choice, exclude, options))
+    linted = list(_linted(paths or (".",), selection, exclude, options))
     fail_on = options["fail_on"] or configured.get("fail_on", "warning")
     report = _report(linted, fail_on, repaired=options["fix"])
     if options["diff"]:
@@ -95,7 +95,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
 
 
 def _linted(
-    paths: tuple[str, ...], choice: Choice, exclude: list[str], options: dict[str, Any]
+    paths: tuple[str, ...], selection: RuleSelection, exclude: list[str], options: dict[str, Any]
 ) -> Iterable[LintedFile]:
     from ampaudit.lint.linting import lint_bytes, lint_files
 
@@ -103,8 +103,8 @@ def _linted(
     if _STDIN in paths:
         if len(paths) > 1:
             raise click.UsageError("'-' stands alone: lint files in a second call")
-        return [lint_bytes(sys.stdin.buffer.read(), options["stdin_filename"], choice, fix=change)]
-    return lint_files(paths, choice, exclude=exclude, fix=change)
+        return [lint_bytes(sys.stdin.buffer.read(), options["stdin_filename"], selection, fix=change)]
+    return lint_files(paths, selection, exclude=exclude, fix=change)
 
 
 def _report(linted: list[LintedFile], fail_on: Any, *, repaired: bool) -> LintReport:

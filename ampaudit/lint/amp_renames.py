@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import libcst as cst
 
-from ampaudit.lint.diagnostic import Repair
+from ampaudit.lint.diagnostic import Fix
 
 __all__ = ["Modern"]
 
@@ -20,18 +20,18 @@ class Modern:
     """The repairs of one script that rename: imports with all that they bring, and single uses.
 
     Args:
-        repairs: those whose kind is ``modern import`` or ``modern use``.
+        fixes: those whose kind is ``modern import`` or ``modern use``.
     """
 
-    def __init__(self, repairs: Sequence[Repair]) -> None:
+    def __init__(self, fixes: Sequence[Fix]) -> None:
         self.local: dict[str, tuple[str, str]] = {}  # name in the script: name in torch.amp, device
         self.uses: dict[str, tuple[str, str]] = {}  # dotted text: the same
-        for repair in repairs:
-            device = repair.details[0]
-            if repair.how == "modern use":
-                self.uses[repair.details[2]] = (repair.details[1], device)
+        for fix in fixes:
+            device = fix.details[0]
+            if fix.kind == "modern use":
+                self.uses[fix.details[2]] = (fix.details[1], device)
             else:
-                for detail in repair.details[1:]:
+                for detail in fix.details[1:]:
                     name, _, local = detail.partition("=")
                     self.local[local] = (name, device)
 

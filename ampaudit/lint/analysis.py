@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ampaudit.lint.diagnostic import Event, Found, place_of
+from ampaudit.lint.diagnostic import Diagnostic, Event, position_of
 from ampaudit.lint.flow.expressions import EXPRESSIONS
 from ampaudit.lint.flow.inlining import enter
 from ampaudit.lint.flow.machine import OFF, UNSURE, Machine, TooLong
@@ -36,7 +36,7 @@ _FLAGS = 3
 _PER_ROOT = (accumulation.check, regions.check, graphs.check, bookkeeping.check_root)
 
 
-def read(script: Script, known: Mapping[str, Value]) -> tuple[list[Found], dict[str, Value]]:
+def read(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
     """Every mistake in a script, in the order of its lines; and what its names stand for at its end.
 
     Args:
@@ -55,7 +55,7 @@ def read(script: Script, known: Mapping[str, Value]) -> tuple[list[Found], dict[
     regions.check_file(machine, roots)
     found = dict(machine.found)
     for item in (*constants.check(script), *spelling.check(script), *functions.check(script)):
-        found.setdefault((item.code, *place_of(item.node)), item)
+        found.setdefault((item.code, *position_of(item.node)), item)
     ordered = sorted(found.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
     names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, Symbol)}
     return [item for _, item in ordered], names

@@ -6,40 +6,45 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Event", "Found", "Guard", "Repair", "place_of", "removal"]
+__all__ = ["Diagnostic", "Event", "Fix", "Guard", "position_of", "removal"]
 
 
-def place_of(node: ast.AST) -> tuple[int, int]:
+def position_of(node: ast.AST) -> tuple[int, int]:
     """Line from 1 and column in UTF-8 bytes from 0; zeros for what stands nowhere."""
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Repair:
+class Fix:
     """A change of the text that cures a finding, as data: ``lint.repairs`` knows how to make it.
 
     Attributes:
-        how: which repair.
+        kind: which repair.
         line: of the node that it changes, from 1.
         column: in UTF-8 bytes, from 0, as ``ast`` counts.
         details: what the repair has to know; for ``replace expression`` the new code, and line and column
             (in characters) of the old one's end.
     """
 
-    how: str
+    kind: str
     line: int
     column: int
     details: tuple[str, ...] = ()
 
+    @classmethod
+    def at(cls, node: ast.AST, kind: str, *details: str) -> Fix:
+        """Create the fix of a kind that changes a node."""
+        return cls(kind, *position_of(node), details)
 
-def removal(statement: ast.stmt | None, node: ast.AST) -> Repair | None:
+
+def removal(statement: ast.stmt | None, node: ast.AST) -> Fix | None:
     """Takes a statement out that is a node and nothing else."""
     alone = isinstance(statement, ast.Expr) and statement.value is node
-    return Repair("remove statement", *place_of(node)) if alone else None
+    return Fix.at(node, "remove statement") if alone else None
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Diagnostic:
     """One mistake.
 
     Attributes:
@@ -47,14 +52,14 @@ class Found:
         node: where.
         cause: what is wrong here, in one sentence.
         advice: what to write instead.
-        repair: the change that cures it, if one is safe.
+        fix: the change that cures it, if one is safe.
     """
 
     code: str
     node: ast.AST
     cause: str
     advice: str
-    repair: Repair | None = None
+    fix: Fix | None = None
 
 
 @dataclass(frozen=True, slots=True)

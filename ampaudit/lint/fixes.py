@@ -9,64 +9,64 @@ import libcst as cst
 from libcst import metadata
 
 from ampaudit.lint.amp_renames import Modern
-from ampaudit.lint.diagnostic import Repair
+from ampaudit.lint.diagnostic import Fix
 from ampaudit.lint.source_text import character_column, split_lines
 
-__all__ = ["repaired", "repaired_whole"]
+__all__ = ["apply_every_fix", "apply_fixes"]
 
 Node: TypeAlias = (
     Any  # what libcst's leave functions take and return differs from one kind of node to the next
 )
 
 
-def repaired(text: str, repairs: Sequence[Repair]) -> str:
+def apply_fixes(text: str, fixes: Sequence[Fix]) -> str:
     """A script's text with repairs made; those whose place is not found again are left out.
 
     Raises:
         libcst.ParserSyntaxError: libcst does not know some syntax in it.
     """
-    return _repaired(text, repairs)[0]
+    return _repaired(text, fixes)[0]
 
 
-def repaired_whole(text: str, repairs: Sequence[Repair]) -> str | None:
+def apply_every_fix(text: str, fixes: Sequence[Fix]) -> str | None:
     """The same; ``None`` unless each repair is made.
 
     Raises:
         libcst.ParserSyntaxError: libcst does not know some syntax in it.
     """
-    after, made = _repaired(text, repairs)
-    return after if made == set(repairs) else None
+    after, made = _repaired(text, fixes)
+    return after if made == set(fixes) else None
 
 
-def _repaired(text: str, repairs: Sequence[Repair]) -> tuple[str, set[Repair]]:
+def _repaired(text: str, fixes: Sequence[Fix]) -> tuple[str, set[Fix]]:
     """The text, and those of the repairs at expressions and statements that were made."""
     wrapper = metadata.MetadataWrapper(cst.parse_module(text))
     lines = split_lines(text)
-    places: dict[tuple[int, int], list[Repair]] = {}
-    for repair in repairs:
-        line = lines[repair.line - 1] if repair.line <= len(lines) else ""
-        places.setdefault((repair.line, character_column(line, repair.column)), []).append(repair)
-    repairer = _Repairer(places)
-    return wrapper.visit(repairer).code, repairer.made
+    places: dict[tuple[int, int], list[Fix]] = {}
+    for fix in fixes:
+        line = lines[fix.line - 1] if fix.line <= len(lines) else ""
+        places.setdefault((fix.line, character_column(line, fix.column)), []).append(fix)
+    transformer = _FixTransformer(places)
+    return wrapper.visit(transformer).code, transformer.made
 
 
-class _Repairer(cst.CSTTransformer):
+class _FixTransformer(cst.CSTTransformer):
     """Makes each repair at its node; ``places`` are line and column in characters."""
 
     METADATA_DEPENDENCIES = (metadata.PositionProvider,)
 
-    def __init__(self, places: dict[tuple[int, int], list[Repair]]) -> None:
+    def __init__(self, places: dict[tuple[int, int], list[Fix]]) -> None:
         super().__init__()
         self.places = places
-        self.made: set[Repair] = set()
-        whole = [r for repairs in places.values() for r in repairs if r.how.startswith("modern")]
+        self.made: set[Fix] = set()
+        whole = [r for fixes in places.values() for r in fixes if r.kind.startswith("modern")]
         self.modern = Modern(whole)
         self.decorated = {
             int(detail.split()[1]): detail.split()[0]
-            for repairs in places.values()
-            for repair in repairs
-            if repair.how == "decorate"
-            for detail in repair.details
+            for fixes in places.values()
+            for fix in fixes
+            if fix.kind == "decorate"
+            for detail in fix.details
         }
 
     def on_leave(self, original: Node, updated: Node) -> Node:
@@ -78,16 +78,16 @@ class _Repairer(cst.CSTTransformer):
         if not isinstance(original, _KINDS):
             return result
         place = self.get_metadata(metadata.PositionProvider, original)
-        for repair in self.places.get((place.start.line, place.start.column), ()):
-            if repair.how == "replace expression" and repair.details[1:] == _ends_at(place):
-                result = _in_parentheses_of(result, cst.parse_expression(repair.details[0]))
-                self.made.add(repair)
+        for fix in self.places.get((place.start.line, place.start.column), ()):
+            if fix.kind == "replace expression" and fix.details[1:] == _ends_at(place):
+                result = _in_parentheses_of(result, cst.parse_expression(fix.details[0]))
+                self.made.add(fix)
                 continue
-            change = _CHANGES.get(repair.how)
+            change = _CHANGES.get(fix.kind)
             if change is not None and result is not None and not isinstance(result, cst.FlattenSentinel):
-                changed = change(original, result, repair)
+                changed = change(original, result, fix)
                 if changed is not result:
-                    self.made.add(repair)
+                    self.made.add(fix)
                 result = changed
         return result
 
@@ -129,17 +129,17 @@ def _is_call(node: Node, name: str) -> bool:
     )
 
 
-def _scale_loss(original: Node, node: Node, repair: Repair) -> Node:
+def _scale_loss(original: Node, node: Node, fix: Fix) -> Node:
     if not _is_call(original, "backward"):
         return node
-    scaled = cst.Call(cst.parse_expression(f"{repair.details[0]}.scale"), [cst.Arg(node.func.value)])
+    scaled = cst.Call(cst.parse_expression(f"{fix.details[0]}.scale"), [cst.Arg(node.func.value)])
     return node.with_changes(func=node.func.with_changes(value=scaled))
 
 
-def _step_by_scaler(original: Node, node: Node, repair: Repair) -> Node:
+def _step_by_scaler(original: Node, node: Node, fix: Fix) -> Node:
     if not _is_call(original, "step"):
         return node
-    return cst.Call(cst.parse_expression(f"{repair.details[0]}.step"), [cst.Arg(node.func.value)])
+    return cst.Call(cst.parse_expression(f"{fix.details[0]}.step"), [cst.Arg(node.func.value)])
 
 
 def _statement(text: str) -> cst.SimpleStatementLine:
@@ -148,30 +148,30 @@ def _statement(text: str) -> cst.SimpleStatementLine:
     return parsed
 
 
-def _insert_before(original: Node, node: Node, repair: Repair) -> Node:
+def _insert_before(original: Node, node: Node, fix: Fix) -> Node:
     if not isinstance(original, cst.SimpleStatementLine):
         return node
-    new = _statement(repair.details[0]).with_changes(leading_lines=node.leading_lines)
+    new = _statement(fix.details[0]).with_changes(leading_lines=node.leading_lines)
     return cst.FlattenSentinel([new, node.with_changes(leading_lines=[])])
 
 
-def _insert_after(original: Node, node: Node, repair: Repair) -> Node:
+def _insert_after(original: Node, node: Node, fix: Fix) -> Node:
     if not isinstance(original, cst.SimpleStatementLine):
         return node
-    return cst.FlattenSentinel([node, _statement(repair.details[0])])
+    return cst.FlattenSentinel([node, _statement(fix.details[0])])
 
 
-def _remove_statement(original: Node, node: Node, repair: Repair) -> Node:
-    del repair
+def _remove_statement(original: Node, node: Node, fix: Fix) -> Node:
+    del fix
     if not isinstance(original, cst.SimpleStatementLine) or len(original.body) != 1:
         return node
     return cst.RemoveFromParent()
 
 
-def _remove_keyword(original: Node, node: Node, repair: Repair) -> Node:
+def _remove_keyword(original: Node, node: Node, fix: Fix) -> Node:
     if not isinstance(original, cst.Call):
         return node
-    kept = [a for a in node.args if a.keyword is None or a.keyword.value != repair.details[0]]
+    kept = [a for a in node.args if a.keyword is None or a.keyword.value != fix.details[0]]
     if len(kept) == len(node.args):
         return node
     if kept and node.args[-1] is not kept[-1]:
@@ -179,8 +179,8 @@ def _remove_keyword(original: Node, node: Node, repair: Repair) -> Node:
     return node.with_changes(args=kept)
 
 
-def _set_keyword(original: Node, node: Node, repair: Repair) -> Node:
-    name, value = repair.details
+def _set_keyword(original: Node, node: Node, fix: Fix) -> Node:
+    name, value = fix.details
     if not isinstance(original, cst.Call) or any(a.keyword and a.keyword.value == name for a in node.args):
         return node
     if not _ends(original.func, "GradScaler"):
@@ -195,8 +195,8 @@ def _ends(node: Node, name: str) -> bool:
     return isinstance(last, cst.Name) and last.value == name
 
 
-def _with_logits(original: Node, node: Node, repair: Repair) -> Node:
-    del repair
+def _with_logits(original: Node, node: Node, fix: Fix) -> Node:
+    del fix
     if not _is_call(original, "binary_cross_entropy"):
         return node
     inner = node.args[0].value
@@ -209,17 +209,17 @@ def _with_logits(original: Node, node: Node, repair: Repair) -> Node:
     return node.with_changes(func=func, args=[node.args[0].with_changes(value=logits), *node.args[1:]])
 
 
-def _replace(original: Node, node: Node, repair: Repair) -> Node:
+def _replace(original: Node, node: Node, fix: Fix) -> Node:
     if not isinstance(original, cst.UnaryOperation | cst.Float | cst.Integer | cst.Name):
         return node
-    return cst.parse_expression(repair.details[0])
+    return cst.parse_expression(fix.details[0])
 
 
-def _end_block(original: Node, node: Node, repair: Repair) -> Node:
+def _end_block(original: Node, node: Node, fix: Fix) -> Node:
     """The statements from an index on leave the ``with`` block and follow it; all, and it is gone."""
     if not isinstance(original, cst.With) or not isinstance(node.body, cst.IndentedBlock):
         return node
-    index = int(repair.details[0])
+    index = int(fix.details[0])
     body: list[Node] = list(node.body.body)
     single = all(not isinstance(s, cst.SimpleStatementLine) or len(s.body) == 1 for s in body)
     if not single or index >= len(body):
@@ -231,11 +231,11 @@ def _end_block(original: Node, node: Node, repair: Repair) -> Node:
     return cst.FlattenSentinel([node.with_changes(body=block), *body[index:]])
 
 
-def _add_entry(original: Node, node: Node, repair: Repair) -> Node:
+def _add_entry(original: Node, node: Node, fix: Fix) -> Node:
     """One more entry at the end, laid out as the one before."""
     if not isinstance(original, cst.Dict) or not node.elements:
         return node
-    name, value = repair.details
+    name, value = fix.details
     elements = list(node.elements)
     first = elements[0].key
     quote = first.value[0] if isinstance(first, cst.SimpleString) else '"'
@@ -251,7 +251,7 @@ def _add_entry(original: Node, node: Node, repair: Repair) -> Node:
     return node.with_changes(elements=[*elements[:-1], last.with_changes(comma=between), new])
 
 
-_CHANGES: dict[str, Callable[[Node, Node, Repair], Node]] = {
+_CHANGES: dict[str, Callable[[Node, Node, Fix], Node]] = {
     "scale loss": _scale_loss,
     "step by scaler": _step_by_scaler,
     "insert before": _insert_before,

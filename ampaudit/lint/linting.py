@@ -10,16 +10,16 @@ from pathlib import Path
 from ampaudit.core.comments import comments_of
 from ampaudit.core.errors import first_line
 from ampaudit.lint.code_blocks import Unit, pieces_of, rebuilt, without_cell
-from ampaudit.lint.diagnostic import Found
+from ampaudit.lint.diagnostic import Diagnostic
 from ampaudit.lint.discovery import find
 from ampaudit.lint.flow.script import may_matter, parse, read_script
 from ampaudit.lint.flow.values import Value
 from ampaudit.lint.reporting import Hidden, findings_of
-from ampaudit.lint.selection import Choice
+from ampaudit.lint.selection import RuleSelection
 from ampaudit.lint.source_text import Unreadable, decode
 from ampaudit.report.lint import LintFinding, UnreadFile
 
-__all__ = ["Choice", "LintedFile", "lint_bytes", "lint_file", "lint_files", "lint_text"]
+__all__ = ["LintedFile", "RuleSelection", "lint_bytes", "lint_file", "lint_files", "lint_text"]
 
 _ROUNDS = 10  # of repairs; each may uncover the next
 
@@ -48,35 +48,35 @@ class LintedFile:
 
 
 def lint_files(
-    paths: Sequence[str], choice: Choice, *, exclude: Sequence[str] = (), fix: bool = False
+    paths: Sequence[str], selection: RuleSelection, *, exclude: Sequence[str] = (), fix: bool = False
 ) -> Iterator[LintedFile]:
     """Each file that is meant by the paths, one after the other."""
     for path in find(paths, exclude):
-        yield lint_file(path, choice, fix=fix)
+        yield lint_file(path, selection, fix=fix)
 
 
-def lint_file(path: Path, choice: Choice, *, fix: bool = False) -> LintedFile:
+def lint_file(path: Path, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
     """One file; what keeps it from being read is in the result."""
     name = str(path)
     try:
         data = path.read_bytes()
     except OSError as error:
         return LintedFile(name, unread=[UnreadFile(name, 1, error.strerror or str(error))])
-    return lint_bytes(data, name, choice, fix=fix)
+    return lint_bytes(data, name, selection, fix=fix)
 
 
-def lint_bytes(data: bytes, name: str, choice: Choice, *, fix: bool = False) -> LintedFile:
+def lint_bytes(data: bytes, name: str, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
     """What is in a file, or came from stdin."""
     try:
         text, encoding = decode(data)
     except Unreadable as error:
         return LintedFile(name, unread=[UnreadFile(name, error.line, str(error))])
-    linted = lint_text(text, name, choice, fix=fix)
+    linted = lint_text(text, name, selection, fix=fix)
     linted.encoding = encoding
     return linted
 
 
-def lint_text(text: str, name: str, choice: Choice, *, fix: bool = False) -> LintedFile:
+def lint_text(text: str, name: str, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
     """A file's text; ``name`` is what findings call it, and its suffix says what it is."""
     linted = LintedFile(name, before=text, after=text)
     suffix = Path(name).suffix.lower()
@@ -88,7 +88,7 @@ def lint_text(text: str, name: str, choice: Choice, *, fix: bool = False) -> Lin
     known: dict[str, Value] = {}
     changed: list[tuple[Unit, str]] = []
     for unit in units:
-        known |= _lint_unit(linted, unit, choice, fix, known, changed)
+        known |= _lint_unit(linted, unit, selection, fix, known, changed)
     if changed:
         linted.after = rebuilt(text, suffix, changed)
     return linted
@@ -97,7 +97,7 @@ def lint_text(text: str, name: str, choice: Choice, *, fix: bool = False) -> Lin
 def _lint_unit(
     linted: LintedFile,
     unit: Unit,
-    choice: Choice,
+    selection: RuleSelection,
     fix: bool,
     known: dict[str, Value],
     changed: list[tuple[Unit, str]],
@@ -106,18 +106,18 @@ def _lint_unit(
     original = unit
     found, names, unit = _read(linted, unit, known)
     if fix and found:
-        text, found, count = _repair(unit, found, known, choice)
+        text, found, count = _repair(unit, found, known, selection)
         linted.fixed += count
         if text != unit.text:
             changed.append((original, text))
             unit = unit.changed(text)
-    linted.findings += findings_of(linted.path, unit, found, choice)
+    linted.findings += findings_of(linted.path, unit, found, selection)
     return names
 
 
 def _read(
     linted: LintedFile, unit: Unit, known: dict[str, Value]
-) -> tuple[list[Found], dict[str, Value], Unit]:
+) -> tuple[list[Diagnostic], dict[str, Value], Unit]:
     from ampaudit.lint.analysis import read
 
     while may_matter(unit.text):
@@ -163,13 +163,13 @@ def _reason(error: Exception) -> str:
 
 
 def _repair(
-    unit: Unit, found: list[Found], known: dict[str, Value], choice: Choice
-) -> tuple[str, list[Found], int]:
+    unit: Unit, found: list[Diagnostic], known: dict[str, Value], selection: RuleSelection
+) -> tuple[str, list[Diagnostic], int]:
     """Repair until nothing is left that can be; the text, what is left, and how many were repaired."""
     import libcst
 
     from ampaudit.lint.analysis import read
-    from ampaudit.lint.fixes import repaired
+    from ampaudit.lint.fixes import apply_fixes
 
     text, start = unit.text, len(found)
     if re.search(r"\r(?!\n)", text):
@@ -180,12 +180,12 @@ def _repair(
         wanted = [
             item
             for item in found
-            if item.repair is not None and choice.wants(item.code) and hidden.by(item) is None
+            if item.fix is not None and selection.wants(item.code) and hidden.by(item) is None
         ]
         if not wanted:
             break
         try:
-            new = repaired(text, [item.repair for item in wanted if item.repair is not None])
+            new = apply_fixes(text, [item.fix for item in wanted if item.fix is not None])
             script = read_script(new)
         except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError):
             break

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from ampaudit.core.comments import Comment, comments_of
 from ampaudit.lint.code_blocks import Unit
-from ampaudit.lint.diagnostic import Found
+from ampaudit.lint.diagnostic import Diagnostic
 from ampaudit.lint.flow.script import parse
-from ampaudit.lint.selection import UNUSED, Choice
+from ampaudit.lint.selection import UNUSED, RuleSelection
 from ampaudit.lint.source_text import character_column, split_lines
 from ampaudit.report.finding import Severity
 from ampaudit.report.lint import LintFinding
@@ -27,7 +27,7 @@ class Hidden:
         self.comments = comments
         self.used: set[int] = set()
 
-    def by(self, item: Found) -> Comment | None:
+    def by(self, item: Diagnostic) -> Comment | None:
         """The comment that hides a finding: on its first line, or its last."""
         lines = (getattr(item.node, "lineno", 1), getattr(item.node, "end_lineno", 1))
         for comment in self.comments:
@@ -37,7 +37,9 @@ class Hidden:
         return None
 
 
-def findings_of(path: str, unit: Unit, found: list[Found], choice: Choice) -> list[LintFinding]:
+def findings_of(
+    path: str, unit: Unit, found: list[Diagnostic], selection: RuleSelection
+) -> list[LintFinding]:
     """What is reported of a unit: what is asked for, what comments hide, and comments that hide nothing."""
     lines = split_lines(unit.text)
     hidden = Hidden(comments_of(unit.text))
@@ -45,13 +47,13 @@ def findings_of(path: str, unit: Unit, found: list[Found], choice: Choice) -> li
     results = []
     for item in found:
         comment = hidden.by(item)
-        if choice.wants(item.code) and functions is not None:
+        if selection.wants(item.code) and functions is not None:
             made = _finding(path, unit, lines, item, functions.around(getattr(item.node, "lineno", 1)))
             because = f"comment: {comment.reason}" if comment is not None else None
             results.append(made if because is None else replace(made, suppressed=because))
     for comment in hidden.comments:
         ours = comment.codes and all(code.startswith(LINTED) for code in comment.codes)
-        if ours and comment.line not in hidden.used and choice.wants(UNUSED):
+        if ours and comment.line not in hidden.used and selection.wants(UNUSED):
             results.append(_unused(path, unit, comment))
     return results
 
@@ -65,7 +67,7 @@ def _unused(path: str, unit: Unit, comment: Comment) -> LintFinding:
     )
 
 
-def _finding(path: str, unit: Unit, lines: list[str], item: Found, function: str) -> LintFinding:
+def _finding(path: str, unit: Unit, lines: list[str], item: Diagnostic, function: str) -> LintFinding:
     node = item.node
     first = int(getattr(node, "lineno", 1))
     last = int(getattr(node, "end_lineno", first) or first)
@@ -85,7 +87,7 @@ def _finding(path: str, unit: Unit, lines: list[str], item: Found, function: str
         function=function,
         cause=item.cause,
         advice=item.advice,
-        fixable=item.repair is not None,
+        fixable=item.fix is not None,
         source=text.strip("\r"),
     )
 

@@ -9,14 +9,14 @@ from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.report.pages import all_pages
 from ampaudit.report.pages.page import LINTED
 
-__all__ = ["UNUSED", "Choice"]
+__all__ = ["UNUSED", "RuleSelection"]
 
 
 UNUSED = "AMP991"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RuleSelection:
     """Which codes are wanted.
 
     Attributes:
@@ -28,7 +28,7 @@ class Choice:
     ignore: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, select: Iterable[str], ignore: Iterable[str]) -> Choice:
+    def of(cls, select: Iterable[str], ignore: Iterable[str]) -> RuleSelection:
         """Of texts such as ``AMP807,AMP82``.
 
         Raises:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampaudit.core.errors import UsageError
-from ampaudit.lint.linting import Choice, LintedFile, lint_file, lint_files, lint_text
+from ampaudit.lint.linting import LintedFile, RuleSelection, lint_file, lint_files, lint_text
 from tests.lint.pages import PAGES, REPAIRED
 from tests.lint.twins import TWINS, script
 
@@ -31,7 +31,7 @@ GOOD = {code: page.good.code for code, page in PAGES.items()} | {
 
 
 def lint(text: str, name: str = "train.py", *, fix: bool = False) -> LintedFile:
-    return lint_text(text, name, Choice(), fix=fix)
+    return lint_text(text, name, RuleSelection(), fix=fix)
 
 
 def codes(text: str, name: str = "train.py") -> list[str]:
@@ -434,7 +434,7 @@ def test_codes_are_chosen_by_how_they_begin() -> None:
     text = BAD["AMP803"] + "\n\n" + BAD["AMP861"].removeprefix("import torch\n")
 
     def chosen(select: str, ignore: str = "") -> set[str]:
-        choice = Choice.of([select], [ignore])
+        choice = RuleSelection.of([select], [ignore])
         return {finding.code for finding in lint_text(text, "x.py", choice).findings}
 
     assert chosen("") == {"AMP803", "AMP861"}
@@ -443,7 +443,7 @@ def test_codes_are_chosen_by_how_they_begin() -> None:
     assert chosen("AMP803,amp86", "AMP8") == {"AMP803", "AMP861"}
     assert chosen("ALL", "AMP861") == {"AMP803"}
     with pytest.raises(UsageError, match="no code of lint begins with 'AMP102'"):
-        Choice.of(["AMP102"], [])
+        RuleSelection.of(["AMP102"], [])
 
 
 # notebooks and Markdown
@@ -540,7 +540,7 @@ def test_code_blocks_of_markdown() -> None:
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "odd.py"
     path.write_bytes(content)
-    linted = lint_file(path, Choice())
+    linted = lint_file(path, RuleSelection())
     if not re.search(reason, ""):
         assert linted.unread
     for unread in linted.unread:
@@ -556,7 +556,7 @@ def test_a_megabyte_is_read(tmp_path: Path) -> None:
     )
     path.write_text(filler + BAD["AMP803"])
     assert path.stat().st_size > 1_000_000
-    assert [f.code for f in lint_file(path, Choice()).findings] == ["AMP803"]
+    assert [f.code for f in lint_file(path, RuleSelection()).findings] == ["AMP803"]
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
@@ -599,7 +599,7 @@ def test_directories_links_globs_and_what_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "lost.py").symlink_to(tmp_path / "nowhere")
 
     def read(*paths: str, exclude: tuple[str, ...] = ()) -> list[str]:
-        found = lint_files([str(tmp_path / p) for p in paths], Choice(), exclude=exclude)
+        found = lint_files([str(tmp_path / p) for p in paths], RuleSelection(), exclude=exclude)
         return [os.path.relpath(f.path, tmp_path) for f in found]
 
     assert read("") == ["a.py", "h.md", "lost.py", "deep/b.py", "deep/c.ipynb"]
@@ -607,7 +607,7 @@ def test_directories_links_globs_and_what_is_left_out(tmp_path: Path) -> None:
     assert read("**/*.py") == ["a.py", "build/g.py", "deep/b.py", "lost.py", "venv/e.py"]
     assert read("f.txt", "a.py", "a.py") == ["f.txt", "a.py"]
     assert read("nothing.py") == ["nothing.py"]
-    (lost,) = [f for f in lint_files([str(tmp_path)], Choice()) if f.path.endswith("lost.py")]
+    (lost,) = [f for f in lint_files([str(tmp_path)], RuleSelection()) if f.path.endswith("lost.py")]
     assert lost.unread[0].reason == "No such file or directory"
 
 
@@ -616,7 +616,7 @@ def test_nothing_is_ever_run(tmp_path: Path) -> None:
     text = f"open({str(marker)!r}, 'w').close()\n" + BAD["AMP803"] + "\ntrain(None, [], None, None)\n"
     path = tmp_path / "evil.py"
     path.write_text(text)
-    assert [f.code for f in lint_file(path, Choice(), fix=True).findings] == []
+    assert [f.code for f in lint_file(path, RuleSelection(), fix=True).findings] == []
     assert not marker.exists()
 
 

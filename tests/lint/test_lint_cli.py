@@ -14,7 +14,7 @@ import pytest
 import yaml
 from junitparser import JUnitXml
 
-from ampaudit.lint.linting import Choice, lint_text
+from ampaudit.lint.linting import RuleSelection, lint_text
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
 from ampaudit.report.documents import parse_document
@@ -39,7 +39,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def report_of(*texts: str, name: str = "train.py") -> LintReport:
-    files = [lint_text(text, name, Choice()) for text in texts]
+    files = [lint_text(text, name, RuleSelection()) for text in texts]
     findings = tuple(finding for file in files for finding in file.findings)
     return LintReport(1, "0.1.0", "warning", len(files), findings, tuple(u for f in files for u in f.unread))
 

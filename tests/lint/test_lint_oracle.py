@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampaudit.lint.flow.names import ADAM_LIKE, NO_HALF, SMALLEST_HALF
-from ampaudit.lint.linting import Choice, lint_text
+from ampaudit.lint.linting import RuleSelection, lint_text
 from ampaudit.report.pages import all_pages
 
 SCALE = 1024.0
@@ -73,7 +73,7 @@ def meant(names: list[str]) -> list[str]:
 
 
 def codes(text: str) -> set[str]:
-    return {finding.code for finding in lint_text(text, "script.py", Choice()).findings}
+    return {finding.code for finding in lint_text(text, "script.py", RuleSelection()).findings}
 
 
 def is_sane(names: list[str]) -> bool:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from ampaudit.cli.main import COMMANDS, main
 from ampaudit.cli.terminal import as_text
-from ampaudit.lint.linting import Choice, lint_text
+from ampaudit.lint.linting import RuleSelection, lint_text
 from ampaudit.render.difference_text import difference_markdown, render_differences
 from ampaudit.render.html.page import to_html
 from ampaudit.render.json import to_json
@@ -59,7 +59,7 @@ def linted() -> LintReport:
         "weights.py": pages["AMP820"].bad.code,
         "notes.md": "```python\nimport apex.amp\n```\n",
     }
-    files = [lint_text(text, name, Choice()) for name, text in names.items()]
+    files = [lint_text(text, name, RuleSelection()) for name, text in names.items()]
     findings = tuple(finding for file in files for finding in file.findings)
     return LintReport(1, "0.1.0", "warning", len(files), findings, tuple(u for f in files for u in f.unread))
 

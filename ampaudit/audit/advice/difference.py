@@ -43,11 +43,11 @@ def _text_of(change: LineChange) -> str | None:
 def _rewritten(text: str, change: LineChange) -> str | None:
     import libcst
 
-    from ampaudit.lint.fixes import repaired_whole
+    from ampaudit.lint.fixes import apply_every_fix
 
     try:
-        repairs = replacements(text, change)
-        after = repaired_whole(text, repairs) if repairs else None
+        fixes = replacements(text, change)
+        after = apply_every_fix(text, fixes) if fixes else None
         if after is not None:
             ast.parse(after)
     except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampaudit.audit.advice.interface import LineChange
 from ampaudit.audit.advice.statements import File, bound_by, parenthesized, replacement
-from ampaudit.lint.diagnostic import Repair
+from ampaudit.lint.diagnostic import Fix
 
 __all__ = ["scaled_first"]
 
@@ -16,7 +16,7 @@ _METHODS = ("matmul", "bmm", "mm")
 _PURE = ("size", "sqrt", "rsqrt")  # calls that give a number and do nothing else
 
 
-def scaled_first(file: File, change: LineChange) -> list[Repair]:
+def scaled_first(file: File, change: LineChange) -> list[Fix]:
     """The repairs; none where the product or its scaling is not the only one of its kind on its line."""
     statement = file.statement(change.line.line)
     later = file.statement(change.second.line) if change.second is not None else None
@@ -80,7 +80,7 @@ def _binds_tightly(node: ast.expr) -> bool:
     return isinstance(node, atoms) or product
 
 
-def _on_two_lines(file: File, first: ast.stmt, second: ast.stmt) -> list[Repair]:
+def _on_two_lines(file: File, first: ast.stmt, second: ast.stmt) -> list[Fix]:
     """``s = q @ k``, and further down in the same block ``s`` times or over a number, once."""
     block = file.block(first)
     if second not in block or not isinstance(first, ast.Assign) or len(first.targets) != 1:

@@ -11,14 +11,14 @@ import ast
 from ampaudit.audit.advice.interface import LineChange
 from ampaudit.audit.advice.scaling import scaled_first
 from ampaudit.audit.advice.statements import File, parenthesized, replacement
-from ampaudit.lint.diagnostic import Repair
+from ampaudit.lint.diagnostic import Fix
 
 __all__ = ["replacements"]
 
 _MODULES = ("torch", "torch.nn.functional", "torch.special")
 
 
-def replacements(text: str, change: LineChange) -> list[Repair]:
+def replacements(text: str, change: LineChange) -> list[Fix]:
     """The repairs that make a change; none where its place is not the only one.
 
     Raises:
@@ -45,7 +45,7 @@ def _may_be(file: File, node: ast.expr, change: LineChange) -> bool:
     return function.rpartition(".")[2] == "log"
 
 
-def _log_softmax(file: File, node: ast.expr, change: LineChange) -> list[Repair]:
+def _log_softmax(file: File, node: ast.expr, change: LineChange) -> list[Fix]:
     """``torch.log(torch.softmax(x, -1))``, and the same with functions of other modules or with methods."""
     del change
     written = _log_of(file, node)
@@ -65,7 +65,7 @@ def _log_softmax(file: File, node: ast.expr, change: LineChange) -> list[Repair]
     return [replacement(file, node, fresh + arguments), *removal] if fresh else []
 
 
-def _log_sigmoid(file: File, node: ast.expr, change: LineChange) -> list[Repair]:
+def _log_sigmoid(file: File, node: ast.expr, change: LineChange) -> list[Fix]:
     """``torch.log(torch.sigmoid(x))`` and ``torch.log(1 - torch.sigmoid(x))``, and the same with methods."""
     del change
     inner, minus = _log_of(file, node), False
@@ -83,7 +83,7 @@ def _log_sigmoid(file: File, node: ast.expr, change: LineChange) -> list[Repair]
     return [replacement(file, node, f"{functional}.logsigmoid({x})"), *removal]
 
 
-def _meant(file: File, node: ast.expr | None) -> tuple[ast.expr | None, list[Repair]]:
+def _meant(file: File, node: ast.expr | None) -> tuple[ast.expr | None, list[Fix]]:
     """What an expression is; for a name, what it is assigned, with the removal of a line of no other use.
 
     Where the line stays, what it computes is written twice: that must be cheap, and do nothing else.
@@ -107,7 +107,7 @@ def _joined(name: str | None, rest: str) -> str | None:
     return f"{name}.{rest}" if name else None
 
 
-def _number(file: File, node: ast.expr, change: LineChange) -> list[Repair]:
+def _number(file: File, node: ast.expr, change: LineChange) -> list[Fix]:
     """The number as it is written, with its sign."""
     if change.new:
         return [replacement(file, node, change.new)]

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from ampaudit.lint.diagnostic import Repair
+from ampaudit.lint.diagnostic import Fix
 from ampaudit.lint.source_text import character_column, split_lines
 
 __all__ = ["File", "bound_by", "parenthesized", "replacement"]
@@ -96,14 +96,14 @@ class File:
         block = self.block(statement)
         return block[block.index(statement) + 1 :][:1] == [self._statement_of(node)]
 
-    def removal(self, statement: ast.stmt) -> Repair | None:
+    def removal(self, statement: ast.stmt) -> Fix | None:
         """Takes a statement out that has no comment on it, or right above it."""
         last = statement.end_lineno or statement.lineno
         own = self.lines[statement.lineno - 1 : last]
         above = self.lines[statement.lineno - 2].lstrip() if statement.lineno > 1 else ""
         if any("#" in line for line in own) or above.startswith("#"):
             return None
-        return Repair("remove statement", statement.lineno, statement.col_offset)
+        return Fix.at(statement, "remove statement")
 
     def _statement_of(self, node: ast.AST) -> ast.stmt:
         while not isinstance(node, ast.stmt):
@@ -185,7 +185,7 @@ def bound_by(statements: Sequence[ast.stmt]) -> set[str]:
     return found
 
 
-def replacement(file: File, node: ast.expr, code: str) -> Repair:
+def replacement(file: File, node: ast.expr, code: str) -> Fix:
     """The repair that writes other code for an expression.
 
     Raises:
@@ -194,7 +194,7 @@ def replacement(file: File, node: ast.expr, code: str) -> Repair:
     last = node.end_lineno or node.lineno
     column = character_column(file.lines[last - 1], node.end_col_offset or 0)
     code = _outdented(code, file.indentation(node))
-    return Repair("replace expression", node.lineno, node.col_offset, (code, str(last), str(column)))
+    return Fix.at(node, "replace expression", code, str(last), str(column))
 
 
 def _outdented(code: str, indentation: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.diagnostic import Repair
+from ampaudit.lint.diagnostic import Fix
 from ampaudit.lint.flow.blocks import next_step
 from ampaudit.lint.flow.facts import BY_STEP, YES, contributions, is_still_scaled, is_unscaled, one_optimizer
 from ampaudit.lint.flow.joining import part_of
@@ -125,20 +125,18 @@ def clip(machine: Machine, node: ast.Call, name: str, arguments: Arguments) -> V
             "clipping raises on infinite gradients, which under a loss scale are normal: the scaler skips"
             " such steps",
             "leave error_if_nonfinite out",
-            Repair("remove keyword", node.lineno, node.col_offset, ("error_if_nonfinite",)),
+            Fix.at(node, "remove keyword", "error_if_nonfinite"),
         )
     return UNKNOWN
 
 
-def _unscale_first(machine: Machine) -> Repair | None:
+def _unscale_first(machine: Machine) -> Fix | None:
     """Before the statement with the clip: what the step that follows in the same block will name."""
     statement = machine.statement
     step = next_step(machine.script, statement)
     if not isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign) or step is None:
         return None
-    return Repair(
-        "insert before", statement.lineno, statement.col_offset, (f"{step[0]}.unscale_({step[1]})",)
-    )
+    return Fix.at(statement, "insert before", f"{step[0]}.unscale_({step[1]})")
 
 
 def autograd_grad(machine: Machine, node: ast.Call, arguments: Arguments) -> Value:

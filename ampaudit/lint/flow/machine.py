@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ampaudit.lint.diagnostic import Event, Found, Guard, Repair, place_of
+from ampaudit.lint.diagnostic import Diagnostic, Event, Fix, Guard, position_of
 from ampaudit.lint.flow.joining import part_of
 from ampaudit.lint.flow.names import CONVENTIONS
 from ampaudit.lint.flow.script import Script, dotted, flag_of
@@ -94,7 +94,7 @@ class Machine:
         self.loops: list[Loop] = []
         self.returns: list[tuple[Value, State]] = []
         self.statement: ast.stmt | None = None
-        self.found: dict[tuple[str, int, int], Found] = {}
+        self.found: dict[tuple[str, int, int], Diagnostic] = {}
         self.events: dict[tuple[str, ast.AST, tuple[Guard, ...]], Event] = {}
         self.scalers: dict[str, Scaler] = {}
         self.escaped: set[str] = set()
@@ -106,9 +106,9 @@ class Machine:
 
     # what is seen
 
-    def say(self, code: str, node: ast.AST, cause: str, advice: str, repair: Repair | None = None) -> None:
+    def say(self, code: str, node: ast.AST, cause: str, advice: str, fix: Fix | None = None) -> None:
         """Report a mistake, once per place."""
-        self.found.setdefault((code, *place_of(node)), Found(code, node, cause, advice, repair))
+        self.found.setdefault((code, *position_of(node)), Diagnostic(code, node, cause, advice, fix))
 
     def note(self, kind: str, node: ast.AST, **data: Any) -> None:
         """Record that something happens; the second time round a loop adds nothing."""

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.diagnostic import Repair, removal
+from ampaudit.lint.diagnostic import Fix, removal
 from ampaudit.lint.flow.blocks import scaler_near
 from ampaudit.lint.flow.facts import PAST, contributions, is_unscaled, no_gradients, one_optimizer
 from ampaudit.lint.flow.names import ADAM_LIKE, MANAGERS, SMALLEST_HALF
@@ -87,8 +87,8 @@ def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arg
 def _stepped_past(machine: Machine, node: ast.Call, cause: str) -> None:
     scaler = scaler_near(machine.script, node)
     optimizer = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else "optimizer"
-    repair = Repair("step by scaler", node.lineno, node.col_offset, (scaler,)) if scaler else None
-    machine.say("AMP803", node, cause, f"write {scaler or 'scaler'}.step({optimizer})", repair)
+    fix = Fix.at(node, "step by scaler", scaler) if scaler else None
+    machine.say("AMP803", node, cause, f"write {scaler or 'scaler'}.step({optimizer})", fix)
 
 
 def _is_of(found: frozenset[Contribution] | None, key: str) -> bool:

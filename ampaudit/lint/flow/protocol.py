@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.diagnostic import Repair
+from ampaudit.lint.diagnostic import Fix
 from ampaudit.lint.flow.blocks import same_function
 from ampaudit.lint.flow.facts import YES, contributions, one_optimizer
 from ampaudit.lint.flow.script import dotted
@@ -32,15 +32,15 @@ __all__ = [
 def check_bfloat16(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
     """bfloat16 gradients need no scale."""
     place = scaler.node if scaler.node is not None else node
-    repair = None
+    fix = None
     if isinstance(place, ast.Call) and not any(k.arg in ("enabled", None) for k in place.keywords):
-        repair = Repair("set keyword", place.lineno, place.col_offset, ("enabled", "False"))
+        fix = Fix.at(place, "set keyword", "enabled", "False")
     machine.say(
         "AMP818",
         place,
         "the loss is computed in bfloat16, whose range is float32's: its gradients need no loss scale",
         "leave the scaler out, or make it with enabled=False",
-        repair,
+        fix,
     )
 
 
@@ -79,19 +79,19 @@ def check_gradients(machine: Machine, scaler: Scaler, optimizer: Optimizer, step
 
 def _unscaled_loss(machine: Machine, step: ast.Call, item: Contribution) -> None:
     node = item.node
-    repair = None
+    fix = None
     near = same_function(machine.script, step, node) and isinstance(step.func, ast.Attribute)
     text = dotted(step.func.value) if near and isinstance(step.func, ast.Attribute) else ""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and text:
         receiver = node.func.value
         if isinstance(receiver, ast.Name | ast.Attribute):
-            repair = Repair("scale loss", node.lineno, node.col_offset, (text,))
+            fix = Fix.at(node, "scale loss", text)
     machine.say(
         "AMP802",
         node,
         "backward runs on the loss without its scale, but the scaler divides the gradients by the scale",
         f"write {text or 'scaler'}.scale(loss).backward()",
-        repair,
+        fix,
     )
 
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.lint.diagnostic import Repair
+from ampaudit.lint.diagnostic import Fix
 from ampaudit.lint.flow import gradients, objects, optimizers, tensors
 from ampaudit.lint.flow.constructors import autocast, made_scaler
 from ampaudit.lint.flow.joining import part_of
@@ -159,17 +159,17 @@ def loss_call(machine: Machine, node: ast.Call, loss: Loss, arguments: Arguments
 
 
 def _bce(machine: Machine, node: ast.Call, loss: Loss, first: Value) -> None:
-    repair = None
+    fix = None
     argument = node.args[0] if node.args else None
     direct = isinstance(first, Tensor) and first.sigmoid is argument and argument is not None
     if direct and loss.name == "binary_cross_entropy" and isinstance(argument, ast.Call):
-        repair = Repair("with logits", node.lineno, node.col_offset)
+        fix = Fix.at(node, "with logits")
     machine.say(
         "AMP844",
         node,
         "autocast refuses binary cross entropy on probabilities: in float16 log(0) is too near",
         "give the logits to BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, and drop the sigmoid",
-        repair,
+        fix,
     )
 
 

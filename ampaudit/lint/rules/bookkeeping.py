@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.diagnostic import Event, Repair
+from ampaudit.lint.diagnostic import Event, Fix
 from ampaudit.lint.flow.script import dotted
 from ampaudit.lint.flow.values import MAYBE, NO, Entries, StateOf, Tensor
 
@@ -136,14 +136,14 @@ def _last(text: str) -> str:
     return text.rpartition(".")[2]
 
 
-def _update_after(step: Event) -> Repair | None:
+def _update_after(step: Event) -> Fix | None:
     statement, node = step.statement, step.node
     called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     text = dotted(node.func.value) if called and isinstance(node.func, ast.Attribute) else ""  # type: ignore[attr-defined]
     alone = isinstance(statement, ast.Expr) and statement.value is step.node
     if not alone or not text or step.data["many"] or statement is None:
         return None
-    return Repair("insert after", statement.lineno, statement.col_offset, (f"{text}.update()",))
+    return Fix.at(statement, "insert after", f"{text}.update()")
 
 
 def _in_call(event: Event) -> bool:
@@ -171,7 +171,7 @@ def _not_saved(machine: Machine, roots: list[list[Event]]) -> None:
             )
 
 
-def _save_it(machine: Machine, events: list[Event], event: Event, node: ast.AST) -> Repair | None:
+def _save_it(machine: Machine, events: list[Event], event: Event, node: ast.AST) -> Fix | None:
     """With the scaler's name, if it is visible where the checkpoint is written."""
     texts = {scaler.text for scaler in machine.scalers.values() if scaler.text}
     if len(texts) != 1 or not isinstance(node, ast.Dict):
@@ -181,7 +181,7 @@ def _save_it(machine: Machine, events: list[Event], event: Event, node: ast.AST)
     visible = not _in_call(event) and (used_here or text.startswith("self."))
     if not visible or not all(isinstance(key, ast.Constant) for key in node.keys):
         return None
-    return Repair("add entry", node.lineno, node.col_offset, ("scaler", f"{text}.state_dict()"))
+    return Fix.at(node, "add entry", "scaler", f"{text}.state_dict()")
 
 
 def _not_restored(machine: Machine, events: list[Event]) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 import re2
 
-from ampaudit.lint.diagnostic import Found, Repair
+from ampaudit.lint.diagnostic import Diagnostic, Fix
 from ampaudit.lint.flow.blocks import blocks_of
 from ampaudit.lint.flow.names import SMALLEST_HALF
 from ampaudit.lint.flow.script import Script, dotted, lines_with
@@ -27,7 +27,7 @@ _WIDE: Final = frozenset(
 _FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
 
 
-def check(script: Script) -> Iterator[Found]:
+def check(script: Script) -> Iterator[Diagnostic]:
     """Masks everywhere; eps in the modules of the file, whose tensors may be in 16 bits."""
     if "torch" not in script.text:
         return
@@ -123,7 +123,7 @@ class _Reader:
 
     named: dict[str, ast.expr]
 
-    def of(self, statement: ast.stmt, module: bool) -> Iterator[Found]:
+    def of(self, statement: ast.stmt, module: bool) -> Iterator[Diagnostic]:
         for node in ast.walk(statement):
             if isinstance(node, ast.Call):
                 yield from self._fill(node)
@@ -154,17 +154,17 @@ class _Reader:
         value = self._literal(node)
         return value is not None and _LARGEST_HALF < abs(value) < float("inf")
 
-    def _mask(self, node: ast.AST, place: ast.expr, repair: Repair | None) -> Found:
-        return Found(
+    def _mask(self, node: ast.AST, place: ast.expr, fix: Fix | None) -> Diagnostic:
+        return Diagnostic(
             "AMP860",
             node,
             f"{self._literal(place):g} is beyond float16, whose least is -65504: filling raises, a product"
             " is -inf",
             "use torch.finfo(x.dtype).min of the tensor that is filled",
-            repair,
+            fix,
         )
 
-    def _fill(self, node: ast.Call) -> Iterator[Found]:
+    def _fill(self, node: ast.Call) -> Iterator[Diagnostic]:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name in _FILLS and isinstance(node.func, ast.Attribute):
             index = 2 if dotted(node.func.value) == "torch" else 1
@@ -182,16 +182,16 @@ class _Reader:
                         value, value, self._by_dtype(value, dotted(other)) if dotted(other) else None
                     )
 
-    def _by_dtype(self, value: ast.expr, text: str) -> Repair:
+    def _by_dtype(self, value: ast.expr, text: str) -> Fix:
         limit = "min" if (self._literal(value) or 0) < 0 else "max"
-        return Repair("replace", value.lineno, value.col_offset, (f"torch.finfo({text}.dtype).{limit}",))
+        return Fix.at(value, "replace", f"torch.finfo({text}.dtype).{limit}")
 
-    def _product(self, node: ast.BinOp) -> Iterator[Found]:
+    def _product(self, node: ast.BinOp) -> Iterator[Diagnostic]:
         for value, other in ((node.left, node.right), (node.right, node.left)):
             if self._too_large(value) and "mask" in ast.unparse(other).lower() and not _is_wide(other):
                 yield self._mask(node, value, None)
 
-    def _stored(self, node: ast.Assign, target: ast.Subscript) -> Iterator[Found]:
+    def _stored(self, node: ast.Assign, target: ast.Subscript) -> Iterator[Diagnostic]:
         # a large positive number marks what a least is looked for in, mostly outside of 16 bits
         low = (self._literal(node.value) or 0) < 0
         if low and self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
@@ -203,20 +203,20 @@ class _Reader:
         value = self._literal(node)
         return value is not None and 0 < abs(value) <= SMALLEST_HALF
 
-    def _eps(self, node: ast.AST, value: ast.expr) -> Found:
-        return Found(
+    def _eps(self, node: ast.AST, value: ast.expr) -> Diagnostic:
+        return Diagnostic(
             "AMP861",
             node,
             f"{self._literal(value):g} is zero in float16, whose smallest number is 6e-8",
             "use 1e-6 or more, or compute this in float32",
         )
 
-    def _added(self, node: ast.BinOp) -> Iterator[Found]:
+    def _added(self, node: ast.BinOp) -> Iterator[Diagnostic]:
         for value, other in ((node.left, node.right), (node.right, node.left)):
             if self._vanishes(value) and self._literal(other) is None and not _is_wide(other):
                 yield self._eps(value, value)
 
-    def _clamp(self, node: ast.Call) -> Iterator[Found]:
+    def _clamp(self, node: ast.Call) -> Iterator[Diagnostic]:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name not in ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip"):
             return

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from ampaudit.lint.diagnostic import Found, Repair
+from ampaudit.lint.diagnostic import Diagnostic, Fix
 from ampaudit.lint.flow.script import Script, dotted, enters_autocast
 from ampaudit.lint.flow.values import FunctionInfo
 
@@ -22,7 +22,7 @@ _PRODUCTS: Final = frozenset(
 _OWN_DTYPES = re.compile(r"autocast|\.to\(|\.float\(|\.type_as\(|dtype")
 
 
-def check(script: Script) -> Iterator[Found]:
+def check(script: Script) -> Iterator[Diagnostic]:
     """Functions with matrix products whose two halves do not agree on a dtype."""
     if "autocast" not in script.text or "Function" not in script.text:
         return
@@ -83,7 +83,7 @@ def _decorated(info: FunctionInfo, name: str) -> bool:
     return any(name in ast.unparse(decorator) for decorator in info.node.decorator_list)
 
 
-def _found(node: ast.ClassDef, forward: FunctionInfo, backward: FunctionInfo, has: list[bool]) -> Found:
+def _found(node: ast.ClassDef, forward: FunctionInfo, backward: FunctionInfo, has: list[bool]) -> Diagnostic:
     missing = " and ".join(n for n, there in zip(("custom_fwd", "custom_bwd"), has, strict=True) if not there)
     wanted = tuple(
         f"{name} {info.node.lineno}"
@@ -91,13 +91,13 @@ def _found(node: ast.ClassDef, forward: FunctionInfo, backward: FunctionInfo, ha
         if not there
     )
     static = all(any(dotted(d) == "staticmethod" for d in i.node.decorator_list) for i in (forward, backward))
-    repair = Repair("decorate", node.lineno, node.col_offset, wanted) if static and not any(has) else None
-    return Found(
+    fix = Fix.at(node, "decorate", *wanted) if static and not any(has) else None
+    return Diagnostic(
         "AMP850",
         node,
         f"{node.name} has no {missing}: its backward runs without autocast, on tensors of whatever dtypes the"
         " forward saved",
         'decorate forward with torch.amp.custom_fwd(device_type="cuda") and backward with'
         ' torch.amp.custom_bwd(device_type="cuda")',
-        repair,
+        fix,
     )

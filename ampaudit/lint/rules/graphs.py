@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.diagnostic import Event, Repair, place_of
+from ampaudit.lint.diagnostic import Event, Fix
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.machine import Machine
@@ -29,5 +29,5 @@ def check(machine: Machine, events: list[Event]) -> None:
             node,
             "retain_graph=True keeps every activation, and no backward goes through this graph again",
             "leave retain_graph out",
-            Repair("remove keyword", *place_of(node), ("retain_graph",)),
+            Fix.at(node, "remove keyword", "retain_graph"),
         )

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.lint.diagnostic import Event, Repair, place_of
+from ampaudit.lint.diagnostic import Event, Fix, position_of
 from ampaudit.lint.flow.values import Autocast, Function
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def check(machine: Machine, events: list[Event]) -> None:
     _threads(machine, events)
 
 
-def _dedent(events: list[Event], event: Event, context: Autocast) -> Repair | None:
+def _dedent(events: list[Event], event: Event, context: Autocast) -> Fix | None:
     """End the block before the statement, if what follows in it needs no autocast."""
     entered = next((e for e in events if e.kind == "autocast.entered" and e.data["value"] is context), None)
     block = entered.data["block"] if entered is not None else None
@@ -62,7 +62,7 @@ def _dedent(events: list[Event], event: Event, context: Autocast) -> Repair | No
     names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in calls}
     if not names <= _AFTERWARDS:
         return None
-    return Repair("end block", block.lineno, block.col_offset, (str(index),))
+    return Fix.at(block, "end block", str(index))
 
 
 def _dropped(machine: Machine, events: list[Event]) -> None:
@@ -79,7 +79,7 @@ def _halved(machine: Machine, events: list[Event]) -> None:
     refused = {place[1:] for place in machine.found if place[0] == "AMP801"}
     for event in (e for e in events if e.kind == "half.autocast"):
         node = event.node
-        if place_of(node) not in refused:
+        if position_of(node) not in refused:
             machine.say(
                 "AMP849",
                 node,

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ampaudit.lint.diagnostic import Found, Repair
+from ampaudit.lint.diagnostic import Diagnostic, Fix
 from ampaudit.lint.flow.names import DEPRECATED, canonical
 from ampaudit.lint.flow.script import Script, dotted
 
@@ -16,7 +16,7 @@ __all__ = ["check"]
 _NAMES = re.compile(r"\b(?:cuda|cpu)\.amp\b|\bapex\b|\bcuda +import\b|\bcpu +import\b")
 
 
-def check(script: Script) -> Iterator[Found]:
+def check(script: Script) -> Iterator[Diagnostic]:
     """Imports and uses of what has a newer name."""
     if _NAMES.search(script.text) is None:
         return
@@ -42,8 +42,8 @@ def check(script: Script) -> Iterator[Found]:
         path = canonical(names.get(head, head) + text[len(head) :]) if text else ""
         if path in DEPRECATED:
             details = (DEPRECATED[path], path.rpartition(".")[2], text)
-            repair = Repair("modern use", use.lineno, use.col_offset, details)
-            yield _old(use, path, repair if id(use) in called else None)
+            fix = Fix.at(use, "modern use", *details)
+            yield _old(use, path, fix if id(use) in called else None)
 
 
 _VERSION = re.compile(r"version|hasattr|GREATER|TORCH_|_[12]_\d|>= ?\(?[12]", re.IGNORECASE)
@@ -87,7 +87,7 @@ def _imported(
     names: dict[str, str],
     nodes: list[ast.AST],
     called: set[int],
-) -> Iterator[Found]:
+) -> Iterator[Diagnostic]:
     if isinstance(node, ast.Import):
         for alias in node.names:
             if alias.asname:
@@ -108,8 +108,8 @@ def _imported(
         local = [alias.asname or alias.name for alias in old]
         plain = len(old) == len(node.names) and _only_called(nodes, called, local)
         details = (DEPRECATED[path], *(f"{a.name}={a.asname or a.name}" for a in old))
-        repair = Repair("modern import", node.lineno, node.col_offset, details) if plain else None
-        yield _old(node, path, repair, ", ".join(alias.name for alias in old))
+        fix = Fix.at(node, "modern import", *details) if plain else None
+        yield _old(node, path, fix, ", ".join(alias.name for alias in old))
 
 
 def _called(nodes: list[ast.AST]) -> set[int]:
@@ -131,7 +131,7 @@ def _only_called(nodes: list[ast.AST], called: set[int], names: list[str]) -> bo
     return not exported and all(isinstance(use.ctx, ast.Load) and id(use) in called for use in uses)
 
 
-def _old(node: ast.AST, path: str, repair: Repair | None, names: str = "") -> Found:
+def _old(node: ast.AST, path: str, fix: Fix | None, names: str = "") -> Diagnostic:
     device, name = DEPRECATED[path], path.rpartition(".")[2]
     spelt = {
         "autocast": f'torch.autocast("{device}", ...)',
@@ -140,11 +140,11 @@ def _old(node: ast.AST, path: str, repair: Repair | None, names: str = "") -> Fo
         "custom_bwd": f'torch.amp.custom_bwd(device_type="{device}")',
     }[name]
     what = f"{path.rpartition('.')[0]}: {names}" if names else path
-    return Found("AMP864", node, f"{what} is deprecated since torch 2.4", f"write {spelt}", repair)
+    return Diagnostic("AMP864", node, f"{what} is deprecated since torch 2.4", f"write {spelt}", fix)
 
 
-def _apex(node: ast.AST) -> Found:
-    return Found(
+def _apex(node: ast.AST) -> Diagnostic:
+    return Diagnostic(
         "AMP865",
         node,
         "apex.amp is deprecated, and no longer in newer versions of apex",
