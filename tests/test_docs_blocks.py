@@ -180,6 +180,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "README.md").write_text("# Nothing\n")
     rules = next(b for b in BLOCKS if b.language == "yaml" and "name: my-accelerator" in b.text)
     (place / "my-accelerator.yaml").write_text(rules.text)
+    model = next(b for b in BLOCKS if b.language == "python" and "class Classifier" in b.text)
+    (place / "classifier.py").write_text(model.text + "\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         small: dict[str, Any] = {}
