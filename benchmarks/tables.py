@@ -1,4 +1,4 @@
-"""Writes the table of the README and of docs/bench.md from the dated results, between marks.
+"""Writes the table of docs/bench.md from the dated results, between marks.
 
 python benchmarks/tables.py
 """
@@ -14,7 +14,7 @@ from ampaudit.report.documents import read_document
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NAME = "efficientnet_b0"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "bench.md")
+PAGES = (ROOT / "docs" / "bench.md",)
 
 
 def table() -> str:

@@ -260,14 +260,10 @@ def test_explain_says_how_to_see_it(cli: CLI) -> None:
     assert "run: ampaudit lint bad.py" in cli("explain", "AMP807").stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("docs/linting.md", ()), ("README.md", ("--select", "AMP807"))]
-)
-def test_the_documentation_shows_what_is_printed(name: str, options: tuple[str, ...], cli: CLI) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    command = " ".join(["$ ampaudit lint examples/lint/finetune.py", *options])
-    shown = text.split(f"{command}\n")[1].split("```")[0]
-    assert cli("lint", "examples/lint/finetune.py", *options, cwd=ROOT).stdout == shown
+def test_the_documentation_shows_what_is_printed(cli: CLI) -> None:
+    text = (ROOT / "docs" / "linting.md").read_text(encoding="utf-8")
+    shown = text.split("$ ampaudit lint examples/lint/finetune.py\n")[1].split("```")[0]
+    assert cli("lint", "examples/lint/finetune.py", cwd=ROOT).stdout == shown
 
 
 def test_the_documentation_lists_the_repairs_and_counts_the_codes() -> None:
