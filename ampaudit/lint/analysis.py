@@ -15,54 +15,57 @@ from functools import cached_property
 
 from ampaudit.lint.diagnostic import Diagnostic, Event, position_of
 from ampaudit.lint.flow.expressions import EXPRESSIONS
-from ampaudit.lint.flow.inlining import enter
-from ampaudit.lint.flow.machine import OFF, UNSURE, Machine, TooLong
-from ampaudit.lint.flow.script import Script, has_own_context
+from ampaudit.lint.flow.inlining import inline_call
+from ampaudit.lint.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter, StepLimitReached
+from ampaudit.lint.flow.script import Script, sets_own_context
 from ampaudit.lint.flow.state import State
 from ampaudit.lint.flow.statements import STATEMENTS
 from ampaudit.lint.flow.values import (
     Autocast,
     ClassInfo,
     FunctionInfo,
+    ImportedName,
     Instance,
-    Symbol,
     Value,
 )
-from ampaudit.lint.rules import accumulation, bookkeeping, constants, functions, graphs, regions, spelling
+from ampaudit.lint.rules import accumulation, bookkeeping, constants, regions
+from ampaudit.lint.rules import autograd_functions as functions
+from ampaudit.lint.rules import deprecated_names as spelling
+from ampaudit.lint.rules import retained_graphs as graphs
 
-__all__ = ["read"]
+__all__ = ["analyze"]
 
-_FLAGS = 3
-_PER_ROOT = (accumulation.check, regions.check, graphs.check, bookkeeping.check_root)
+_MAX_CONDITIONS = 3
+_ENTRY_POINT_RULES = (accumulation.check, regions.check, graphs.check, bookkeeping.check_loops)
 
 
-def read(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
+def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
     """Every mistake in a script, in the order of its lines; and what its names stand for at its end.
 
     Args:
         script: the module.
         known: names given from outside.
     """
-    machine = Machine(script, STATEMENTS, EXPRESSIONS, {}, known)
-    roots: list[list[Event]] = []
-    end = _follow(machine, roots, _Root(None, None, State()))
+    interpreter = Interpreter(script, STATEMENTS, EXPRESSIONS, {}, known)
+    events_by_entry: list[list[Event]] = []
+    end = _follow(interpreter, events_by_entry, _EntryPoint(None, None, State()))
     for info in script.functions.values():
-        if info.busy and info not in machine.called:
-            _follow(machine, roots, _Root(info, None, end))
+        if info.relevant and info not in interpreter.called:
+            _follow(interpreter, events_by_entry, _EntryPoint(info, None, end))
     for described in script.classes.values():
-        _read_class(machine, roots, end, described)
-    bookkeeping.check_file(machine, roots)
-    regions.check_file(machine, roots)
-    found = dict(machine.found)
+        _follow_class(interpreter, events_by_entry, end, described)
+    bookkeeping.check_updates_and_checkpoints(interpreter, events_by_entry)
+    regions.check_validation(interpreter, events_by_entry)
+    found = dict(interpreter.diagnostics)
     for item in (*constants.check(script), *spelling.check(script), *functions.check(script)):
         found.setdefault((item.code, *position_of(item.node)), item)
     ordered = sorted(found.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
-    names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, Symbol)}
+    names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, ImportedName)}
     return [item for _, item in ordered], names
 
 
 @dataclass(frozen=True)
-class _Root:
+class _EntryPoint:
     """Where reading begins: the module if there is no function; a method has an owner."""
 
     info: FunctionInfo | None
@@ -72,65 +75,69 @@ class _Root:
     @cached_property
     def context(self) -> Autocast:
         """What surrounds it: nothing, or who knows what."""
-        return OFF if self.info is None or has_own_context(self.info.node) else UNSURE
+        return NO_AUTOCAST if self.info is None or sets_own_context(self.info.node) else UNKNOWN_AUTOCAST
 
 
-def _follow(machine: Machine, roots: list[list[Event]], root: _Root) -> State:
+def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry: _EntryPoint) -> State:
     """Read a root; then again under each of its most frequent conditions, both ways."""
-    machine.flags.clear()
-    end = _once(machine, root, roots)
-    if not any(event.kind in _TRAINING for event in roots[-1]):
+    interpreter.condition_counts.clear()
+    end = _follow_once(interpreter, entry, events_by_entry)
+    if not any(event.kind in _TRAINING_EVENTS for event in events_by_entry[-1]):
         return end
-    for flag, _ in machine.flags.most_common(_FLAGS):
+    for condition, _ in interpreter.condition_counts.most_common(_MAX_CONDITIONS):
         for answer in (True, False):
-            machine.assume = {flag: answer}
-            _once(machine, root, [])
-    machine.assume = {}
+            interpreter.assumptions = {condition: answer}
+            _follow_once(interpreter, entry, [])
+    interpreter.assumptions = {}
     return end
 
 
-def _once(machine: Machine, root: _Root, roots: list[list[Event]]) -> State:
-    info = root.info
-    machine.state, machine.guards, machine.rounds = root.start.anew(), (), 0
-    machine.frame, machine.loops, machine.returns, machine.grad = 0, [], [], []
-    machine.contexts = [root.context]
-    with contextlib.suppress(TooLong):
+def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: list[list[Event]]) -> State:
+    info = entry.info
+    interpreter.path_state, interpreter.guards, interpreter.repetitions = entry.start.fork(), (), 0
+    interpreter.frame, interpreter.loops, interpreter.returns, interpreter.grad_modes = 0, [], [], []
+    interpreter.autocasts = [entry.context]
+    with contextlib.suppress(StepLimitReached):
         if info is None:
-            machine.block(machine.script.tree.body)
+            interpreter.execute(interpreter.script.tree.body)
         else:
             static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in info.node.decorator_list)
-            enter(machine, info, info.node, {}, None if static else root.owner, 0)
-    machine.stack.clear()
-    _finish(machine, roots)
-    return machine.state or State()
+            inline_call(interpreter, info, info.node, {}, None if static else entry.owner, 0)
+    interpreter.stack.clear()
+    _finish(interpreter, events_by_entry)
+    return interpreter.path_state or State()
 
 
-def _read_class(machine: Machine, roots: list[list[Event]], end: State, info: ClassInfo) -> None:
+def _follow_class(
+    interpreter: Interpreter, events_by_entry: list[list[Event]], end: State, info: ClassInfo
+) -> None:
     owner = Instance(f"class {info.node.name}", info)
-    machine.managed = info.derives("LightningModule", "LightningLite", "Callback")
+    interpreter.managed = info.derives("LightningModule", "LightningLite", "Callback")
     start = info.methods.get("__init__")
-    if start is not None and start.busy:
-        end = _follow(machine, roots, _Root(start, owner, end))
+    if start is not None and start.relevant:
+        end = _follow(interpreter, events_by_entry, _EntryPoint(start, owner, end))
     for method in info.methods.values():
-        if method.busy and method is not start and method not in machine.called:
-            _follow(machine, roots, _Root(method, owner, end))
-    machine.managed = False
+        if method.relevant and method is not start and method not in interpreter.called:
+            _follow(interpreter, events_by_entry, _EntryPoint(method, owner, end))
+    interpreter.managed = False
 
 
-_TRAINING = frozenset({"backward", "forward", "scaler.scale", "scaler.step", "scaler.unscale", "clip"})
+_TRAINING_EVENTS = frozenset({"backward", "forward", "scaler.scale", "scaler.step", "scaler.unscale", "clip"})
 
 
-def _finish(machine: Machine, roots: list[list[Event]]) -> None:
+def _finish(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
     """The rules about the root that was just followed."""
-    events = list(machine.events.values())
-    machine.events = {}
-    machine.restart()
-    if not machine.managed:
-        for check in _PER_ROOT:
-            check(machine, events)
+    events = list(interpreter.events.values())
+    interpreter.events = {}
+    interpreter.reset_steps()
+    if not interpreter.managed:
+        for check in _ENTRY_POINT_RULES:
+            check(interpreter, events)
     else:
-        machine.found = {key: item for key, item in machine.found.items() if key[0] in _ALSO_MANAGED}
-    roots.append(events)
+        interpreter.diagnostics = {
+            key: item for key, item in interpreter.diagnostics.items() if key[0] in _RULES_FOR_MANAGED
+        }
+    events_by_entry.append(events)
 
 
-_ALSO_MANAGED = frozenset({"AMP844", "AMP845", "AMP846", "AMP848", "AMP850"})
+_RULES_FOR_MANAGED = frozenset({"AMP844", "AMP845", "AMP846", "AMP848", "AMP850"})

@@ -12,7 +12,7 @@ from ampaudit.core.errors import first_line
 from ampaudit.lint.code_blocks import Unit, pieces_of, rebuilt, without_cell
 from ampaudit.lint.diagnostic import Diagnostic
 from ampaudit.lint.discovery import find
-from ampaudit.lint.flow.script import may_matter, parse, read_script
+from ampaudit.lint.flow.script import is_worth_reading, parse, read_script
 from ampaudit.lint.flow.values import Value
 from ampaudit.lint.reporting import Hidden, findings_of
 from ampaudit.lint.selection import RuleSelection
@@ -118,11 +118,11 @@ def _lint_unit(
 def _read(
     linted: LintedFile, unit: Unit, known: dict[str, Value]
 ) -> tuple[list[Diagnostic], dict[str, Value], Unit]:
-    from ampaudit.lint.analysis import read
+    from ampaudit.lint.analysis import analyze
 
-    while may_matter(unit.text):
+    while is_worth_reading(unit.text):
         try:
-            found, names = read(read_script(unit.text), known)
+            found, names = analyze(read_script(unit.text), known)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line, cell = unit.place(getattr(error, "lineno", None) or 1)
             if not unit.lenient:
@@ -168,7 +168,7 @@ def _repair(
     """Repair until nothing is left that can be; the text, what is left, and how many were repaired."""
     import libcst
 
-    from ampaudit.lint.analysis import read
+    from ampaudit.lint.analysis import analyze
     from ampaudit.lint.fixes import apply_fixes
 
     text, start = unit.text, len(found)
@@ -192,5 +192,5 @@ def _repair(
         if new in seen:  # nothing was found again; or one repair undoes another
             break
         seen.add(new)
-        text, (found, _) = new, read(script, known)
+        text, (found, _) = new, analyze(script, known)
     return text, found, max(start - len(found), 0) if text != unit.text else 0

@@ -10,19 +10,19 @@ from typing import Any
 
 import re2
 
-from ampaudit.lint.flow.ducks import Ducks
+from ampaudit.lint.flow.usage import NameUsage
 from ampaudit.lint.flow.values import ClassInfo, FunctionInfo
 from ampaudit.lint.source_text import split_lines
 
 __all__ = [
     "Script",
-    "dotted",
+    "condition_of",
+    "dotted_name",
     "enters_autocast",
-    "flag_of",
-    "has_own_context",
-    "may_matter",
+    "is_worth_reading",
     "parse",
     "read_script",
+    "sets_own_context",
 ]
 
 # a line without any of these has no part in a training loop's precision
@@ -47,7 +47,7 @@ class Script:
         text: its text.
         functions: those of the module itself, by name.
         classes: all, by name.
-        ducks: what is done with names.
+        usage: what is done with names.
         imports: dotted names of all that is imported.
     """
 
@@ -55,15 +55,15 @@ class Script:
     text: str
     functions: dict[str, FunctionInfo] = field(default_factory=dict)
     classes: dict[str, ClassInfo] = field(default_factory=dict)
-    ducks: Ducks = field(default_factory=Ducks)
+    usage: NameUsage = field(default_factory=NameUsage)
     imports: set[str] = field(default_factory=set)
-    busy_lines: list[int] = field(default_factory=list)
+    relevant_lines: list[int] = field(default_factory=list)
 
-    def is_busy(self, node: ast.stmt) -> bool:
+    def is_relevant(self, node: ast.stmt) -> bool:
         """Whether any line of a statement matters."""
         decorators = getattr(node, "decorator_list", ())
-        at = bisect_left(self.busy_lines, min((d.lineno for d in decorators), default=node.lineno))
-        return at < len(self.busy_lines) and self.busy_lines[at] <= (node.end_lineno or node.lineno)
+        at = bisect_left(self.relevant_lines, min((d.lineno for d in decorators), default=node.lineno))
+        return at < len(self.relevant_lines) and self.relevant_lines[at] <= (node.end_lineno or node.lineno)
 
 
 def parse(text: str) -> ast.Module:
@@ -84,7 +84,7 @@ def enters_autocast(node: ast.With) -> bool:
     return any("autocast" in ast.unparse(item.context_expr) for item in node.items)
 
 
-def lines_with(pattern: Any, text: str) -> list[int]:
+def matching_lines(pattern: Any, text: str) -> list[int]:
     """Numbers of the lines in which a pattern of re2 matches, in order."""
     if "\r" in text:
         return [number for number, line in enumerate(split_lines(text), 1) if pattern.search(line)]
@@ -98,7 +98,7 @@ def lines_with(pattern: Any, text: str) -> list[int]:
     return found
 
 
-def may_matter(text: str) -> bool:
+def is_worth_reading(text: str) -> bool:
     """Whether a script has any word that a finding could be about; most files of a project have none."""
     return _MENTIONS.search(text) is not None
 
@@ -110,12 +110,12 @@ def read_script(text: str) -> Script:
         SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
     """
     script = Script(parse(text), text)
-    script.busy_lines = lines_with(_MATTERS, text)
-    _survey(script, script.tree.body, None)
+    script.relevant_lines = matching_lines(_MATTERS, text)
+    _collect(script, script.tree.body, None)
     return script
 
 
-def _survey(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> None:
+def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> None:
     """Note functions, classes, imports; look into statements whose lines matter."""
     for node in body:
         if isinstance(node, ast.Import):
@@ -123,36 +123,36 @@ def _survey(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> No
         elif isinstance(node, ast.ImportFrom):
             script.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ClassDef):
-            _survey_class(script, node)
+            _collect_class(script, node)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            info = FunctionInfo(node, owner, script.is_busy(node))
+            info = FunctionInfo(node, owner, script.is_relevant(node))
             if owner is not None:
                 owner.methods[node.name] = info
             else:
                 script.functions.setdefault(node.name, info)
-            if info.busy:
-                _survey_uses(script, node.body)
-        elif script.is_busy(node):
-            _survey_uses(script, [node])
+            if info.relevant:
+                _collect_usage(script, node.body)
+        elif script.is_relevant(node):
+            _collect_usage(script, [node])
 
 
-def _survey_class(script: Script, node: ast.ClassDef) -> None:
-    bases = tuple(text for base in node.bases if (text := dotted(base)))
-    mother = next((script.classes[base] for base in bases if base in script.classes), None)
-    info = ClassInfo(node, bases, {}, mother)
+def _collect_class(script: Script, node: ast.ClassDef) -> None:
+    bases = tuple(text for base in node.bases if (text := dotted_name(base)))
+    base = next((script.classes[base] for base in bases if base in script.classes), None)
+    info = ClassInfo(node, bases, {}, base)
     script.classes[node.name] = info
-    _survey(script, node.body, info)
+    _collect(script, node.body, info)
 
 
-def _survey_uses(script: Script, body: list[ast.stmt]) -> None:
-    for node in _walk(body):
+def _collect_usage(script: Script, body: list[ast.stmt]) -> None:
+    for node in _walk_expressions(body):
         if isinstance(node, ast.Call):
-            _note_call(script.ducks, node)
+            _record_call(script.usage, node)
         elif isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
-            _survey(script, [node], None)
+            _collect(script, [node], None)
 
 
-def _walk(body: list[ast.stmt]) -> Iterator[ast.AST]:
+def _walk_expressions(body: list[ast.stmt]) -> Iterator[ast.AST]:
     """All nodes, without contexts, operators and constants."""
     pending: list[ast.AST] = list(body)
     while pending:
@@ -166,22 +166,22 @@ def _walk(body: list[ast.stmt]) -> Iterator[ast.AST]:
                 pending.append(child)
 
 
-def _note_call(ducks: Ducks, node: ast.Call) -> None:
+def _record_call(usage: NameUsage, node: ast.Call) -> None:
     if not isinstance(node.func, ast.Attribute):
-        text = dotted(node.func)
+        text = dotted_name(node.func)
         if text:
-            ducks.methods.setdefault(text, set()).add("(call)")
+            usage.methods.setdefault(text, set()).add("(call)")
         return
-    text = dotted(node.func.value)
+    text = dotted_name(node.func.value)
     whole = f"{text}.{node.func.attr}" if text else ""
     if whole:
-        ducks.methods.setdefault(whole, set()).add("(call)")
-        ducks.methods.setdefault(text, set()).add(node.func.attr)
-        if node.func.attr in ("step", "unscale_") and node.args and (given := dotted(node.args[0])):
-            ducks.stepped.setdefault(text, set()).add(given)
+        usage.methods.setdefault(whole, set()).add("(call)")
+        usage.methods.setdefault(text, set()).add(node.func.attr)
+        if node.func.attr in ("step", "unscale_") and node.args and (given := dotted_name(node.args[0])):
+            usage.stepped.setdefault(text, set()).add(given)
 
 
-def has_own_context(node: ast.AST) -> bool:
+def sets_own_context(node: ast.AST) -> bool:
     """Whether a function goes through data or enters autocast itself: then it is called outside of it."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
@@ -191,21 +191,21 @@ def has_own_context(node: ast.AST) -> bool:
     return False
 
 
-def dotted(node: ast.AST) -> str:
+def dotted_name(node: ast.AST) -> str:
     """``self.optimizer`` of such an expression; empty for others."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        base = dotted(node.value)
+        base = dotted_name(node.value)
         head = f"{base}[{node.slice.value!r}]" if base else ""
     else:
         head = node.id if isinstance(node, ast.Name) else ""
     return ".".join([head, *reversed(parts)]) if head else ""
 
 
-def flag_of(test: ast.expr) -> tuple[str, bool] | None:
+def condition_of(test: ast.expr) -> tuple[str, bool] | None:
     """A condition as a name and what it must be: ``scaler is None`` is ``scaler``, False; else ``None``."""
     positive = True
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -217,11 +217,11 @@ def flag_of(test: ast.expr) -> tuple[str, bool] | None:
                 positive ^= isinstance(test.ops[0], ast.Is)
                 test = test.left
             elif isinstance(other.value, str | bool) and isinstance(test.ops[0], ast.Eq | ast.NotEq):
-                text = dotted(test.left)
+                text = dotted_name(test.left)
                 return (
                     (f"{text} == {other.value!r}", positive ^ isinstance(test.ops[0], ast.NotEq))
                     if text
                     else None
                 )
-    text = dotted(test)
+    text = dotted_name(test)
     return (text, positive) if text else None

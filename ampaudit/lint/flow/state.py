@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 from ampaudit.lint.flow.joining import join_values
 from ampaudit.lint.flow.values import MAYBE, Value
 
-__all__ = ["EMPTY", "Contribution", "Fact", "Key", "State", "join"]
+__all__ = ["NO_CONTRIBUTIONS", "Contribution", "Fact", "FactKey", "State", "join"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Contribution:
 
     scaler: str
     node: ast.AST
-    under: str = ""
+    computed_under: str = ""
 
 
-Key: TypeAlias = tuple[str, ...]
+FactKey: TypeAlias = tuple[str, ...]
 Fact: TypeAlias = object
 Scope: TypeAlias = int | str  # a call of a function, or an object by its key
-_OF_MODELS: Final = ("half", "device")
-EMPTY: Final[frozenset[Contribution]] = frozenset()
+_MODEL_FACTS: Final = ("half", "device")
+NO_CONTRIBUTIONS: Final[frozenset[Contribution]] = frozenset()
 
 
 class State:
@@ -43,9 +43,9 @@ class State:
     __slots__ = ("_owned", "facts", "scopes")
 
     def __init__(
-        self, facts: dict[Key, Fact] | None = None, scopes: dict[Scope, dict[str, Value]] | None = None
+        self, facts: dict[FactKey, Fact] | None = None, scopes: dict[Scope, dict[str, Value]] | None = None
     ) -> None:
-        self.facts: dict[Key, Fact] = {} if facts is None else facts
+        self.facts: dict[FactKey, Fact] = {} if facts is None else facts
         self.scopes: dict[Scope, dict[str, Value]] = {} if scopes is None else scopes
         self._owned: set[Scope] = set()
 
@@ -58,16 +58,16 @@ class State:
         """Write to copies of the scopes from now on."""
         self._owned.clear()
 
-    def anew(self) -> State:
+    def fork(self) -> State:
         """For code that is called from elsewhere: names and models as they are, no gradients known."""
         self.share()
-        return State({k: v for k, v in self.facts.items() if k[0] in _OF_MODELS}, self.scopes.copy())
+        return State({k: v for k, v in self.facts.items() if k[0] in _MODEL_FACTS}, self.scopes.copy())
 
-    def said(self, *start: str) -> bool:
+    def may_hold(self, *start: str) -> bool:
         """Whether any fact that begins so is, or may be, true."""
-        return any(fact is not None for _, fact in self.where(*start))
+        return any(fact is not None for _, fact in self.matching(*start))
 
-    def same(self, other: State) -> bool:
+    def equals(self, other: State) -> bool:
         """Whether all is as it was."""
         return self.facts == other.facts and self.scopes == other.scopes
 
@@ -75,7 +75,7 @@ class State:
         """A fact; ``None`` if nothing was ever said."""
         return self.facts.get(key)
 
-    def put(self, value: Fact, *key: str) -> None:
+    def set_fact(self, value: Fact, *key: str) -> None:
         """Say a fact."""
         self.facts[key] = value
 
@@ -91,12 +91,12 @@ class State:
             self._owned.add(scope)
         self.scopes[scope][name] = value
 
-    def leave(self, scope: Scope) -> None:
+    def drop_scope(self, scope: Scope) -> None:
         """A function has returned: its names are gone."""
         self.scopes.pop(scope, None)
         self._owned.discard(scope)
 
-    def forget(self, *start: str) -> None:
+    def invalidate(self, *start: str) -> None:
         """All facts that begin so may be otherwise now."""
         count = len(start)
         for key in self.facts:
@@ -105,10 +105,10 @@ class State:
 
     def clear(self, *start: str) -> None:
         """All facts that begin so are no longer true."""
-        for key in [key for key, _ in self.where(*start)]:
+        for key in [key for key, _ in self.matching(*start)]:
             del self.facts[key]
 
-    def where(self, *start: str) -> list[tuple[Key, Fact]]:
+    def matching(self, *start: str) -> list[tuple[FactKey, Fact]]:
         """Facts that begin so."""
         count = len(start)
         return [(key, fact) for key, fact in self.facts.items() if key[:count] == start]
@@ -119,7 +119,7 @@ def join(one: State | None, other: State | None) -> State | None:
     if one is None or other is None:
         return one if other is None else other
     left, right = one.facts, other.facts
-    facts: dict[Key, Fact] = {}
+    facts: dict[FactKey, Fact] = {}
     for key, fact in left.items():
         second = right.get(key)
         facts[key] = fact if second is fact or second == fact else MAYBE
@@ -129,7 +129,7 @@ def join(one: State | None, other: State | None) -> State | None:
     scopes: dict[Scope, dict[str, Value]] = {}
     for scope, names in one.scopes.items():
         others = other.scopes.get(scope, names)
-        scopes[scope] = names if others is names else _joined(names, others)
+        scopes[scope] = names if others is names else _join_names(names, others)
     for scope, names in other.scopes.items():
         scopes.setdefault(scope, names)
     one.share()  # neither may write to what the joined state has of them
@@ -137,7 +137,7 @@ def join(one: State | None, other: State | None) -> State | None:
     return State(facts, scopes)
 
 
-def _joined(names: dict[str, Value], others: dict[str, Value]) -> dict[str, Value]:
+def _join_names(names: dict[str, Value], others: dict[str, Value]) -> dict[str, Value]:
     """A name that only one path assigns is not used where it is missing."""
     joined = {**others, **names}
     for name, value in names.items():

@@ -8,37 +8,37 @@ from typing import Final, TypeAlias
 
 __all__ = [
     "MAYBE",
-    "NO",
-    "OPAQUE",
     "UNKNOWN",
+    "UNSCALED",
+    "UNSCALED_TENSOR",
     "Autocast",
-    "Bound",
+    "BoundMethod",
+    "Class",
     "ClassInfo",
-    "ClassValue",
-    "Const",
-    "Context",
-    "Entries",
+    "Constant",
+    "ContextManager",
+    "DictLiteral",
     "Function",
     "FunctionInfo",
-    "Gradients",
+    "ImportedName",
     "Instance",
-    "Listed",
-    "Loss",
+    "KnownItems",
+    "LossFunction",
+    "LossGradients",
     "Managed",
     "Model",
     "Optimizer",
-    "ParamGrad",
-    "Params",
+    "ParameterGradient",
+    "Parameters",
     "Scaler",
     "Scheduler",
-    "StateOf",
-    "Symbol",
+    "StateDict",
     "Tensor",
     "Unknown",
     "Value",
 ]
 
-NO: Final = ""  # a tensor that no loss scale is in
+UNSCALED: Final = ""  # a tensor that no loss scale is in
 MAYBE: Final = "?"  # this or that, by the path that was taken
 
 
@@ -51,29 +51,29 @@ UNKNOWN: Final = Unknown()
 
 
 @dataclass(frozen=True, slots=True)
-class Symbol:
+class ImportedName:
     """Something imported, by its dotted name: ``torch.nn.functional.mse_loss``."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
-class Const:
+class Constant:
     """A literal."""
 
     value: object
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A tuple or list whose items are known; ``one`` if it stands for all of a comprehension's items."""
+class KnownItems:
+    """A tuple or list whose items are known; ``repeated`` if it stands for all of a comprehension's items."""
 
     items: tuple[Value, ...]
-    one: bool = False
+    repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class StateOf:
+class StateDict:
     """``x.state_dict()`` of a scaler or an optimizer."""
 
     kind: str
@@ -81,7 +81,7 @@ class StateOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class DictLiteral:
     """A dict literal: its values, and where it stands."""
 
     items: tuple[Value, ...]
@@ -102,35 +102,35 @@ class Scaler:
 class Optimizer:
     """An optimizer; ``models`` are the keys of those whose parameters it holds, ``None`` if unknown.
 
-    ``many`` says that it is one of several, so that nothing is known about which.
+    ``one_of_several`` says that it is one of several, so that nothing is known about which.
     """
 
     key: str
     node: ast.AST | None = None
-    cls: str = ""
+    class_name: str = ""
     models: frozenset[str] | None = None
-    many: bool = False
+    one_of_several: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A module; ``wrap`` is the parallel class around it, ``origin`` its class's dotted name."""
+    """A module; ``wrapper`` is the parallel class around it, ``origin`` its class's dotted name."""
 
     key: str
     node: ast.AST | None = None
-    wrap: str = ""
+    wrapper: str = ""
     origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Params:
+class Parameters:
     """Parameters of models, or one of them; ``None`` where it is not known which."""
 
     models: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)
-class ParamGrad:
+class ParameterGradient:
     """``p.grad`` of a parameter."""
 
 
@@ -142,7 +142,7 @@ class Scheduler:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LossFunction:
     """A loss function or module of torch's, by its name: ``BCELoss``, ``mse_loss``."""
 
     name: str
@@ -155,37 +155,37 @@ class Tensor:
     """A tensor, or a structure of tensors that a model returned.
 
     Attributes:
-        scaled: key of the scaler whose scale is a factor of it, ``NO`` or ``MAYBE``.
+        scaler_key: key of the scaler whose scale is a factor of it, ``UNSCALED`` or ``MAYBE``.
         cast: the 16-bit dtype that autocast gave it for certain, else empty.
-        under: the 16-bit dtype of the autocast that it was computed under, else empty.
+        computed_under: the 16-bit dtype of the autocast that it was computed under, else empty.
         upcast: the call that made it float32, and nothing else since.
-        roots: the model calls that it was computed from; ``None`` where that is not known.
+        model_calls: the model calls that it was computed from; ``None`` where that is not known.
         loss: the loss function that returned it, else empty.
         divided: whether it was divided or multiplied by anything; ``None`` if unknown.
         sigmoid: the call of a sigmoid that returned it.
         node: the expression that made it.
     """
 
-    scaled: str = NO
+    scaler_key: str = UNSCALED
     cast: str = ""
-    under: str = ""
+    computed_under: str = ""
     upcast: ast.AST | None = None
-    roots: frozenset[str] | None = None
+    model_calls: frozenset[str] | None = None
     loss: str = ""
     divided: bool | None = None
     sigmoid: ast.AST | None = None
     node: ast.AST | None = None
 
 
-OPAQUE: Final = Tensor()  # what unknown code returned that was given no scaler
+UNSCALED_TENSOR: Final = Tensor()  # what unknown code returned that was given no scaler
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
-    """What ``torch.autograd.grad(..., create_graph=True)`` returned; ``scaled`` as for a tensor."""
+class LossGradients:
+    """What ``torch.autograd.grad(..., create_graph=True)`` returned; ``scaler_key`` as for a tensor."""
 
-    scaled: str
-    under: str
+    scaler_key: str
+    computed_under: str
     node: ast.AST
 
 
@@ -197,12 +197,12 @@ class Autocast:
     device: str | None
     dtype: str | None
     node: ast.AST | None = None
-    plain: bool = True  # a fresh torch.autocast(...), not one that somebody else enters or made
-    switch: bool = False  # on, as far as a switch is set
+    explicit: bool = True  # a fresh torch.autocast(...), not one that somebody else enters or made
+    conditional: bool = False  # on, as far as a switch is set
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ContextManager:
     """Another context manager that matters: ``no_grad``, ``no_sync``, ``null``."""
 
     kind: str
@@ -219,7 +219,7 @@ class FunctionInfo:
 
     node: ast.FunctionDef | ast.AsyncFunctionDef
     owner: ClassInfo | None
-    busy: bool  # whether anything in it matters
+    relevant: bool  # whether anything in it matters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,18 +229,18 @@ class ClassInfo:
     node: ast.ClassDef
     bases: tuple[str, ...]
     methods: dict[str, FunctionInfo]
-    mother: ClassInfo | None = None
+    base: ClassInfo | None = None
 
     def method(self, name: str) -> FunctionInfo | None:
         """By name, also from base classes in the same file."""
         if name in self.methods:
             return self.methods[name]
-        return self.mother.method(name) if self.mother is not None else None
+        return self.base.method(name) if self.base is not None else None
 
     def derives(self, *endings: str) -> bool:
         """Whether a base class has a name that ends so."""
         own = any(base.rpartition(".")[2] in endings for base in self.bases)
-        return own or (self.mother is not None and self.mother.derives(*endings))
+        return own or (self.base is not None and self.base.derives(*endings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Function:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassValue:
+class Class:
     """A class of the file."""
 
     info: ClassInfo
@@ -267,7 +267,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundMethod:
     """A method of an instance."""
 
     owner: Instance
@@ -275,7 +275,7 @@ class Bound:
 
 
 Value: TypeAlias = (
-    "Unknown | Symbol | Const | Listed | StateOf | Entries | Scaler | Optimizer | Model | Params | ParamGrad"
-    " | Scheduler | Loss | Tensor | Gradients | Autocast | Context | Managed | Function | ClassValue"
-    " | Instance | Bound"
+    "Unknown | ImportedName | Constant | KnownItems | StateDict | DictLiteral | Scaler | Optimizer | Model"
+    " | Parameters | ParameterGradient | Scheduler | LossFunction | Tensor | LossGradients | Autocast"
+    " | ContextManager | Managed | Function | Class | Instance | BoundMethod"
 )

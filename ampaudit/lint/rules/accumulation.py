@@ -8,29 +8,29 @@ from typing import TYPE_CHECKING
 from ampaudit.lint.diagnostic import Event, Guard
 
 if TYPE_CHECKING:
-    from ampaudit.lint.flow.machine import Machine
+    from ampaudit.lint.flow.interpreter import Interpreter
 
 __all__ = ["check"]
 
 _STEPS = ("scaler.step", "optimizer.step")
 
 
-def check(machine: Machine, events: list[Event]) -> None:
+def check(interpreter: Interpreter, events: list[Event]) -> None:
     """Unscaling, zeroing, dividing and synchronising in accumulation loops."""
     for loop in dict.fromkeys(e.loop for e in events if e.kind == "backward" and e.loop is not None):
         inside = [e for e in events if any(g.node is loop for g in e.guards)]
         backwards = [e for e in inside if e.kind == "backward" and e.loop is loop]
         steps = [e for e in inside if e.kind in _STEPS]
         if steps and all(e.data["no_sync"] for e in backwards):
-            _never_synchronised(machine, steps[0])
+            _never_synchronised(interpreter, steps[0])
         gates = _gates(loop, backwards, steps)
         if not gates:
             continue
-        _unscaled_each_time(machine, loop, inside, gates)
-        _zeroed_each_time(machine, loop, inside, gates)
+        _unscaled_each_time(interpreter, loop, inside, gates)
+        _zeroed_each_time(interpreter, loop, inside, gates)
         if not any(e.kind in ("gradient.read", "backward.unknown") for e in inside):
-            _not_divided(machine, backwards)
-        _not_delayed(machine, inside, backwards)
+            _not_divided(interpreter, backwards)
+        _not_delayed(interpreter, inside, backwards)
 
 
 def _gates(loop: ast.AST, backwards: list[Event], steps: list[Event]) -> set[ast.AST]:
@@ -59,10 +59,12 @@ def _free(loop: ast.AST, event: Event, gates: set[ast.AST]) -> bool:
     return not any(g.kind == "if" for g in event.inside(loop)) and not gates & {g.node for g in event.guards}
 
 
-def _unscaled_each_time(machine: Machine, loop: ast.AST, inside: list[Event], gates: set[ast.AST]) -> None:
+def _unscaled_each_time(
+    interpreter: Interpreter, loop: ast.AST, inside: list[Event], gates: set[ast.AST]
+) -> None:
     for event in inside:
         if event.kind == "scaler.unscale" and _free(loop, event, gates):
-            machine.say(
+            interpreter.report(
                 "AMP810",
                 event.node,
                 "unscale_() runs with every batch, but the step only with some: the second call raises, and"
@@ -71,10 +73,12 @@ def _unscaled_each_time(machine: Machine, loop: ast.AST, inside: list[Event], ga
             )
 
 
-def _zeroed_each_time(machine: Machine, loop: ast.AST, inside: list[Event], gates: set[ast.AST]) -> None:
+def _zeroed_each_time(
+    interpreter: Interpreter, loop: ast.AST, inside: list[Event], gates: set[ast.AST]
+) -> None:
     for event in inside:
         if event.kind == "zero_grad" and _free(loop, event, gates):
-            machine.say(
+            interpreter.report(
                 "AMP831",
                 event.node,
                 "the gradients are set to zero with every batch, but the step comes only with some: nothing"
@@ -83,11 +87,11 @@ def _zeroed_each_time(machine: Machine, loop: ast.AST, inside: list[Event], gate
             )
 
 
-def _not_divided(machine: Machine, backwards: list[Event]) -> None:
+def _not_divided(interpreter: Interpreter, backwards: list[Event]) -> None:
     for event in backwards:
         loss = event.data["loss"]
         if loss.loss and loss.divided is False:
-            machine.say(
+            interpreter.report(
                 "AMP830",
                 event.node,
                 "the gradients of several batches are added, and the loss is a mean over one: their sum is"
@@ -96,14 +100,14 @@ def _not_divided(machine: Machine, backwards: list[Event]) -> None:
             )
 
 
-def _not_delayed(machine: Machine, inside: list[Event], backwards: list[Event]) -> None:
+def _not_delayed(interpreter: Interpreter, inside: list[Event], backwards: list[Event]) -> None:
     models = [e.data["model"] for e in inside if e.kind == "forward"]
-    if not any(model.wrap == "DistributedDataParallel" for model in models):
+    if not any(model.wrapper == "DistributedDataParallel" for model in models):
         return
-    if "no_sync" in machine.script.text or "require_backward_grad_sync" in machine.script.text:
+    if "no_sync" in interpreter.script.text or "require_backward_grad_sync" in interpreter.script.text:
         return
     for event in backwards:
-        machine.say(
+        interpreter.report(
             "AMP833",
             event.node,
             "the gradients of every batch are sent between the processes, although only some batches step",
@@ -111,8 +115,8 @@ def _not_delayed(machine: Machine, inside: list[Event], backwards: list[Event]) 
         )
 
 
-def _never_synchronised(machine: Machine, step: Event) -> None:
-    machine.say(
+def _never_synchronised(interpreter: Interpreter, step: Event) -> None:
+    interpreter.report(
         "AMP834",
         step.node,
         "every backward before this step runs under no_sync(): the processes step with different gradients",

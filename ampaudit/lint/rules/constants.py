@@ -13,9 +13,9 @@ from typing import Final
 import re2
 
 from ampaudit.lint.diagnostic import Diagnostic, Fix
-from ampaudit.lint.flow.blocks import blocks_of
-from ampaudit.lint.flow.names import SMALLEST_HALF
-from ampaudit.lint.flow.script import Script, dotted, lines_with
+from ampaudit.lint.flow.script import Script, dotted_name, matching_lines
+from ampaudit.lint.flow.statement_context import nested_blocks
+from ampaudit.lint.flow.torch_names import FLOAT16_ROUNDS_TO_ZERO
 
 __all__ = ["check"]
 
@@ -31,13 +31,13 @@ def check(script: Script) -> Iterator[Diagnostic]:
     """Masks everywhere; eps in the modules of the file, whose tensors may be in 16 bits."""
     if "torch" not in script.text:
         return
-    lines = lines_with(_EXTREME, script.text)
+    lines = matching_lines(_EXTREME, script.text)
     if not lines:
         return
     reader = _Reader(_named(script, lines))
     if reader.named:
         names = "|".join(map(re.escape, reader.named))
-        lines = sorted({*lines, *lines_with(re2.compile(rf"\b(?:{names})\b"), script.text)})
+        lines = sorted({*lines, *matching_lines(re2.compile(rf"\b(?:{names})\b"), script.text)})
     for statement in _smallest(script.tree.body, lines):
         yield from reader.of(statement, any(_covers(node, statement.lineno) for node in _modules(script)))
 
@@ -61,7 +61,7 @@ def _smallest(body: list[ast.stmt], lines: list[int]) -> Iterator[ast.stmt]:
         at = bisect_left(lines, statement.lineno)
         if at == len(lines) or not _covers(statement, lines[at]):
             continue
-        blocks = blocks_of(statement)
+        blocks = nested_blocks(statement)
         if not blocks:
             yield statement
         if isinstance(statement, ast.If) and _BY_DTYPE.search(ast.unparse(statement.test)):
@@ -167,19 +167,21 @@ class _Reader:
     def _fill(self, node: ast.Call) -> Iterator[Diagnostic]:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name in _FILLS and isinstance(node.func, ast.Attribute):
-            index = 2 if dotted(node.func.value) == "torch" else 1
+            index = 2 if dotted_name(node.func.value) == "torch" else 1
             values = [*node.args[index : index + 1], *(k.value for k in node.keywords if k.arg == "value")]
             for value in values:
                 receiver = node.args[0] if index == 2 and node.args else node.func.value
                 if self._too_large(value) and not _is_wide(receiver):
-                    text = dotted(receiver)
+                    text = dotted_name(receiver)
                     yield self._mask(value, value, self._by_dtype(value, text) if text else None)
         elif name == "where" and node.args and "mask" in ast.unparse(node.args[0]).lower():
             for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
                 # two numbers make a float32 tensor, which promotes what it is added to
                 if self._too_large(value) and self._literal(other) is None and not _is_wide(other):
                     yield self._mask(
-                        value, value, self._by_dtype(value, dotted(other)) if dotted(other) else None
+                        value,
+                        value,
+                        self._by_dtype(value, dotted_name(other)) if dotted_name(other) else None,
                     )
 
     def _by_dtype(self, value: ast.expr, text: str) -> Fix:
@@ -195,13 +197,13 @@ class _Reader:
         # a large positive number marks what a least is looked for in, mostly outside of 16 bits
         low = (self._literal(node.value) or 0) < 0
         if low and self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
-            name = dotted(target.value)
+            name = dotted_name(target.value)
             if name and not name.startswith("np"):
                 yield self._mask(node.value, node.value, self._by_dtype(node.value, name))
 
     def _vanishes(self, node: ast.AST) -> bool:
         value = self._literal(node)
-        return value is not None and 0 < abs(value) <= SMALLEST_HALF
+        return value is not None and 0 < abs(value) <= FLOAT16_ROUNDS_TO_ZERO
 
     def _eps(self, node: ast.AST, value: ast.expr) -> Diagnostic:
         return Diagnostic(
@@ -221,7 +223,7 @@ class _Reader:
         if name not in ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip"):
             return
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
-        if dotted(receiver) == "torch":
+        if dotted_name(receiver) == "torch":
             receiver = node.args[0] if node.args else node
         values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "min")]
         for value in values:

@@ -10,9 +10,9 @@ from ampaudit.lint.diagnostic import Event, Fix, position_of
 from ampaudit.lint.flow.values import Autocast, Function
 
 if TYPE_CHECKING:
-    from ampaudit.lint.flow.machine import Machine
+    from ampaudit.lint.flow.interpreter import Interpreter
 
-__all__ = ["check", "check_file"]
+__all__ = ["check", "check_validation"]
 
 # calls that may stand after the backward without a need for autocast
 _AFTERWARDS: Final = frozenset(
@@ -21,13 +21,13 @@ _AFTERWARDS: Final = frozenset(
 )
 
 
-def check(machine: Machine, events: list[Event]) -> None:
+def check(interpreter: Interpreter, events: list[Event]) -> None:
     """Rules about the regions of one function."""
     late: set[ast.AST | None] = set()
     for event in (e for e in events if e.kind == "backward.inside"):
         context: Autocast = event.data["context"]
         late.add(context.node)
-        machine.say(
+        interpreter.report(
             "AMP840",
             event.node,
             "backward runs inside autocast: its ops follow the dtypes of the forward pass by themselves",
@@ -37,7 +37,7 @@ def check(machine: Machine, events: list[Event]) -> None:
     for event in (e for e in events if e.kind == "step.inside"):
         context = event.data["context"]
         if context.node not in late:
-            machine.say(
+            interpreter.report(
                 "AMP841",
                 event.node,
                 "the optimizer steps inside autocast, which is for the forward pass and the loss",
@@ -45,9 +45,9 @@ def check(machine: Machine, events: list[Event]) -> None:
                 _dedent(events, event, context),
             )
             late.add(context.node)
-    _dropped(machine, events)
-    _halved(machine, events)
-    _threads(machine, events)
+    _dropped(interpreter, events)
+    _halved(interpreter, events)
+    _threads(interpreter, events)
 
 
 def _dedent(events: list[Event], event: Event, context: Autocast) -> Fix | None:
@@ -65,9 +65,9 @@ def _dedent(events: list[Event], event: Event, context: Autocast) -> Fix | None:
     return Fix.at(block, "end block", str(index))
 
 
-def _dropped(machine: Machine, events: list[Event]) -> None:
+def _dropped(interpreter: Interpreter, events: list[Event]) -> None:
     for event in (e for e in events if e.kind == "autocast.dropped"):
-        machine.say(
+        interpreter.report(
             "AMP848",
             event.node,
             "this makes an autocast context and does not enter it",
@@ -75,12 +75,12 @@ def _dropped(machine: Machine, events: list[Event]) -> None:
         )
 
 
-def _halved(machine: Machine, events: list[Event]) -> None:
-    refused = {place[1:] for place in machine.found if place[0] == "AMP801"}
+def _halved(interpreter: Interpreter, events: list[Event]) -> None:
+    refused = {place[1:] for place in interpreter.diagnostics if place[0] == "AMP801"}
     for event in (e for e in events if e.kind == "half.autocast"):
         node = event.node
         if position_of(node) not in refused:
-            machine.say(
+            interpreter.report(
                 "AMP849",
                 node,
                 "these parameters are float16, and the model is called under autocast, which wants float32"
@@ -89,34 +89,34 @@ def _halved(machine: Machine, events: list[Event]) -> None:
             )
 
 
-def _threads(machine: Machine, events: list[Event]) -> None:
+def _threads(interpreter: Interpreter, events: list[Event]) -> None:
     for event in events:
         if event.kind == "thread" and event.data["autocast"].enabled is True:
             target = event.data["target"]
             text = ast.unparse(target.info.node) if isinstance(target, Function) else "autocast"
             if "autocast" not in text and _CALLS_A_MODEL.search(text):
                 _not_in_thread(
-                    machine, event, "autocast is a state of this thread; the new one starts without it"
+                    interpreter, event, "autocast is a state of this thread; the new one starts without it"
                 )
-        elif event.kind == "forward" and event.data["model"].wrap == "DataParallel":
-            here: Autocast = event.data["autocast"]
-            info = machine.script.classes.get(event.data["model"].origin)
+        elif event.kind == "forward" and event.data["model"].wrapper == "DataParallel":
+            autocast: Autocast = event.data["autocast"]
+            info = interpreter.script.classes.get(event.data["model"].origin)
             # what is not in this file may enter autocast itself
             unknown = info is None and not event.data["model"].origin.startswith(("torch.", "torchvision."))
             own = unknown or (info is not None and "autocast" in ast.unparse(info.node))
-            if here.enabled is True and here.dtype == "bfloat16" and not own:
+            if autocast.enabled is True and autocast.dtype == "bfloat16" and not own:
                 cause = (
                     "DataParallel's threads take over that autocast is on, but not its dtype: the replicas"
                     " run in float16"
                 )
-                _not_in_thread(machine, event, cause)
+                _not_in_thread(interpreter, event, cause)
 
 
 _CALLS_A_MODEL = re.compile(r"(?:model|net)\w*\(", re.IGNORECASE)
 
 
-def _not_in_thread(machine: Machine, event: Event, cause: str) -> None:
-    machine.say(
+def _not_in_thread(interpreter: Interpreter, event: Event, cause: str) -> None:
+    interpreter.report(
         "AMP851", event.node, cause, "enter autocast in what the thread runs: the model's own forward"
     )
 
@@ -128,16 +128,16 @@ def _evaluates_lowered(other: Event, event: Event) -> bool:
     return "no_grad" in other.data["grad"] and other.data["autocast"].enabled is not False
 
 
-def check_file(machine: Machine, roots: list[list[Event]]) -> None:
+def check_validation(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
     """Validation that runs in another precision than training."""
     trained = {
         event.data["model"].key
-        for events in roots
+        for events in events_by_entry
         if any(e.kind in ("backward", "backward.unknown") for e in events)
         for event in events
         if event.kind == "forward" and event.data["autocast"].enabled is True and not event.data["grad"]
     }
-    for event, events in ((e, root) for root in roots for e in root if e.kind == "forward"):
+    for event, events in ((e, entry) for entry in events_by_entry for e in entry if e.kind == "forward"):
         off = event.data["autocast"].enabled is False and event.data["autocast"].node is None
         if (
             off
@@ -147,7 +147,7 @@ def check_file(machine: Machine, roots: list[list[Event]]) -> None:
             and event.data["model"].key in trained
             and not any(_evaluates_lowered(other, event) for other in events)
         ):
-            machine.say(
+            interpreter.report(
                 "AMP843",
                 event.node,
                 "the model is trained under autocast and evaluated in float32: slower, and another model",

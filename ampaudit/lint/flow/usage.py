@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-__all__ = ["Ducks"]
+__all__ = ["NameUsage"]
 
 _OPTIMIZER = re.compile(r"optim|^opt(_|\d|$|[A-Z])|^opt_")
 _SCHEDULER = re.compile(r"sched")
@@ -15,7 +15,7 @@ _MODEL = re.compile(
 
 
 @dataclass(slots=True)
-class Ducks:
+class NameUsage:
     """What is done with names, by their dotted text: methods called on them, and where they are handed in.
 
     Attributes:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from ampaudit.lint.diagnostic import Diagnostic, Fix
-from ampaudit.lint.flow.names import DEPRECATED, canonical
-from ampaudit.lint.flow.script import Script, dotted
+from ampaudit.lint.flow.script import Script, dotted_name
+from ampaudit.lint.flow.torch_names import DEPRECATED, canonical_name
 
 __all__ = ["check"]
 
@@ -37,9 +37,9 @@ def check(script: Script) -> Iterator[Diagnostic]:
         while isinstance(base, ast.Attribute):
             base = base.value
             inner.add(id(base))
-        text = dotted(use)
+        text = dotted_name(use)
         head = text.partition(".")[0]
-        path = canonical(names.get(head, head) + text[len(head) :]) if text else ""
+        path = canonical_name(names.get(head, head) + text[len(head) :]) if text else ""
         if path in DEPRECATED:
             details = (DEPRECATED[path], path.rpartition(".")[2], text)
             fix = Fix.at(use, "modern use", *details)
@@ -102,9 +102,9 @@ def _imported(
         return
     if module == "apex" and any(alias.name == "amp" for alias in node.names):
         yield _apex(node)
-    old = [alias for alias in node.names if canonical(f"{module}.{alias.name}") in DEPRECATED]
+    old = [alias for alias in node.names if canonical_name(f"{module}.{alias.name}") in DEPRECATED]
     if old:
-        path = canonical(f"{module}.{old[0].name}")
+        path = canonical_name(f"{module}.{old[0].name}")
         local = [alias.asname or alias.name for alias in old]
         plain = len(old) == len(node.names) and _only_called(nodes, called, local)
         details = (DEPRECATED[path], *(f"{a.name}={a.asname or a.name}" for a in old))

@@ -5,34 +5,34 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampaudit.lint.flow.script import Script, dotted
+from ampaudit.lint.flow.script import Script, dotted_name
 
-__all__ = ["blocks_of", "next_step", "same_function", "scaler_near"]
+__all__ = ["following_step", "in_same_function", "nested_blocks", "scaler_in_scope"]
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
-def same_function(script: Script, one: ast.AST, other: ast.AST) -> bool:
+def in_same_function(script: Script, one: ast.AST, other: ast.AST) -> bool:
     """Whether two nodes are in the same function, so that a name means the same in both."""
-    return _around(script.tree, one) is _around(script.tree, other)
+    return _enclosing_function(script.tree, one) is _enclosing_function(script.tree, other)
 
 
-def scaler_near(script: Script, node: ast.AST) -> str:
+def scaler_in_scope(script: Script, node: ast.AST) -> str:
     """What the scaler is called in the function that a node is in; empty if there is none, or several."""
     texts = {
-        dotted(call.func.value)
-        for call in ast.walk(_around(script.tree, node))
+        dotted_name(call.func.value)
+        for call in ast.walk(_enclosing_function(script.tree, node))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _PROTOCOL
     }
-    scalers = [text for text in texts if script.ducks.is_scaler(text)]
+    scalers = [text for text in texts if script.usage.is_scaler(text)]
     return scalers[0] if len(scalers) == 1 else ""
 
 
 _PROTOCOL = ("scale", "step", "update", "unscale_")
 
 
-def _around(tree: ast.Module, node: ast.AST) -> ast.AST:
+def _enclosing_function(tree: ast.Module, node: ast.AST) -> ast.AST:
     """The innermost function around a node, or the module."""
     line, found, pending = getattr(node, "lineno", 0), tree, list(tree.body)
     while pending:
@@ -40,49 +40,49 @@ def _around(tree: ast.Module, node: ast.AST) -> ast.AST:
         if item.lineno <= line <= (item.end_lineno or item.lineno):
             if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
                 found = item  # type: ignore[assignment]
-            pending = [statement for block in blocks_of(item) for statement in block]
+            pending = [statement for block in nested_blocks(item) for statement in block]
     return found
 
 
-def next_step(script: Script, statement: ast.stmt | None) -> tuple[str, str] | None:
+def following_step(script: Script, statement: ast.stmt | None) -> tuple[str, str] | None:
     """Scaler and optimizer, as text, of the ``x.step(y)`` that follows a statement in its loop's round."""
-    for follower in _after(script.tree.body, statement) or ():
-        for call in _calls_in(follower):
+    for follower in _following_statements(script.tree.body, statement) or ():
+        for call in _unconditional_calls(follower):
             if isinstance(call.func, ast.Attribute) and call.func.attr == "step" and call.args:
-                scaler, optimizer = dotted(call.func.value), dotted(call.args[0])
-                if optimizer and script.ducks.is_scaler(scaler):
+                scaler, optimizer = dotted_name(call.func.value), dotted_name(call.args[0])
+                if optimizer and script.usage.is_scaler(scaler):
                     return scaler, optimizer
     return None
 
 
-def _after(body: list[ast.stmt], statement: ast.stmt | None) -> list[ast.stmt] | None:
+def _following_statements(body: list[ast.stmt], statement: ast.stmt | None) -> list[ast.stmt] | None:
     """What follows a statement in its block, then what follows the statements around it, up to a loop."""
     for index, item in enumerate(body):
         if item is statement:
             return body[index + 1 :]
-        for block in blocks_of(item):
-            found = _after(block, statement)
+        for block in nested_blocks(item):
+            found = _following_statements(block, statement)
             if found is not None:
                 return found if isinstance(item, _DEFINITIONS + _LOOPS) else [*found, *body[index + 1 :]]
     return None
 
 
-def blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:
+def nested_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
     """The blocks directly inside a statement."""
     blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
     blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
     return [block for block in blocks if isinstance(block, list) and block]
 
 
-def _calls_in(statement: ast.stmt) -> Iterator[ast.Call]:
+def _unconditional_calls(statement: ast.stmt) -> Iterator[ast.Call]:
     """Calls that run once if the statement does: not in loops, definitions, or conditions on a count."""
     if isinstance(statement, _DEFINITIONS + _LOOPS):
         return
     if isinstance(statement, ast.If) and any(isinstance(n, ast.Mod) for n in ast.walk(statement.test)):
         return
-    blocks = blocks_of(statement)
+    blocks = nested_blocks(statement)
     if not blocks:
         yield from (node for node in ast.walk(statement) if isinstance(node, ast.Call))
     for block in blocks:
         for inner in block:
-            yield from _calls_in(inner)
+            yield from _unconditional_calls(inner)

@@ -13,61 +13,61 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.flow.state import EMPTY, Contribution
+from ampaudit.lint.flow.state import NO_CONTRIBUTIONS, Contribution
 
 if TYPE_CHECKING:
-    from ampaudit.lint.flow.machine import Machine
+    from ampaudit.lint.flow.interpreter import Interpreter
 
 __all__ = [
+    "BYPASSED",
     "BY_STEP",
-    "PAST",
     "YES",
-    "contributions",
+    "clear_gradients",
+    "gradient_contributions",
+    "has_single_optimizer",
     "is_still_scaled",
     "is_unscaled",
-    "no_gradients",
-    "one_optimizer",
 ]
 
 
 YES = "yes"
 
 
-PAST = "past the scaler"
+BYPASSED = "past the scaler"
 
 
 BY_STEP = "by step"
 
 
-def contributions(machine: Machine) -> frozenset[Contribution] | None:
+def gradient_contributions(interpreter: Interpreter) -> frozenset[Contribution] | None:
     """The backward passes in ``.grad``; ``None`` where that is not certain."""
-    found = machine.live.get("grads")
+    found = interpreter.state.get("grads")
     if found is None:
-        return EMPTY
+        return NO_CONTRIBUTIONS
     return found if isinstance(found, frozenset) else None
 
 
-def is_still_scaled(machine: Machine) -> bool:
+def is_still_scaled(interpreter: Interpreter) -> bool:
     """Whether the gradients certainly have a loss scale in them that nothing has taken out."""
-    found = contributions(machine)
+    found = gradient_contributions(interpreter)
     if not found or not all(item.scaler for item in found):
         return False
-    return not machine.live.said("unscaled")
+    return not interpreter.state.may_hold("unscaled")
 
 
-def one_optimizer(machine: Machine) -> bool:
+def has_single_optimizer(interpreter: Interpreter) -> bool:
     """Whether it is certain which optimizer's gradients are meant."""
-    return len(machine.script.ducks.optimizer_names()) <= 1
+    return len(interpreter.script.usage.optimizer_names()) <= 1
 
 
-def is_unscaled(machine: Machine) -> bool:
+def is_unscaled(interpreter: Interpreter) -> bool:
     """Whether unscale_() was called for every optimizer that anything was said of."""
-    facts = [fact for _, fact in machine.live.where("unscaled")]
+    facts = [fact for _, fact in interpreter.state.matching("unscaled")]
     return bool(facts) and all(isinstance(fact, ast.AST) for fact in facts)
 
 
-def no_gradients(machine: Machine) -> None:
+def clear_gradients(interpreter: Interpreter) -> None:
     """All gradients are set to zero."""
-    machine.live.put(EMPTY, "grads")
-    machine.live.put(YES, "idle")
-    machine.live.put(None, "leftover")
+    interpreter.state.set_fact(NO_CONTRIBUTIONS, "grads")
+    interpreter.state.set_fact(YES, "idle")
+    interpreter.state.set_fact(None, "leftover")

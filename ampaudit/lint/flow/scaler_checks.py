@@ -6,14 +6,14 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.lint.diagnostic import Fix
-from ampaudit.lint.flow.blocks import same_function
-from ampaudit.lint.flow.facts import YES, contributions, one_optimizer
-from ampaudit.lint.flow.script import dotted
-from ampaudit.lint.flow.state import EMPTY, Contribution
+from ampaudit.lint.flow.gradient_facts import YES, gradient_contributions, has_single_optimizer
+from ampaudit.lint.flow.script import dotted_name
+from ampaudit.lint.flow.state import NO_CONTRIBUTIONS, Contribution
+from ampaudit.lint.flow.statement_context import in_same_function
 from ampaudit.lint.flow.values import Optimizer, Scaler
 
 if TYPE_CHECKING:
-    from ampaudit.lint.flow.machine import Machine
+    from ampaudit.lint.flow.interpreter import Interpreter
 
 __all__ = [
     "check_bfloat16",
@@ -23,19 +23,19 @@ __all__ = [
     "check_parameters",
     "check_repeated",
     "check_update",
-    "inside_autocast",
-    "updates",
-    "zeroed",
+    "check_zeroed",
+    "has_update",
+    "record_step_inside_autocast",
 ]
 
 
-def check_bfloat16(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
+def check_bfloat16(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
     """bfloat16 gradients need no scale."""
     place = scaler.node if scaler.node is not None else node
     fix = None
     if isinstance(place, ast.Call) and not any(k.arg in ("enabled", None) for k in place.keywords):
         fix = Fix.at(place, "set keyword", "enabled", "False")
-    machine.say(
+    interpreter.report(
         "AMP818",
         place,
         "the loss is computed in bfloat16, whose range is float32's: its gradients need no loss scale",
@@ -44,12 +44,12 @@ def check_bfloat16(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
     )
 
 
-def check_parameters(machine: Machine, optimizer: Optimizer, node: ast.Call) -> None:
+def check_parameters(interpreter: Interpreter, optimizer: Optimizer, node: ast.Call) -> None:
     """A scaler refuses gradients in float16, which parameters in float16 have."""
     for model in optimizer.models or ():
-        halved = machine.live.get("half", model)
+        halved = interpreter.state.get("half", model)
         if isinstance(halved, ast.AST):
-            machine.say(
+            interpreter.report(
                 "AMP801",
                 halved,
                 f"these parameters are float16, and the scaler at line {node.lineno} cannot unscale float16"
@@ -58,35 +58,37 @@ def check_parameters(machine: Machine, optimizer: Optimizer, node: ast.Call) -> 
             )
 
 
-def check_gradients(machine: Machine, scaler: Scaler, optimizer: Optimizer, step: ast.Call) -> None:
+def check_gradients(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, step: ast.Call) -> None:
     """What is in the gradients that the scaler is about to divide."""
-    found = contributions(machine)
+    found = gradient_contributions(interpreter)
     if not found:
         return
     others = {item.scaler for item in found} - {scaler.key, ""}
-    if others and one_optimizer(machine) and not optimizer.many:
+    if others and has_single_optimizer(interpreter) and not optimizer.one_of_several:
         odd = next(item for item in found if item.scaler in others)
-        machine.say(
+        interpreter.report(
             "AMP815",
             odd.node,
             "this loss has another scaler's scale than the others that go into the same gradients",
             "use one scaler for every loss of an optimizer",
         )
     for item in found:
-        if not item.scaler and (one_optimizer(machine) or not any(other.scaler for other in found)):
-            _unscaled_loss(machine, step, item)
+        if not item.scaler and (
+            has_single_optimizer(interpreter) or not any(other.scaler for other in found)
+        ):
+            _report_unscaled_loss(interpreter, step, item)
 
 
-def _unscaled_loss(machine: Machine, step: ast.Call, item: Contribution) -> None:
+def _report_unscaled_loss(interpreter: Interpreter, step: ast.Call, item: Contribution) -> None:
     node = item.node
     fix = None
-    near = same_function(machine.script, step, node) and isinstance(step.func, ast.Attribute)
-    text = dotted(step.func.value) if near and isinstance(step.func, ast.Attribute) else ""
+    near = in_same_function(interpreter.script, step, node) and isinstance(step.func, ast.Attribute)
+    text = dotted_name(step.func.value) if near and isinstance(step.func, ast.Attribute) else ""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and text:
         receiver = node.func.value
         if isinstance(receiver, ast.Name | ast.Attribute):
             fix = Fix.at(node, "scale loss", text)
-    machine.say(
+    interpreter.report(
         "AMP802",
         node,
         "backward runs on the loss without its scale, but the scaler divides the gradients by the scale",
@@ -95,13 +97,15 @@ def _unscaled_loss(machine: Machine, step: ast.Call, item: Contribution) -> None
     )
 
 
-def check_order(machine: Machine, scaler: Scaler, node: ast.Call) -> None:
+def check_order(interpreter: Interpreter, scaler: Scaler, node: ast.Call) -> None:
     """No update came too early for this step."""
-    state = machine.live
-    check_early(machine, f"the step at line {node.lineno}, which then divides by another scale", stepped=True)
+    state = interpreter.state
+    check_early(
+        interpreter, f"the step at line {node.lineno}, which then divides by another scale", stepped=True
+    )
     updated = state.get("updated", scaler.key)
     if isinstance(updated, ast.AST):
-        machine.say(
+        interpreter.report(
             "AMP806",
             updated,
             "update() runs between the steps of several optimizers, whose gradients were scaled by the same"
@@ -110,14 +114,14 @@ def check_order(machine: Machine, scaler: Scaler, node: ast.Call) -> None:
         )
 
 
-def check_early(machine: Machine, what: str, *, stepped: bool) -> None:
+def check_early(interpreter: Interpreter, what: str, *, stepped: bool) -> None:
     """An update came between the first scaled backward and the step.
 
     Without a step it is right after unscale_(), which looks for overflow: the script may skip the step.
     """
-    for _, early in machine.live.where("early"):
+    for _, early in interpreter.state.matching("early"):
         if isinstance(early, tuple) and (stepped or not early[1]):
-            machine.say(
+            interpreter.report(
                 "AMP805",
                 early[0],
                 f"update() runs before {what}",
@@ -125,18 +129,25 @@ def check_early(machine: Machine, what: str, *, stepped: bool) -> None:
             )
 
 
-def check_repeated(machine: Machine, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:
+def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:
     """The scaler has not stepped this optimizer already, and something was scaled."""
-    if machine.live.get("unused", scaler.key) == YES and contributions(machine) == EMPTY:
-        machine.say(
+    if (
+        interpreter.state.get("unused", scaler.key) == YES
+        and gradient_contributions(interpreter) == NO_CONTRIBUTIONS
+    ):
+        interpreter.report(
             "AMP826",
             node,
             "step() runs before anything was scaled",
             "call it after the backward of a scaled loss",
         )
-    stepped = machine.live.get("stepped", scaler.key, optimizer.key) == YES
-    if stepped and not optimizer.many and (machine.first_round or updates(machine, scaler)):
-        machine.say(
+    stepped = interpreter.state.get("stepped", scaler.key, optimizer.key) == YES
+    if (
+        stepped
+        and not optimizer.one_of_several
+        and (interpreter.is_first_iteration or has_update(interpreter, scaler))
+    ):
+        interpreter.report(
             "AMP824",
             node,
             "the scaler has stepped this optimizer already since the last update()",
@@ -144,19 +155,21 @@ def check_repeated(machine: Machine, scaler: Scaler, optimizer: Optimizer, node:
         )
 
 
-def updates(machine: Machine, scaler: Scaler) -> bool:
+def has_update(interpreter: Interpreter, scaler: Scaler) -> bool:
     """Whether there is an update at all; where there is none, that is the mistake."""
-    return any(e.kind == "scaler.update" and e.data["scaler"] == scaler.key for e in machine.events.values())
+    return any(
+        e.kind == "scaler.update" and e.data["scaler"] == scaler.key for e in interpreter.events.values()
+    )
 
 
-def check_update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
+def check_update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
     """There is something to update after."""
-    state = machine.live
-    stepped = state.said("stepped", scaler.key)
-    looked = state.said("unscaled", scaler.key)
+    state = interpreter.state
+    stepped = state.may_hold("stepped", scaler.key)
+    looked = state.may_hold("unscaled", scaler.key)
     again = isinstance(state.get("updated", scaler.key), ast.AST) and not stepped and not looked
     if again or (state.get("unused", scaler.key) == YES and not stepped):
-        machine.say(
+        interpreter.report(
             "AMP825",
             node,
             "update() runs although nothing was stepped since the last one"
@@ -166,18 +179,18 @@ def check_update(machine: Machine, node: ast.Call, scaler: Scaler) -> None:
         )
 
 
-def inside_autocast(machine: Machine, node: ast.Call) -> None:
+def record_step_inside_autocast(interpreter: Interpreter, node: ast.Call) -> None:
     """A step belongs outside of autocast."""
-    here = machine.autocast
-    if here.enabled is True and here.plain:
-        machine.note("step.inside", node, context=here)
+    autocast = interpreter.autocast
+    if autocast.enabled is True and autocast.explicit:
+        interpreter.record_event("step.inside", node, context=autocast)
 
 
-def zeroed(machine: Machine, optimizer: Optimizer) -> None:
+def check_zeroed(interpreter: Interpreter, optimizer: Optimizer) -> None:
     """A step whose gradients were just set to zero does nothing."""
-    fact = machine.live.get("zeroed")
-    if isinstance(fact, tuple) and fact[0] == optimizer.key and not optimizer.many:
-        machine.say(
+    fact = interpreter.state.get("zeroed")
+    if isinstance(fact, tuple) and fact[0] == optimizer.key and not optimizer.one_of_several:
+        interpreter.report(
             "AMP832",
             fact[1],
             "the gradients are set to zero after backward and before the step that should use them",

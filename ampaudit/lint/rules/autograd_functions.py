@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ampaudit.lint.diagnostic import Diagnostic, Fix
-from ampaudit.lint.flow.script import Script, dotted, enters_autocast
+from ampaudit.lint.flow.script import Script, dotted_name, enters_autocast
 from ampaudit.lint.flow.values import FunctionInfo
 
 __all__ = ["check"]
@@ -48,7 +48,7 @@ def _runs_under_autocast(script: Script, name: str) -> bool:
     for node in ast.walk(script.tree):
         if isinstance(node, ast.With) and enters_autocast(node):
             inside |= {
-                dotted(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute)
+                dotted_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute)
             }
         elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
             applied += [node] if f"{name}.apply" in ast.unparse(node) else []
@@ -57,7 +57,7 @@ def _runs_under_autocast(script: Script, name: str) -> bool:
 
 def _is_entered(script: Script, node: ast.FunctionDef | ast.ClassDef | ast.Assign, inside: set[str]) -> bool:
     if isinstance(node, ast.Assign):
-        return any(dotted(target) in inside for target in node.targets)
+        return any(dotted_name(target) in inside for target in node.targets)
     if isinstance(node, ast.ClassDef):
         info = script.classes.get(node.name)
         return info is not None and info.derives("Module")
@@ -68,7 +68,7 @@ def _multiplies(info: FunctionInfo) -> bool:
     for node in ast.walk(info.node):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             return True
-        if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in _PRODUCTS:
+        if isinstance(node, ast.Call) and dotted_name(node.func).rpartition(".")[2] in _PRODUCTS:
             return True
         if (
             isinstance(node, ast.Call)
@@ -90,7 +90,9 @@ def _found(node: ast.ClassDef, forward: FunctionInfo, backward: FunctionInfo, ha
         for name, info, there in (("custom_fwd", forward, has[0]), ("custom_bwd", backward, has[1]))
         if not there
     )
-    static = all(any(dotted(d) == "staticmethod" for d in i.node.decorator_list) for i in (forward, backward))
+    static = all(
+        any(dotted_name(d) == "staticmethod" for d in i.node.decorator_list) for i in (forward, backward)
+    )
     fix = Fix.at(node, "decorate", *wanted) if static and not any(has) else None
     return Diagnostic(
         "AMP850",

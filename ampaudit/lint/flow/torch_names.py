@@ -7,20 +7,20 @@ from typing import Final
 __all__ = [
     "ADAM_LIKE",
     "AUTOCASTS",
-    "CONVENTIONS",
+    "CONVENTIONAL_NAMES",
     "DEPRECATED",
     "DTYPES",
+    "FLOAT16_ROUNDS_TO_ZERO",
+    "HARMLESS_METHODS",
     "LOSS_FUNCTIONS",
-    "MANAGERS",
-    "MATRIX",
-    "NO_HALF",
+    "MANAGING_PACKAGES",
+    "MATRIX_PRODUCTS",
     "SCALERS",
-    "SMALLEST_HALF",
-    "WITHOUT_EFFECT",
-    "canonical",
+    "WITHOUT_HALF_KERNEL",
+    "canonical_name",
 ]
 
-SMALLEST_HALF: Final = 2.0**-25  # what is not above half of float16's smallest number rounds to zero
+FLOAT16_ROUNDS_TO_ZERO: Final = 2.0**-25  # what is not above half of float16's smallest number rounds to zero
 AUTOCASTS: Final = {
     "torch.autocast": None,
     "torch.amp.autocast": None,
@@ -54,7 +54,7 @@ DTYPES: Final = {
     "torch.double": "float64",
 }
 # names that scripts use so regularly that a snippet without its imports can be read
-CONVENTIONS: Final = {
+CONVENTIONAL_NAMES: Final = {
     "torch": "torch",
     "nn": "torch.nn",
     "F": "torch.nn.functional",
@@ -67,13 +67,13 @@ CONVENTIONS: Final = {
     "nullcontext": "contextlib.nullcontext",
 }
 # autocast's list of matrix products; source: torch, "Automatic Mixed Precision package", op reference
-MATRIX: Final = frozenset(
+MATRIX_PRODUCTS: Final = frozenset(
     {f"torch.{n}" for n in "matmul mm bmm einsum addmm addbmm baddbmm mv chain_matmul".split()}
     | {f"torch.nn.functional.{n}" for n in "linear conv1d conv2d conv3d scaled_dot_product_attention".split()}
     | {"torch.linalg.vecdot", "torch.linalg.multi_dot"}
 )
 # LAPACK has no 16-bit routines, and autocast does not list these; tried on torch 2.13: each raises
-NO_HALF: Final = frozenset(
+WITHOUT_HALF_KERNEL: Final = frozenset(
     {
         f"torch.linalg.{n}"
         for n in "inv det slogdet svd svdvals eig eigh eigvals eigvalsh qr cholesky lu solve lstsq pinv"
@@ -93,7 +93,7 @@ ADAM_LIKE: Final = {
     "Adagrad": 1e-10,
 }
 # packages that enter autocast and scale the loss themselves
-MANAGERS: Final = (
+MANAGING_PACKAGES: Final = (
     "accelerate",
     "lightning",
     "pytorch_lightning",
@@ -108,7 +108,7 @@ MANAGERS: Final = (
     "transformers.trainer",
 )
 # calls that do nothing to gradients, whatever object they are methods of: logs, meters, bars
-WITHOUT_EFFECT: Final = frozenset(
+HARMLESS_METHODS: Final = frozenset(
     "update log info debug warning error print append add_scalar add_scalars add set_postfix"
     " set_postfix_str set_description write format join items keys values len extend log_metrics"
     " log_dict synchronize_between_processes wait_until_finished record start stop end elapsed_time"
@@ -116,15 +116,15 @@ WITHOUT_EFFECT: Final = frozenset(
 )
 
 
-def canonical(path: str) -> str:
+def canonical_name(path: str) -> str:
     """One spelling for what has several."""
-    for old, new in _SAME:
+    for old, new in _ALIASES:
         if path == old or path.startswith(old + "."):
             path = new + path[len(old) :]
     return path
 
 
-_SAME: Final = (
+_ALIASES: Final = (
     ("torch.cuda.amp.autocast_mode", "torch.cuda.amp"),
     ("torch.cuda.amp.grad_scaler", "torch.cuda.amp"),
     ("torch.cpu.amp.autocast_mode", "torch.cpu.amp"),
