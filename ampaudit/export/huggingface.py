@@ -48,7 +48,7 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
 
 
 def set_dtype(
-    directory: Path, model: nn.Module, choices: Mapping[str, StorageDecision], dtype: str
+    directory: Path, model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str
 ) -> tuple[str, ...]:
     """Write into config.json the dtype with which ``from_pretrained`` loads what is planned.
 
@@ -60,7 +60,7 @@ def set_dtype(
     """
     path = directory / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
-    others = _in_float32(model, choices, dtype)
+    others = _in_float32(model, decisions, dtype)
     name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     config[name] = dtype if not others else "float32"
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -73,12 +73,12 @@ def set_dtype(
     )
 
 
-def _in_float32(model: nn.Module, choices: Mapping[str, StorageDecision], dtype: str) -> list[str]:
+def _in_float32(model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str) -> list[str]:
     import torch
 
     listed = kept_by_author(model, getattr(torch, low_precision_format(dtype).name))
     return [
         name
-        for name, choice in choices.items()
-        if choice.dtype == "F32" and not listed(choice.parameter or name)
+        for name, decision in decisions.items()
+        if decision.dtype == "F32" and not listed(decision.parameter or name)
     ]

@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,33 +18,56 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed, first_line
-from ampaudit.export.onnx_notes import Notes, annotate, mark_nodes
+from ampaudit.export.onnx_metadata import OnnxMetadata
+from ampaudit.export.reference import ReferenceOutputs, compare_output
 from ampaudit.trace.opnames import converts
 
-__all__ = ["OnnxFile", "input_names", "write_onnx"]
+__all__ = ["OnnxFile", "names_of_inputs", "write_onnx"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_MIN_DB = 25.0  # a few roundings of bfloat16; a dropped eps or a lost cast of a norm is worse
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxFile:
-    """What was written.
+    """A model.onnx that was written.
 
     Attributes:
         casts: conversions between float formats in the file.
-        planned: those in the program.
         outputs: what ONNX Runtime computes from the inputs, without optimizations; empty if it cannot.
         note: why it cannot.
     """
 
     casts: int
-    planned: int
     outputs: tuple[torch.Tensor, ...]
     note: str
 
+    def max_error(self, reference: ReferenceOutputs) -> float | None:
+        """Return the largest difference from torch's outputs; ``None`` if ONNX Runtime gave none.
 
-def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
+        Raises:
+            RunFailed: they are so far apart that the file means something else.
+        """
+        if not self.outputs:
+            return None
+        largest = 0.0
+        for index, record in enumerate(reference.outputs):
+            expected = reference.tensors[f"output[{index}]"]
+            if not expected.isfinite().all():
+                continue  # the audit said so, and the user wants the file all the same
+            error, accuracy = compare_output(self.outputs[index], expected)
+            if error is None or (accuracy is not None and accuracy < _MIN_DB):
+                what = "is not finite" if error is None else f"agrees to {accuracy:.0f} dB only"
+                raise RunFailed(
+                    f"model.onnx computes something else than the program: {record.name} {what}",
+                    hint="leave out --onnx, and report it: torch's exporter, or ours, is wrong about an op",
+                )
+            largest = max(largest, error)
+        return largest
+
+
+def names_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
     """Names of the model's own parameters for its inputs; ``None`` where one is nested or has no name."""
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
@@ -60,10 +83,10 @@ def write_onnx(
     program: ExportedProgram,
     path: Path,
     inputs: Sequence[torch.Tensor],
-    names: Sequence[str],
-    given: Sequence[str] | None = None,
-    notes: Notes | None = None,
-    about: Mapping[str, str] | None = None,
+    *,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str],
+    metadata: OnnxMetadata,
 ) -> OnnxFile:
     """Export, check, count the casts, and run.
 
@@ -75,21 +98,20 @@ def write_onnx(
         program: of the converted graph, with its weights.
         path: the new file.
         inputs: the tensors of the batch, in order.
-        names: of the outputs.
-        given: names of the inputs; torch's if there are none.
-        notes: on nodes of the program by name, for the metadata of those of the file.
-        about: the same for the whole model.
+        input_names: torch's if there are none.
+        output_names: paths in the model's output.
+        metadata: of the program's nodes and of the model.
 
     Raises:
         RunFailed: torch cannot export it, onnx finds it invalid, or casts are missing.
     """
     import onnx
 
-    labels = [name.removeprefix("output").lstrip(".") or "output" for name in names]
+    labels = [name.removeprefix("output").lstrip(".") or "output" for name in output_names]
     try:
-        mark_nodes(program, notes or {})
-        exported = _export(program, labels, given)
-        annotate(exported, notes or {}, about or {})
+        metadata.mark_nodes(program)
+        exported = _export(program, labels, input_names)
+        metadata.annotate(exported)
         exported.save(path, external_data=_bytes_of(program) > 1 << 30)
         onnx.checker.check_model(str(path))
     except Exception as error:
@@ -97,15 +119,15 @@ def write_onnx(
             f"the converted program could not be exported to ONNX: {_reason(error)}",
             hint="leave out --onnx; the other files do not need it",
         ) from error
-    found, planned = _casts_in(onnx.load(path, load_external_data=False)), _planned_casts(program)
-    lost = {to: count for to, count in planned.items() if found[to] < count}
+    casts = _casts_in(onnx.load(path, load_external_data=False))
+    lost = {to: count for to, count in _planned_casts(program).items() if casts[to] < count}
     if lost:
         raise RunFailed(f"the ONNX file lacks casts of the plan: {lost}", hint="leave out --onnx")
     try:
         outputs, note = _run(path, inputs), ""
     except Exception as error:
         outputs, note = (), f"ONNX Runtime cannot run it here: {first_line(error)}"
-    return OnnxFile(sum(found.values()), sum(planned.values()), outputs, note)
+    return OnnxFile(sum(casts.values()), outputs, note)
 
 
 def _reason(error: Exception) -> str:
@@ -116,7 +138,7 @@ def _reason(error: Exception) -> str:
     return _COLOUR.sub("", first_line(inner))
 
 
-def _export(program: ExportedProgram, names: Sequence[str], given: Sequence[str] | None) -> Any:
+def _export(program: ExportedProgram, output_names: Sequence[str], input_names: Sequence[str] | None) -> Any:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # which of torchvision's ops are not there
     try:
@@ -127,8 +149,8 @@ def _export(program: ExportedProgram, names: Sequence[str], given: Sequence[str]
                 dynamo=True,
                 optimize=False,
                 verbose=False,
-                input_names=list(given) if given else None,
-                output_names=list(names),
+                input_names=list(input_names) if input_names else None,
+                output_names=list(output_names),
             )
     finally:
         logging.disable(before)
@@ -141,14 +163,14 @@ def _bytes_of(program: ExportedProgram) -> int:
 
 def _planned_casts(program: ExportedProgram) -> Counter[str]:
     """Conversions between float formats, by the format that they convert to."""
-    found: Counter[str] = Counter()
+    casts: Counter[str] = Counter()
     for node in program.graph.nodes:
         if node.op == "call_function" and converts(node.target):
             to = node.meta["val"].dtype
             given = node.all_input_nodes[0].meta["val"].dtype
             if to in _FLOATS and given in _FLOATS and to != given:
-                found[str(to).removeprefix("torch.")] += 1
-    return found
+                casts[str(to).removeprefix("torch.")] += 1
+    return casts
 
 
 def _casts_in(model: Any) -> Counter[str]:

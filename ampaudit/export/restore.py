@@ -18,14 +18,7 @@ from ampaudit.checkpoint.parts import Part, SafetensorsFile
 from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
-from ampaudit.export.manifest import (
-    FileRecord,
-    Manifest,
-    digest_of,
-    files_under,
-    read_manifest,
-    write_manifest,
-)
+from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from ampaudit.export.weight_files import StoredTensor
 
 __all__ = ["restore"]
@@ -57,11 +50,9 @@ def restore(directory: Path, output: Path, *, force: bool) -> Manifest:
             files[label] = record
             tensors |= found
         _copy_rest(directory, stage, manifest)
-        for name in files_under(stage):
-            files.setdefault(name, digest_of(stage / name))
         made = replace(
             manifest, kind="weights", mode="inference", policy="none", dtype="float32", clip=None,
-            files=dict(sorted(files.items())), tensors=tensors, inputs_sha256=None, outputs=(),
+            files=files, tensors=tensors, inputs_sha256=None, outputs=(),
             source=str(directory), notes=("restored from the masters of a converted directory",),
         )  # fmt: skip
         return write_manifest(stage, made)
@@ -96,15 +87,8 @@ def _restore_file(
                 f"{source}: tensor {name!r} was changed after the conversion", hint="run 'ampaudit verify'"
             )
     tensors = {
-        entry.name: StoredTensor(
-            label,
-            entry.dtype,
-            entry.shape,
-            written.crc32[entry.name],
-            "as it was",
-            stored[entry.name].parameter,
-        )
-        for entry in entries
+        name: StoredTensor(label, dtype, shape, written.crc32[name], "as it was", stored[name].parameter)
+        for name, dtype, shape in ((entry.name, entry.dtype, entry.shape) for entry in entries)
     }
     return FileRecord(written.sha256, written.size), tensors
 

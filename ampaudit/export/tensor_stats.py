@@ -28,14 +28,14 @@ class TensorStats:
 
 
 class TensorScan:
-    """Looks at a tensor piece by piece, on its way elsewhere, while it is in the cache."""
+    """Measures a tensor piece by piece, on its way elsewhere, while it is in the cache."""
 
     def __init__(self, form: NumberFormat) -> None:
         self._form = form
         self._peak, self._overflow, self._broken = 0.0, 0, 0
 
-    def look(self, piece: torch.Tensor) -> None:
-        """See a piece; it is counted only where its extremes say that there is need."""
+    def add(self, piece: torch.Tensor) -> None:
+        """Measure a piece; elements are counted only where its extremes say that there is need."""
         if not piece.numel():
             return
         low, high = torch.aminmax(piece)
@@ -50,6 +50,6 @@ class TensorScan:
         self._peak = max(self._peak, largest)
 
     @property
-    def found(self) -> TensorStats:
-        """What was seen so far."""
+    def stats(self) -> TensorStats:
+        """The statistics of all pieces so far."""
         return TensorStats(self._peak, self._overflow, self._broken)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from ampaudit.checkpoint.write import Written, write_part, write_safetensors
 from ampaudit.core.formats import NumberFormat
 from ampaudit.export.storage import CASTABLE_TYPES, StorageDecision
 from ampaudit.export.tensor_stats import TensorScan, TensorStats
+from ampaudit.policy.schema import Constants
+from ampaudit.trace.clipping import clipped
 
-__all__ = ["Change", "StoredTensor", "ValueScan", "WeightFiles", "write_weights"]
-
-Change = Callable[[torch.Tensor], torch.Tensor]
+__all__ = ["StoredTensor", "WeightFiles", "write_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,45 +52,39 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """What was written.
+    """The files of a converted checkpoint.
 
     Attributes:
         files: digest and size of each file.
         tensors: place of each tensor.
-        surveys: what the values of each showed, where they were looked at.
+        stats: what rounding does to the values of each, where they were measured.
     """
 
     files: dict[str, tuple[str, int]]
     tensors: dict[str, StoredTensor]
-    surveys: dict[str, TensorStats]
-
-
-@dataclass(frozen=True, slots=True)
-class ValueScan:
-    """How values are looked at on their way: against a format, and whether what overflows is kept instead."""
-
-    form: NumberFormat
-    keep_overflowing: bool
+    stats: dict[str, TensorStats]
 
 
 def write_weights(
     checkpoint: Checkpoint,
-    choices: Mapping[str, StorageDecision],
+    decisions: Mapping[str, StorageDecision],
     directory: Path,
     *,
     masters: bool,
-    change: Change | None = None,
-    look: ValueScan | None = None,
+    clip: Constants | None,
+    measure: NumberFormat | None = None,
+    keep_overflowing: bool = False,
 ) -> WeightFiles:
     """Write working weights, and masters of those that are rounded, into a directory.
 
     Args:
         checkpoint: where the tensors are read from; shards stay shards, under their names.
-        choices: for every tensor.
+        decisions: for every tensor.
         directory: to write to.
         masters: whether to keep what is rounded.
-        change: applied to values before they are rounded (a policy that clips).
-        look: at the values, while they pass.
+        clip: limits that values are moved into before they are rounded.
+        measure: the format that values are held against on their way.
+        keep_overflowing: store a tensor with measured overflow as it is.
 
     Raises:
         OSError: the disk is full, say.
@@ -99,82 +93,83 @@ def write_weights(
     result = WeightFiles({}, {}, {})
     for part in checkpoint.parts:
         label = SINGLE if checkpoint.index is None else part.label
-        made = {name: choices[name] for name in part.entries}
-        written = _write_working(part, made, directory / label, change, look, result.surveys)
-        if look is not None and look.keep_overflowing and (kept := _too_large(part, made, result.surveys)):
-            made |= kept
+        chosen = {name: decisions[name] for name in part.entries}
+        written = _write_working(part, chosen, directory / label, clip, measure, result.stats)
+        if keep_overflowing and (kept := _overflowing(part, chosen, result.stats)):
+            chosen |= kept
             (directory / label).unlink()
-            written = _write_working(part, made, directory / label, change, None, {})
+            written = _write_working(part, chosen, directory / label, clip, None, {})
         result.files[label] = (written.sha256, written.size)
-        master = _write_masters(part, made, directory, label) if masters else None
+        master = _write_masters(part, chosen, directory, label) if masters else None
         if master is not None:
             result.files[_master_name(label)] = (master.sha256, master.size)
         for name, entry in part.entries.items():
-            result.tensors[name] = _stored(entry, made[name], label, written, master)
+            result.tensors[name] = _stored(entry, chosen[name], label, written, master)
     if checkpoint.index is not None:
         _write_indexes(checkpoint, directory, result)
     return result
 
 
 def _stored(
-    entry: TensorEntry, choice: StorageDecision, label: str, written: Written, master: Written | None
+    entry: TensorEntry, decision: StorageDecision, label: str, written: Written, master: Written | None
 ) -> StoredTensor:
-    rounded = choice.dtype != entry.dtype
+    rounded = decision.dtype != entry.dtype
     kept = master if rounded else None
     return StoredTensor(
         file=label,
-        dtype=choice.dtype,
+        dtype=decision.dtype,
         shape=entry.shape,
         crc32=written.crc32[entry.name],
-        reason=choice.reason,
-        parameter=choice.parameter,
+        reason=decision.reason,
+        parameter=decision.parameter,
         master=_master_name(label) if kept is not None else None,
         master_dtype=entry.dtype if rounded else None,
         master_crc32=kept.crc32[entry.name] if kept is not None else None,
     )
 
 
-def _too_large(
-    part: Part, choices: Mapping[str, StorageDecision], surveys: Mapping[str, TensorStats]
+def _overflowing(
+    part: Part, decisions: Mapping[str, StorageDecision], stats: Mapping[str, TensorStats]
 ) -> dict[str, StorageDecision]:
     """Tensors that the format cannot hold, kept as they are."""
     return {
-        name: StorageDecision(entry.dtype, f"its peak of {surveys[name].peak:.4g} does not fit")
+        name: StorageDecision(entry.dtype, f"its peak of {stats[name].peak:.4g} does not fit")
         for name, entry in part.entries.items()
-        if choices[name].dtype != entry.dtype and name in surveys and surveys[name].overflow
+        if decisions[name].dtype != entry.dtype and name in stats and stats[name].overflow
     }
 
 
 def _write_working(
     part: Part,
-    choices: Mapping[str, StorageDecision],
+    decisions: Mapping[str, StorageDecision],
     path: Path,
-    change: Change | None,
-    look: ValueScan | None,
-    surveys: dict[str, TensorStats],
+    clip: Constants | None,
+    measure: NumberFormat | None,
+    stats: dict[str, TensorStats],
 ) -> Written:
-    """One file; what was seen on the way is put into ``surveys``."""
+    """Write one file of working weights, and put what is measured on the way into ``stats``."""
 
     def rounded(entry: TensorEntry) -> Iterator[torch.Tensor]:
-        surveyor = TensorScan(look.form) if look is not None and entry.dtype in CASTABLE_TYPES else None
-        dtype = dtype_of(choices[entry.name].dtype) if choices[entry.name].dtype != entry.dtype else None
+        scan = TensorScan(measure) if measure is not None and entry.dtype in CASTABLE_TYPES else None
+        decision = decisions[entry.name]
+        dtype = dtype_of(decision.dtype) if decision.dtype != entry.dtype else None
         for piece in part.pieces(entry.name):
-            exact = piece if change is None or dtype is None else change(piece)
-            if surveyor is not None:
-                surveyor.look(exact)
+            exact = piece if clip is None or dtype is None else clipped(piece, clip)
+            if scan is not None:
+                scan.add(exact)
             yield exact if dtype is None else exact.to(dtype)
-        if surveyor is not None:
-            surveys[entry.name] = surveyor.found
+        if scan is not None:
+            stats[entry.name] = scan.stats
 
-    entries = [TensorEntry(e.name, choices[e.name].dtype, e.shape) for e in part.entries.values()]
+    entries = [TensorEntry(e.name, decisions[e.name].dtype, e.shape) for e in part.entries.values()]
     pieces = ((entry.name, rounded(entry)) for entry in part.entries.values())
     return write_safetensors(path, entries, part.metadata, pieces)
 
 
 def _write_masters(
-    part: Part, choices: Mapping[str, StorageDecision], directory: Path, label: str
+    part: Part, decisions: Mapping[str, StorageDecision], directory: Path, label: str
 ) -> Written | None:
-    rounded = [e.name for e in part.entries.values() if choices[e.name].dtype != e.dtype]
+    rounded = [e.name for e in part.entries.values() if decisions[e.name].dtype != e.dtype]
     return write_part(directory / _master_name(label), part, rounded) if rounded else None
 
 
