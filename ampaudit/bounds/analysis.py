@@ -14,9 +14,9 @@ from torch._ops import OpOverload
 from ampaudit.bounds import elements, elementwise, functions, norms, products, reductions, shapes
 from ampaudit.bounds.interval import Interval, between, symmetric
 from ampaudit.bounds.memory import without_visible_writes, written_memory
-from ampaudit.bounds.stored import UNIT_ROUNDOFF, anything, format_of, stored
+from ampaudit.bounds.stored import UNIT_ROUNDOFF, any_value, format_of, stored
 from ampaudit.bounds.table import Bound, BoundTable
-from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered, arguments_of
+from ampaudit.bounds.transfers import TRANSFERS, OpCall, RegisteredTransfer, arguments_of
 from ampaudit.bounds.weights import KnownWeights
 from ampaudit.core.assumptions import Assumption
 from ampaudit.core.formats import NumberFormat
@@ -45,10 +45,10 @@ def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFor
         form: the 16-bit format of the run.
     """
     with torch.no_grad():
-        return _Pass(traced, domain, form).run()
+        return _BoundPass(traced, domain, form).run()
 
 
-class _Pass:
+class _BoundPass:
     """One walk through a graph without writes in place.
 
     Args:
@@ -64,7 +64,7 @@ class _Pass:
         self._form = form
         self._sites = traced.site_of_node
         self._weights = KnownWeights()
-        self._spans = _Spans(self._weights)
+        self._spans = _Intervals(self._weights)
         self._bounds: dict[SiteId, Bound] = {}
         self._uncovered: dict[str, None] = {}
         self._failed: dict[str, None] = {}
@@ -92,7 +92,7 @@ class _Pass:
         shape, dtype = sizes_of(value), value.dtype
         changed = self._hidden if place.slot is Slot.INPUT else self._written
         if changed and not changed.isdisjoint(self._memory.of(value)):
-            self._spans[node] = anything(shape, dtype)
+            self._spans[node] = any_value(shape, dtype)
         elif place.slot is Slot.INPUT:
             given = self._domain[node.name]
             self._spans[node] = stored(between(shape, given.low, given.high), dtype)
@@ -123,7 +123,7 @@ class _Pass:
         self._spans[node] = intervals if isinstance(found, list) else intervals[0]
 
     def _transferred(
-        self, node: fx.Node, op: OpOverload | None, entry: Registered | None
+        self, node: fx.Node, op: OpOverload | None, entry: RegisteredTransfer | None
     ) -> Interval | list[Interval]:
         value = node.meta.get("val")
         if isinstance(node.target, WriteThrough):
@@ -169,7 +169,7 @@ class _Pass:
         """A value of which a part was written: within the ends of both."""
         value = node.meta["val"]
         if any(source.meta["val"].dtype is not value.dtype for source in node.all_input_nodes):
-            return anything(sizes_of(value), value.dtype)  # bytes of numbers
+            return any_value(sizes_of(value), value.dtype)  # bytes of numbers
         both = [self._spans[source] for source in node.all_input_nodes]
         filled = [interval for interval in both if isinstance(interval, Interval) and 0 not in interval.shape]
         low = min((float(interval.low.amin()) for interval in filled), default=0.0)
@@ -201,7 +201,7 @@ class _Pass:
         return reach * reach * (1 + 2.0**-7)
 
 
-class _Spans(dict[fx.Node, Any]):
+class _Intervals(dict[fx.Node, Any]):
     """Spans by node; those of weights are worked out when somebody asks."""
 
     def __init__(self, weights: KnownWeights) -> None:
@@ -239,7 +239,7 @@ def _sound(interval: Interval) -> bool:
 
 
 def _unknown(value: Any) -> Interval | list[Interval]:
-    items = [anything(sizes_of(item), item.dtype) for item in _items(value)]
+    items = [any_value(sizes_of(item), item.dtype) for item in _items(value)]
     return items if isinstance(value, list | tuple) else (items or [symmetric((), math.inf)])[0]
 
 

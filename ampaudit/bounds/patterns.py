@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from ampaudit.bounds.interval import Interval, symmetric
 from ampaudit.bounds.stored import format_of
-from ampaudit.bounds.transfers import accumulated, arguments_of
+from ampaudit.bounds.transfers import arguments_of, summation_error
 from ampaudit.trace.sizes import sizes_of
 
 __all__ = ["is_normalized", "is_shifted_by_maximum"]
@@ -68,7 +68,7 @@ def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = Fal
     kept = sizes_of(mean.meta["val"]) or (1,) * len(shape)
     axes = [axis for axis, size in enumerate(shape) if size != kept[axis]]
     terms = math.prod(shape[axis] for axis in axes)
-    reach = math.sqrt(terms) * (1.0 + SLACK + accumulated(terms + 4)) + SLACK
+    reach = math.sqrt(terms) * (1.0 + SLACK + summation_error(terms + 4)) + SLACK
     interval = symmetric(shape, reach)
     return Interval(
         interval.shape, interval.low, interval.high, {axes[0]: interval.high} if len(axes) == 1 else {}

@@ -28,8 +28,8 @@ class Differentiator(Protocol):
 
     record: GradientRecord
 
-    def following(self, watch: Observer, program: Program) -> Observer:
-        """A watch that does what another does, and remembers what the way back needs."""
+    def following(self, observer: Observer, program: Program) -> Observer:
+        """An observer that does what another does, and remembers what the way back needs."""
 
     def run(self, executor: LockStep, outputs: list[Pair], number: int) -> None:
         """Go back through the run that was followed last; the last output is the loss."""

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampaudit.run.accumulation import accumulated, accumulates
+from ampaudit.run.accumulation import accumulate, accumulates
 from ampaudit.run.fourier import half_fourier
 from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.fourier import is_fourier
@@ -102,7 +102,7 @@ class _InnerOps(TorchDispatchMode):
         """An op, by its parts where it has some; a kernel that calls itself again is a leaf."""
         args = _with_tensors(op, args)
         if self._run and accumulates(op, args, kwargs):
-            return accumulated(op, args, kwargs)
+            return accumulate(op, args, kwargs)
         parts = None if op in self._within else _parts(op)
         on_meta_only = not self._run and base_name(op) in _SHARED_KERNELS
         self.roundings += on_meta_only

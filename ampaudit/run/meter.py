@@ -1,4 +1,4 @@
-"""The watch of an ordinary run: measures every floating-point value and changes nothing."""
+"""Measures every floating-point value of a run and changes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ampaudit.run.components import components
 from ampaudit.run.decisions import differing_choices
 from ampaudit.run.flat import flat_pair
 from ampaudit.run.local import local_error
-from ampaudit.run.lockstep import StepCall
+from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.norm_internals import inside_peak
 from ampaudit.run.samples import Samples
@@ -44,7 +44,7 @@ class MeasuredValue:
         return self.fields["pos_inf"] + self.fields["neg_inf"] + self.fields["nan"] > 0
 
 
-class Meter:
+class Meter(Observer):
     """Measures pairs. On a CPU the numbers are there at once; on a GPU they stay until ``results``.
 
     Attributes:
@@ -65,8 +65,8 @@ class Meter:
         self._inside_rows: list[tuple[SiteId, torch.Tensor]] = []
         self._choices: list[tuple[SiteId, torch.Tensor, int]] = []
 
-    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Single CPU outputs are measured while they are rounded."""
+    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Measure single CPU outputs while they are rounded."""
         if self.deferred or not isinstance(reference, torch.Tensor):
             return None
         if step.observed and reference.device.type == "cpu" and not reference.is_complex():

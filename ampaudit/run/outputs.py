@@ -16,9 +16,9 @@ from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
 __all__ = [
     "OutputComparison",
     "OutputKind",
-    "against_fp32",
     "compare_outputs",
     "merge_outputs",
+    "paired_with_fp32",
 ]
 
 OutputKind = Literal["float", "complex", "integer"]
@@ -104,7 +104,7 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     return {name: found[name] for name in pairs}
 
 
-def against_fp32(
+def paired_with_fp32(
     pairs: Mapping[str, tuple[Any, Any]], fp32: Mapping[str, torch.Tensor] | None
 ) -> dict[str, tuple[Any, Any]]:
     """The pairs with the FP32 model's own outputs in them, where the reference is not that model.

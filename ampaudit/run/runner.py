@@ -23,9 +23,9 @@ from ampaudit.run.guards import guarded, refuse_broken_inputs
 from ampaudit.run.lockstep import LockStep, Pair
 from ampaudit.run.measurements import measurements, weight_peaks
 from ampaudit.run.meter import MeasuredValue, Meter
-from ampaudit.run.outputs import against_fp32, compare_outputs, merge_outputs
+from ampaudit.run.outputs import compare_outputs, merge_outputs, paired_with_fp32
 from ampaudit.run.program import Program, compile_program
-from ampaudit.run.propagation import Faults
+from ampaudit.run.propagation import FaultPropagation
 from ampaudit.run.record import RunRecord
 from ampaudit.run.repair import RepairingMeter
 from ampaudit.source.interface import Batch
@@ -114,7 +114,7 @@ class Runner:
             self.plan.keep_outputs(number, named)
         if not self._reference_only:
             self._compare(ready, named, fp32)
-        faults = Faults(
+        faults = FaultPropagation(
             executor.program,
             measured,
             self.plan.number_format.max,
@@ -142,7 +142,7 @@ class Runner:
 
         Edited code is judged by the user's own model, and so is what it gives in FP32.
         """
-        found = compare_outputs(against_fp32(named, fp32), ready.number)
+        found = compare_outputs(paired_with_fp32(named, fp32), ready.number)
         if self.plan.edits and fp32 is not None:
             edited = {name: (fp32.get(name), reference) for name, (reference, _) in named.items()}
             merge_outputs(self.record.edited, compare_outputs(edited, ready.number))
@@ -237,9 +237,11 @@ class Runner:
         return self.plan.rules is None or self.plan.reference_only
 
     def _pass(
-        self, executor: LockStep, tensors: list[torch.Tensor], watch: Meter | RepairingMeter, number: int
+        self, executor: LockStep, tensors: list[torch.Tensor], observer: Meter | RepairingMeter, number: int
     ) -> list[Pair]:
-        followed = watch if self._gradients is None else self._gradients.following(watch, executor.program)
+        followed = (
+            observer if self._gradients is None else self._gradients.following(observer, executor.program)
+        )
         with guarded(self.plan.device):
             torch.manual_seed(self.plan.seed + number)
             return executor.run(tensors, followed)
@@ -262,7 +264,7 @@ class Runner:
                 found[site] = seen.joined(found[site]) if site in found else seen
         return found
 
-    def _note_origins(self, origins: Sequence[SiteId], faults: Faults, number: int) -> None:
+    def _note_origins(self, origins: Sequence[SiteId], faults: FaultPropagation, number: int) -> None:
         known = {origin.site for origin in self.record.origins}
         for site in origins:
             if site not in known:

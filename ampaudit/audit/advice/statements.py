@@ -9,13 +9,13 @@ from functools import cached_property
 from ampaudit.lint.flow.script import characters, lines_of
 from ampaudit.lint.found import Repair
 
-__all__ = ["File", "bound_by", "parenthesized", "replacement"]
+__all__ = ["SourceFile", "bound_by", "parenthesized", "replacement"]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 
 
-class File:
+class SourceFile:
     """One Python file.
 
     Raises:
@@ -185,7 +185,7 @@ def bound_by(statements: Sequence[ast.stmt]) -> set[str]:
     return found
 
 
-def replacement(file: File, node: ast.expr, code: str) -> Repair:
+def replacement(file: SourceFile, node: ast.expr, code: str) -> Repair:
     """The repair that writes other code for an expression.
 
     Raises:
@@ -206,7 +206,7 @@ def _outdented(code: str, indentation: str) -> str:
     return "\n".join([first, *(line.removeprefix(indentation) for line in others)])
 
 
-def parenthesized(file: File, node: ast.expr) -> str:
+def parenthesized(file: SourceFile, node: ast.expr) -> str:
     """An expression as the operand of a sign or a product."""
     code = file.code(node)
     return code if isinstance(node, _ATOMS) else f"({code})"

@@ -26,8 +26,8 @@ __all__ = [
     "CheckContext",
     "finding_about",
     "finding_at",
+    "finding_source",
     "some_sites",
-    "source_of",
 ]
 
 _HANDS_ON = (Role.VIEW, Role.SELECT)
@@ -202,7 +202,7 @@ def finding_at(
     """A forward finding at a site, with that site's numbers; kind and severity are the page's."""
     made = finding_about(code, site.id, site.layer, cause, advice, severity=severity, confidence=confidence)
     return replace(
-        made, phase="forward", op=site.op, source=source_of(site), evidence=_evidence(context, site)
+        made, phase="forward", op=site.op, source=finding_source(site), evidence=_evidence(context, site)
     )
 
 
@@ -256,7 +256,7 @@ def _evidence(context: CheckContext, site: Site) -> Evidence:
     )
 
 
-def source_of(site: Site) -> Source | None:
+def finding_source(site: Site) -> Source | None:
     """The site's source line in the form that findings carry."""
     if site.source is None:
         return None

@@ -9,13 +9,15 @@ from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 
-__all__ = ["LOGARITHMS", "Pattern", "latent"]
+__all__ = ["LOGARITHMS", "PatternMatch", "latent_findings"]
 
-Pattern = Callable[[CheckContext, Site, Origin | None], str | None]
+PatternMatch = Callable[[CheckContext, Site, Origin | None], str | None]
 LOGARITHMS = ("log", "log1p", "log2", "log10")
 
 
-def latent(context: CheckContext, code: str, applies: Pattern, advice: str) -> Iterator[Finding]:
+def latent_findings(
+    context: CheckContext, code: str, applies: PatternMatch, advice: str
+) -> Iterator[Finding]:
     """Sites where the pattern stands in 16 bits and did not go wrong."""
     for site in context.graph_sites:
         reason = applies(context, site, None) if site.id not in context.origin_sites else None

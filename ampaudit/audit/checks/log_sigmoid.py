@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext
-from ampaudit.audit.checks.latent import LOGARITHMS, latent
+from ampaudit.audit.checks.latent import LOGARITHMS, latent_findings
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
@@ -57,7 +57,7 @@ def _steps(context: CheckContext, node: fx.Node) -> list[Site] | None:
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """The pattern in 16 bits where this input did not break it."""
-    return latent(context, "AMP204", applies, _ADVICE)
+    return latent_findings(context, "AMP204", applies, _ADVICE)
 
 
 CAUSE = Cause("AMP204", applies, _ADVICE)

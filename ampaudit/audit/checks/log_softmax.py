@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Cause, Check, CheckContext
-from ampaudit.audit.checks.latent import LOGARITHMS, latent
+from ampaudit.audit.checks.latent import LOGARITHMS, latent_findings
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
@@ -31,7 +31,7 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """The pattern in 16 bits where this input did not break it."""
-    return latent(context, "AMP203", applies, _ADVICE)
+    return latent_findings(context, "AMP203", applies, _ADVICE)
 
 
 CAUSE = Cause("AMP203", applies, _ADVICE)

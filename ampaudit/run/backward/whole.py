@@ -9,10 +9,10 @@ import torch
 
 from ampaudit.trace.graph import OwnCall
 
-__all__ = ["called_as_whole"]
+__all__ = ["call_whole"]
 
 
-def called_as_whole(
+def call_whole(
     call: OwnCall, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """The gradients of what it is given, from those of its outputs, on kernels of the tensors' own dtypes.
