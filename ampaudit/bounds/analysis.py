@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.bounds import elements, elementwise, functions, norms, products, reductions, shapes
+from ampaudit.bounds import elementwise, functions, norms, products, reductions, shapes
+from ampaudit.bounds import indexing as elements
 from ampaudit.bounds.interval import Interval, between, symmetric
 from ampaudit.bounds.memory import without_visible_writes, written_memory
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, any_value, format_of, stored
@@ -64,7 +65,7 @@ class _BoundPass:
         self._form = form
         self._sites = traced.site_of_node
         self._weights = KnownWeights()
-        self._spans = _Intervals(self._weights)
+        self._intervals = _Intervals(self._weights)
         self._bounds: dict[SiteId, Bound] = {}
         self._uncovered: dict[str, None] = {}
         self._failed: dict[str, None] = {}
@@ -81,7 +82,7 @@ class _BoundPass:
                 self._call(node)
         return BoundTable(
             self._bounds,
-            {node.name: found for node, found in self._spans.items()},
+            {node.name: found for node, found in self._intervals.items()},
             tuple(self._domain.values()),
             tuple(sorted(self._uncovered)),
             tuple(self._failed),
@@ -92,10 +93,10 @@ class _BoundPass:
         shape, dtype = sizes_of(value), value.dtype
         changed = self._hidden if place.slot is Slot.INPUT else self._written
         if changed and not changed.isdisjoint(self._memory.of(value)):
-            self._spans[node] = any_value(shape, dtype)
+            self._intervals[node] = any_value(shape, dtype)
         elif place.slot is Slot.INPUT:
             given = self._domain[node.name]
-            self._spans[node] = stored(between(shape, given.low, given.high), dtype)
+            self._intervals[node] = stored(between(shape, given.low, given.high), dtype)
         else:
             tensor = self._traced.tensors[node.name].detach()
             self._weights.given(node, tensor, dtype, constant=place.slot is not Slot.PARAMETER)
@@ -104,9 +105,9 @@ class _BoundPass:
         value = node.meta.get("val")
         if node.target is operator.getitem:
             source, index = node.args
-            items = self._spans[source]  # type: ignore[index]
+            items = self._intervals[source]  # type: ignore[index]
             known = isinstance(items, list) and isinstance(index, int)
-            self._spans[node] = items[index] if known else _unknown(value)
+            self._intervals[node] = items[index] if known else _unknown(value)
             return
         op = overload_of(node.target)
         entry = TRANSFERS.get(op) if op is not None else None
@@ -120,7 +121,7 @@ class _BoundPass:
         if entry is None or not entry.moves:
             exact = entry is not None and entry.exact and base_name(op) not in CAST_OPS  # type: ignore[arg-type]
             intervals = [_kept(s, d, exact=exact) for s, d in zip(intervals, _dtypes(value), strict=False)]
-        self._spans[node] = intervals if isinstance(found, list) else intervals[0]
+        self._intervals[node] = intervals if isinstance(found, list) else intervals[0]
 
     def _transferred(
         self, node: fx.Node, op: OpOverload | None, entry: RegisteredTransfer | None
@@ -140,7 +141,9 @@ class _BoundPass:
             return _unknown(value)
         if not entry.integers and not any(d is None or d.is_floating_point for d in _dtypes(value)):
             return _unknown(value)
-        call = OpCall(node, op, arguments_of(op, node), self._spans, self._weights, self._form.max, shapes)
+        call = OpCall(
+            node, op, arguments_of(op, node), self._intervals, self._weights, self._form.max, shapes
+        )
         try:
             found = entry.function(call)
         except (ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -154,7 +157,7 @@ class _BoundPass:
         return found
 
     def _sizes(self, node: fx.Node) -> Iterable[int]:
-        found = self._spans.get(node)
+        found = self._intervals.get(node)
         if isinstance(found, list):
             return [size for interval in found for size in interval.shape]
         return self._weights[node].tensor.shape if found is None else found.shape
@@ -170,7 +173,7 @@ class _BoundPass:
         value = node.meta["val"]
         if any(source.meta["val"].dtype is not value.dtype for source in node.all_input_nodes):
             return any_value(sizes_of(value), value.dtype)  # bytes of numbers
-        both = [self._spans[source] for source in node.all_input_nodes]
+        both = [self._intervals[source] for source in node.all_input_nodes]
         filled = [interval for interval in both if isinstance(interval, Interval) and 0 not in interval.shape]
         low = min((float(interval.low.amin()) for interval in filled), default=0.0)
         high = max((float(interval.high.amax()) for interval in filled), default=0.0)
@@ -194,7 +197,7 @@ class _BoundPass:
         name = base_name(op) if op is not None else ""
         if name not in norms.CENTRED and name not in norms.PLAIN:
             return None
-        x = self._spans[node.all_input_nodes[0]]
+        x = self._intervals[node.all_input_nodes[0]]
         if not isinstance(x, Interval) or 0 in x.shape:
             return None
         reach = float(x.high.amax() - x.low.amin()) if name in norms.CENTRED else x.peak
@@ -202,7 +205,7 @@ class _BoundPass:
 
 
 class _Intervals(dict[fx.Node, Any]):
-    """Spans by node; those of weights are worked out when somebody asks."""
+    """Intervals by node; those of weights are computed when they are needed."""
 
     def __init__(self, weights: KnownWeights) -> None:
         super().__init__()

@@ -24,7 +24,6 @@ __all__ = ["CENTRED", "PLAIN"]
 
 CENTRED = ("layer_norm", "group_norm", "var", "std", "var_mean", "std_mean")
 PLAIN = ("rms_norm", "linalg_vector_norm", "norm", "cosine_similarity")
-MIN_EPS = 2.0**-126  # below, it may be 0 in float32
 LOOSE = 2.0**-7  # of a float32 variance, where its row is not all but constant
 INNER = 1 + 2.0**-8 + ELEMENTARY  # a normalized value may be rounded to 16 bits before it is scaled
 
@@ -41,7 +40,7 @@ def layer_norm(call: OpCall) -> Interval:
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
     size, axes = math.prod(normalized), len(normalized)
     x = call.interval("input")
-    if eps is None or eps < MIN_EPS or not size or x.peak * math.sqrt(size) >= MAX_ROOT:
+    if eps is None or eps < FLOAT32.min_normal or not size or x.peak * math.sqrt(size) >= MAX_ROOT:
         return unbounded(call.shape)
     mean = x.row_mean if axes == 1 else x.peak
     length = math.sqrt(size) * (1 + LOOSE)
@@ -58,7 +57,7 @@ def rms_norm(call: OpCall) -> Interval:
     call.ignore("input")
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
     size, axes = math.prod(normalized), len(normalized)
-    if (eps is not None and eps < MIN_EPS) or not size:  # a row of zeros is NaN
+    if (eps is not None and eps < FLOAT32.min_normal) or not size:  # a row of zeros is NaN
         return unbounded(call.shape)
     length = math.sqrt(size) * (1 + ELEMENTARY + summation_error(size + 4))
     return _affine(call, length, _Row(length) if axes == 1 else None, axes)
@@ -69,7 +68,7 @@ def group_norm(call: OpCall) -> Interval:
     """As a layer norm over the elements of a group; the affine part is per channel."""
     call.ignore("cudnn_enabled")
     groups, eps, x = call.number("num_groups"), call.number("eps"), call.interval("input")
-    if not groups or eps is None or eps < MIN_EPS or not math.prod(call.shape[1:]):
+    if not groups or eps is None or eps < FLOAT32.min_normal or not math.prod(call.shape[1:]):
         return unbounded(call.shape)
     size = math.prod(call.shape[1:]) // int(groups)
     if x.peak * math.sqrt(size) >= MAX_ROOT:
@@ -157,7 +156,7 @@ def batch_norm(call: OpCall) -> Interval:
     """With stored statistics, a scale and a shift per channel; in training, a norm over the batch."""
     call.ignore("cudnn_enabled", "momentum")
     shape, eps, training = call.shape, call.number("eps"), call.arg("training")
-    if eps is None or eps < MIN_EPS or len(shape) < 2:
+    if eps is None or eps < FLOAT32.min_normal or len(shape) < 2:
         return unbounded(shape)
     x = call.interval("input")
     if not training:

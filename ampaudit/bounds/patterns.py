@@ -23,7 +23,8 @@ from ampaudit.trace.sizes import sizes_of
 __all__ = ["is_normalized", "is_shifted_by_maximum"]
 
 SLACK = 2.0**-6
-MIN_EPS = 1e-10  # what a float16 value is rounded by, 2^-25, times 1/sqrt(eps) must stay below the slack
+# what a float16 value is rounded by, 2^-25, times 1/sqrt(eps) must stay below the slack
+MIN_STABLE_EPS = 1e-10
 
 aten = torch.ops.aten
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
@@ -138,7 +139,7 @@ def _plus_eps(node: fx.Node) -> fx.Node | None:
         return None
     given = _arguments(node)
     mean, eps = given["self"], given["other"]
-    small = isinstance(eps, float) and eps >= MIN_EPS and given["alpha"] == 1
+    small = isinstance(eps, float) and eps >= MIN_STABLE_EPS and given["alpha"] == 1
     return _exact(mean) if small and isinstance(mean, fx.Node) else None
 
 

@@ -106,9 +106,9 @@ class OpCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the op computes: what it is told, or that of its output."""
-        told = self.arg("dtype") if "dtype" in self.given else None
-        found: torch.dtype = told if told is not None else _first(self.node.meta["val"]).dtype
+        """The dtype in which the op computes: the one requested, or that of its output."""
+        requested = self.arg("dtype") if "dtype" in self.given else None
+        found: torch.dtype = requested if requested is not None else _first(self.node.meta["val"]).dtype
         return found
 
     def arg(self, name: str) -> Any:

@@ -110,7 +110,7 @@ class DecisionDetail:
     error: float | None = None
     magnitude: float | None = None
 
-    def look(self, step: Step, reference: Any, value: Any, call: StepCall) -> None:
+    def inspect(self, step: Step, reference: Any, value: Any, call: StepCall) -> None:
         """Measure the margins of the node's choices."""
         first, second = _choice(reference), _choice(value)
         if first is None or second is None or first.shape != second.shape:

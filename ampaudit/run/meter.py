@@ -87,14 +87,14 @@ class Meter(Observer):
             if second.is_floating_point():
                 self._updated[len(self._rows)] = position
                 bad |= self._measure_pair(step, first, second, None)
-        self._look_inside(step, call)
+        self._measure_inside(step, call)
         if self._local and step.low_precision and not call.shared and not bad:
             error = local_error(step, self._backend, call, reference)
             if error is not None:
                 self._local_rows.append((step.site.id, *error))
         return value
 
-    def _look_inside(self, step: Step, call: StepCall) -> None:
+    def _measure_inside(self, step: Step, call: StepCall) -> None:
         assert step.site is not None
         if self._local and (peak := inside_peak(step, call.ref_args, self._near * 2)) is not None:
             self._inside_rows.append((step.site.id, peak))

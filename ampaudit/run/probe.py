@@ -54,14 +54,14 @@ class Probe(Observer):
             if counted is not None:
                 self._flips[name] = counted[0]
             if self.detail is not None and name == self.detail.node:
-                self.detail.look(step, reference, value, call)
+                self.detail.inspect(step, reference, value, call)
             if name in self.pins:
                 return with_fp32_choices(step, reference, value, call)
         if self.additions:
-            self._look_at_sum(step, value, call)
+            self._inspect_sum(step, value, call)
         return value
 
-    def _look_at_sum(self, step: Step, value: Any, call: StepCall) -> None:
+    def _inspect_sum(self, step: Step, value: Any, call: StepCall) -> None:
         """An in-place sum has overwritten what it started from, so that is kept from where it was made."""
         if not isinstance(value, torch.Tensor):
             return

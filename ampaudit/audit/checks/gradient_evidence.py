@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ampaudit.audit.checks.interface import CheckContext, finding_about, finding_source
+from ampaudit.audit.checks.interface import CheckContext, evidence_of, finding_about, finding_source
 from ampaudit.report.finding import Evidence, Finding, Severity
 from ampaudit.run.backward.record import GradientStats
 from ampaudit.trace import Role, Site
@@ -43,20 +43,8 @@ def gradient_finding(
 ) -> Finding:
     """A finding about the backward of the op at a site."""
     made = finding_about(code, site.id, site.layer, cause, advice, severity=severity)
-    evidence = Evidence() if stats is None else _evidence(context, stats)
+    evidence = Evidence()
+    if stats is not None:
+        measured = evidence_of(stats.values, context.number_format)
+        evidence = replace(measured, flushed=stats.flushed_share)
     return replace(made, phase="backward", op=site.op, source=finding_source(site), evidence=evidence)
-
-
-def _evidence(context: CheckContext, stats: GradientStats) -> Evidence:
-    form, values = context.number_format, stats.values
-    peak = values.finite_peak
-    return Evidence(
-        peak=peak,
-        limit=form.max,
-        inf=int(values.pos_inf + values.neg_inf),
-        nan=int(values.nan),
-        elements=values.elements,
-        headroom_bits=form.headroom_bits(peak) if peak else None,
-        sqnr_db=values.sqnr_db,
-        flushed=stats.flushed_share,
-    )

@@ -17,8 +17,8 @@ from ampaudit.run.backward.custom_backward import (
     GradientPair,
     GradientShare,
 )
-from ampaudit.run.backward.product import vjp
 from ampaudit.run.backward.tape import Tape, TapeEntry
+from ampaudit.run.backward.vjp import vjp
 from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.marks import APPLIED, is_mark, marked, number_of
 

@@ -14,12 +14,11 @@ from ampaudit.core.errors import first_line
 from ampaudit.core.sites import SourceLine
 from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.backward.tape import Tape, TapeEntry
-from ampaudit.run.backward.whole import call_whole
 from ampaudit.run.lockstep import LockStep, Observer, Pair, StepCall
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace.converted import convert
-from ampaudit.trace.graph import Site, WayBack
+from ampaudit.trace.graph import OwnCall, Site, WayBack
 from ampaudit.trace.marks import APPLIED, ENTERED, HOOKED, kept_values, marked, number_of
 
 __all__ = ["CustomBackwardRun", "CustomBackwards", "FaultSource", "GradientPair", "GradientShare"]
@@ -144,12 +143,12 @@ class CustomBackwardRun:
         nodes, fault = marked(entered.step.node), FaultSource(way.name, "", way.source)
         values = [entered.inputs[node] for node in nodes]
         try:
-            first = call_whole(way.call, [v[0] for v in values], [g and g[0] for g in given])
+            first = _call_whole(way.call, [v[0] for v in values], [g and g[0] for g in given])
             dtypes = [node.meta["val"].dtype for node in nodes]
             low_precision = [
                 v[1].to(d) if v[1].is_floating_point() else v[1] for v, d in zip(values, dtypes, strict=True)
             ]
-            second = call_whole(way.call, low_precision, [g and g[1] for g in given])
+            second = _call_whole(way.call, low_precision, [g and g[1] for g in given])
         except Exception as error:  # whatever the author's code, or a kernel, raises
             self._ways.unfollowed[way.number] = (f"{reason}; run as a whole: {first_line(error)}", "")
             return []
@@ -159,6 +158,33 @@ class CustomBackwardRun:
             for node, dtype, a, b in zip(nodes, dtypes, first, second, strict=True)
             if a is not None and b is not None
         ]
+
+
+def _call_whole(
+    call: OwnCall, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The gradients of what it is given, from those of its outputs, on kernels of the tensors' own dtypes.
+
+    Args:
+        call: the function, with its arguments that are no tensors.
+        values: its tensors.
+        gradients: of those outputs that have one, ``None`` where nothing has arrived.
+    """
+    leaves = [v.detach().clone().requires_grad_(v.is_floating_point()) for v in values]
+    args: list[Any] = list(call.args)
+    for place, leaf in zip(call.tensors, leaves, strict=True):
+        args[place] = leaf
+    with torch.enable_grad():
+        made: Any = call.function.apply(*args)
+    outputs = made if isinstance(made, tuple | list) else (made,)
+    pairs = [
+        (outputs[place], gradient.to(outputs[place].dtype))
+        for place, gradient in zip(call.outputs, gradients, strict=True)
+        if gradient is not None
+    ]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
 class _FirstFault(Observer):

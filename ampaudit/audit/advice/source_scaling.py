@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ampaudit.audit.advice.interface import LineChange
-from ampaudit.audit.advice.statements import SourceFile, bound_by, parenthesized, replacement
+from ampaudit.audit.advice.source_file import SourceFile, bound_by, parenthesized, replacement
 from ampaudit.lint.found import Repair
 
 __all__ = ["scale_operand"]

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from ampaudit.audit.advice.interface import LineChange, Proposal
-from ampaudit.audit.advice.spelling import replacements
+from ampaudit.audit.advice.source_edits import replacements
 from ampaudit.lint.patch import unified
 from ampaudit.lint.pieces import Unreadable, decode
 from ampaudit.render.evidence import relative_path

@@ -16,9 +16,9 @@ from ampaudit.run.backward.meter import GradientMeter
 from ampaudit.run.backward.observers import GradientNames, MeasuringObserver, RepairingObserver
 from ampaudit.run.backward.record import GradientRecord, UntracedBackward
 from ampaudit.run.backward.tape import Tape, needs_gradient
+from ampaudit.run.config import RunConfig
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.program import Program
-from ampaudit.run.runner import RunConfig
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.marks import APPLIED, HOOKED, marked, number_of
 
@@ -26,19 +26,19 @@ __all__ = ["GradientAudit"]
 
 
 class GradientAudit:
-    """Implements ``run.runner.Differentiator``.
+    """Implements ``run.config.Differentiator``.
 
     Args:
-        plan: of the run.
+        config: of the run.
         scale: the loss scale that training starts with.
     """
 
-    def __init__(self, plan: RunConfig, scale: StartingScale) -> None:
+    def __init__(self, config: RunConfig, scale: StartingScale) -> None:
         self.record = GradientRecord(scale.value, scale.dynamic, scale.source, scale.least)
-        self._backend: Backend = plan.backend or choose_backend(plan.device)
-        self._limit = plan.number_format.max
+        self._backend: Backend = config.backend or choose_backend(config.device)
+        self._limit = config.number_format.max
         self._needed: dict[int, frozenset[fx.Node]] = {}
-        self._device = plan.device
+        self._device = config.device
         self._ways: dict[int, CustomBackwards] = {}
         self._tape: Tape | None = None
         self._reached: set[str] = set()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 
 from ampaudit.audit.advice.interface import LineChange
-from ampaudit.audit.advice.scaling import scale_operand
-from ampaudit.audit.advice.statements import SourceFile, parenthesized, replacement
+from ampaudit.audit.advice.source_file import SourceFile, parenthesized, replacement
+from ampaudit.audit.advice.source_scaling import scale_operand
 from ampaudit.lint.found import Repair
 
 __all__ = ["replacements"]
