@@ -9,7 +9,7 @@ from ampaudit.audit.settings import Settings
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.policy.scaling import StartingScale, starting_scale
 from ampaudit.run.audit import RunConfig
-from ampaudit.run.backward.audit import GradientAudit
+from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.loss import WithLoss, item_apart
 

@@ -8,7 +8,7 @@ from ampaudit.bounds import BoundTable
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.run.audit import Audit
-from ampaudit.run.contract import contract_of
+from ampaudit.run.contract import parse_contract
 from ampaudit.run.weights import WeightRange, weight_ranges
 from ampaudit.trace.flow import Flow
 
@@ -19,7 +19,7 @@ def context_of(
     audit: Audit, form: NumberFormat, settings: Settings, bounds: BoundTable | None = None
 ) -> CheckContext:
     """The context of one audit under a number format."""
-    contract = contract_of(settings.contract)
+    contract = parse_contract(settings.contract)
     return CheckContext(
         sites=audit.sites,
         record=audit.record,

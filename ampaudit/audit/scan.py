@@ -24,7 +24,7 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, RunConfig, run_audits
-from ampaudit.run.contract import Contracted, contract_of
+from ampaudit.run.contract import ContractBackend, parse_contract
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.trace.random_state import preserved
@@ -120,10 +120,10 @@ def audit_policies(
     ]
     if settings.backward:
         source, plans = differentiated(source, plans, settings)
-    contract = contract_of(settings.contract)
+    contract = parse_contract(settings.contract)
     if contract.words and not (settings.static or settings.ranges):
         usual = [replace(plan, min_sqnr=None) for plan in plans]
-        plans = [replace(plan, backend=Contracted(contract)) for plan in plans]
+        plans = [replace(plan, backend=ContractBackend(contract)) for plan in plans]
         both = run_audits(source.model, source.batches, [*plans, *usual], settings.told)
         audits, before = both[: len(plans)], both[len(plans) :]
     elif settings.static:
@@ -154,7 +154,7 @@ def audit_policies(
 
 def _contract(audit: Audit, settings: Settings) -> str:
     native = audit.record.backend == "native" and not settings.static
-    return "the device's own kernels" if native else contract_of(settings.contract).text
+    return "the device's own kernels" if native else parse_contract(settings.contract).text
 
 
 def _report(

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Literal
 
 from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
-from ampaudit.audit.checks.interface import CheckContext, source_of
+from ampaudit.audit.checks.interface import CheckContext, finding_source
 from ampaudit.audit.checks.output_error import accuracy_text
 from ampaudit.audit.gradient_report import backward_report, gradient_of
 from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
@@ -143,7 +143,7 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         rule=site.decision.rule,
         reason=site.decision.reason,
         why=site.decision.why,
-        source=source_of(site),
+        source=finding_source(site),
         verdict=_verdict(context, site, seen),
         by_design=site.id in context.record.by_design or site.id in context.parameter_free,
         forward=_forward(seen, context.number_format) if seen is not None else None,

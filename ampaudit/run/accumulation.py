@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.opnames import base_name, mutated_arguments, named_arguments
 
-__all__ = ["accumulated", "accumulates", "multiplies"]
+__all__ = ["accumulate", "accumulates", "multiplies"]
 
 Named = dict[str, Any]
 # the values of ``reduce`` with which an op adds
@@ -42,7 +42,7 @@ def multiplies(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
     return reduces and named_arguments(op, args, kwargs).get("reduce") in ("prod", "multiply")
 
 
-def accumulated(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> torch.Tensor:
+def accumulate(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> torch.Tensor:
     """The result of such a call, in its first argument if the op writes there."""
     named = named_arguments(op, args, kwargs)
     result = named["self"].clone()

@@ -1,4 +1,4 @@
-"""What to run: a policy, a format, a device, and what goes along."""
+"""The configuration of a run: a policy, a format, a device."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Differentiator(Protocol):
 
     record: GradientRecord
 
-    def following(self, watch: Observer, program: Program) -> Observer:
-        """A watch that does what another does, and remembers what the way back needs."""
+    def following(self, observer: Observer, program: Program) -> Observer:
+        """An observer that does what another does, and remembers what the way back needs."""
 
     def run(self, executor: LockStep, outputs: list[Pair], number: int) -> None:
         """Go back through the run that was followed last; the last output is the loss."""
@@ -71,3 +71,8 @@ class RunConfig:
     release: Release | None = None
     differentiator: Callable[[RunConfig], Differentiator] | None = None
     min_sqnr: float | None = None
+
+    @property
+    def fp32_only(self) -> bool:
+        """Whether nothing runs in 16 bits."""
+        return self.rules is None or self.reference_only

@@ -15,7 +15,7 @@ from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
 from ampaudit.trace.opnames import base_name, named_arguments
 
-__all__ = ["CONTRACTS", "Contract", "Contracted", "contract_of"]
+__all__ = ["CONTRACTS", "Contract", "ContractBackend", "parse_contract"]
 
 CONTRACTS = {
     "lower-accumulate": "sums and products add up in the 16-bit format",
@@ -53,7 +53,7 @@ class Contract:
         return "; ".join(CONTRACTS[w] if w in self.words else text for w, text in usual.items())
 
 
-def contract_of(text: str) -> Contract:
+def parse_contract(text: str) -> Contract:
     """Of ``saturate,decomposed``.
 
     Raises:
@@ -66,7 +66,7 @@ def contract_of(text: str) -> Contract:
     return Contract(words)
 
 
-class Contracted(Emulated):
+class ContractBackend(Emulated):
     """The emulated backend under another contract."""
 
     def __init__(self, contract: Contract) -> None:

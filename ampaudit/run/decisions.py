@@ -18,7 +18,7 @@ from ampaudit.run.step import Step
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name, named_arguments
 
-__all__ = ["DecisionDetail", "DecisionStats", "differing_choices", "pinned", "spacing"]
+__all__ = ["DecisionDetail", "DecisionStats", "differing_choices", "spacing", "with_fp32_choices"]
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _ALONG_AN_AXIS = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "mode"})
@@ -60,7 +60,7 @@ def _choice(value: Any) -> torch.Tensor | None:
     return next((t for t in tensors if not t.is_floating_point()), None)
 
 
-def pinned(step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+def with_fp32_choices(step: Step, reference: Any, value: Any, call: StepCall) -> Any:
     """The result of a decision with FP32's choices, and with the 16-bit run's values where there are some."""
     if isinstance(value, torch.Tensor):
         return reference
@@ -110,7 +110,7 @@ class DecisionDetail:
     error: float | None = None
     magnitude: float | None = None
 
-    def look(self, step: Step, reference: Any, value: Any, call: StepCall) -> None:
+    def inspect(self, step: Step, reference: Any, value: Any, call: StepCall) -> None:
         """Measure the margins of the node's choices."""
         first, second = _choice(reference), _choice(value)
         if first is None or second is None or first.shape != second.shape:

@@ -7,6 +7,7 @@ depend on the format itself: ``nan_to_num`` replaces infinity by the format's la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,10 +18,10 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampaudit.run.accumulation import accumulated, accumulates
-from ampaudit.run.fourier import half_fourier
+from ampaudit.run.accumulation import accumulate, accumulates
+from ampaudit.run.components import rounded_components
 from ampaudit.run.step import LOW_PRECISION_DTYPES
-from ampaudit.trace.fourier import is_fourier
+from ampaudit.trace.fourier import TRANSFORMS, is_fourier, signal_sizes
 from ampaudit.trace.inner import on_meta
 from ampaudit.trace.opnames import (
     base_name,
@@ -74,8 +75,37 @@ def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     Complex numbers are complex64 here whatever they are in the graph.
     """
     if is_fourier(op):
-        return half_fourier(op, args, kwargs)
+        return _half_fourier(op, args, kwargs)
     return _InnerOps().call(op, args, kwargs)
+
+
+def _half_fourier(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The transform of real numbers, or complex ones of two, in float16: in float32 or complex64.
+
+    What cuFFT gives is float16 before it is scaled. The zero frequency is the sum of all elements; a scale of
+    1/n comes after it, when it may be infinite.
+    """
+    wide = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_complex() else t.float(), (args, kwargs))
+    with _RoundedTransforms():
+        result = op(*wide[0], **wide[1])
+    return rounded_components(result)
+
+
+class _RoundedTransforms(TorchDispatchMode):
+    """Rounds the result of every transform, and again after it was scaled."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """One inner op."""
+        del types
+        if base_name(func) not in TRANSFORMS:
+            return func(*args, **(kwargs or {}))
+        values, dims, normalization, *rest = args
+        raw = rounded_components(func(values, dims, 0, *rest))
+        size = math.prod(signal_sizes(func, args, {}))
+        scale = (1.0, 1 / math.sqrt(size), 1 / size)[normalization]
+        return raw if scale == 1 else rounded_components(raw * scale)
 
 
 class _InnerOps(TorchDispatchMode):
@@ -102,7 +132,7 @@ class _InnerOps(TorchDispatchMode):
         """An op, by its parts where it has some; a kernel that calls itself again is a leaf."""
         args = _with_tensors(op, args)
         if self._run and accumulates(op, args, kwargs):
-            return accumulated(op, args, kwargs)
+            return accumulate(op, args, kwargs)
         parts = None if op in self._within else _parts(op)
         on_meta_only = not self._run and base_name(op) in _SHARED_KERNELS
         self.roundings += on_meta_only

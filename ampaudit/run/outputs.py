@@ -16,9 +16,10 @@ from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
 __all__ = [
     "OutputComparison",
     "OutputKind",
-    "against_fp32",
     "compare_outputs",
+    "kind_of",
     "merge_outputs",
+    "paired_with_fp32",
 ]
 
 OutputKind = Literal["float", "complex", "integer"]
@@ -91,7 +92,7 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     found: dict[str, OutputComparison] = {}
     waiting: dict[str, tuple[OutputKind, int, torch.Tensor]] = {}
     for name, (reference, value) in pairs.items():
-        kind = _kind(value if reference is None else reference)
+        kind = kind_of(value if reference is None else reference)
         mismatch = _mismatch(reference, value)
         if mismatch or not reference.numel():
             found[name] = OutputComparison(kind, batch, 0, mismatch=mismatch)
@@ -104,7 +105,7 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     return {name: found[name] for name in pairs}
 
 
-def against_fp32(
+def paired_with_fp32(
     pairs: Mapping[str, tuple[Any, Any]], fp32: Mapping[str, torch.Tensor] | None
 ) -> dict[str, tuple[Any, Any]]:
     """The pairs with the FP32 model's own outputs in them, where the reference is not that model.
@@ -131,7 +132,8 @@ def _rank(comparison: OutputComparison) -> tuple[float, float]:
     )
 
 
-def _kind(value: torch.Tensor) -> OutputKind:
+def kind_of(value: torch.Tensor) -> OutputKind:
+    """What an output's elements are."""
     if value.is_complex():
         return "complex"
     return "float" if value.is_floating_point() else "integer"
@@ -142,7 +144,7 @@ def _mismatch(reference: Any, value: Any) -> str:
         return "no counterpart in FP32"
     if tuple(reference.shape) != tuple(value.shape):
         return f"shape {tuple(value.shape)}, in FP32 {tuple(reference.shape)}"
-    if _kind(reference) != _kind(value):
+    if kind_of(reference) != kind_of(value):
         return f"dtype {value.dtype}, in FP32 {reference.dtype}".replace("torch.", "")
     return ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from ampaudit.run.aliases import written_nodes
 from ampaudit.run.low_precision import differs_from_one_rounding
 from ampaudit.run.step import LOW_PRECISION_DTYPES, WIDE, Step
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
+from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import (
     argument_names,
     base_name,
@@ -74,7 +74,7 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         for node in graph.nodes
         if node.op == "call_function"
     )
-    written = written_nodes(steps)
+    written = _written_nodes(steps)
     return Program(
         traced=traced,
         inputs=tuple(graph.find_nodes(op="placeholder")),
@@ -84,6 +84,46 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         written=written,
         parameter_free=_parameter_free(traced),
     )
+
+
+def _written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
+    """Every node in the same group as a written one; groups join what may share memory."""
+    parent: dict[fx.Node, fx.Node] = {}
+
+    def root(node: fx.Node) -> fx.Node:
+        while parent.setdefault(node, node) is not node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    written: list[fx.Node] = []
+    if not any(map(_write_targets, steps)):
+        return frozenset()
+    memory = SharedMemory(steps[0].node.graph)
+    for step in steps:
+        root(step.node)
+        own = memory.of(step.node.meta.get("val"))
+        for source in step.node.all_input_nodes:
+            root(source)
+            # an op that is no view by its schema may be one all the same, such as atleast_3d
+            if not own.isdisjoint(memory.of(source.meta.get("val"))):
+                parent[root(step.node)] = root(source)
+        # views share memory by definition; a cast returns its own input where the dtypes agree, and in the
+        # float32 reference they always do; lists of views are taken apart by nodes that are no site
+        if step.site is None or step.site.role is Role.VIEW or step.site.role.converts:
+            for source in step.node.all_input_nodes[:1]:
+                parent[root(step.node)] = root(source)
+        for target in _write_targets(step):
+            parent[root(step.node)] = root(target)
+            written.append(target)
+    roots = {root(node) for node in written}
+    return frozenset(node for node in list(parent) if root(node) in roots)
+
+
+def _write_targets(step: Step) -> list[fx.Node]:
+    """The nodes that a step writes to."""
+    found = step.written(step.node.args, dict(step.node.kwargs))
+    return [value for value in found if isinstance(value, fx.Node)]
 
 
 def _grouped(steps: tuple[Step, ...], written: frozenset[fx.Node]) -> tuple[tuple[Step, ...], ...]:

@@ -14,14 +14,14 @@ from ampaudit.run.record import Fate, Origin
 from ampaudit.run.step import Step
 from ampaudit.trace.graph import Slot
 
-__all__ = ["Faults"]
+__all__ = ["FaultPropagation"]
 
 # ops through which an additive mask reaches its softmax
 _MASKING = ("add", "where", "masked_fill", "mul", "sub", "full", "to", "_to_copy", "full_like", "minimum")
 _FILLING = ("masked_fill", "where", "full", "full_like", "fill")
 
 
-class Faults:
+class FaultPropagation:
     """The wrong sites of one unrepaired batch, and the paths between them.
 
     A view is wrong where its source is. ``masks`` are sites whose only fault is -inf in a value that

@@ -89,6 +89,10 @@ class RunRecord:
     culprits: list[Culprit] = field(default_factory=list)
     code: CodeRecord = field(default_factory=CodeRecord)
 
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """Add wall time to a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
     def observation(self, site: SiteId) -> Observation:
         """The observation of a site, made if there is none."""
         return self.observations.setdefault(site, Observation())

@@ -15,7 +15,7 @@ from torch import nn
 from ampaudit import scan
 from ampaudit.bounds import Interval
 from ampaudit.bounds.interval import between
-from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered
+from ampaudit.bounds.transfers import TRANSFERS, OpCall, RegisteredTransfer
 from ampaudit.cli.main import main
 from ampaudit.core.errors import ProofBroken, UsageError
 from ampaudit.render.text import print_report
@@ -103,7 +103,7 @@ def wrong_transfer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, float, flo
             call.ignore(*call.given)
             return between(call.shape, low, high)
 
-        monkeypatch.setitem(TRANSFERS, target, Registered(claimed))
+        monkeypatch.setitem(TRANSFERS, target, RegisteredTransfer(claimed))
 
     return claim
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampaudit.audit.advice.difference import diff_of
+from ampaudit.audit.advice.diff import diff_of
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.advice.proposals import proposals
 

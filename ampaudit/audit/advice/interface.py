@@ -14,9 +14,9 @@ from ampaudit.policy import RuleSet
 from ampaudit.report.finding import TrialKind
 from ampaudit.trace.edits import Edit
 
-__all__ = ["AdviceContext", "LineChange", "Pattern", "Proposal"]
+__all__ = ["AdviceContext", "LineChange", "Proposal", "RewriteKind"]
 
-Pattern = Literal["log_softmax", "log_sigmoid", "scale", "number"]
+RewriteKind = Literal["log_softmax", "log_sigmoid", "scale", "number"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LineChange:
         held: whether the tensor that the number is used with has the 16-bit dtype.
     """
 
-    pattern: Pattern
+    pattern: RewriteKind
     line: SourceLine
     second: SourceLine | None = None
     old: float = 0.0

@@ -32,8 +32,8 @@ __all__ = [
     "of_the_line",
     "reads_from",
     "scaled_at",
-    "scaled_first",
     "scaling_edits",
+    "score_scaling",
     "siblings",
 ]
 
@@ -120,7 +120,7 @@ def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
     return {site.id: FuseLogSigmoid()}
 
 
-def scaled_first(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
+def score_scaling(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
     """The factor of the scores that a product gives, and the ops that scale them; ``None`` without proof."""
     if flow.base(site) not in _PRODUCTS or flow.writes(site) or _is_written(flow, flow.node(site)):
         return None
@@ -137,7 +137,7 @@ def scaled_first(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
 
 def scaling_edits(flow: Flow, site: Site) -> Edits | None:
     """The edits that scale the first operand of a product, and no longer the product."""
-    found = scaled_first(flow, site)
+    found = score_scaling(flow, site)
     if found is None:
         return None
     factor, readers = found

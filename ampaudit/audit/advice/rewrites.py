@@ -16,8 +16,8 @@ from ampaudit.audit.advice.proofs import (
     of_the_line,
     reads_from,
     scaled_at,
-    scaled_first,
     scaling_edits,
+    score_scaling,
     siblings,
 )
 from ampaudit.audit.checks.epsilon import lost_eps
@@ -65,7 +65,7 @@ def _log_sigmoid(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
     """Where every reader of the scores divides them by, or multiplies them with, one Python number."""
-    found = scaled_first(context.flow, site)
+    found = score_scaling(context.flow, site)
     if found is None:
         return
     factor, (scaling, *others) = found

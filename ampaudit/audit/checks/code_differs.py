@@ -13,7 +13,7 @@ from ampaudit.report.finding import Finding, Severity, Source
 from ampaudit.run.code_record import OutputDifference
 from ampaudit.trace.compare import CodeDifference
 
-__all__ = ["CHECK", "describe", "found_at"]
+__all__ = ["CHECK", "code_finding", "describe"]
 
 _ADVICE = "write the line so that it does the same in every precision"
 
@@ -32,7 +32,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     else:
         others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
         what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns something else"
-    found = found_at(context, code.place, "AMP212", f"{what}: {effect}", _ADVICE, severity, worst.name)
+    found = code_finding(context, code.place, "AMP212", f"{what}: {effect}", _ADVICE, severity, worst.name)
     if code.place is None and code.reads:
         found = replace(found, source=_source(code.reads[0]))
     yield found
@@ -73,7 +73,7 @@ def describe(place: CodeDifference, dtype: str) -> str:
     return f"{where} {does}{others}"
 
 
-def found_at(
+def code_finding(
     context: CheckContext,
     place: CodeDifference | None,
     code: str,

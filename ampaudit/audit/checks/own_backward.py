@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.audit.checks.gradient_evidence import gradient_finding
-from ampaudit.audit.checks.interface import Check, CheckContext, source_of
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_source
 from ampaudit.report.finding import Finding, Severity
 
 __all__ = ["CHECK"]
@@ -33,7 +33,9 @@ def find(context: CheckContext) -> Iterator[Finding]:
             advice = "it fails in training, too: decorate it with torch.amp.custom_fwd and custom_bwd"
         severity = Severity.NOTE if way.instead == "as a whole" else Severity.WARNING
         made = gradient_finding(context, site, "AMP706", None, cause, advice, severity=severity)
-        source = source_of(replace(site, source=way.source, caller=None)) if way.source is not None else None
+        source = (
+            finding_source(replace(site, source=way.source, caller=None)) if way.source is not None else None
+        )
         yield replace(made, source=source or made.source)
 
 

@@ -1,4 +1,4 @@
-"""AMP206: positions, timestamps, angles or coordinates that are too large to be told apart in 16 bits."""
+"""AMP206: positions, timestamps, angles or coordinates that are too large to be reported apart in 16 bits."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ MIN_COUNT = 16.0  # a mask is made of integers, too: of 0 and 1
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """The first 16-bit site of each chain of positions or angles that is visibly off."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for site in context.low_precision_sites:
         seen = context.observed(site.id)
         error = seen.samples.max_error
         limit = _limit(context, site)
         if limit is None or error < limit or site.id in context.origin_sites:
             continue
-        inherited = any(maker.id in told for maker in context.flow.makers(site)) or _follows(context, site)
-        told.add(site.id)
+        behind = any(maker.id in reported for maker in context.flow.makers(site))
+        inherited = behind or _follows(context, site)
+        reported.add(site.id)
         if not inherited:
             what = "angle" if limit == ANGLE_ERROR else "position"
             form = context.number_format

@@ -172,14 +172,14 @@ class GradientMeter:
             found = table.setdefault(row.name, GradientStats(row.low_precision))
             self._merge(found, fields, counts, row.elements)
             infinite, nan = self._wrong.pop((row.name, row.parameter), (0, 0))
-            found.seen.pos_inf += infinite
-            found.seen.nan += nan
+            found.values.pos_inf += infinite
+            found.values.nan += nan
             found.cancelled |= (row.name, row.parameter) in self._cancelled
 
     def _merge(
         self, found: GradientStats, fields: dict[str, float], counts: list[int], elements: int
     ) -> None:
-        found.seen.merge(fields, elements)
+        found.values.merge(fields, elements)
         *bins, flushed = counts
         found.flushed += flushed
         found.nonzero += sum(bins[: _BINS - 1])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.run.observation import Observation
 
-__all__ = ["GradientOrigin", "GradientRecord", "GradientStats", "UnfollowedWay"]
+__all__ = ["GradientOrigin", "GradientRecord", "GradientStats", "UntracedBackward"]
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class GradientStats:
 
     Attributes:
         low_precision: whether it is held in 16 bits.
-        observe: peaks, counts and errors of the scaled gradient, as for a value.
+        values: peaks, counts and errors of the scaled gradient, as for a value.
         nonzero: elements that are not zero in FP32.
         flushed: of those, the elements that are zero in 16 bits.
         exponents: counts of FP32's magnitudes g, without the loss scale, by the e of 2^e < g <= 2^(e+1);
@@ -27,7 +27,7 @@ class GradientStats:
     """
 
     low_precision: bool = False
-    seen: Observation = field(default_factory=Observation)
+    values: Observation = field(default_factory=Observation)
     nonzero: int = 0
     flushed: int = 0
     exponents: Counter[int] = field(default_factory=Counter)
@@ -64,7 +64,7 @@ class GradientOrigin:
 
 
 @dataclass(frozen=True, slots=True)
-class UnfollowedWay:
+class UntracedBackward:
     """A backward or hook of the author's own that no trace could follow.
 
     Attributes:
@@ -112,7 +112,7 @@ class GradientRecord:
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
-    unfollowed: list[UnfollowedWay] = field(default_factory=list)
+    unfollowed: list[UntracedBackward] = field(default_factory=list)
 
     def broken_at(self, origin: GradientOrigin) -> GradientStats | None:
         """The gradient that broke there; ``None`` if it was not measured."""

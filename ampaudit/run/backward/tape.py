@@ -16,11 +16,11 @@ from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.marks import FUNCTION_INPUTS, FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
 
-__all__ = ["Tape", "Taped", "needs_gradient", "unseen_write"]
+__all__ = ["Tape", "TapeEntry", "needs_gradient", "unseen_write"]
 
 
 @dataclass(frozen=True, slots=True)
-class Taped:
+class TapeEntry:
     """One step as it was called.
 
     Attributes:
@@ -35,31 +35,31 @@ class Taped:
     state: torch.Tensor | None
 
 
-class Tape:
-    """A watch that does what another does, and keeps each step that a gradient passes, with its inputs.
+class Tape(Observer):
+    """An observer that does what another does, and keeps each step that a gradient passes, with its inputs.
 
     Marks of the author's own ways back are kept, too. No value is copied: a graph without in-place ops never
     changes one. So a run keeps its activations, FP32's and the 16-bit run's, as training does.
     """
 
-    def __init__(self, watch: Observer, needed: frozenset[fx.Node]) -> None:
-        self._watch = watch
+    def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
+        self._observer = observer
         self._needed = needed
-        self.steps: list[Taped] = []
-        self.marks: list[Taped] = []
+        self.steps: list[TapeEntry] = []
+        self.marks: list[TapeEntry] = []
 
-    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """What the other watch expects."""
-        return self._watch.expects(step, reference)
+    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Let the other observer measure blocks."""
+        return self._observer.block_measure(step, reference)
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Let the other watch look, and remember the step."""
-        result = self._watch.observe(step, reference, value, call)
+        """Let the other observer look, and remember the step."""
+        result = self._observer.observe(step, reference, value, call)
         if is_mark(step.target):
-            self.marks.append(Taped(step, dict(call.inputs), call.shared, call.state))
+            self.marks.append(TapeEntry(step, dict(call.inputs), call.shared, call.state))
             self.steps.append(self.marks[-1])
         elif step.node in self._needed and (step.differentiable or unseen_write(step)):
-            self.steps.append(Taped(step, dict(call.inputs), call.shared, call.state))
+            self.steps.append(TapeEntry(step, dict(call.inputs), call.shared, call.state))
         return result
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 
 from ampaudit.audit.advice.interface import LineChange
-from ampaudit.audit.advice.scaling import scaled_first
-from ampaudit.audit.advice.statements import File, parenthesized, replacement
+from ampaudit.audit.advice.source_file import SourceFile, parenthesized, replacement
+from ampaudit.audit.advice.source_scaling import scale_operand
 from ampaudit.lint.diagnostic import Fix
 
 __all__ = ["replacements"]
@@ -24,9 +24,9 @@ def replacements(text: str, change: LineChange) -> list[Fix]:
     Raises:
         SyntaxError, ValueError, RecursionError: the text cannot be parsed.
     """
-    file = File(text)
+    file = SourceFile(text)
     if change.pattern == "scale":
-        return scaled_first(file, change)
+        return scale_operand(file, change)
     statement = file.statement(change.line.line)
     if statement is None:
         return []
@@ -35,7 +35,7 @@ def replacements(text: str, change: LineChange) -> list[Fix]:
     return find(file, places[0], change) if len(places) == 1 else []
 
 
-def _may_be(file: File, node: ast.expr, change: LineChange) -> bool:
+def _may_be(file: SourceFile, node: ast.expr, change: LineChange) -> bool:
     """Whether an expression may be the op that was run, however it is written."""
     if change.pattern == "number":
         return file.number(node) == change.old and not isinstance(file.parent.get(node), ast.UnaryOp)
@@ -45,7 +45,7 @@ def _may_be(file: File, node: ast.expr, change: LineChange) -> bool:
     return function.rpartition(".")[2] == "log"
 
 
-def _log_softmax(file: File, node: ast.expr, change: LineChange) -> list[Fix]:
+def _log_softmax(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
     """``torch.log(torch.softmax(x, -1))``, and the same with functions of other modules or with methods."""
     del change
     written = _log_of(file, node)
@@ -65,7 +65,7 @@ def _log_softmax(file: File, node: ast.expr, change: LineChange) -> list[Fix]:
     return [replacement(file, node, fresh + arguments), *removal] if fresh else []
 
 
-def _log_sigmoid(file: File, node: ast.expr, change: LineChange) -> list[Fix]:
+def _log_sigmoid(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
     """``torch.log(torch.sigmoid(x))`` and ``torch.log(1 - torch.sigmoid(x))``, and the same with methods."""
     del change
     inner, minus = _log_of(file, node), False
@@ -83,7 +83,7 @@ def _log_sigmoid(file: File, node: ast.expr, change: LineChange) -> list[Fix]:
     return [replacement(file, node, f"{functional}.logsigmoid({x})"), *removal]
 
 
-def _meant(file: File, node: ast.expr | None) -> tuple[ast.expr | None, list[Fix]]:
+def _meant(file: SourceFile, node: ast.expr | None) -> tuple[ast.expr | None, list[Fix]]:
     """What an expression is; for a name, what it is assigned, with the removal of a line of no other use.
 
     Where the line stays, what it computes is written twice: that must be cheap, and do nothing else.
@@ -107,7 +107,7 @@ def _joined(name: str | None, rest: str) -> str | None:
     return f"{name}.{rest}" if name else None
 
 
-def _number(file: File, node: ast.expr, change: LineChange) -> list[Fix]:
+def _number(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
     """The number as it is written, with its sign."""
     if change.new:
         return [replacement(file, node, change.new)]
@@ -116,7 +116,7 @@ def _number(file: File, node: ast.expr, change: LineChange) -> list[Fix]:
     return [replacement(file, node, f"{torch}.finfo({dtype}).{end}")] if torch and dtype else []
 
 
-def _dtype_of(file: File, node: ast.expr, change: LineChange) -> str | None:
+def _dtype_of(file: SourceFile, node: ast.expr, change: LineChange) -> str | None:
     """How the 16-bit dtype is written: that of a tensor beside the number, or what its result is cast to."""
     beside = _operand_beside(file, node)
     if change.held and beside is not None:
@@ -137,7 +137,7 @@ def _dtype_of(file: File, node: ast.expr, change: LineChange) -> str | None:
     return dtype if dtype is not None and file.is_given(here, dtype.partition(".")[0]) else None
 
 
-def _operand_beside(file: File, node: ast.expr) -> ast.expr | None:
+def _operand_beside(file: SourceFile, node: ast.expr) -> ast.expr | None:
     """The tensor that an op with this number is called on."""
     call = file.parent.get(node)
     call = file.parent.get(call) if isinstance(call, ast.keyword) else call
@@ -161,7 +161,7 @@ def _only_name(node: ast.expr) -> str | None:
     return names.pop() if len(names) == 1 and all(isinstance(p, arithmetic) for p in parts) else None
 
 
-def _name(file: File, node: ast.expr) -> str | None:
+def _name(file: SourceFile, node: ast.expr) -> str | None:
     """A name, or attributes of one: reading it again does nothing."""
     simple = node
     while isinstance(simple, ast.Attribute):
@@ -170,12 +170,12 @@ def _name(file: File, node: ast.expr) -> str | None:
     return file.code(node) if isinstance(simple, ast.Name) and not is_module else None
 
 
-def _log_of(file: File, node: ast.expr) -> ast.expr | None:
+def _log_of(file: SourceFile, node: ast.expr) -> ast.expr | None:
     """What the natural logarithm is taken of."""
     return _argument(file, node, "log")
 
 
-def _argument(file: File, node: ast.expr | None, function: str) -> ast.expr | None:
+def _argument(file: SourceFile, node: ast.expr | None, function: str) -> ast.expr | None:
     """The only argument of a function of torch, or the tensor whose method it is."""
     if not isinstance(node, ast.Call) or node.keywords or any(isinstance(a, ast.Starred) for a in node.args):
         return None

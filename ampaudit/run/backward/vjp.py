@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from ampaudit.run.backends import Backend
 from ampaudit.run.backward.formulas import FORMULAS
-from ampaudit.run.backward.tape import Taped, unseen_write
+from ampaudit.run.backward.tape import TapeEntry, unseen_write
 from ampaudit.run.lockstep import restore_random_state
 from ampaudit.trace.opnames import named_arguments
 
@@ -19,7 +19,7 @@ __all__ = ["vjp"]
 
 
 def vjp(
-    taped: Taped,
+    taped: TapeEntry,
     side: int,
     backend: Backend,
     wanted: Sequence[fx.Node],
@@ -72,7 +72,7 @@ def vjp(
 
 
 def _by_formula(
-    taped: Taped,
+    taped: TapeEntry,
     side: int,
     backend: Backend,
     wanted: Sequence[fx.Node],

@@ -9,13 +9,13 @@ from functools import cached_property
 from ampaudit.lint.diagnostic import Fix
 from ampaudit.lint.source_text import character_column, split_lines
 
-__all__ = ["File", "bound_by", "parenthesized", "replacement"]
+__all__ = ["SourceFile", "bound_by", "parenthesized", "replacement"]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 
 
-class File:
+class SourceFile:
     """One Python file.
 
     Raises:
@@ -103,7 +103,7 @@ class File:
         above = self.lines[statement.lineno - 2].lstrip() if statement.lineno > 1 else ""
         if any("#" in line for line in own) or above.startswith("#"):
             return None
-        return Fix.at(statement, "remove statement")
+        return Fix("remove statement", statement.lineno, statement.col_offset)
 
     def _statement_of(self, node: ast.AST) -> ast.stmt:
         while not isinstance(node, ast.stmt):
@@ -185,7 +185,7 @@ def bound_by(statements: Sequence[ast.stmt]) -> set[str]:
     return found
 
 
-def replacement(file: File, node: ast.expr, code: str) -> Fix:
+def replacement(file: SourceFile, node: ast.expr, code: str) -> Fix:
     """The repair that writes other code for an expression.
 
     Raises:
@@ -194,7 +194,7 @@ def replacement(file: File, node: ast.expr, code: str) -> Fix:
     last = node.end_lineno or node.lineno
     column = character_column(file.lines[last - 1], node.end_col_offset or 0)
     code = _outdented(code, file.indentation(node))
-    return Fix.at(node, "replace expression", code, str(last), str(column))
+    return Fix("replace expression", node.lineno, node.col_offset, (code, str(last), str(column)))
 
 
 def _outdented(code: str, indentation: str) -> str:
@@ -206,7 +206,7 @@ def _outdented(code: str, indentation: str) -> str:
     return "\n".join([first, *(line.removeprefix(indentation) for line in others)])
 
 
-def parenthesized(file: File, node: ast.expr) -> str:
+def parenthesized(file: SourceFile, node: ast.expr) -> str:
     """An expression as the operand of a sign or a product."""
     code = file.code(node)
     return code if isinstance(node, _ATOMS) else f"({code})"

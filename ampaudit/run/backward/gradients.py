@@ -11,14 +11,14 @@ from ampaudit.core.errors import ReferenceBroken, RunFailed
 from ampaudit.policy.scaling import StartingScale
 from ampaudit.run.backends import Backend, choose_backend
 from ampaudit.run.backward.backward import BackwardPass
-from ampaudit.run.backward.custom_backward import Ways
+from ampaudit.run.backward.custom_backward import CustomBackwards
 from ampaudit.run.backward.meter import GradientMeter
-from ampaudit.run.backward.observers import Measuring, Names, Repairing, Rounding
-from ampaudit.run.backward.record import GradientRecord, UnfollowedWay
+from ampaudit.run.backward.observers import GradientNames, MeasuringObserver, RepairingObserver
+from ampaudit.run.backward.record import GradientRecord, UntracedBackward
 from ampaudit.run.backward.tape import Tape, needs_gradient
+from ampaudit.run.config import RunConfig
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.program import Program
-from ampaudit.run.runner import RunConfig
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.marks import FUNCTION_OUTPUTS, TENSOR_HOOK, mark_number, marked_values
 
@@ -26,29 +26,29 @@ __all__ = ["GradientAudit"]
 
 
 class GradientAudit:
-    """Implements ``run.runner.Differentiator``.
+    """Implements ``run.config.Differentiator``.
 
     Args:
-        plan: of the run.
+        config: of the run.
         scale: the loss scale that training starts with.
     """
 
-    def __init__(self, plan: RunConfig, scale: StartingScale) -> None:
+    def __init__(self, config: RunConfig, scale: StartingScale) -> None:
         self.record = GradientRecord(scale.value, scale.dynamic, scale.source, scale.least)
-        self._backend: Backend = plan.backend or choose_backend(plan.device)
-        self._limit = plan.number_format.max
+        self._backend: Backend = config.backend or choose_backend(config.device)
+        self._limit = config.number_format.max
         self._needed: dict[int, frozenset[fx.Node]] = {}
-        self._device = plan.device
-        self._ways: dict[int, Ways] = {}
+        self._device = config.device
+        self._ways: dict[int, CustomBackwards] = {}
         self._tape: Tape | None = None
         self._reached: set[str] = set()
         self._behind: set[str] = set()  # parameters behind what could not be gone back through
 
-    def following(self, watch: Observer, program: Program) -> Observer:
-        """A tape around the watch."""
+    def following(self, observer: Observer, program: Program) -> Observer:
+        """A tape around the observer."""
         if id(program) not in self._needed:
             self._needed[id(program)] = needs_gradient(program)
-        self._tape = Tape(watch, self._needed[id(program)])
+        self._tape = Tape(observer, self._needed[id(program)])
         return self._tape
 
     def run(self, executor: LockStep, outputs: list[Any], number: int) -> None:
@@ -67,19 +67,23 @@ class GradientAudit:
             )
         dtypes = _dtypes(program)
         if id(program) not in self._ways:
-            self._ways[id(program)] = Ways(program, self._backend, self._device)
+            self._ways[id(program)] = CustomBackwards(program, self._backend, self._device)
         ways = self._ways[id(program)]
         backward = BackwardPass(tape, needed, dtypes, self._backend, ways)
         seed = torch.full_like(reference, self.record.scale)
         pair = (seed, self._backend.represent(torch.full_like(seed, self.record.scale), dtypes[loss][0]))
-        names = Names(program.traced.site_of_node, program.traced.placeholders)
+        names = GradientNames(program.traced.site_of_node, program.traced.placeholders)
+
+        def represent(gradient: torch.Tensor, node: fx.Node) -> torch.Tensor:
+            return self._backend.represent(gradient, dtypes[node][0])
+
         meter = GradientMeter(self.record.scale)
-        backward.run(loss, pair, Measuring(meter, names))
+        backward.run(loss, pair, MeasuringObserver(meter, names))
         meter.finish()
         if meter.broken:
             repaired = GradientMeter(self.record.scale)
-            rounding = Rounding(self._backend, dtypes)
-            repairing = Repairing(Measuring(repaired, names), names, rounding, self._limit, number)
+            measuring = MeasuringObserver(repaired, names)
+            repairing = RepairingObserver(measuring, names, represent, self._limit, number)
             backward.run(loss, pair, repairing)
             repaired.finish()
             self._note_origins(repairing)
@@ -90,7 +94,7 @@ class GradientAudit:
         self._note_unfollowed(ways, names, tape)
         self._note_unused(program)
 
-    def _note_origins(self, repairing: Repairing) -> None:
+    def _note_origins(self, repairing: RepairingObserver) -> None:
         known = {(origin.site, origin.value) for origin in self.record.origins}
         self.record.origins += [o for o in repairing.origins if (o.site, o.value) not in known]
 
@@ -112,7 +116,7 @@ class GradientAudit:
     def _note_customs(self, program: Program) -> None:
         self.record.notes += [n for n in program.traced.backward_notes if n not in self.record.notes]
 
-    def _note_unfollowed(self, ways: Ways, names: Names, tape: Tape) -> None:
+    def _note_unfollowed(self, ways: CustomBackwards, names: GradientNames, tape: Tape) -> None:
         known = {(way.site, way.name) for way in self.record.unfollowed}
         for mark in (
             taped.step.node for taped in tape.marks if taped.step.target in (FUNCTION_OUTPUTS, TENSOR_HOOK)
@@ -124,7 +128,9 @@ class GradientAudit:
                 if not instead:
                     self._behind |= names.parameters_behind(marked_values(mark))
                 if (site, way.name) not in known:
-                    self.record.unfollowed.append(UnfollowedWay(site, way.name, reason, way.source, instead))
+                    self.record.unfollowed.append(
+                        UntracedBackward(site, way.name, reason, way.source, instead)
+                    )
 
     def _note_unpaired(self, meter: GradientMeter) -> None:
         for site in meter.unpaired:

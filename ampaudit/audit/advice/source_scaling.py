@@ -6,17 +6,17 @@ import ast
 from collections.abc import Iterator
 
 from ampaudit.audit.advice.interface import LineChange
-from ampaudit.audit.advice.statements import File, bound_by, parenthesized, replacement
+from ampaudit.audit.advice.source_file import SourceFile, bound_by, parenthesized, replacement
 from ampaudit.lint.diagnostic import Fix
 
-__all__ = ["scaled_first"]
+__all__ = ["scale_operand"]
 
 _FUNCTIONS = ("torch.matmul", "torch.bmm", "torch.mm")
 _METHODS = ("matmul", "bmm", "mm")
 _PURE = ("size", "sqrt", "rsqrt")  # calls that give a number and do nothing else
 
 
-def scaled_first(file: File, change: LineChange) -> list[Fix]:
+def scale_operand(file: SourceFile, change: LineChange) -> list[Fix]:
     """The repairs; none where the product or its scaling is not the only one of its kind on its line."""
     statement = file.statement(change.line.line)
     later = file.statement(change.second.line) if change.second is not None else None
@@ -31,7 +31,7 @@ def scaled_first(file: File, change: LineChange) -> list[Fix]:
 Scaling = tuple[ast.expr, ast.expr, ast.expr, str]  # the whole, the product, the number, the operator
 
 
-def _scalings(file: File, statement: ast.stmt) -> Iterator[Scaling]:
+def _scalings(file: SourceFile, statement: ast.stmt) -> Iterator[Scaling]:
     """Divisions by something, and products with something."""
     for node in file.expressions(statement):
         if not isinstance(node, ast.BinOp):
@@ -43,7 +43,7 @@ def _scalings(file: File, statement: ast.stmt) -> Iterator[Scaling]:
             yield node, node.right, node.left, "*"
 
 
-def _operands(file: File, node: ast.expr) -> tuple[ast.expr, str, str] | None:
+def _operands(file: SourceFile, node: ast.expr) -> tuple[ast.expr, str, str] | None:
     """The first operand of a product, and the code before and after it."""
     first: ast.expr | None = None
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
@@ -61,7 +61,7 @@ def _operands(file: File, node: ast.expr) -> tuple[ast.expr, str, str] | None:
     return first, file.text[file.start(node) : file.start(first)], file.text[file.end(first) : file.end(node)]
 
 
-def _code(file: File, product: ast.expr, number: ast.expr, operator: str) -> str:
+def _code(file: SourceFile, product: ast.expr, number: ast.expr, operator: str) -> str:
     """The product with its first operand scaled."""
     operands = _operands(file, product)
     assert operands is not None
@@ -80,7 +80,7 @@ def _binds_tightly(node: ast.expr) -> bool:
     return isinstance(node, atoms) or product
 
 
-def _on_two_lines(file: File, first: ast.stmt, second: ast.stmt) -> list[Fix]:
+def _on_two_lines(file: SourceFile, first: ast.stmt, second: ast.stmt) -> list[Fix]:
     """``s = q @ k``, and further down in the same block ``s`` times or over a number, once."""
     block = file.block(first)
     if second not in block or not isinstance(first, ast.Assign) or len(first.targets) != 1:
@@ -104,7 +104,9 @@ def _on_two_lines(file: File, first: ast.stmt, second: ast.stmt) -> list[Fix]:
     return [scaled, removal] if removal is not None else []
 
 
-def _the_scaling(file: File, statement: ast.stmt, name: str) -> tuple[ast.expr | None, ast.expr, str] | None:
+def _the_scaling(
+    file: SourceFile, statement: ast.stmt, name: str
+) -> tuple[ast.expr | None, ast.expr, str] | None:
     """What scales a name: the expression (``None`` for the whole statement), the number, the operator."""
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
         how = {ast.Div: "/", ast.Mult: "*"}.get(type(statement.op))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ampaudit.bounds.interval import Interval, between, exactly, unbounded
+from ampaudit.bounds.interval import Interval, between, from_tensor, unbounded
 from ampaudit.bounds.stored import stored
 from ampaudit.bounds.transfers import OpCall, transfer
 
@@ -56,7 +56,7 @@ scale_factors scales scales_h scales_w scales_d output_size sparse_grad source d
 
 
 @transfer(*_PICKS.split(), exact=True)
-def pick(call: OpCall) -> Interval:
+def gather(call: OpCall) -> Interval:
     """Some of the elements, in whatever order: within the ends of all."""
     call.ignore(*_HOWEVER.split())
     x = call.interval("input" if "input" in call.given else "self")
@@ -84,7 +84,9 @@ def pad(call: OpCall) -> Interval:
     call.ignore("pad")
     fill = None
     if call.arg("mode") == "constant":
-        fill = call.interval("value") if call.has("value") else exactly(torch.zeros((), dtype=torch.float64))
+        fill = (
+            call.interval("value") if call.has("value") else from_tensor(torch.zeros((), dtype=torch.float64))
+        )
     return _padded(call, fill)
 
 
