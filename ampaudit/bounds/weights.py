@@ -13,7 +13,7 @@ from ampaudit.bounds.stored import anything, format_of, holds, loosened
 from ampaudit.bounds.transfers import VANISHING, Known, Registered
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import CAST_OPS, base_name
-from ampaudit.trace.sizes import sizes_of
+from ampaudit.trace.values import sizes_of
 
 __all__ = ["KnownWeights"]
 

@@ -15,7 +15,7 @@ from ampaudit.export.options import ConvertOptions
 from ampaudit.export.storage import choose_by_name
 from ampaudit.export.stream import Look, WeightFiles, write_weights
 from ampaudit.report.conversion import Conversion
-from ampaudit.trace.clipping import clipped
+from ampaudit.trace.converted import clipped
 
 __all__ = ["conversion_of", "convert_weights", "is_checkpoint"]
 

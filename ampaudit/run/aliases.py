@@ -8,7 +8,7 @@ from torch import fx
 
 from ampaudit.run.step import Step
 from ampaudit.trace.graph import Role
-from ampaudit.trace.memory import SharedMemory
+from ampaudit.trace.values import SharedMemory
 
 __all__ = ["written_nodes"]
 

@@ -19,18 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.run.accumulation import accumulated, accumulates
 from ampaudit.run.fourier import half_fourier
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.fourier import is_fourier
-from ampaudit.trace.inner import on_meta
 from ampaudit.trace.opnames import (
     base_name,
     composite_kernel,
     is_view,
     mutated_arguments,
     named_arguments,
+    on_meta,
     rounds_once,
     selects,
 )
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["call_in_low_precision", "differs_from_one_rounding"]
 

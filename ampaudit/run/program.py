@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.run.aliases import written_nodes
 from ampaudit.run.low_precision import differs_from_one_rounding
-from ampaudit.run.step import LOW_PRECISION_DTYPES, WIDE, Step
+from ampaudit.run.step import Step
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import (
@@ -24,6 +24,7 @@ from ampaudit.trace.opnames import (
     returned_arguments,
     written_arguments,
 )
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
 
 __all__ = ["Program", "compile_program", "widened"]
 

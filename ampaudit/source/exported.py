@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from ampaudit.core.errors import SourceError, first_line
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource, SourceOptions
-from ampaudit.trace.replay import REPLAYED, replaying
+from ampaudit.trace.replay import REPLAYED, Replayer
 
 __all__ = ["from_exported", "load_program"]
 
@@ -100,15 +100,9 @@ class Replay(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The program's outputs; keyword inputs are put into the order of the export."""
         ordered = [kwargs[name] for name in self._order]
-        return _TracingInterpreter(getattr(self, REPLAYED)).run(*args, *ordered)
+        return Replayer(getattr(self, REPLAYED)).run(*args, *ordered)
 
     def train(self, mode: bool = True) -> Replay:
         """Set this wrapper's flag only: an exported graph has its mode built in."""
         self.training = mode
         return self
-
-
-class _TracingInterpreter(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
-        with replaying(n.meta):
-            return super().run_node(n)

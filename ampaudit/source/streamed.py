@@ -18,8 +18,7 @@ from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import WeightsError
-from ampaudit.source.checkpoint_names import model_names
-from ampaudit.source.weights import check_names
+from ampaudit.source.weights import check_names, model_names
 
 __all__ = ["with_mapped", "without_weights"]
 

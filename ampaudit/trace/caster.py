@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +15,12 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.sites import SiteId, SiteNumbering
 from ampaudit.policy import Decision, OpFacts, RuleSet
 from ampaudit.policy.schema import COLORS, Cast
-from ampaudit.trace import arguments
+from ampaudit.trace import op_calls as arguments
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region, region_switched_on
 from ampaudit.trace.edits import Edit, History, OpCalled
 from ampaudit.trace.facts import FactFinder
-from ampaudit.trace.inner import InnerOps
 from ampaudit.trace.opnames import (
-    CASTABLE_DTYPES,
+    InnerOps,
     argument_names,
     is_composite,
     kept_whole,
@@ -29,11 +28,10 @@ from ampaudit.trace.opnames import (
     short_name,
     written_values,
 )
-from ampaudit.trace.replay import OPAQUE, replayed_meta
+from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_record
+from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, storage_id
 
-__all__ = ["HALF_FOURIER", "META_KEY", "NO_KERNEL", "Call", "Caster", "OpRecord"]
-
-META_KEY = "ampaudit"  # of a node's metadata: its OpRecord
+__all__ = ["HALF_FOURIER", "NO_KERNEL", "Call", "Caster"]
 
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
@@ -51,31 +49,6 @@ BACKWARD = Decision(Cast.FOLLOW, None, "default", "on the way back, where autoca
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
 Call = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class OpRecord:
-    """What was decided about one recorded op.
-
-    Attributes:
-        decision: what was done to it and why.
-        site: its id; ``None`` for what the policy added.
-        facts: what the decision was made from.
-        inserted: whether it is a cast that the policy added.
-        original_args: arguments that the policy changed, by position or name, as the FP32 model has them.
-        replayed: metadata of the exported node that it replays, if the model is an exported program.
-        no_grad: whether the model's code switches gradients off here.
-        going_back: whether it is an op of the author's own way back.
-    """
-
-    decision: Decision
-    site: SiteId | None = None
-    facts: OpFacts | None = None
-    inserted: bool = False
-    original_args: Mapping[int | str, Any] = field(default_factory=dict)
-    replayed: Mapping[str, Any] | None = None
-    no_grad: bool = False
-    going_back: bool = False
 
 
 class Caster:
@@ -135,8 +108,8 @@ class Caster:
     @property
     def is_going_back(self) -> bool:
         """Whether the op that is traced is one of a way back."""
-        record = (replayed_meta() or {}).get(META_KEY)
-        return self.way is not None or (isinstance(record, OpRecord) and record.going_back)
+        record = replayed_record()
+        return self.way is not None or (record is not None and record.in_backward)
 
     def region(self) -> Region:
         """The autocast region of the model's code, or of the op around ``vmap``."""
@@ -155,7 +128,7 @@ class Caster:
         """Remember that an op wrote to its arguments: casts made of them before are out of date."""
         for written in written_values(called.op, called.args, called.kwargs):
             if isinstance(written, torch.Tensor):
-                self._writes[_storage(written)] += 1
+                self._writes[storage_id(written)] += 1
 
     def splits(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether to trace an op's parts: autocast casts what a kernel calls, as ``bmm`` in ``einsum``."""
@@ -171,7 +144,8 @@ class Caster:
 
     def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
         """The id of the op that is traced next."""
-        return _replayed_site() or self._numbering[tracer_id].next_id(layer, short_name(op))
+        replayed = replayed_record()
+        return (replayed and replayed.site) or self._numbering[tracer_id].next_id(layer, short_name(op))
 
     def edited(self, site: SiteId, called: OpCalled, emit: Call) -> OpCalled:
         """The op to trace at a site: the model's own, or what an edit makes of it."""
@@ -193,7 +167,7 @@ class Caster:
         facts = self._facts.of(op, args, kwargs, *layer, site)
         back = self.is_going_back
         decision, dtype = self._decision_back(facts, called) if back else self._decision(facts, region)
-        return OpRecord(decision, site, None if back else facts, going_back=back), dtype
+        return OpRecord(decision, site, None if back else facts, in_backward=back), dtype
 
     def _decision_back(self, facts: OpFacts, called: OpCalled) -> tuple[Decision, torch.dtype]:
         """Ops take the dtypes of what they are given, unless the author's code switches autocast on."""
@@ -214,7 +188,7 @@ class Caster:
         rules, dtype = self.rules, self.dtype
         if region.kind is RegionKind.OWN and region.dtype is not None:
             rules, dtype = self.author_rules, region.dtype
-            facts = replace(facts, dtype=str(dtype).removeprefix("torch."))
+            facts = replace(facts, dtype=dtype_name(dtype))
         return rules.decide(facts), dtype
 
     def apply(
@@ -249,7 +223,7 @@ class Caster:
                 return cast(value, torch.complex64)
             if to is None or not _castable(value) or value.dtype == to or any(value is w for w in written):
                 return value
-            key = (id(value), self._writes[_storage(value)], to, tracer_id)
+            key = (id(value), self._writes[storage_id(value)], to, tracer_id)
             if key not in self._casts:
                 self._casts[key] = (value, cast(value, to))
             return self._casts[key][1]
@@ -292,16 +266,6 @@ class Caster:
             return dtype if found - {torch.float32} else None
         assert kind not in COLORS, "colours are resolved before anything is cast"
         return None
-
-
-def _replayed_site() -> SiteId | None:
-    """The id that an op had in the graph that is being replayed; its numbers may have gaps."""
-    record = (replayed_meta() or {}).get(META_KEY)
-    return record.site if isinstance(record, OpRecord) else None
-
-
-def _storage(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
 
 
 def _castable(value: Any) -> bool:

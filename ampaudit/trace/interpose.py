@@ -28,15 +28,15 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.proxy import TracerBase
 
 from ampaudit.core.sites import SiteId
-from ampaudit.trace.autograd_graph import Tracked
-from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, META_KEY, NO_KERNEL, Call, Caster, OpRecord
+from ampaudit.trace.backward.marks import is_mark
+from ampaudit.trace.backward.tracer import Tracked
+from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, NO_KERNEL, Call, Caster
 from ampaudit.trace.edits import OpCalled
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
-from ampaudit.trace.marks import is_mark
+from ampaudit.trace.op_calls import returning, written_into
 from ampaudit.trace.opnames import composite_kernel, is_composite
-from ampaudit.trace.out_variants import returning, written_into
-from ampaudit.trace.replay import INSERTED, replayed_meta
+from ampaudit.trace.replay import INSERTED, META_KEY, OpRecord, replayed_meta, replayed_record
 from ampaudit.trace.stack import is_tool_file
 
 __all__ = ["current_layer", "interposed", "same_module"]
@@ -245,8 +245,8 @@ def _parts(
 
 def _with_gradients() -> bool:
     """Whether gradients are on here; an op that is replayed keeps what was so when it was first traced."""
-    before = (replayed_meta() or {}).get(META_KEY)
-    return torch.is_grad_enabled() and not (isinstance(before, OpRecord) and before.no_grad)
+    before = replayed_record()
+    return torch.is_grad_enabled() and not (before is not None and before.no_grad)
 
 
 def _layer(mode: ProxyTorchDispatchMode) -> tuple[str, str]:

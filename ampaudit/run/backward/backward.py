@@ -14,8 +14,9 @@ from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.backward.custom_backward import Fault, GradientPair, Share, Ways, WaysThrough
 from ampaudit.run.backward.product import vjp
 from ampaudit.run.backward.tape import Tape, Taped
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
-from ampaudit.trace.marks import FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
+from ampaudit.run.step import Step
+from ampaudit.trace.backward.marks import FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["BackwardPass", "GradientPair", "GradientWatch", "Gradients"]
 

@@ -19,9 +19,7 @@ from ampaudit.run.lockstep import LockStep, Pair, StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
-from ampaudit.trace.converted import convert
-from ampaudit.trace.graph import CustomBackward, Site
-from ampaudit.trace.marks import (
+from ampaudit.trace.backward.marks import (
     FUNCTION_INPUTS,
     FUNCTION_OUTPUTS,
     TENSOR_HOOK,
@@ -29,6 +27,8 @@ from ampaudit.trace.marks import (
     marked_values,
     saved_values,
 )
+from ampaudit.trace.converted import convert
+from ampaudit.trace.graph import CustomBackward, Site
 
 __all__ = ["Fault", "GradientPair", "Share", "Ways", "WaysThrough"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,16 +11,17 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from ampaudit.trace.backward_capture import BackwardTracer
-from ampaudit.trace.own_code import FunctionApplication, Hooks
-from ampaudit.trace.tensor_attributes import tensor_attributes
+from ampaudit.trace.backward.calls import FunctionApplication, Hooks
+from ampaudit.trace.backward.tracer import BackwardTracer
+from ampaudit.trace.stack import is_tool_file
 
-__all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "CustomFunctions", "custom_backwards"]
+__all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "CustomFunctions", "custom_backwards", "tensor_attributes"]
 
 CHECKPOINT = "checkpoint"
 HOOK = "a hook on a tensor"
@@ -210,3 +212,45 @@ class _Watch:
     def _application(self, ctx: Any) -> FunctionApplication | None:
         found = () if self._ways is None else self._ways.found
         return next((a for a in found if isinstance(a, FunctionApplication) and a.context is ctx), None)
+
+
+def tensor_attributes(hooked: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
+    """What to replace while a model is traced: the owner, the name, and what by.
+
+    Args:
+        hooked: called where the model's code registers a hook on a node of autograd's.
+    """
+    tensor: Any = torch.Tensor
+    data, grad_fn = tensor.data, tensor.grad_fn
+
+    def get_data(value: torch.Tensor) -> Any:
+        return value.detach() if isinstance(value, FakeTensor) else data.__get__(value)
+
+    def set_data(value: torch.Tensor, other: torch.Tensor) -> None:
+        alike = isinstance(value, FakeTensor) and isinstance(other, FakeTensor)
+        if alike and value.shape == other.shape and value.dtype == other.dtype:
+            with torch.no_grad():
+                value.copy_(other)
+        else:
+            data.__set__(value, other)
+
+    def get_grad_fn(value: torch.Tensor) -> Any:
+        node = grad_fn.__get__(value)
+        own = is_tool_file(sys._getframe(1).f_code.co_filename)
+        return node if node is None or own else _Node(node, hooked)
+
+    yield tensor, "data", property(get_data, set_data)
+    yield tensor, "grad_fn", property(get_grad_fn)
+
+
+class _Node:
+    """A node of autograd's graph that tells when it gets a hook; those of custom functions tell it anyway."""
+
+    def __init__(self, node: Any, hooked: Callable[[], None]) -> None:
+        self._node = node
+        self._hooked = hooked
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook") and not isinstance(self._node, BackwardCFunction):
+            self._hooked()
+        return getattr(self._node, name)
