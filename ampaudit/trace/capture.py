@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import NumberFormat
@@ -33,7 +31,8 @@ from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.fake_model import constant_masters, fake_like, make_fake_model, named_tensors
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
-from ampaudit.trace.interpose import current_layer, interposed, same_module
+from ampaudit.trace.internals import FakeTensorMode, ShapeEnv
+from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
 from ampaudit.trace.site_table import build_sites
@@ -127,7 +126,7 @@ def capture(
             contextlib.nullcontext() if setting.seed is None else seeded(setting.seed),
             torch.set_grad_enabled(setting.differentiated),
             autocast_visible(file.autocast, low_dtype),
-            interposed(caster),
+            DispatchHook(caster).installed(),
             custom_backwards(ways, current_layer) as custom_functions,
         ):
             program = torch.export.export(entry, inputs, strict=False)
@@ -160,7 +159,7 @@ def _go_back(
 
     @contextlib.contextmanager
     def within(name: str) -> Iterator[None]:
-        with caster.going_back(name), same_module():
+        with caster.in_backward(name), same_module():
             yield
 
     loss = flatten_outputs(output)[-1][1]

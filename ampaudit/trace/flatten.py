@@ -11,15 +11,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from ampaudit.trace.backward.marks import is_mark
+from ampaudit.trace.internals import region_calls
 
 __all__ = ["ObjectSource", "flat_graph", "has_effect"]
 
 _REGIONS = {"wrap_with_autocast", "wrap_with_set_grad_enabled"}
-_IGNORED = {
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-    torch._C._set_grad_enabled,
-}
 
 
 def flat_graph(program: ExportedProgram) -> fx.Graph:
@@ -56,7 +52,7 @@ def _copy(node: fx.Node, owner: torch.nn.Module, graph: fx.Graph, env: dict[fx.N
     if node.op == "get_attr":
         return getattr(owner, str(node.target), None)
     if node.op == "call_function":
-        if node.target in _IGNORED:
+        if node.target in region_calls:
             return None
         if getattr(node.target, "__name__", "") in _REGIONS:
             return _inlined(node, graph, env)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from ampaudit.policy.schema import Constants
+from ampaudit.trace.internals import disable_proxy_modes_tracing
 from ampaudit.trace.opnames import (
     argument_names,
     base_name,
@@ -22,13 +23,14 @@ from ampaudit.trace.opnames import (
 from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_of
 
 __all__ = [
-    "appended",
-    "lowered_dtype",
+    "OpCalled",
     "out_arguments",
     "refuse_mixed_product",
     "returning",
     "with_clipped_numbers",
     "with_dtype",
+    "with_dtype_overload",
+    "with_low_precision_dtype",
     "written_into",
 ]
 
@@ -38,58 +40,75 @@ _PRODUCTS = frozenset(
     convolution convolution_backward dot einsum linear matmul mm mv vdot
     """.split()
 )
-# what would be tensors if they were not constants; eps and p are attributes
+# arguments that would be tensors if they were not constants; eps and p are attributes
 _OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
 
 
-def with_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``dtype=float32`` where the caller left it unset; as autocast does, only for a 16-bit input."""
-    given = named_arguments(op, args, kwargs)
-    first = given.get(argument_names(op)[0])
+@dataclass(frozen=True, slots=True)
+class OpCalled:
+    """An op with its arguments."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by name; those left at their default are absent."""
+        return named_arguments(self.op, self.args, self.kwargs)
+
+
+def with_dtype(called: OpCalled) -> OpCalled:
+    """Set ``dtype=float32`` where the caller left it unset; as autocast does, only for a 16-bit input."""
+    given = called.named
+    first = given.get(argument_names(called.op)[0])
     if given.get("dtype") is None and getattr(first, "dtype", None) in CASTABLE_DTYPES:
-        return kwargs | {"dtype": torch.float32}
-    return kwargs
+        return replace(called, kwargs=called.kwargs | {"dtype": torch.float32})
+    return called
 
 
-def appended(op: OpOverload) -> OpOverload:
-    """The overload of the norm family that takes a dtype."""
+def with_dtype_overload(called: OpCalled) -> OpCalled:
+    """Call the overload of a norm that takes a dtype, with float32."""
     names = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-    overload: OpOverload = getattr(op.overloadpacket, names[op._overloadname])
-    return overload
+    overload: OpOverload = getattr(called.op.overloadpacket, names[called.op._overloadname])
+    return OpCalled(overload, called.args, called.kwargs | {"dtype": torch.float32})
 
 
-def lowered_dtype(op: OpOverload, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """In a FP32 graph ``dtype=float32`` is what the trace saw, not what the author asked for."""
-    if converts(op) or kwargs.get("dtype") is not torch.float32:
-        return kwargs
-    return kwargs | {"dtype": dtype}
+def with_low_precision_dtype(called: OpCalled, dtype: torch.dtype) -> OpCalled:
+    """Replace ``dtype=float32``: in an FP32 graph it is what the trace saw, not what the author asked for."""
+    if converts(called.op) or called.kwargs.get("dtype") is not torch.float32:
+        return called
+    return replace(called, kwargs=called.kwargs | {"dtype": dtype})
 
 
-def with_clipped_numbers(
-    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], limits: Constants
-) -> tuple[tuple[Any, ...], dict[str, Any], dict[int | str, Any]]:
-    """Operands within the limits, and what those that changed were before, by position or name."""
-    original_args: dict[int | str, Any] = {}
+def with_clipped_numbers(called: OpCalled, limits: Constants) -> tuple[OpCalled, dict[int | str, Any]]:
+    """Clip Python numbers that are operands to the limits.
+
+    Returns:
+        The call to trace, and the original value of each argument that changed, by position or name.
+    """
+    originals: dict[int | str, Any] = {}
 
     def clip(key: int | str, name: str, value: Any) -> Any:
         if name not in _OPERANDS or not isinstance(value, float) or not value or not math.isfinite(value):
             return value
         magnitude = min(max(abs(value), limits.min_positive), limits.max_finite)
         if magnitude != abs(value):
-            original_args[key] = value
+            originals[key] = value
         return math.copysign(magnitude, value)
 
-    pairs = zip(argument_names(op), args, strict=False)
-    made = tuple(clip(position, name, value) for position, (name, value) in enumerate(pairs))
-    return made, {name: clip(name, name, value) for name, value in kwargs.items()}, original_args
+    pairs = zip(argument_names(called.op), called.args, strict=False)
+    args = tuple(clip(position, name, value) for position, (name, value) in enumerate(pairs))
+    kwargs = {name: clip(name, name, value) for name, value in called.kwargs.items()}
+    return OpCalled(called.op, args, kwargs), originals
 
 
-def refuse_mixed_product(op: OpOverload, args: tuple[Any, ...]) -> None:
+def refuse_mixed_product(called: OpCalled) -> None:
     """Raise what a kernel would, and fake tensors do not: a product's factors have one dtype."""
-    found = {a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()}
-    if base_name(op) in _PRODUCTS and len(found) > 1:
-        names = " and ".join(sorted(dtype_name(dtype) for dtype in found))
-        raise RuntimeError(f"{op_name(op)} of {names}: expected both to have the same dtype")
+    found = {a.dtype for a in called.args if isinstance(a, torch.Tensor) and a.is_floating_point()}
+    if base_name(called.op) in _PRODUCTS and len(found) > 1:
+        names = " and ".join(sorted(map(dtype_name, found)))
+        raise RuntimeError(f"{op_name(called.op)} of {names}: expected both to have the same dtype")
 
 
 @cache
@@ -121,20 +140,19 @@ def _kind(argument: Any) -> tuple[str, str]:
     return argument.name, str(argument.type)
 
 
-def written_into(
-    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], list[torch.Tensor], list[bool]]:
+def written_into(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], list[bool]]:
     """Call the op once, unrecorded, for its errors and because it gives its outputs their size.
 
     Returns:
         Keyword arguments of the op that returns its results, the tensors that they go to, and which of those
         the op has resized.
     """
+    op, kwargs = called.op, called.kwargs
     names = out_arguments(op)
     outs: list[torch.Tensor] = [kwargs[name] for name in names]
     before = [sizes_of(out) for out in outs]
     with disable_proxy_modes_tracing():
-        op(*args, **kwargs)
+        op(*called.args, **kwargs)
     rest = {name: value for name, value in kwargs.items() if name not in names}
     other = returning(op)
     if other is not None and _is_factory(op, other):

@@ -7,12 +7,17 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ampaudit.policy.aten_ops import inner_op
+from ampaudit.trace.internals import (
+    DispatchKey,
+    TorchDispatchMode,
+    has_kernel,
+    without_autocast,
+    without_modes,
+)
 
 __all__ = [
     "CAST_OPS",
@@ -21,7 +26,6 @@ __all__ = [
     "base_name",
     "composite_kernel",
     "converts",
-    "has_kernel",
     "is_composite",
     "is_view",
     "kept_whole",
@@ -122,8 +126,8 @@ def short_name(op: OpOverload) -> str:
 def is_composite(op: OpOverload) -> bool:
     """Whether the op is nothing but calls of other ops (CompositeImplicitAutograd)."""
     return bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-        and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        has_kernel(op, "CompositeImplicitAutograd")
+        and op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     )
 
 
@@ -149,11 +153,6 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
         if has_kernel(op, alias):
             return lambda *args, key=key, **kwargs: op._op_dk(key, *args, **kwargs)
     return None
-
-
-def has_kernel(op: OpOverload, key: str) -> bool:
-    """Whether a kernel is registered for a dispatch key, or alias of several."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
 @cache
@@ -254,7 +253,7 @@ def _inner_ops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     seen = _Names()
     if kernel is None:
         return frozenset()
-    with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast(), seen:
+    with without_modes(), torch.no_grad(), without_autocast(), seen:
         try:
             given = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
             kernel(*given[0], **given[1])

@@ -10,17 +10,17 @@ import ast
 import linecache
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ampaudit.core.sites import SourceLine
+from ampaudit.trace.internals import Replacement, patched, without_torch_function
 from ampaudit.trace.stack import code_line, is_library, is_tool_file
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
@@ -81,10 +81,8 @@ class PrecisionReads(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch tensors and torch's functions about autocast."""
-        with ExitStack() as stack:
-            for name in _AUTOCAST:
-                stack.enter_context(mock.patch.object(torch, name, self._asked(getattr(torch, name))))
-            stack.enter_context(self)
+        replacements = [Replacement(torch, name, self._asked(getattr(torch, name))) for name in _AUTOCAST]
+        with patched(replacements), self:
             yield
 
     def _asked(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +123,7 @@ def conversions_of(model: nn.Module) -> list[SourceLine]:
 
 
 def _lower(tensor: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         return tensor.dtype in LOW_PRECISION_DTYPES
 
 

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +26,7 @@ from ampaudit.trace.backward.marks import (
 )
 from ampaudit.trace.failure import failing_line, plain_reason
 from ampaudit.trace.graph import CustomBackward
+from ampaudit.trace.internals import FakeTensor
 
 __all__ = ["BackwardTracer", "Tracked", "reached_outputs"]
 
