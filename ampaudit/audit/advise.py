@@ -22,7 +22,7 @@ from ampaudit.report.finding import Trial
 from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.source import ModelSource
-from ampaudit.trace.calling import call_unchanged
+from ampaudit.trace.isolation import call_unchanged
 
 __all__ = ["advised"]
 

@@ -27,7 +27,7 @@ from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.contract import ContractBackend, parse_contract
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
-from ampaudit.trace.random_state import preserved
+from ampaudit.trace.isolation import preserved
 
 __all__ = ["Audited", "audit_policies", "scan", "scan_policies", "scan_source"]
 

@@ -15,7 +15,7 @@ from ampaudit.report.extrapolation import Stressed
 from ampaudit.run.audit import Audit, RunConfig, run_audits, silent
 from ampaudit.run.search import Search
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.tensors import save_inputs, with_tensors
+from ampaudit.source.inputs import save_inputs, with_tensors
 from ampaudit.trace import Role, Site
 from ampaudit.trace.entry import tensor_leaves
 

@@ -24,9 +24,8 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.trace.functional import WriteThrough, overload_of
 from ampaudit.trace.graph import Placeholder, Role, Slot, TracedModel
-from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import CAST_OPS, base_name
-from ampaudit.trace.sizes import UNKNOWN_SIZE, sizes_of
+from ampaudit.trace.values import UNKNOWN_SIZE, SharedMemory, sizes_of
 
 __all__ = ["bound"]
 

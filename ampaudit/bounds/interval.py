@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ampaudit.trace.sizes import fits
+from ampaudit.trace.values import fits
 
 __all__ = ["Axes", "Interval", "between", "finite", "from_tensor", "symmetric", "unbounded"]
 

@@ -9,8 +9,8 @@ from torch._ops import OpOverload
 
 from ampaudit.trace.functional import OnCopy, functionalized, overload_of, writes_in_place
 from ampaudit.trace.graph import TracedModel
-from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import base_name, may_write, written_values
+from ampaudit.trace.values import SharedMemory
 
 _RESIZING = ("resize_", "resize_as_", "set_")  # what a view of such memory shows afterwards is not known
 

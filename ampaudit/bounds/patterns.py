@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from ampaudit.bounds.interval import Interval, symmetric
 from ampaudit.bounds.stored import format_of
 from ampaudit.bounds.transfers import arguments_of, summation_error
-from ampaudit.trace.sizes import sizes_of
+from ampaudit.trace.values import sizes_of
 
 __all__ = ["is_normalized", "is_shifted_by_maximum"]
 

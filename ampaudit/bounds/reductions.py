@@ -13,7 +13,7 @@ from ampaudit.bounds.interval import Interval, between, unbounded
 from ampaudit.bounds.stored import rounding
 from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, summation_error, transfer
 from ampaudit.core.formats import FLOAT32
-from ampaudit.trace.sizes import sizes_of
+from ampaudit.trace.values import sizes_of
 
 __all__: list[str] = []
 

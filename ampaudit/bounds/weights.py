@@ -13,7 +13,7 @@ from ampaudit.bounds.stored import any_value, can_represent, format_of, widened_
 from ampaudit.bounds.transfers import VANISHING, KnownTensor, RegisteredTransfer
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import CAST_OPS, base_name
-from ampaudit.trace.sizes import sizes_of
+from ampaudit.trace.values import sizes_of
 
 __all__ = ["KnownWeights"]
 

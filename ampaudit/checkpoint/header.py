@@ -14,10 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampaudit.checkpoint.strict import unique_json
 from ampaudit.core.errors import WeightsError, first_line
 
-__all__ = ["FLOAT_TYPES", "MAX_HEADER", "TORCH_NAMES", "Header", "TensorEntry", "laid_out", "read_header"]
+__all__ = [
+    "FLOAT_TYPES",
+    "MAX_HEADER",
+    "TORCH_NAMES",
+    "DuplicateName",
+    "Header",
+    "TensorEntry",
+    "laid_out",
+    "read_header",
+    "unique_json",
+]
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _METADATA = "__metadata__"
@@ -159,3 +168,31 @@ def _check_layout(path: Path, entries: list[TensorEntry], available: int) -> Non
 
 def _broken(path: Path, what: str) -> WeightsError:
     return WeightsError(f"{path}: not a valid safetensors file: {what}", hint="download or save it again")
+
+
+class DuplicateName(ValueError):
+    """A table has one name twice; most readers would silently take the last."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the name {name!r} is in it twice")
+
+
+def unique_json(text: bytes | str) -> Any:
+    """The value, if every table in it has each name once.
+
+    Raises:
+        ValueError: not JSON, nested too deeply, or (``DuplicateName``) a name that is there twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise DuplicateName(name)
+        found[name] = value
+    return found

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ampaudit.checkpoint.header import TensorEntry
+from ampaudit.checkpoint.header import TensorEntry, unique_json
 from ampaudit.checkpoint.layout import SINGLE
 from ampaudit.checkpoint.parts import InMemory, Part, SafetensorsFile
-from ampaudit.checkpoint.strict import unique_json
 from ampaudit.core.errors import WeightsError
 
 __all__ = ["INDEX_SUFFIX", "PICKLED", "Checkpoint", "open_checkpoint", "weights_in"]

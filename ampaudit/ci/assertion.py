@@ -64,7 +64,7 @@ def assert_safe(
         AuditError: the audit could not be carried out.
     """
     __tracebackhide__ = True  # pytest shows the test's line
-    from ampaudit.trace.random_state import preserved
+    from ampaudit.trace.isolation import preserved
 
     with preserved(), _quiet_trace():  # some of what is imported next draws random numbers
         from ampaudit.audit.scan import scan

@@ -110,7 +110,7 @@ def _model_diff(a: Any, b: Any, model: str, dtype: str, form: str, options: dict
 @debug_option
 def schema_command(debug: bool) -> None:
     """The JSON Schema of a rule file, for editors that complete from one."""
-    from ampaudit.policy.jsonschema import schema_text
+    from ampaudit.policy.schema import schema_text
 
     click.echo(schema_text(), nl=False)
 

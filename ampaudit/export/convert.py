@@ -43,10 +43,10 @@ from ampaudit.render.json import to_json
 from ampaudit.report.conversion import Conversion
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
-from ampaudit.source.checkpoint_names import model_names
+from ampaudit.source.weights import model_names
 from ampaudit.trace.converted import identity
 from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.random_state import preserved
+from ampaudit.trace.isolation import preserved
 
 __all__ = ["convert_model", "convert_source"]
 

@@ -12,11 +12,11 @@ from torch._ops import OpOverload
 from ampaudit.checkpoint.parts import type_name
 from ampaudit.core.errors import UsageError
 from ampaudit.export.storage import Mode
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import mutated_arguments
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["FoldedGraph", "fold_casts", "folded_weights", "planned_dtypes"]
 

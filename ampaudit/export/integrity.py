@@ -14,7 +14,7 @@ from ampaudit.core.errors import AuditError
 from ampaudit.export.manifest import Manifest, digest_of, files_under
 from ampaudit.export.weight_files import StoredTensor
 from ampaudit.report.problem import Problem
-from ampaudit.trace.clipping import clipped
+from ampaudit.trace.converted import clipped
 
 __all__ = ["check_files", "check_rounding"]
 

@@ -13,8 +13,8 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from ampaudit.checkpoint.header import unique_json
 from ampaudit.checkpoint.layout import MANIFEST
-from ampaudit.checkpoint.strict import unique_json
 from ampaudit.core.errors import WeightsError, first_line
 from ampaudit.core.version import __version__
 from ampaudit.export.options import ConvertOptions

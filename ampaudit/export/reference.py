@@ -15,8 +15,8 @@ from torch.export import ExportedProgram
 from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.errors import first_line
 from ampaudit.report.conversion import OutputRecord
-from ampaudit.trace.calling import call_unchanged
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
+from ampaudit.trace.isolation import call_unchanged
 
 __all__ = [
     "ReferenceOutputs",

@@ -18,7 +18,7 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.export.storage import CASTABLE_TYPES, StorageDecision
 from ampaudit.export.tensor_stats import TensorScan, TensorStats
 from ampaudit.policy.schema import Constants
-from ampaudit.trace.clipping import clipped
+from ampaudit.trace.converted import clipped
 
 __all__ = ["StoredTensor", "WeightFiles", "write_weights"]
 

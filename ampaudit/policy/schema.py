@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -24,6 +25,7 @@ __all__ = [
     "Text",
     "WeightPolicy",
     "When",
+    "schema_text",
 ]
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
@@ -248,3 +250,10 @@ class RuleFile(_Strict):
     loss_scale: Name | LossScale = Field(default="torch", description="a profile's name, or the numbers")
     defaults: Defaults = Defaults()
     rules: tuple[Rule, ...] = ()
+
+
+def schema_text() -> str:
+    """JSON Schema (2020-12), indented, keys sorted, a newline at the end."""
+    schema = RuleFile.model_json_schema(by_alias=True)
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps(head | schema, indent=1, sort_keys=True) + "\n"

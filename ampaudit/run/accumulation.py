@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.opnames import base_name, mutated_arguments, named_arguments
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["accumulate", "accumulates", "multiplies"]
 

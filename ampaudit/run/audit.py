@@ -18,10 +18,10 @@ from ampaudit.run.guards import guarded
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Runner
 from ampaudit.run.sharing import SharedReference, interleave
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
 from ampaudit.trace.converted import ConvertedModel
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["Audit", "Progress", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits", "silent"]
 

@@ -18,9 +18,9 @@ from ampaudit.run.flat import flat_pair
 from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.program import widened
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step, widened_tensor
+from ampaudit.run.step import Step, widened_tensor
 from ampaudit.trace.functional import OnCopy, overload_of
-from ampaudit.trace.sizes import fits, sizes_of
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of
 
 __all__ = ["Backend", "Emulated", "Float32Backend", "Native", "choose_backend"]
 

@@ -8,9 +8,9 @@ from torch import fx
 
 from ampaudit.core.sites import SiteId
 from ampaudit.run.lockstep import LockStep
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["BufferUpdate", "buffer_updates"]
 

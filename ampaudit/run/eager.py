@@ -8,14 +8,14 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed
 from ampaudit.run.guards import guarded
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source.interface import Batch
 from ampaudit.trace.capture import quiet
 from ampaudit.trace.converted import Release
 from ampaudit.trace.entry import flatten_outputs
 from ampaudit.trace.fake_model import named_tensors, without_cache
-from ampaudit.trace.random_state import seeded
+from ampaudit.trace.isolation import seeded
 from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["EagerModel"]
 

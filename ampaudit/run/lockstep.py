@@ -12,9 +12,10 @@ from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.sharing import MISSING, SharedReference
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
+from ampaudit.run.step import Step
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Placeholder, Slot
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["LockStep", "Observer", "Pair", "StepCall", "restore_random_state"]
 

@@ -20,18 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.run.accumulation import accumulate, accumulates
 from ampaudit.run.components import rounded_components
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.fourier import TRANSFORMS, is_fourier, signal_sizes
-from ampaudit.trace.inner import on_meta
 from ampaudit.trace.opnames import (
     base_name,
     composite_kernel,
     is_view,
     mutated_arguments,
     named_arguments,
+    on_meta,
     rounds_once,
     selects,
 )
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["call_in_low_precision", "differs_from_one_rounding"]
 

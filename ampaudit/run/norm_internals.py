@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
+from ampaudit.run.step import Step
 from ampaudit.trace.opnames import base_name, named_arguments
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["NORMS", "inside_peak"]
 

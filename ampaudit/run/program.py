@@ -12,10 +12,9 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ampaudit.run.low_precision import differs_from_one_rounding
-from ampaudit.run.step import LOW_PRECISION_DTYPES, WIDE, Step
+from ampaudit.run.step import Step
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
-from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import (
     argument_names,
     base_name,
@@ -24,6 +23,7 @@ from ampaudit.trace.opnames import (
     returned_arguments,
     written_arguments,
 )
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE, SharedMemory
 
 __all__ = ["Program", "compile_program", "widened"]
 

@@ -19,7 +19,8 @@ from ampaudit.run.components import as_complex, components
 from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.meter import Meter, float_outputs
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
+from ampaudit.run.step import Step
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["RepairingMeter"]
 

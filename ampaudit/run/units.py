@@ -9,8 +9,9 @@ from torch import fx
 
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.program import Program
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
+from ampaudit.run.step import Step
 from ampaudit.trace.graph import Role, Site, Slot
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["RoundingUnit", "rounding_units"]
 

@@ -9,9 +9,9 @@ import torch
 
 from ampaudit.core.formats import NumberFormat, format_named
 from ampaudit.run.measure import BLOCK
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Slot
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["WeightRange", "weight_ranges"]
 

@@ -6,7 +6,6 @@ import hashlib
 import pickle
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -15,7 +14,8 @@ from torch.export import ExportedProgram
 from ampaudit.core.errors import SourceError, first_line
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource, SourceOptions
-from ampaudit.trace.replay import REPLAYED, replaying
+from ampaudit.trace.internals import Replacement, patched
+from ampaudit.trace.replay import REPLAYED, Replayer
 
 __all__ = ["from_exported", "load_program"]
 
@@ -72,9 +72,11 @@ def load_program(path: Path) -> ExportedProgram:
         raise pickle.UnpicklingError("a custom object")
 
     try:
-        with (
-            mock.patch.object(torch, "load", tensors_only),
-            mock.patch.object(torch._C, "_pickle_load_obj", refused),
+        with patched(
+            (
+                Replacement(torch, "load", tensors_only),
+                Replacement(torch._C, "_pickle_load_obj", refused),
+            )
         ):
             return torch.export.load(path)
     except pickle.UnpicklingError as error:
@@ -100,15 +102,9 @@ class Replay(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The program's outputs; keyword inputs are put into the order of the export."""
         ordered = [kwargs[name] for name in self._order]
-        return _TracingInterpreter(getattr(self, REPLAYED)).run(*args, *ordered)
+        return Replayer(getattr(self, REPLAYED)).run(*args, *ordered)
 
     def train(self, mode: bool = True) -> Replay:
         """Set this wrapper's flag only: an exported graph has its mode built in."""
         self.training = mode
         return self
-
-
-class _TracingInterpreter(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
-        with replaying(n.meta):
-            return super().run_node(n)

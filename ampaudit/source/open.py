@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ampaudit.checkpoint.header import unique_json
 from ampaudit.checkpoint.layout import MANIFEST, PROGRAM
 from ampaudit.checkpoint.open import weights_in
-from ampaudit.checkpoint.strict import unique_json
 from ampaudit.core.errors import SourceError, UsageError, first_line
 from ampaudit.source.interface import ModelSource, SourceOptions
 
@@ -32,7 +32,7 @@ def open_source(location: str, options: SourceOptions) -> ModelSource:
     opened = options if saved is None else replace(options, inputs=None, batches=1)
     source = _streamed(location, opened) if options.stream else _open(location, opened)
     if saved is not None:
-        from ampaudit.source.tensors import with_inputs
+        from ampaudit.source.inputs import with_inputs
 
         source = with_inputs(source, saved)
     source.model.train(options.train)

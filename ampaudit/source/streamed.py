@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import nn
@@ -18,8 +17,8 @@ from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import WeightsError
-from ampaudit.source.checkpoint_names import model_names
-from ampaudit.source.weights import check_names
+from ampaudit.source.weights import check_names, model_names
+from ampaudit.trace.internals import Replacement, patched
 
 __all__ = ["with_mapped", "without_weights"]
 
@@ -36,7 +35,7 @@ def without_weights() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    with mock.patch.object(nn.Module, "register_parameter", on_meta):
+    with patched((Replacement(nn.Module, "register_parameter", on_meta),)):
         yield
 
 

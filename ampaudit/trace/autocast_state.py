@@ -10,15 +10,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from unittest import mock
 
 import torch
+from torch.cuda.amp import common
+
+from ampaudit.trace.internals import Replacement, patched
 
 __all__ = ["Region", "RegionKind", "autocast_visible", "current_region", "region_switched_on"]
 
 _DEVICES = ("cpu", "cuda")
 # torch's own, also while those that the model's code calls are watched
 _enabled, _dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+# autocast for CUDA can be switched on, and in bfloat16, also on a machine without CUDA
+_AVAILABLE = (
+    Replacement(common, "amp_definitely_not_available", lambda: False),
+    Replacement(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
+)
 
 
 class RegionKind(StrEnum):
@@ -42,14 +49,12 @@ def autocast_visible(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
     """Set the autocast flags that Python code can read, for every device type, and restore them."""
     before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
     cache = torch.is_autocast_cache_enabled()
-    available = mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False)
-    bf16 = mock.patch("torch.cuda.is_bf16_supported", return_value=True)
     try:
         for device in _DEVICES:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(False)
-        with available, bf16:
+        with patched(_AVAILABLE):
             yield
     finally:
         for device, was_enabled, was_dtype in before:

@@ -13,19 +13,17 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.trace.autocast_state import autocast_visible
-from ampaudit.trace.backward_capture import BackwardTracer
+from ampaudit.trace.backward.patches import AFTER_ACCUMULATION, custom_backwards
+from ampaudit.trace.backward.tracer import BackwardTracer
 from ampaudit.trace.caster import Caster
-from ampaudit.trace.custom_autograd import AFTER_ACCUMULATION, custom_backwards
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
@@ -33,9 +31,10 @@ from ampaudit.trace.failure import trace_failure
 from ampaudit.trace.fake_model import constant_masters, fake_like, make_fake_model, named_tensors
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
-from ampaudit.trace.interpose import current_layer, interposed, same_module
+from ampaudit.trace.internals import FakeTensorMode, ShapeEnv
+from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
+from ampaudit.trace.isolation import seeded
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
-from ampaudit.trace.random_state import seeded
 from ampaudit.trace.site_table import build_sites
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.storage import is_cast, own_conversion, split_ties, storage_notes, stored_dtypes
@@ -62,7 +61,7 @@ class TraceConfig:
         planned: decisions that were made on the whole graph, by site.
         edits: ops to rewrite, by site, to try a change of the model's code.
         differentiated: whether it is noted where the model's code switches gradients off.
-        follows: whether the author's own ways back are traced: ``None`` where nobody asks for them.
+        follow_backward: whether the author's own ways back are traced: ``None`` where nobody asks for them.
         seed: of the random numbers that the model's code draws; ``None`` for those that come next.
     """
 
@@ -73,7 +72,7 @@ class TraceConfig:
     planned: Mapping[SiteId, Decision] = field(default_factory=dict)
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
     differentiated: bool = False
-    follows: bool | None = None
+    follow_backward: bool | None = None
     seed: int | None = None
 
     @property
@@ -105,7 +104,7 @@ def capture(
     reads = PrecisionReads()
     with quiet():
         convert = own_conversion(file.weights, low_dtype)
-        ways = None if setting.follows is None else BackwardTracer(setting.follows)
+        ways = None if setting.follow_backward is None else BackwardTracer(setting.follow_backward)
         dtypes = stored_dtypes(model, file.weights, low_dtype)
         shadow, hooks = make_fake_model(model, mode, dtypes, convert, trained=ways is not None)
         entry = Entry(
@@ -127,15 +126,15 @@ def capture(
             contextlib.nullcontext() if setting.seed is None else seeded(setting.seed),
             torch.set_grad_enabled(setting.differentiated),
             autocast_visible(file.autocast, low_dtype),
-            interposed(caster),
+            DispatchHook(caster).installed(),
             custom_backwards(ways, current_layer) as custom_functions,
         ):
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:
         raise
     except Exception as error:
-        if ways is not None and ways.follows and ways.found:
-            return capture(model, args, kwargs, replace(setting, follows=False))
+        if ways is not None and ways.follow and ways.found:
+            return capture(model, args, kwargs, replace(setting, follow_backward=False))
         raise trace_failure(error, type(model).__name__, setting.rules.name) from error
     notes = storage_notes(model, file.weights, low_dtype)
     made = _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
@@ -160,7 +159,7 @@ def _go_back(
 
     @contextlib.contextmanager
     def within(name: str) -> Iterator[None]:
-        with caster.going_back(name), same_module():
+        with caster.in_backward(name), same_module():
             yield
 
     loss = flatten_outputs(output)[-1][1]

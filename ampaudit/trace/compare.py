@@ -14,6 +14,7 @@ from torch import fx
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import format_number, short_op
 from ampaudit.trace.graph import Site, Slot, TracedModel
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["CodeDifference", "first_difference"]
 
@@ -113,7 +114,7 @@ def _masks(pair: _Pair) -> bool:
 
 
 def _low_number(constants: tuple[Any, ...]) -> bool:
-    extremes = {torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16)}
+    extremes = {torch.finfo(dtype).min for dtype in LOW_PRECISION_DTYPES}
     return any(isinstance(value, float) and value in extremes for value in constants)
 
 

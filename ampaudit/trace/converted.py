@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.trace.clipping import clipped
+from ampaudit.policy.schema import Constants
 from ampaudit.trace.graph import Role, Slot, TracedModel
 
-__all__ = ["ConvertedModel", "Release", "WeightCopy", "convert", "identity"]
+__all__ = ["ConvertedModel", "Release", "WeightCopy", "clipped", "convert", "identity"]
 
 Release = Callable[[torch.Tensor], None]
 
@@ -107,3 +107,10 @@ def convert(traced: TracedModel, release: Release | None = None) -> ConvertedMod
             if source not in copies and traced.tensors[source].is_floating_point():
                 copies[site.node] = WeightCopy(site.node, source, site.weight, site.dtype)
     return ConvertedModel(traced, dict(traced.tensors), copies, release)
+
+
+def clipped(values: torch.Tensor, limits: Constants) -> torch.Tensor:
+    """Finite values moved into the limits, with their signs; 0, inf and NaN stay as they are."""
+    magnitude = values.abs().clamp(limits.min_positive, limits.max_finite)
+    moved = torch.copysign(magnitude, values)
+    return torch.where(values.isfinite() & (values != 0), moved, values)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch._ops import OpOverload
 
+from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import base_name, converts
 
 __all__ = [
@@ -21,22 +21,12 @@ __all__ = [
     "FuseLogSigmoid",
     "FuseLogSoftmax",
     "History",
-    "OpCalled",
     "ReplaceConstant",
     "ScaleOperand",
 ]
 
 aten = torch.ops.aten
 Emit = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class OpCalled:
-    """An op with its arguments."""
-
-    op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class History:

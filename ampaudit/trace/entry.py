@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.trace.opnames import CASTABLE_DTYPES
-from ampaudit.trace.random_state import host_state
+from ampaudit.trace.isolation import host_state
 from ampaudit.trace.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.state import PythonState, StateChange
+from ampaudit.trace.values import CASTABLE_DTYPES
 
 __all__ = [
     "ENTRY_NAME",

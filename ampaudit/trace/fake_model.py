@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampaudit.core.errors import TraceFailed, first_line
+from ampaudit.trace.internals import FakeTensorMode
 from ampaudit.trace.structure import structural_copy
 
 __all__ = [

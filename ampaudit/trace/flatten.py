@@ -10,17 +10,12 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from ampaudit.trace.marks import is_mark
-from ampaudit.trace.objects import ObjectSource
+from ampaudit.trace.backward.marks import is_mark
+from ampaudit.trace.internals import region_calls
 
-__all__ = ["flat_graph", "has_effect"]
+__all__ = ["ObjectSource", "flat_graph", "has_effect"]
 
 _REGIONS = {"wrap_with_autocast", "wrap_with_set_grad_enabled"}
-_IGNORED = {
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-    torch._C._set_grad_enabled,
-}
 
 
 def flat_graph(program: ExportedProgram) -> fx.Graph:
@@ -57,7 +52,7 @@ def _copy(node: fx.Node, owner: torch.nn.Module, graph: fx.Graph, env: dict[fx.N
     if node.op == "get_attr":
         return getattr(owner, str(node.target), None)
     if node.op == "call_function":
-        if node.target in _IGNORED:
+        if node.target in region_calls:
             return None
         if getattr(node.target, "__name__", "") in _REGIONS:
             return _inlined(node, graph, env)
@@ -102,3 +97,22 @@ def has_effect(node: fx.Node) -> bool:
         return True
     schema = getattr(node.target, "_schema", None)
     return bool(schema and schema.is_mutable)
+
+
+class ObjectSource:
+    """Gives the graph such an object. A generator is given anew each time, in the state that the trace found.
+
+    So every run of the graph, FP32's and the 16-bit one's, draws the same numbers, and the model's own
+    generator is left as it is.
+    """
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+        self._state = held.get_state() if isinstance(held, torch.Generator) else None
+        self.__name__ = f"{type(held).__name__.lower()}_of_the_model"
+
+    def __call__(self) -> Any:
+        """The object."""
+        if self._state is None:
+            return self._held
+        return torch.Generator(self._held.device).set_state(self._state)

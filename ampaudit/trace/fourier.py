@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, fetch_object_proxy, track_tensor_tree
 from torch.utils import _pytree as pytree
 
-from ampaudit.trace.inner import on_meta
-from ampaudit.trace.opnames import argument_names, base_name, named_arguments
+from ampaudit.trace.internals import (
+    FakeTensor,
+    FakeTensorMode,
+    ProxyTorchDispatchMode,
+    fetch_object_proxy,
+    track_tensor_tree,
+    unset_fake_temporarily,
+)
+from ampaudit.trace.opnames import argument_names, base_name, named_arguments, on_meta
 
 __all__ = ["TRANSFORMS", "is_fourier", "record_half_fourier", "signal_sizes"]
 

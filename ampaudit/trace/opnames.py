@@ -1,4 +1,4 @@
-"""What ampaudit needs to know about an ATen op: its name, and what kind of thing it does."""
+"""Describes ATen ops: their names, what kind of thing they do, and which ops they call."""
 
 from __future__ import annotations
 
@@ -7,25 +7,32 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from ampaudit.policy.aten_ops import inner_op
+from ampaudit.trace.internals import (
+    DispatchKey,
+    TorchDispatchMode,
+    has_kernel,
+    without_autocast,
+    without_modes,
+)
 
 __all__ = [
-    "CASTABLE_DTYPES",
     "CAST_OPS",
+    "InnerOps",
     "argument_names",
     "base_name",
     "composite_kernel",
     "converts",
-    "has_kernel",
     "is_composite",
     "is_view",
     "kept_whole",
     "may_write",
     "mutated_arguments",
     "named_arguments",
+    "on_meta",
     "op_name",
     "returned_arguments",
     "rounds_once",
@@ -68,9 +75,6 @@ _SELECTING = frozenset(
     sort topk tril triu _safe_index lift_fresh_copy channel_shuffle
 """.split()
 )
-
-# dtypes that a policy may change; float64 is absent on purpose: autocast leaves it alone, and so do we
-CASTABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # arguments that norms write to although their schema does not say so, and the flags under which they do
 _STATISTICS = ("running_mean", "running_var")
@@ -122,8 +126,8 @@ def short_name(op: OpOverload) -> str:
 def is_composite(op: OpOverload) -> bool:
     """Whether the op is nothing but calls of other ops (CompositeImplicitAutograd)."""
     return bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-        and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        has_kernel(op, "CompositeImplicitAutograd")
+        and op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     )
 
 
@@ -149,11 +153,6 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
         if has_kernel(op, alias):
             return lambda *args, key=key, **kwargs: op._op_dk(key, *args, **kwargs)
     return None
-
-
-def has_kernel(op: OpOverload, key: str) -> bool:
-    """Whether a kernel is registered for a dispatch key, or alias of several."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
 @cache
@@ -218,3 +217,65 @@ def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     names = enumerate(argument_names(op))
     hidden = {p for p, name in names if name in _STATISTICS and given.get(name) is not None}
     return tuple(sorted({*mutated_arguments(op), *hidden}))
+
+
+# what autocast casts inside the kernels of other ops
+_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"})
+
+
+class InnerOps:
+    """Remembers what ops call: a model calls few ops in few ways."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[OpOverload, str], frozenset[str]] = {}
+
+    def mentioned(
+        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]
+    ) -> bool:
+        """Whether an op that stays whole otherwise calls one of these ops.
+
+        A kernel that is no composite of autograd's may ask for memory that a trace has not: of what it
+        calls, products alone count.
+        """
+        if torch.Tag.nondeterministic_seeded in op.tags:  # a call would draw from the user's generator
+            return False
+        if composite_kernel(op) is None or is_view(op) or inner_op(op_name(op)) is not None:
+            return False
+        key = (op, repr(pytree.tree_map_only(torch.Tensor, lambda t: t.ndim, (args, kwargs))))
+        if key not in self._found:
+            self._found[key] = _inner_ops(op, args, kwargs)
+        return bool(self._found[key] & (names if is_composite(op) else names & _PRODUCTS))
+
+
+def _inner_ops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+    """Policy names of what a composite op calls; up to where it asks for values, which fake tensors lack."""
+    kernel = composite_kernel(op)
+    seen = _Names()
+    if kernel is None:
+        return frozenset()
+    with without_modes(), torch.no_grad(), without_autocast(), seen:
+        try:
+            given = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
+            kernel(*given[0], **given[1])
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            pass
+    return frozenset(seen.found)
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one, without memory."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note one inner op."""
+        del types
+        self.found.add(op_name(func))
+        return func(*args, **(kwargs or {}))

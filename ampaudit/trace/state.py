@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules import module as global_hooks
+
+from ampaudit.trace.internals import global_hooks
 
 __all__ = ["PythonState", "StateChange", "apply_changes"]
 
@@ -74,7 +75,7 @@ class PythonState:
         self._arrays: list[tuple[Any, bytes]] = []
         self._never = False
         self._seen: set[int] = set()
-        for table in (global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks):
+        for table in global_hooks:
             self._add(table, dict(table), "torch.nn")
         for path, module in model.named_modules():
             self._module(module, path)

@@ -12,7 +12,7 @@ from torch import nn
 from ampaudit.policy.matching import class_names, matches_any, matches_class, with_attributes
 from ampaudit.policy.schema import KeepFp32, WeightPolicy
 from ampaudit.trace.fake_model import named_tensors, without_data
-from ampaudit.trace.opnames import CASTABLE_DTYPES
+from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name
 
 __all__ = [
     "is_cast",
@@ -61,9 +61,7 @@ def _chosen(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> 
     if weights.storage != "lower":
         return {}
     listed = _kept_in_fp32(model, low_dtype) if weights.keep_fp32_modules == "respect" else ()
-    rules = [
-        rule for rule in weights.keep if not rule.dtype or str(low_dtype).removeprefix("torch.") in rule.dtype
-    ]
+    rules = [rule for rule in weights.keep if not rule.dtype or dtype_name(low_dtype) in rule.dtype]
     rules = [rule for rule in rules if not rule.model or _holds(model, rule.model)]
     modules = dict(model.named_modules())
     tensors, convert = named_tensors(model), own_conversion(weights, low_dtype)

@@ -11,9 +11,10 @@ from torch import fx, nn
 
 from ampaudit.run.backends import rounded
 from ampaudit.run.program import widened
-from ampaudit.run.step import LOW_PRECISION_DTYPES, differentiable
+from ampaudit.run.step import differentiable
 from ampaudit.trace.functional import OnCopy, functionalized
 from ampaudit.trace.graph import Slot, TracedModel
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["Executable", "emulated", "native"]
 

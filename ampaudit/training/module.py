@@ -15,7 +15,6 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import RunConfig, measure, silent
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
@@ -23,6 +22,7 @@ from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.keys import TraceCache, call_key
 from ampaudit.trace.state import PythonState, apply_changes
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 from ampaudit.training.executable import Executable, emulated, native
 from ampaudit.training.sharing import ModelProxy, in_float32
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ampaudit.policy.coloring import color
 from ampaudit.policy.schema import Cast
-from ampaudit.trace.depth import reduction_depth
+from ampaudit.trace.facts import reduction_depth
 from ampaudit.trace.opnames import named_arguments
 
 # -- painting ------------------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ from ampaudit.audit.checks.epsilon import lost_eps
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Site
 from ampaudit.trace.edits import ReplaceConstant
 from ampaudit.trace.flow import Flow
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["rewrites"]
 

@@ -15,11 +15,11 @@ from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Cast, KeepFp32, Match, Reason, Rule
 from ampaudit.report.finding import Finding
 from ampaudit.report.pages import page_of
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Role, Site
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["keep_in_float32"]
 

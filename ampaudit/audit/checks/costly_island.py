@@ -9,9 +9,8 @@ from torch import fx
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Role, Site
-from ampaudit.trace.sizes import UNKNOWN_SIZE
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE
 
 __all__ = ["CHECK"]
 

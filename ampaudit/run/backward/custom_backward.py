@@ -17,9 +17,7 @@ from ampaudit.run.backward.tape import Tape, TapeEntry
 from ampaudit.run.lockstep import LockStep, Observer, Pair, StepCall
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
-from ampaudit.trace.converted import convert
-from ampaudit.trace.graph import CustomBackward, FunctionCall, Site
-from ampaudit.trace.marks import (
+from ampaudit.trace.backward.marks import (
     FUNCTION_INPUTS,
     FUNCTION_OUTPUTS,
     TENSOR_HOOK,
@@ -27,6 +25,8 @@ from ampaudit.trace.marks import (
     marked_values,
     saved_values,
 )
+from ampaudit.trace.converted import convert
+from ampaudit.trace.graph import CustomBackward, FunctionCall, Site
 
 __all__ = ["CustomBackwardRun", "CustomBackwards", "FaultSource", "GradientPair", "GradientShare"]
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from torch.autograd.function import BackwardCFunction, FunctionCtx, _SingleLevelFunction
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from ampaudit.trace.backward_capture import BackwardTracer
-from ampaudit.trace.own_code import FunctionApplication, Hooks
-from ampaudit.trace.tensor_attributes import tensor_attributes
+from ampaudit.trace.backward.calls import FunctionApplication, Hooks
+from ampaudit.trace.backward.tracer import BackwardTracer
+from ampaudit.trace.internals import (
+    FakeTensor,
+    Replacement,
+    function_apply,
+    function_base,
+    patched,
+    recompute,
+)
+from ampaudit.trace.stack import is_tool_file
 
-__all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "CustomFunctions", "custom_backwards"]
+__all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "CustomFunctions", "custom_backwards", "tensor_attributes"]
 
 CHECKPOINT = "checkpoint"
 HOOK = "a hook on a tensor"
@@ -50,9 +58,7 @@ def custom_backwards(ways: BackwardTracer | None, layer: Callable[[], str]) -> I
         layer: says in which layer the model's code is.
     """
     watch = _Watch(ways, layer)
-    with ExitStack() as stack:
-        for owner, name, made in watch.patches():
-            stack.enter_context(mock.patch.object(owner, name, made))
+    with patched(watch.patches()):
         yield watch.custom_functions
 
 
@@ -66,29 +72,25 @@ class _Watch:
         self._checkpoints = 0  # that are open
         self._running: list[FunctionApplication | None] = []  # functions whose forward is running
 
-    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+    def patches(self) -> Iterator[Replacement]:
         """Everything."""
         yield from self.calls()
         yield from self.hooks()
         yield from self.contexts()
         yield from tensor_attributes(lambda: self.custom_functions.notes.update({ON_NODES: None}))
 
-    def calls(self) -> Iterator[tuple[Any, str, Any]]:
-        # below Function.apply, which a model may hold as `swish = Swish.apply`
-        function: Any = _SingleLevelFunction
-        original = torch._C._FunctionBase.__dict__["apply"]
-        generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    def calls(self) -> Iterator[Replacement]:
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._call(cls, original.__get__(None, cls), args, kwargs)
+            return self._call(cls, function_apply.__get__(None, cls), args, kwargs)
 
         def recomputed(*args: Any, **kwargs: Any) -> Iterator[Any]:
             self.custom_functions.names[CHECKPOINT] = None
             with self._checkpoint():
-                yield from generator(*args, **kwargs)
+                yield from recompute(*args, **kwargs)
 
-        yield function, "apply", classmethod(apply)
-        yield torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", recomputed
+        yield Replacement(function_base, "apply", classmethod(apply))
+        yield Replacement(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", recomputed)
 
     def _call(self, cls: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.custom_functions.names[CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
@@ -127,7 +129,7 @@ class _Watch:
         finally:
             self._running.pop()
 
-    def hooks(self) -> Iterator[tuple[Any, str, Any]]:
+    def hooks(self) -> Iterator[Replacement]:
         tensor: Any = torch.Tensor
         hook, retain, enter = tensor.register_hook, tensor.retain_grad, saved_tensors_hooks.__enter__
 
@@ -157,12 +159,12 @@ class _Watch:
                 )
             enter(packing)
 
-        yield tensor, "register_hook", register_hook
-        yield tensor, "retain_grad", retain_grad
-        yield tensor, "register_post_accumulate_grad_hook", register_post_accumulate_grad_hook
-        yield saved_tensors_hooks, "__enter__", entered
+        yield Replacement(tensor, "register_hook", register_hook)
+        yield Replacement(tensor, "retain_grad", retain_grad)
+        yield Replacement(tensor, "register_post_accumulate_grad_hook", register_post_accumulate_grad_hook)
+        yield Replacement(saved_tensors_hooks, "__enter__", entered)
 
-    def contexts(self) -> Iterator[tuple[Any, str, Any]]:
+    def contexts(self) -> Iterator[Replacement]:
         """What a ``ctx`` is told is kept here: what C++ hands out again is no value of the trace."""
         context: Any = FunctionCtx
         save, dirty = context.save_for_backward, context.mark_dirty
@@ -194,12 +196,12 @@ class _Watch:
             found = self._application(ctx)
             return before(ctx, hook) if found is None else found.before.added(hook)
 
-        yield context, "save_for_backward", save_for_backward
-        yield context, "mark_dirty", mark_dirty
-        yield context, "set_materialize_grads", set_materialize_grads
-        yield node, "saved_tensors", property(saved_tensors)
-        yield node, "register_hook", register_hook
-        yield node, "register_prehook", register_prehook
+        yield Replacement(context, "save_for_backward", save_for_backward)
+        yield Replacement(context, "mark_dirty", mark_dirty)
+        yield Replacement(context, "set_materialize_grads", set_materialize_grads)
+        yield Replacement(node, "saved_tensors", property(saved_tensors))
+        yield Replacement(node, "register_hook", register_hook)
+        yield Replacement(node, "register_prehook", register_prehook)
 
     def _told(self, ctx: Any, name: str, value: Any) -> None:
         application = self._running[-1] if self._running else None
@@ -210,3 +212,45 @@ class _Watch:
     def _application(self, ctx: Any) -> FunctionApplication | None:
         found = () if self._ways is None else self._ways.found
         return next((a for a in found if isinstance(a, FunctionApplication) and a.context is ctx), None)
+
+
+def tensor_attributes(hooked: Callable[[], None]) -> Iterator[Replacement]:
+    """What to replace while a model is traced: the owner, the name, and what by.
+
+    Args:
+        hooked: called where the model's code registers a hook on a node of autograd's.
+    """
+    tensor: Any = torch.Tensor
+    data, grad_fn = tensor.data, tensor.grad_fn
+
+    def get_data(value: torch.Tensor) -> Any:
+        return value.detach() if isinstance(value, FakeTensor) else data.__get__(value)
+
+    def set_data(value: torch.Tensor, other: torch.Tensor) -> None:
+        alike = isinstance(value, FakeTensor) and isinstance(other, FakeTensor)
+        if alike and value.shape == other.shape and value.dtype == other.dtype:
+            with torch.no_grad():
+                value.copy_(other)
+        else:
+            data.__set__(value, other)
+
+    def get_grad_fn(value: torch.Tensor) -> Any:
+        node = grad_fn.__get__(value)
+        own = is_tool_file(sys._getframe(1).f_code.co_filename)
+        return node if node is None or own else _Node(node, hooked)
+
+    yield Replacement(tensor, "data", property(get_data, set_data))
+    yield Replacement(tensor, "grad_fn", property(get_grad_fn))
+
+
+class _Node:
+    """A node of autograd's graph that tells when it gets a hook; those of custom functions tell it anyway."""
+
+    def __init__(self, node: Any, hooked: Callable[[], None]) -> None:
+        self._node = node
+        self._hooked = hooked
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook") and not isinstance(self._node, BackwardCFunction):
+            self._hooked()
+        return getattr(self._node, name)

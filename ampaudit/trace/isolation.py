@@ -1,16 +1,19 @@
-"""The global random numbers of Python, NumPy and torch: seeded for a while, and put back."""
+"""Runs code without changing the user's model or the global random state."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-__all__ = ["host_state", "preserved", "seeded"]
+from ampaudit.trace.structure import structural_copy
+
+__all__ = ["call_unchanged", "host_state", "preserved", "seeded"]
 
 
 @contextmanager
@@ -39,3 +42,23 @@ def host_state() -> tuple[Any, ...]:
     """State of the generators whose numbers a trace takes for constants: equal if none was drawn."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), tuple(rest)
+
+
+@torch.no_grad()
+def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seed: int) -> Any:
+    """The model's output, without gradients.
+
+    What runs is a copy that shares the parameters' memory: buffers and Python attributes that the model's
+    code writes are its own.
+
+    Args:
+        model: a module, or anything that is called like one.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        seed: of the random numbers that it draws.
+    """
+    if isinstance(model, nn.Module):
+        shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+        model = structural_copy(model, shared)
+    with seeded(seed):
+        return model(*args, **kwargs)

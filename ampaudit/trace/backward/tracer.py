@@ -6,32 +6,40 @@ the way forward: by the same tracer, with values of the forward pass where these
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from ampaudit.trace.autograd_graph import reached_outputs
+from ampaudit.trace.backward.calls import FunctionApplication, TensorHook
+from ampaudit.trace.backward.marks import (
+    BACKWARD_END,
+    BACKWARD_START,
+    FUNCTION_INPUTS,
+    FUNCTION_OUTPUTS,
+    TENSOR_HOOK,
+)
 from ampaudit.trace.failure import failing_line, plain_reason
 from ampaudit.trace.graph import CustomBackward
-from ampaudit.trace.marks import BACKWARD_END, BACKWARD_START, FUNCTION_INPUTS, FUNCTION_OUTPUTS, TENSOR_HOOK
-from ampaudit.trace.own_code import FunctionApplication, TensorHook
+from ampaudit.trace.internals import FakeTensor
 
-__all__ = ["BackwardTracer"]
+__all__ = ["BackwardTracer", "Tracked", "reached_outputs"]
 
 
 class BackwardTracer:
     """Remembers what has a way back of its own while a model is traced, and traces it in the end.
 
     Args:
-        follows: whether to trace; if not, each is one that could not be followed.
+        follow: whether to trace; if not, each is one that could not be followed.
     """
 
-    def __init__(self, follows: bool = True) -> None:
-        self.follows = follows
+    def __init__(self, follow: bool = True) -> None:
+        self.follow = follow
         self.tracing = False
         self.found: list[FunctionApplication | TensorHook] = []
         self.ways: list[CustomBackward] = []
@@ -111,7 +119,7 @@ class BackwardTracer:
         parameters: Sequence[torch.Tensor],
     ) -> tuple[Any, list[torch.Tensor]]:
         """The gradients that it makes, those of leaves last, and these leaves; or why there are none."""
-        if not self.follows:
+        if not self.follow:
             return RuntimeError("torch.export cannot record it"), []
         if isinstance(item, FunctionApplication) and not item.dirty and id(item.context) not in reached:
             return RuntimeError("autograd does not reach it from the loss"), []
@@ -124,3 +132,55 @@ class BackwardTracer:
         finally:
             for parameter in parameters:
                 parameter.grad = None
+
+
+def reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
+    """For each node behind a value, by identity, which of its outputs get a gradient."""
+    found: defaultdict[int, set[int]] = defaultdict(set)
+    for node in _behind(loss):
+        for following, index in node.next_functions:
+            if following is not None:
+                found[id(following)].add(index)
+    if loss.grad_fn is not None:
+        found[id(loss.grad_fn)].add(loss.output_nr)
+    return {key: frozenset(indices) for key, indices in found.items()}
+
+
+def _behind(*values: torch.Tensor) -> list[Any]:
+    """Every node of autograd's graph behind some values; it is alive as long as the list is."""
+    waiting: list[Any] = [value.grad_fn for value in values if value.grad_fn is not None]
+    seen: dict[int, Any] = {}
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:
+            seen[id(node)] = node
+            waiting += [following for following, _ in node.next_functions if following is not None]
+    return list(seen.values())
+
+
+class Tracked:
+    """Tells which value of a trace a tensor is that autograd hands out: one object more for the same memory.
+
+    Args:
+        tensors: the values of the trace; a mapping, of which tensors are the keys.
+    """
+
+    def __init__(self, tensors: Mapping[torch.Tensor, Any]) -> None:
+        self._tensors = tensors
+        self._known: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        """Arguments of an op, with values of the trace in the place of tensors that it does not know."""
+        return pytree.tree_map_only(torch.Tensor, self._value, value)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor in self._tensors or not isinstance(tensor, FakeTensor):
+            return tensor
+        if _memory(tensor) not in self._known:
+            self._known = {_memory(known): known for known in self._tensors}
+        return self._known.get(_memory(tensor), tensor)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    where = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return *where, tuple(tensor.shape), tensor.stride(), tensor.dtype
