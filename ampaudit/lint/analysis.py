@@ -1,19 +1,19 @@
-"""Reads a whole script: the module, then every function and class that nothing in it calls.
+"""Analyzes a script: interprets the module, then every function and class that nothing in it calls.
 
-Conditions such as ``if use_amp:`` are followed both ways and joined; then the script is read again with each
-of its most frequent ones taken to be true, and to be false. A mistake counts if it is certain in one of these
-readings.
+Both branches of a condition such as ``if use_amp:`` are interpreted and joined; then each of the most
+frequent conditions is assumed to be true, and to be false. A diagnostic counts if it is certain in one of
+these runs.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ampaudit.lint.diagnostic import Diagnostic, Event, position_of
+from ampaudit.lint.diagnostic import Diagnostic, position_of
+from ampaudit.lint.flow.events import Event
 from ampaudit.lint.flow.expressions import EXPRESSIONS
 from ampaudit.lint.flow.inlining import inline_call
 from ampaudit.lint.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter, StepLimitReached
@@ -28,23 +28,27 @@ from ampaudit.lint.flow.values import (
     Instance,
     Value,
 )
-from ampaudit.lint.rules import accumulation, bookkeeping, constants, regions
-from ampaudit.lint.rules import autograd_functions as functions
-from ampaudit.lint.rules import deprecated_names as spelling
-from ampaudit.lint.rules import retained_graphs as graphs
+from ampaudit.lint.rules.accumulation import check_accumulation
+from ampaudit.lint.rules.autograd_functions import check_autograd_functions
+from ampaudit.lint.rules.bookkeeping import check_loops, check_updates_and_checkpoints
+from ampaudit.lint.rules.constants import check_constants
+from ampaudit.lint.rules.deprecated_names import check_deprecated_names
+from ampaudit.lint.rules.regions import check_regions, check_validation
+from ampaudit.lint.rules.retained_graphs import check_retained_graphs
 
 __all__ = ["analyze"]
 
 _MAX_CONDITIONS = 3
-_ENTRY_POINT_RULES = (accumulation.check, regions.check, graphs.check, bookkeeping.check_loops)
+_SYNTAX_RULES = (check_constants, check_deprecated_names, check_autograd_functions)
+_ENTRY_POINT_RULES = (check_accumulation, check_regions, check_retained_graphs, check_loops)
 
 
 def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
-    """Every mistake in a script, in the order of its lines; and what its names stand for at its end.
+    """Return the diagnostics of a script in the order of its lines, and the imported names at its end.
 
     Args:
-        script: the module.
-        known: names given from outside.
+        script: the parsed module.
+        known: values of names that an earlier code block defines.
     """
     interpreter = Interpreter(script, STATEMENTS, EXPRESSIONS, {}, known)
     events_by_entry: list[list[Event]] = []
@@ -52,21 +56,21 @@ def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic
     for info in script.functions.values():
         if info.relevant and info not in interpreter.called:
             _follow(interpreter, events_by_entry, _EntryPoint(info, None, end))
-    for described in script.classes.values():
-        _follow_class(interpreter, events_by_entry, end, described)
-    bookkeeping.check_updates_and_checkpoints(interpreter, events_by_entry)
-    regions.check_validation(interpreter, events_by_entry)
-    found = dict(interpreter.diagnostics)
-    for item in (*constants.check(script), *spelling.check(script), *functions.check(script)):
-        found.setdefault((item.code, *position_of(item.node)), item)
-    ordered = sorted(found.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
+    for class_info in script.classes.values():
+        _follow_class(interpreter, events_by_entry, end, class_info)
+    check_updates_and_checkpoints(interpreter, events_by_entry)
+    check_validation(interpreter, events_by_entry)
+    diagnostics = dict(interpreter.diagnostics)
+    for item in (item for check in _SYNTAX_RULES for item in check(script)):
+        diagnostics.setdefault((item.code, *position_of(item.node)), item)
+    ordered = sorted(diagnostics.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
     names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, ImportedName)}
     return [item for _, item in ordered], names
 
 
 @dataclass(frozen=True)
 class _EntryPoint:
-    """Where reading begins: the module if there is no function; a method has an owner."""
+    """Where interpretation starts: a function or, without one, the module; a method has an owner."""
 
     info: FunctionInfo | None
     owner: Instance | None
@@ -74,12 +78,12 @@ class _EntryPoint:
 
     @cached_property
     def context(self) -> Autocast:
-        """What surrounds it: nothing, or who knows what."""
+        """The autocast context around the entry point, which is unknown for a function."""
         return NO_AUTOCAST if self.info is None or sets_own_context(self.info.node) else UNKNOWN_AUTOCAST
 
 
 def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry: _EntryPoint) -> State:
-    """Read a root; then again under each of its most frequent conditions, both ways."""
+    """Interpret an entry point; then again with each of its most frequent conditions true and false."""
     interpreter.condition_counts.clear()
     end = _follow_once(interpreter, entry, events_by_entry)
     if not any(event.kind in _TRAINING_EVENTS for event in events_by_entry[-1]):
@@ -101,8 +105,7 @@ def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: 
         if info is None:
             interpreter.execute(interpreter.script.tree.body)
         else:
-            static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in info.node.decorator_list)
-            inline_call(interpreter, info, info.node, {}, None if static else entry.owner, 0)
+            inline_call(interpreter, info, info.node, {}, None if info.is_static else entry.owner, 0)
     interpreter.stack.clear()
     _finish(interpreter, events_by_entry)
     return interpreter.path_state or State()
@@ -126,7 +129,7 @@ _TRAINING_EVENTS = frozenset({"backward", "forward", "scaler.scale", "scaler.ste
 
 
 def _finish(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
-    """The rules about the root that was just followed."""
+    """Check the rules on the events of one entry point."""
     events = list(interpreter.events.values())
     interpreter.events = {}
     interpreter.reset_steps()

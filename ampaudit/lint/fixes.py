@@ -1,4 +1,4 @@
-"""Makes repairs in the concrete syntax tree, so that comments and layout stay as they are."""
+"""Applies fixes to the concrete syntax tree, so that comments and layout are preserved."""
 
 from __future__ import annotations
 
@@ -8,94 +8,92 @@ from typing import Any, TypeAlias
 import libcst as cst
 from libcst import metadata
 
-from ampaudit.lint.amp_renames import Modern
+from ampaudit.lint.amp_renames import AmpRenames
 from ampaudit.lint.diagnostic import Fix
 from ampaudit.lint.source_text import character_column, split_lines
 
 __all__ = ["apply_every_fix", "apply_fixes"]
 
-Node: TypeAlias = (
-    Any  # what libcst's leave functions take and return differs from one kind of node to the next
-)
+Node: TypeAlias = Any  # libcst's leave functions take and return another type for each kind of node
 
 
 def apply_fixes(text: str, fixes: Sequence[Fix]) -> str:
-    """A script's text with repairs made; those whose place is not found again are left out.
+    """Apply fixes to a script, except those whose node is not found.
 
     Raises:
-        libcst.ParserSyntaxError: libcst does not know some syntax in it.
+        libcst.ParserSyntaxError: libcst cannot parse the script.
     """
-    return _repaired(text, fixes)[0]
+    return _apply(text, fixes)[0]
 
 
 def apply_every_fix(text: str, fixes: Sequence[Fix]) -> str | None:
-    """The same; ``None`` unless each repair is made.
+    """Apply fixes to a script; return ``None`` unless each can be applied.
 
     Raises:
-        libcst.ParserSyntaxError: libcst does not know some syntax in it.
+        libcst.ParserSyntaxError: libcst cannot parse the script.
     """
-    after, made = _repaired(text, fixes)
-    return after if made == set(fixes) else None
+    after, applied = _apply(text, fixes)
+    return after if applied == set(fixes) else None
 
 
-def _repaired(text: str, fixes: Sequence[Fix]) -> tuple[str, set[Fix]]:
-    """The text, and those of the repairs at expressions and statements that were made."""
+def _apply(text: str, fixes: Sequence[Fix]) -> tuple[str, set[Fix]]:
+    """Return the text, and the fixes of expressions and statements that were applied."""
     wrapper = metadata.MetadataWrapper(cst.parse_module(text))
     lines = split_lines(text)
-    places: dict[tuple[int, int], list[Fix]] = {}
+    fixes_at: dict[tuple[int, int], list[Fix]] = {}
     for fix in fixes:
         line = lines[fix.line - 1] if fix.line <= len(lines) else ""
-        places.setdefault((fix.line, character_column(line, fix.column)), []).append(fix)
-    transformer = _FixTransformer(places)
-    return wrapper.visit(transformer).code, transformer.made
+        fixes_at.setdefault((fix.line, character_column(line, fix.column)), []).append(fix)
+    transformer = _FixTransformer(fixes_at)
+    return wrapper.visit(transformer).code, transformer.applied
 
 
 class _FixTransformer(cst.CSTTransformer):
-    """Makes each repair at its node; ``places`` are line and column in characters."""
+    """Applies each fix at its node; ``fixes_at`` is keyed by line and column in characters."""
 
     METADATA_DEPENDENCIES = (metadata.PositionProvider,)
 
-    def __init__(self, places: dict[tuple[int, int], list[Fix]]) -> None:
+    def __init__(self, fixes_at: dict[tuple[int, int], list[Fix]]) -> None:
         super().__init__()
-        self.places = places
-        self.made: set[Fix] = set()
-        whole = [r for fixes in places.values() for r in fixes if r.kind.startswith("modern")]
-        self.modern = Modern(whole)
-        self.decorated = {
+        self.fixes_at = fixes_at
+        self.applied: set[Fix] = set()
+        renames = [f for fixes in fixes_at.values() for f in fixes if f.kind.startswith("rename")]
+        self.renames = AmpRenames(renames)
+        self.decorators = {
             int(detail.split()[1]): detail.split()[0]
-            for fixes in places.values()
+            for fixes in fixes_at.values()
             for fix in fixes
             if fix.kind == "decorate"
             for detail in fix.details
         }
 
     def on_leave(self, original: Node, updated: Node) -> Node:
-        """Every node passes here."""
+        """Apply the fixes of a node after its children were visited."""
         result = super().on_leave(original, updated)
         if isinstance(original, cst.FunctionDef):
-            return self._function(original, result)
-        result = self.modern.changed(original, result)
+            return self._decorate(original, result)
+        result = self.renames.apply(original, result)
         if not isinstance(original, _KINDS):
             return result
         place = self.get_metadata(metadata.PositionProvider, original)
-        for fix in self.places.get((place.start.line, place.start.column), ()):
-            if fix.kind == "replace expression" and fix.details[1:] == _ends_at(place):
-                result = _in_parentheses_of(result, cst.parse_expression(fix.details[0]))
-                self.made.add(fix)
+        for fix in self.fixes_at.get((place.start.line, place.start.column), ()):
+            if fix.kind == "replace expression" and fix.details[1:] == _end_of(place):
+                result = _with_parentheses_of(result, cst.parse_expression(fix.details[0]))
+                self.applied.add(fix)
                 continue
-            change = _CHANGES.get(fix.kind)
+            change = _CHANGE_BY_KIND.get(fix.kind)
             if change is not None and result is not None and not isinstance(result, cst.FlattenSentinel):
                 changed = change(original, result, fix)
                 if changed is not result:
-                    self.made.add(fix)
+                    self.applied.add(fix)
                 result = changed
         return result
 
-    def _function(self, original: cst.FunctionDef, updated: Node) -> Node:
+    def _decorate(self, original: cst.FunctionDef, updated: Node) -> Node:
         line = self.get_metadata(metadata.PositionProvider, original.name).start.line
-        if line not in self.decorated or not isinstance(updated, cst.FunctionDef):
+        if line not in self.decorators or not isinstance(updated, cst.FunctionDef):
             return updated
-        call = cst.parse_expression(f'torch.amp.{self.decorated[line]}(device_type="cuda")')
+        call = cst.parse_expression(f'torch.amp.{self.decorators[line]}(device_type="cuda")')
         return updated.with_changes(decorators=[*updated.decorators, cst.Decorator(call)])
 
 
@@ -112,18 +110,18 @@ _KINDS = (
 )
 
 
-def _ends_at(place: metadata.CodeRange) -> tuple[str, str]:
-    """Line and column in characters of a node's end: several expressions begin at the same place."""
+def _end_of(place: metadata.CodeRange) -> tuple[str, str]:
+    """Return line and column of a node's end, which tells apart expressions that start together."""
     return str(place.end.line), str(place.end.column)
 
 
-def _in_parentheses_of(node: Node, expression: Node) -> Node:
-    """An expression inside the parentheses that another one stands in."""
+def _with_parentheses_of(node: Node, expression: Node) -> Node:
+    """Return an expression with the parentheses of another one around it."""
     return expression.with_changes(lpar=[*node.lpar, *expression.lpar], rpar=[*expression.rpar, *node.rpar])
 
 
 def _is_call(node: Node, name: str) -> bool:
-    """Whether a node is ``x.name(...)``: several calls of a chain begin at the same place."""
+    """Return whether a node is ``x.name(...)``, which tells apart the calls of a chain."""
     return (
         isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == name
     )
@@ -142,7 +140,7 @@ def _step_by_scaler(original: Node, node: Node, fix: Fix) -> Node:
     return cst.Call(cst.parse_expression(f"{fix.details[0]}.step"), [cst.Arg(node.func.value)])
 
 
-def _statement(text: str) -> cst.SimpleStatementLine:
+def _parse_statement(text: str) -> cst.SimpleStatementLine:
     parsed = cst.parse_statement(text)
     assert isinstance(parsed, cst.SimpleStatementLine)
     return parsed
@@ -151,14 +149,14 @@ def _statement(text: str) -> cst.SimpleStatementLine:
 def _insert_before(original: Node, node: Node, fix: Fix) -> Node:
     if not isinstance(original, cst.SimpleStatementLine):
         return node
-    new = _statement(fix.details[0]).with_changes(leading_lines=node.leading_lines)
+    new = _parse_statement(fix.details[0]).with_changes(leading_lines=node.leading_lines)
     return cst.FlattenSentinel([new, node.with_changes(leading_lines=[])])
 
 
 def _insert_after(original: Node, node: Node, fix: Fix) -> Node:
     if not isinstance(original, cst.SimpleStatementLine):
         return node
-    return cst.FlattenSentinel([node, _statement(fix.details[0])])
+    return cst.FlattenSentinel([node, _parse_statement(fix.details[0])])
 
 
 def _remove_statement(original: Node, node: Node, fix: Fix) -> Node:
@@ -183,14 +181,14 @@ def _set_keyword(original: Node, node: Node, fix: Fix) -> Node:
     name, value = fix.details
     if not isinstance(original, cst.Call) or any(a.keyword and a.keyword.value == name for a in node.args):
         return node
-    if not _ends(original.func, "GradScaler"):
+    if not _is_named(original.func, "GradScaler"):
         return node
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     new = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
     return node.with_changes(args=[*node.args, new])
 
 
-def _ends(node: Node, name: str) -> bool:
+def _is_named(node: Node, name: str) -> bool:
     last = node.attr if isinstance(node, cst.Attribute) else node
     return isinstance(last, cst.Name) and last.value == name
 
@@ -216,7 +214,7 @@ def _replace(original: Node, node: Node, fix: Fix) -> Node:
 
 
 def _end_block(original: Node, node: Node, fix: Fix) -> Node:
-    """The statements from an index on leave the ``with`` block and follow it; all, and it is gone."""
+    """Move the statements from an index on behind the ``with`` block; without any left, remove the block."""
     if not isinstance(original, cst.With) or not isinstance(node.body, cst.IndentedBlock):
         return node
     index = int(fix.details[0])
@@ -232,7 +230,7 @@ def _end_block(original: Node, node: Node, fix: Fix) -> Node:
 
 
 def _add_entry(original: Node, node: Node, fix: Fix) -> Node:
-    """One more entry at the end, laid out as the one before."""
+    """Append an entry, laid out as the one before it."""
     if not isinstance(original, cst.Dict) or not node.elements:
         return node
     name, value = fix.details
@@ -251,7 +249,7 @@ def _add_entry(original: Node, node: Node, fix: Fix) -> Node:
     return node.with_changes(elements=[*elements[:-1], last.with_changes(comma=between), new])
 
 
-_CHANGES: dict[str, Callable[[Node, Node, Fix], Node]] = {
+_CHANGE_BY_KIND: dict[str, Callable[[Node, Node, Fix], Node]] = {
     "scale loss": _scale_loss,
     "step by scaler": _step_by_scaler,
     "insert before": _insert_before,

@@ -1,4 +1,4 @@
-"""A lint's findings for people: where, what, the line, what to write instead."""
+"""Renders lint findings as text: location, cause, source line, advice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDEST = 100
 
 
 def render_lint(report: LintReport, *, verbosity: int = 0) -> RenderableType:
-    """Each finding with its line, and a line that counts; with ``verbosity`` -1 the count alone."""
+    """Render the findings and a summary; the summary alone if ``verbosity`` is -1."""
     parts: list[RenderableType] = []
     if verbosity >= 0:
         for finding in report.findings:
@@ -43,7 +43,7 @@ def _finding(finding: LintFinding) -> Iterator[RenderableType]:
         head += Text(f" [suppressed: {escape_control(finding.suppressed)}]", "dim")
     yield head
     line = escape_control(finding.source.expandtabs(4))
-    # what stands before the finding may be wider than it was: tabs, and what is shown as an escape
+    # tabs and escaped characters make the text before the finding wider
     before = len(escape_control(finding.source[: finding.column - 1].expandtabs(4)))
     last = finding.end_column - 1 if finding.end_line == finding.line else len(finding.source.rstrip())
     width = max(len(escape_control(finding.source[:last].expandtabs(4))) - before, 1)
@@ -57,7 +57,7 @@ def _finding(finding: LintFinding) -> Iterator[RenderableType]:
         yield Text(
             f"{'':>5} | {' ' * max(before - indent, 0)}{'^' * width}", "red", no_wrap=True, overflow="ignore"
         )
-    fix = "  (--fix does it)" if finding.fixable else ""
+    fix = "  (fixable with --fix)" if finding.fixable else ""
     yield Text(f"{'':>5} = {escape_control(finding.advice)}{fix}", no_wrap=True, overflow="ignore")
     yield Text()
 
@@ -67,19 +67,19 @@ def _summary(report: LintReport) -> Text:
     levels = Counter(str(finding.severity) for finding in counted)
     parts = [_many(levels[level], level) for level in _STYLES if levels[level]]
     files = _many(report.linted, "file")
-    said = f"{', '.join(parts)} in {files}" if parts else f"nothing found in {files}"
+    said = f"{', '.join(parts)} in {files}" if parts else f"no findings in {files}"
     if not report.linted:
-        said = "no script, notebook or Markdown file there"
+        said = "no Python, notebook or Markdown file found"
     fixable = sum(finding.fixable for finding in counted)
     if fixable:
-        said += f"; {fixable} can be repaired with --fix"
+        said += f"; {fixable} fixable with --fix"
     if report.fixed:
-        said += f"; {report.fixed} repaired"
+        said += f"; {report.fixed} fixed"
     hidden = len(report.findings) - len(counted)
     if hidden:
         said += f"; {hidden} suppressed"
     if report.unread:
-        said += f"; {_many(len(report.unread), 'problem')} reading"
+        said += f"; {_many(len(report.unread), 'read error')}"
     verdict = Text("FAIL  ", "bold red") if report.exit_code else Text("PASS  ", "bold green")
     return verdict + Text(said)
 

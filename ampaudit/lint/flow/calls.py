@@ -1,4 +1,4 @@
-"""Follows a call of a method, of a function of torch or of the file, or of what is not known."""
+"""Interprets calls: of methods, of functions of torch or of the file, and of unknown code."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ __all__ = ["Arguments", "evaluate_call", "unknown_call"]
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a call hands over.
+    """The arguments of a call.
 
     Attributes:
-        positional: values in order.
+        positional: values by position.
         keywords: values by name.
         node: the call.
     """
@@ -56,21 +56,21 @@ class Arguments:
     node: ast.Call
 
     def get(self, index: int, name: str) -> Value | None:
-        """By place or name."""
+        """Return the value of a parameter, by position or name."""
         if index < len(self.positional):
             return self.positional[index]
         return self.keywords.get(name)
 
     def all(self) -> list[Value]:
-        """Every value."""
+        """Return all values."""
         return [*self.positional, *self.keywords.values()]
 
     def named(self) -> dict[str, Value]:
-        """By name, or by place as text, as functions of the file take them."""
+        """Return the values by name or, as text, by position, as ``inline_call`` takes them."""
         return {**{str(index): value for index, value in enumerate(self.positional)}, **self.keywords}
 
     def expression(self, index: int, name: str) -> ast.expr | None:
-        """The expression of an argument."""
+        """Return the expression of an argument."""
         if index < len(self.node.args):
             return self.node.args[index]
         return next((k.value for k in self.node.keywords if k.arg == name), None)
@@ -83,7 +83,7 @@ def _arguments(interpreter: Interpreter, node: ast.Call) -> Arguments:
 
 
 def evaluate_call(interpreter: Interpreter, node: ast.Call) -> Value:
-    """The value that a call returns, after what it does to the state."""
+    """Apply the effects of a call to the state and return its value."""
     if isinstance(node.func, ast.Attribute):
         base = interpreter.evaluate(node.func.value)
         if not isinstance(base, ImportedName):
@@ -147,8 +147,7 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
             return UNSCALED_TENSOR
         return inline_call(interpreter, function.info, node, arguments.named(), None, function.frame)
     if isinstance(function, BoundMethod):
-        static = any(dotted_name(d) == "staticmethod" for d in function.info.node.decorator_list)
-        owner = None if static else function.owner
+        owner = None if function.info.is_static else function.owner
         return (
             inline_call(interpreter, function.info, node, arguments.named(), owner, 0)
             if function.info.relevant
@@ -176,7 +175,7 @@ def _called_instance(interpreter: Interpreter, node: ast.Call, owner: Instance) 
 
 
 def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
-    """Code that is not in this file."""
+    """Interpret a call of code that is not in this file."""
     last = name.rpartition(".")[2]
     if last == "backward":
         gradients.unknown_backward(interpreter)
@@ -192,7 +191,7 @@ def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments:
 
 
 def _unknown_result(interpreter: Interpreter, given: list[Value]) -> Value:
-    """What unknown code returns; a scale may be in it only if one was in what it was given."""
+    """Return what unknown code returns, which is scaled only if an argument is."""
     known = [value for value in given if isinstance(value, Tensor)]
     if any(value.scaler_key for value in known):
         return UNKNOWN
@@ -203,7 +202,7 @@ def _unknown_result(interpreter: Interpreter, given: list[Value]) -> Value:
 
 
 def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) -> None:
-    """Unknown code may do with what it is given whatever it likes."""
+    """Invalidate every fact that unknown code may change through its arguments."""
     last = name.rpartition(".")[2].lower()
     state = interpreter.state
     flat = [item for value in given for item in (value.items if isinstance(value, KnownItems) else (value,))]

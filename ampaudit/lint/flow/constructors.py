@@ -1,4 +1,4 @@
-"""Autocast contexts and gradient scalers as they are made."""
+"""Interprets the constructors of autocast contexts and gradient scalers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["make_autocast", "make_scaler"]
 def make_autocast(
     interpreter: Interpreter, node: ast.Call, device: str | None, arguments: Arguments
 ) -> Autocast:
-    """``torch.autocast(device_type, dtype, enabled)``, or an older spelling for one device."""
+    """Interpret ``torch.autocast(device_type, dtype, enabled)``, or an older name for one device."""
     names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
     given: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
     device_type = objects.device_of(given.get("device_type")) if device is None else device
@@ -37,7 +37,7 @@ def make_autocast(
 
 
 def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr | None) -> bool | None:
-    """Whether it is on: what depends on a switch is looked at with the switch on."""
+    """Return whether it is enabled; where that depends on a setting, the setting is assumed to be on."""
     if value is None or expression is None:
         return True
     if isinstance(expression, ast.Constant):
@@ -49,7 +49,7 @@ def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr
 
 
 def make_scaler(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    """``GradScaler(...)``, and the name it is given."""
+    """Interpret ``GradScaler(...)`` and the assignment to a name."""
     expression = arguments.expression(99, "enabled")
     enabled = _enabled(interpreter, arguments.keywords.get("enabled"), expression)
     statement = interpreter.statement

@@ -1,4 +1,4 @@
-"""What value each kind of expression has; calls are followed by ``lint.calls``."""
+"""Evaluates each kind of expression except calls."""
 
 from __future__ import annotations
 

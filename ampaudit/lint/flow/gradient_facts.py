@@ -1,11 +1,16 @@
-"""The facts of a state that are about gradients.
+"""Queries on the facts about gradients in a state.
 
-``grads`` is the set of backward passes in ``.grad``. Per scaler and optimizer, ``unscaled`` and ``stepped``
-say what was done since the last update. Per scaler, ``updated`` is the update since which nothing was
-backpropagated, ``early`` an update that came before the step, ``unused`` that nothing was scaled yet.
-``fresh`` says that a backward came after the last step, ``idle`` that there are no gradients, ``leftover``
-that unscaled gradients are still there after an update, ``last`` which optimizer a scaler stepped last,
-``zeroed`` which zeroing threw gradients away, ``touched`` that unknown code had a scaler or an optimizer.
+- ``grads``: the backward passes whose gradients are in ``.grad``
+- ``unscaled``, ``stepped``, per scaler and optimizer: what was done since the last update
+- ``updated``, per scaler: the last update, if no backward followed
+- ``early``, per scaler: an update before the step
+- ``unused``, per scaler: nothing was scaled so far
+- ``fresh``: a backward followed the last step
+- ``idle``: there are no gradients
+- ``leftover``: unscaled gradients remain after an update
+- ``last``: the optimizer that a scaler stepped last
+- ``zeroed``: the zeroing that discarded gradients
+- ``touched``: unknown code had access to a scaler or an optimizer
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ BY_STEP = "by step"
 
 
 def gradient_contributions(interpreter: Interpreter) -> frozenset[Contribution] | None:
-    """The backward passes in ``.grad``; ``None`` where that is not certain."""
+    """Return the backward passes in ``.grad``; ``None`` if that is not certain."""
     found = interpreter.state.get("grads")
     if found is None:
         return NO_CONTRIBUTIONS
@@ -48,7 +53,7 @@ def gradient_contributions(interpreter: Interpreter) -> frozenset[Contribution] 
 
 
 def is_still_scaled(interpreter: Interpreter) -> bool:
-    """Whether the gradients certainly have a loss scale in them that nothing has taken out."""
+    """Return whether all gradients are certainly scaled."""
     found = gradient_contributions(interpreter)
     if not found or not all(item.scaler for item in found):
         return False
@@ -56,18 +61,18 @@ def is_still_scaled(interpreter: Interpreter) -> bool:
 
 
 def has_single_optimizer(interpreter: Interpreter) -> bool:
-    """Whether it is certain which optimizer's gradients are meant."""
+    """Return whether the script has at most one optimizer."""
     return len(interpreter.script.usage.optimizer_names()) <= 1
 
 
 def is_unscaled(interpreter: Interpreter) -> bool:
-    """Whether unscale_() was called for every optimizer that anything was said of."""
+    """Return whether unscale_() was called for every optimizer with a fact about it."""
     facts = [fact for _, fact in interpreter.state.matching("unscaled")]
     return bool(facts) and all(isinstance(fact, ast.AST) for fact in facts)
 
 
 def clear_gradients(interpreter: Interpreter) -> None:
-    """All gradients are set to zero."""
+    """Set the facts after all gradients were zeroed."""
     interpreter.state.set_fact(NO_CONTRIBUTIONS, "grads")
     interpreter.state.set_fact(YES, "idle")
     interpreter.state.set_fact(None, "leftover")

@@ -1,4 +1,4 @@
-"""Backward passes and clipping: what is in ``.grad``, and who reads it."""
+"""Interprets backward passes, clipping and ``torch.autograd.grad``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["autograd_grad", "backward", "clip", "unknown_backward"]
 
 
 def unknown_backward(interpreter: Interpreter) -> None:
-    """Somebody's own backward: whether it scales the loss is not known."""
+    """Interpret a backward pass of unknown code, which may scale the loss."""
     state = interpreter.state
     state.set_fact(MAYBE, "grads")
     state.clear("updated")
@@ -49,7 +49,7 @@ def unknown_backward(interpreter: Interpreter) -> None:
 
 
 def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: Arguments) -> Value:
-    """``loss.backward()``."""
+    """Interpret ``loss.backward()``."""
     state = interpreter.state
     retain = arguments.get(1, "retain_graph")
     retained = isinstance(retain, Constant) and retain.value is True
@@ -100,8 +100,8 @@ def _check_accumulated(interpreter: Interpreter, node: ast.Call, loss: Tensor) -
         interpreter.report(
             "AMP812",
             node,
-            "gradients with the loss scale are added to gradients that were already unscaled",
-            "call unscale_() after the last backward before the step",
+            "scaled gradients are added to gradients that have already been unscaled",
+            "call unscale_() once, after the last backward before the step",
         )
 
 
@@ -112,21 +112,21 @@ def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retaine
             interpreter.report(
                 "AMP835",
                 freed,
-                f"this backward frees the graph that the one at line {node.lineno} goes through again",
-                "add the losses and call backward once, or pass retain_graph=True to the first",
+                f"this backward frees the graph that the backward at line {node.lineno} needs again",
+                "add the losses and call backward once, or pass retain_graph=True to the first call",
             )
         if not retained:
             interpreter.state.set_fact(node, "freed", root)
 
 
 def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    """``clip_grad_norm_`` and ``clip_grad_value_``, and their relatives."""
+    """Interpret ``clip_grad_norm_``, ``clip_grad_value_`` and the like."""
     interpreter.record_event("clip", node)
     if is_still_scaled(interpreter):
         interpreter.report(
             "AMP807",
             node,
-            "the gradients are clipped while they still have the loss scale as a factor",
+            "the gradients are clipped while they are still scaled by the loss scale",
             "call scaler.unscale_(optimizer) before clipping",
             _unscale_first(interpreter),
         )
@@ -137,16 +137,16 @@ def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Valu
         interpreter.report(
             "AMP819",
             node,
-            "clipping raises on infinite gradients, which under a loss scale are normal: the scaler skips"
-            " such steps",
-            "leave error_if_nonfinite out",
+            "clipping raises on infinite gradients, which are normal "
+            "under a loss scale: the scaler skips such steps",
+            "remove error_if_nonfinite",
             Fix.at(node, "remove keyword", "error_if_nonfinite"),
         )
     return UNKNOWN
 
 
 def _unscale_first(interpreter: Interpreter) -> Fix | None:
-    """Before the statement with the clip: what the step that follows in the same block will name."""
+    """Return the fix that unscales, with the names of the step that follows, before the statement."""
     statement = interpreter.statement
     step = following_step(interpreter.script, statement)
     if not isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign) or step is None:
@@ -155,7 +155,7 @@ def _unscale_first(interpreter: Interpreter) -> Fix | None:
 
 
 def autograd_grad(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
-    """``torch.autograd.grad``; with ``create_graph`` its result will be part of a loss."""
+    """Interpret ``torch.autograd.grad``; with ``create_graph`` its result becomes part of a loss."""
     outputs = arguments.get(0, "outputs")
     create = arguments.get(4, "create_graph")
     interpreter.record_event("autograd.grad", node)

@@ -1,4 +1,4 @@
-"""Follows calls into functions of the file, with the values they are given."""
+"""Inlines calls of functions of the file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ampaudit.lint.flow.values import (
 
 __all__ = ["follow_callback", "inline_call"]
 
-_MAX_DEPTH: Final = 8  # calls inside calls
+_MAX_DEPTH: Final = 8  # nested calls
 
 
 def inline_call(
@@ -38,7 +38,7 @@ def inline_call(
     owner: Instance | None,
     frame: int,
 ) -> Value:
-    """Follow a call into a function of the file; what it returns."""
+    """Interpret the body of a function of the file and return the value of the call."""
     if info in interpreter.stack or len(interpreter.stack) >= _MAX_DEPTH:
         return UNKNOWN
     interpreter.called.add(info)
@@ -77,7 +77,7 @@ def inline_call(
 
 
 def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[str, str]:
-    """Names that are handed over as they are, by the names of the parameters."""
+    """Return the names that are passed unchanged, by parameter."""
     if not isinstance(node, ast.Call):
         return {}
     arguments = info.node.args
@@ -89,7 +89,7 @@ def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[
 
 
 def _drop_names(interpreter: Interpreter) -> None:
-    """Drop the names of the function that returns, unless one that is defined in it may need them."""
+    """Drop the names of a function that returns, unless a function defined in it may need them."""
     names = interpreter.state.scopes.get(interpreter.frame, {}) if interpreter.path_state is not None else {}
     if interpreter.path_state is not None and not any(
         isinstance(v, Function) and v.frame for v in names.values()
@@ -98,7 +98,7 @@ def _drop_names(interpreter: Interpreter) -> None:
 
 
 def follow_callback(interpreter: Interpreter, function: Function, node: ast.AST) -> None:
-    """Follow a function that somebody else will call, some time; what it does changes nothing here."""
+    """Interpret a function that other code will call later, without any effect on the current state."""
     state, autocasts, grad_modes = interpreter.path_state, interpreter.autocasts, interpreter.grad_modes
     interpreter.path_state = interpreter.state.fork()
     interpreter.autocasts, interpreter.grad_modes = (
@@ -132,7 +132,7 @@ def _bind_parameters(
         value = given.get(argument.arg, given.get(str(index)))
         if value is None:
             default = defaults.get(argument.arg)
-            # a switch may be given either way
+            # a boolean may be passed either way
             switch = isinstance(default, ast.Constant) and isinstance(default.value, bool)
             value = Constant(default.value) if isinstance(default, ast.Constant) and not switch else UNKNOWN
         if argument.annotation is not None and value is UNKNOWN:
@@ -144,7 +144,7 @@ def _bind_parameters(
 
 
 def _from_annotation(interpreter: Interpreter, argument: ast.arg) -> Value:
-    """What a parameter is annotated as: ``GradScaler``, ``"Optimizer"``, ``Accelerator | None``."""
+    """Return the value of an annotation such as ``GradScaler``, ``"Optimizer"`` or ``Accelerator | None``."""
     written = ast.unparse(argument.annotation) if argument.annotation is not None else ""
     names = set(re.findall(r"\w+", written))
     if "GradScaler" in names:
@@ -159,7 +159,7 @@ def _join_returns(interpreter: Interpreter, entry: State) -> Value:
     if interpreter.path_state is not None:
         ends = [*ends, (Constant(None), interpreter.path_state)]
     if not ends:
-        interpreter.path_state = entry  # every path raises: go on as if it were not called
+        interpreter.path_state = entry  # every path raises: continue as if it were not called
         return UNKNOWN
     value, state = ends[0]
     joined: State | None = state

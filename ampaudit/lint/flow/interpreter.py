@@ -1,4 +1,4 @@
-"""Follows a script without running it: what names stand for, what is entered, what a branch leaves open."""
+"""Interprets a script abstractly: tracks what names stand for, contexts, branches and calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ampaudit.lint.diagnostic import Diagnostic, Event, Fix, Guard, position_of
+from ampaudit.lint.diagnostic import Diagnostic, Fix, position_of
+from ampaudit.lint.flow.events import Event, Guard
 from ampaudit.lint.flow.joining import item_of
 from ampaudit.lint.flow.script import Script, condition_of, dotted_name
 from ampaudit.lint.flow.state import State
@@ -37,8 +38,8 @@ from ampaudit.lint.flow.values import (
 __all__ = ["NO_AUTOCAST", "UNKNOWN_AUTOCAST", "Interpreter", "LoopExits", "StepLimitReached"]
 
 NO_AUTOCAST = Autocast(False, None, "")
-UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # what encloses this is not known
-_MAX_STEPS = 60_000  # of a root; what is longer is left unread from there on
+UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # the context around is not known
+_MAX_STEPS = 60_000  # per entry point; the rest of a longer one is skipped
 _BUILTINS = frozenset(
     "abs all any bool dict enumerate float getattr hasattr int isinstance iter len list map max min next open"
     " print range repr reversed round set sorted str sum super tuple type zip".split()
@@ -46,7 +47,7 @@ _BUILTINS = frozenset(
 
 
 class StepLimitReached(Exception):
-    """A script that takes too many steps to follow."""
+    """Raised when an entry point takes too many steps to interpret."""
 
 
 @dataclass(slots=True)
@@ -61,14 +62,14 @@ Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
 
 
 class Interpreter:
-    """The reader at one place of a script.
+    """An abstract interpreter at one point of a script.
 
     Args:
-        script: what is read.
-        statements: what to do with each kind of statement.
-        expressions: what value each kind of expression has.
-        assumptions: conditions by their text that are taken to be true or false.
-        known: names that are given from outside, such as imports of an earlier cell.
+        script: the parsed script.
+        statements: handlers by kind of statement.
+        expressions: handlers by kind of expression.
+        assumptions: conditions, by text, that are assumed to be true or false.
+        known: values of names that are defined elsewhere, such as imports of an earlier cell.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class Interpreter:
         self.script = script
         self.statements, self.expressions = statements, expressions
         self.assumptions, self.known = dict(assumptions), known
-        self.condition_counts: Counter[str] = Counter()  # conditions that were met
+        self.condition_counts: Counter[str] = Counter()  # how often each condition was met
         self.path_state: State | None = State()
         self.frame, self._frames = 0, 1
         self.enclosing_frames: dict[int, int] = {}
         self.caller_frames: dict[int, int] = {}
-        self.aliases: dict[int, dict[str, str]] = {}  # parameters, by what was handed over for them
+        self.aliases: dict[int, dict[str, str]] = {}  # names in the caller, by parameter
         self.guards: tuple[Guard, ...] = ()
         self.autocasts: list[Autocast] = [NO_AUTOCAST]
         self.grad_modes: list[str] = []  # no_grad, no_sync
@@ -104,48 +105,48 @@ class Interpreter:
         self.repetitions = 0
         self._steps = 0
 
-    # what is seen
+    # results
 
     def report(self, code: str, node: ast.AST, cause: str, advice: str, fix: Fix | None = None) -> None:
-        """Report a mistake, once per place."""
+        """Report a diagnostic, once per rule and position."""
         self.diagnostics.setdefault((code, *position_of(node)), Diagnostic(code, node, cause, advice, fix))
 
     def record_event(self, kind: str, node: ast.AST, **data: Any) -> None:
-        """Record that something happens; the second time round a loop adds nothing."""
+        """Record an event, once per kind, node and guards."""
         key = (kind, node, self.guards)
         if key not in self.events:
             self.events[key] = Event(kind, node, self.guards, self.statement, data)
 
     def reset_steps(self) -> None:
-        """Count the steps anew, for the next root."""
+        """Reset the step count for the next entry point."""
         self._steps = 0
 
     @property
     def state(self) -> State:
-        """The state, where there is one: statements are followed only while it is."""
+        """The state of the current path, which exists while statements are executed."""
         assert self.path_state is not None
         return self.path_state
 
     @property
     def is_first_iteration(self) -> bool:
-        """Whether no loop around is gone through again."""
+        """Whether each loop around is in its first iteration."""
         return self.repetitions == 0
 
     @property
     def autocast(self) -> Autocast:
-        """The innermost autocast."""
+        """The innermost autocast context."""
         return self.autocasts[-1]
 
     @property
     def call_path(self) -> str:
-        """The calls that lead here: a function that is called twice does two things."""
+        """The calls that lead here, as text, which tells apart two calls of one function."""
         calls = (
             guard.node for guard in self.guards if guard.kind == "call" and isinstance(guard.node, ast.Call)
         )
         return "".join(f" from L{call.lineno}:{call.col_offset}" for call in calls)
 
     def assumed_truth(self, test: ast.expr) -> bool | None:
-        """Whether a condition is assumed."""
+        """Return the assumed truth of a condition; ``None`` if nothing is assumed."""
         if isinstance(test, ast.BoolOp):
             parts = [self.assumed_truth(part) for part in test.values]
             decisive = not isinstance(test.op, ast.And)
@@ -161,16 +162,16 @@ class Interpreter:
         return None if assumed is None else assumed == flag[1]
 
     def _as_named_by_caller(self, text: str) -> str:
-        """What a parameter is called by whoever calls: a condition on it is the same condition."""
+        """Return the caller's name for a parameter, so that a condition on both is the same condition."""
         frame: int | None = self.frame
         while frame is not None and text in self.aliases.get(frame, ()):
             text, frame = self.aliases[frame][text], self.caller_frames.get(frame)
         return text
 
-    # going through
+    # execution
 
     def execute(self, body: list[ast.stmt]) -> None:
-        """Statements in order, until the path ends."""
+        """Execute statements in order until the path ends."""
         outside = self.guards
         for statement in body:
             if self.path_state is None:
@@ -182,7 +183,7 @@ class Interpreter:
         self.guards = outside
 
     def evaluate(self, node: ast.expr | None) -> Value:
-        """What an expression stands for; follows the calls in it."""
+        """Evaluate an expression, including the calls in it."""
         if node is None:
             return UNKNOWN
         self._steps += 1
@@ -194,7 +195,7 @@ class Interpreter:
 
     @contextmanager
     def guarded(self, kind: str, node: ast.AST) -> Iterator[None]:
-        """Inside a loop, a branch or a call."""
+        """Execute inside a loop, a branch or a call."""
         outside = self.guards
         self.guards = (*outside, Guard(kind, node))
         try:
@@ -205,7 +206,7 @@ class Interpreter:
     # names
 
     def lookup(self, name: str, text: str = "") -> Value:
-        """What a name stands for here."""
+        """Return the value of a name."""
         frame: int | None = self.frame
         value: Value | None = None
         while frame is not None and value is None:
@@ -227,7 +228,7 @@ class Interpreter:
         return ImportedName(f"builtins.{name}") if name in _BUILTINS else UNKNOWN
 
     def infer_from_usage(self, value: Value, text: str) -> Value:
-        """A value that is not known, by what the script does with its name."""
+        """Replace an unknown value by what the usage of its name tells."""
         unsure = (
             value is UNKNOWN or value is UNSCALED_TENSOR or (isinstance(value, Tensor) and value.node is None)
         )
@@ -245,12 +246,12 @@ class Interpreter:
         return Model(key) if kind == "model" else value
 
     def register_scaler(self, scaler: Scaler) -> Scaler:
-        """Note that there is such a scaler."""
+        """Register a scaler by its key."""
         self.scalers.setdefault(scaler.key, scaler)
         return scaler
 
     def assign(self, target: ast.expr, value: Value) -> None:
-        """Bind a name, an attribute, or several."""
+        """Assign a value to a name, an attribute, or several."""
         if isinstance(target, ast.Name):
             self.state.bind(self.frame, target.id, value)
         elif isinstance(target, ast.Attribute):
@@ -267,7 +268,7 @@ class Interpreter:
             self.assign(target.value, UNKNOWN)
 
     def assign_item(self, target: ast.expr, value: Value) -> None:
-        """Bind what a loop goes through: one of several."""
+        """Assign an item of an iterable, which is one of several."""
         self.assign(target, value)
         for node in ast.walk(target):
             if isinstance(node, ast.Name):
@@ -276,11 +277,11 @@ class Interpreter:
                     self.state.bind(self.frame, node.id, replace(one, one_of_several=True))
 
     def new_frame(self) -> int:
-        """For the names of a call."""
+        """Return a new frame for the names of a call."""
         self._frames += 1
         return self._frames
 
     def bound_method(self, owner: Instance, name: str) -> BoundMethod | None:
-        """A method of an object, by name."""
+        """Return a method of an instance, bound to it."""
         info = owner.info.method(name)
         return BoundMethod(owner, info) if info is not None else None

@@ -1,4 +1,4 @@
-"""What is true of a value after two paths, and of an item of several."""
+"""Joins the values of two paths, and those of several items."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["item_of", "join_values"]
 
 
 def join_values(one: Value, other: Value) -> Value:
-    """What is true of both: the value after two branches that each assigned one."""
+    """Return the value of a name that two branches assign."""
     if one == other:
         return one
     if isinstance(one, Constant) and one.value is None:
@@ -49,7 +49,7 @@ def join_values(one: Value, other: Value) -> Value:
 
 
 def item_of(value: Value) -> Value:
-    """An item of something that is unpacked, indexed or gone through."""
+    """Return the value of any item of an iterable."""
     if isinstance(value, KnownItems):
         result: Value = value.items[0] if value.items else UNKNOWN
         for item in value.items[1:]:

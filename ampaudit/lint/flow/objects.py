@@ -1,4 +1,4 @@
-"""Models, schedulers and objects of the file's own classes: how they are made, moved, called."""
+"""Interprets models, schedulers and instances of the file's classes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _WITHOUT_FORWARD: Final = MODULE_METHODS | frozenset(
 
 
 def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments: Arguments) -> Model:
-    """A model that is constructed or loaded here."""
+    """Create a model that is constructed or loaded here."""
     model = Model(f"L{node.lineno}:{node.col_offset}", node, origin=origin)
     for name in ("dtype", "torch_dtype"):
         if dtype_named(arguments.keywords.get(name, UNKNOWN)) == "float16":
@@ -59,14 +59,14 @@ def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments:
 
 
 def wrap_model(model: Model, wrapper: str) -> Model:
-    """The model inside a parallel wrapper: the same parameters."""
+    """Return a model inside a parallel wrapper, which has the same parameters."""
     return Model(model.key, model.node, wrapper, model.origin)
 
 
 def model_method(
     interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments
 ) -> Value:
-    """What a method of a model does."""
+    """Interpret a method of a model."""
     state = interpreter.state
     if name in ("half", "float", "bfloat16", "double", "to", "type"):
         _cast(interpreter, node, model, name, arguments)
@@ -120,7 +120,7 @@ def _move(interpreter: Interpreter, model: Model, arguments: Arguments) -> None:
 
 
 def device_of(value: Value | None) -> str:
-    """``cuda`` of ``"cuda:0"``; empty for what is no literal device."""
+    """Return the device type, such as ``cuda`` for ``"cuda:0"``; empty if it is not a literal."""
     text = value.value if isinstance(value, Constant) else ""
     if isinstance(text, str):
         head = text.partition(":")[0]
@@ -129,7 +129,7 @@ def device_of(value: Value | None) -> str:
 
 
 def call_model(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> Tensor:
-    """A model is called: what it returns was computed as autocast says here."""
+    """Interpret a forward pass under the current autocast context."""
     cast = autocast_dtype(interpreter) if _check_device(interpreter, node, model) else ""
     root = f"{model.key} at L{node.lineno}:{node.col_offset}{interpreter.call_path}"
     given: frozenset[str] | None = frozenset({root})
@@ -157,7 +157,7 @@ def call_model(interpreter: Interpreter, node: ast.Call, model: Model, arguments
 
 
 def _keeps_cast(interpreter: Interpreter, model: Model) -> bool:
-    """Whether what the model returns is in autocast's dtype, as far as its class in this file shows."""
+    """Return whether a model's output has autocast's dtype, as far as its class in this file shows."""
     info = interpreter.script.classes.get(model.origin)
     method = info.method("forward") if info is not None else None
     if method is None:
@@ -169,7 +169,7 @@ def _keeps_cast(interpreter: Interpreter, model: Model) -> bool:
 
 
 def _check_device(interpreter: Interpreter, node: ast.Call, model: Model) -> bool:
-    """Whether autocast acts on the model, as far as is known."""
+    """Return whether autocast applies to the model's device, as far as is known."""
     autocast, device = interpreter.autocast, interpreter.state.get("device", model.key)
     if (
         autocast.enabled is not True
@@ -192,14 +192,14 @@ def _check_device(interpreter: Interpreter, node: ast.Call, model: Model) -> boo
 def scheduler_method(
     interpreter: Interpreter, node: ast.Call, scheduler: Scheduler, name: str, arguments: Arguments
 ) -> Value:
-    """A step of a learning-rate scheduler; one with arguments is of another kind than torch's."""
+    """Interpret a method of a scheduler; a step with arguments is not one of torch's schedulers."""
     if name == "step" and not arguments.all():
         interpreter.record_event("scheduler.step", node)
     return UNKNOWN
 
 
 def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arguments: Arguments) -> Value:
-    """An object of a class of the file."""
+    """Create an instance of a class of the file."""
     if info.derives("Module", "LightningModule"):
         return make_model(interpreter, node, info.node.name, arguments)
     if info.derives("Optimizer"):

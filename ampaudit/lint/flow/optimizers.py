@@ -1,4 +1,4 @@
-"""Optimizers: how they are made, what they step with, what they set to zero."""
+"""Interprets optimizers: construction, step, zero_grad."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.diagnostic import Fix, removal
+from ampaudit.lint.diagnostic import Fix, remove_statement
 from ampaudit.lint.flow.gradient_facts import (
     BYPASSED,
     clear_gradients,
@@ -36,7 +36,7 @@ _MENTIONS_SCALING = re.compile(r"GradScaler|loss_?scal|grad_?scal|NativeScaler|\
 def optimizer_method(
     interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, name: str, arguments: Arguments
 ) -> Value:
-    """What a method of an optimizer does."""
+    """Interpret a method of an optimizer."""
     state = interpreter.state
     if name == "step":
         _step(interpreter, node, optimizer, arguments)
@@ -58,7 +58,7 @@ def optimizer_method(
 def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, arguments: Arguments) -> None:
     state = interpreter.state
     interpreter.record_event("optimizer.step", node)
-    if arguments.all():  # a closure runs backward in there
+    if arguments.all():  # a closure runs backward
         state.set_fact(MAYBE, "grads")
         return
     record_step_inside_autocast(interpreter, node)
@@ -68,9 +68,9 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
         interpreter.report(
             "AMP817",
             node,
-            "the scaler has stepped this optimizer already; this second step does not skip overflow",
-            "remove this line: scaler.step(optimizer) calls optimizer.step()",
-            removal(interpreter.statement, node),
+            "the scaler has already stepped this optimizer; this second step also runs after an overflow",
+            "remove it: scaler.step(optimizer) calls optimizer.step()",
+            remove_statement(interpreter.statement, node),
         )
     elif (
         found
@@ -80,8 +80,7 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
         _report_bypassed_scaler(
             interpreter,
             node,
-            "the optimizer steps with gradients that have the loss scale as a factor, and nothing skips the"
-            " step if they overflow",
+            "the optimizer steps with scaled gradients, and nothing skips the step if they overflow",
         )
     elif found and not any(item.scaler for item in found):
         _check_scaling(interpreter, found)
@@ -89,10 +88,10 @@ def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, argume
         _report_bypassed_scaler(
             interpreter,
             node,
-            "the optimizer steps past the scaler: nothing skips the step if the gradients overflowed",
+            "the step bypasses the scaler: nothing skips it if the gradients have overflowed",
         )
     for key in interpreter.scalers:
-        # an own test for overflow stands before it; or the mistake was just reported
+        # the script tests for overflow itself, or the mistake was just reported
         if any(isinstance(fact, ast.AST) for _, fact in state.matching("unscaled", key)) or _is_scaled_by(
             found, key
         ):
@@ -112,13 +111,13 @@ def _is_scaled_by(found: frozenset[Contribution] | None, key: str) -> bool:
 
 
 def _contains_scale(interpreter: Interpreter, found: frozenset[Contribution]) -> bool:
-    """Whether the scale is a factor of a part of the gradients at least, and nothing took it out."""
+    """Return whether at least a part of the gradients is scaled, and none was unscaled."""
     untouched = not interpreter.state.may_hold("unscaled")
     return untouched and any(item.scaler for item in found)
 
 
 def _overflow_is_unchecked(interpreter: Interpreter) -> bool:
-    """Whether gradients were unscaled, and the script has no test of its own for what is not finite."""
+    """Return whether gradients were unscaled, and the script does not test for overflow itself."""
     if not is_unscaled(interpreter):
         return False
     unscaled = [e for e in interpreter.events.values() if e.kind == "scaler.unscale"]
@@ -135,14 +134,14 @@ def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> 
             interpreter.report(
                 "AMP813",
                 item.node,
-                "the loss is computed under float16 autocast, and its gradients have no loss scale: small"
-                " ones become zero",
+                "the loss is computed under float16 autocast without "
+                "a loss scale: small gradients become zero",
                 'scale the loss with torch.amp.GradScaler("cuda"), or use dtype=torch.bfloat16',
             )
 
 
 def make_optimizer(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
-    """``torch.optim.X(...)``."""
+    """Interpret ``torch.optim.X(...)``."""
     given = arguments.get(0, "params")
     models = given.models if isinstance(given, Parameters) else None
     key = f"L{node.lineno}:{node.col_offset}"
@@ -164,5 +163,5 @@ def _check_eps(
             node,
             f"eps={eps:g} is zero in float16, the dtype of these parameters and of the optimizer's state:"
             " where a gradient is zero, the update is 0/0",
-            "keep the parameters in float32; if they must be float16, use eps=1e-4 or so",
+            "keep the parameters in float32; if they must be float16, use eps=1e-4",
         )

@@ -1,4 +1,4 @@
-"""What may be wrong with the order in which a gradient scaler is used."""
+"""Checks the order in which the methods of a gradient scaler are called."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def check_bfloat16(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
-    """bfloat16 gradients need no scale."""
+    """Report a scaler for bfloat16 gradients, which need no scale."""
     place = scaler.node if scaler.node is not None else node
     fix = None
     if isinstance(place, ast.Call) and not any(k.arg in ("enabled", None) for k in place.keywords):
@@ -38,14 +38,14 @@ def check_bfloat16(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> 
     interpreter.report(
         "AMP818",
         place,
-        "the loss is computed in bfloat16, whose range is float32's: its gradients need no loss scale",
-        "leave the scaler out, or make it with enabled=False",
+        "the loss is computed in bfloat16, which has the range of float32: its gradients need no loss scale",
+        "remove the scaler, or create it with enabled=False",
         fix,
     )
 
 
 def check_parameters(interpreter: Interpreter, optimizer: Optimizer, node: ast.Call) -> None:
-    """A scaler refuses gradients in float16, which parameters in float16 have."""
+    """Report float16 parameters, whose gradients a scaler rejects."""
     for model in optimizer.models or ():
         halved = interpreter.state.get("half", model)
         if isinstance(halved, ast.AST):
@@ -54,12 +54,12 @@ def check_parameters(interpreter: Interpreter, optimizer: Optimizer, node: ast.C
                 halved,
                 f"these parameters are float16, and the scaler at line {node.lineno} cannot unscale float16"
                 " gradients",
-                "leave the parameters in float32 and let autocast choose the dtype of each op",
+                "keep the parameters in float32 and let autocast choose the dtype of each op",
             )
 
 
 def check_gradients(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, step: ast.Call) -> None:
-    """What is in the gradients that the scaler is about to divide."""
+    """Report gradients that the scaler is about to unscale and that were not scaled by it."""
     found = gradient_contributions(interpreter)
     if not found:
         return
@@ -69,8 +69,9 @@ def check_gradients(interpreter: Interpreter, scaler: Scaler, optimizer: Optimiz
         interpreter.report(
             "AMP815",
             odd.node,
-            "this loss has another scaler's scale than the others that go into the same gradients",
-            "use one scaler for every loss of an optimizer",
+            "this loss is scaled by another scaler than the other "
+            "losses that contribute to the same gradients",
+            "use one scaler for all losses of an optimizer",
         )
     for item in found:
         if not item.scaler and (
@@ -91,14 +92,14 @@ def _report_unscaled_loss(interpreter: Interpreter, step: ast.Call, item: Contri
     interpreter.report(
         "AMP802",
         node,
-        "backward runs on the loss without its scale, but the scaler divides the gradients by the scale",
+        "backward runs on the unscaled loss, but the scaler divides the gradients by the scale",
         f"write {text or 'scaler'}.scale(loss).backward()",
         fix,
     )
 
 
 def check_order(interpreter: Interpreter, scaler: Scaler, node: ast.Call) -> None:
-    """No update came too early for this step."""
+    """Report an update that came too early for this step."""
     state = interpreter.state
     check_early(
         interpreter, f"the step at line {node.lineno}, which then divides by another scale", stepped=True
@@ -108,16 +109,15 @@ def check_order(interpreter: Interpreter, scaler: Scaler, node: ast.Call) -> Non
         interpreter.report(
             "AMP806",
             updated,
-            "update() runs between the steps of several optimizers, whose gradients were scaled by the same"
-            " scale",
+            "update() runs between the steps of several optimizers, whose gradients share one scale",
             "call update() once, after the steps of all optimizers",
         )
 
 
 def check_early(interpreter: Interpreter, what: str, *, stepped: bool) -> None:
-    """An update came between the first scaled backward and the step.
+    """Report an update between the first scaled backward and the step.
 
-    Without a step it is right after unscale_(), which looks for overflow: the script may skip the step.
+    After unscale_(), which checks for overflow, a script may skip the step and call update() at once.
     """
     for _, early in interpreter.state.matching("early"):
         if isinstance(early, tuple) and (stepped or not early[1]):
@@ -130,7 +130,7 @@ def check_early(interpreter: Interpreter, what: str, *, stepped: bool) -> None:
 
 
 def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:
-    """The scaler has not stepped this optimizer already, and something was scaled."""
+    """Report a second step of an optimizer, or a step before any loss was scaled."""
     if (
         interpreter.state.get("unused", scaler.key) == YES
         and gradient_contributions(interpreter) == NO_CONTRIBUTIONS
@@ -138,8 +138,8 @@ def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimize
         interpreter.report(
             "AMP826",
             node,
-            "step() runs before anything was scaled",
-            "call it after the backward of a scaled loss",
+            "step() runs before any loss was scaled",
+            "call it after backward on a scaled loss",
         )
     stepped = interpreter.state.get("stepped", scaler.key, optimizer.key) == YES
     if (
@@ -150,20 +150,20 @@ def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimize
         interpreter.report(
             "AMP824",
             node,
-            "the scaler has stepped this optimizer already since the last update()",
+            "the scaler has already stepped this optimizer since the last update()",
             "step each optimizer once, then call update()",
         )
 
 
 def has_update(interpreter: Interpreter, scaler: Scaler) -> bool:
-    """Whether there is an update at all; where there is none, that is the mistake."""
+    """Return whether the scaler is updated at all; if not, that is the mistake to report."""
     return any(
         e.kind == "scaler.update" and e.data["scaler"] == scaler.key for e in interpreter.events.values()
     )
 
 
 def check_update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
-    """There is something to update after."""
+    """Report an update that follows no step."""
     state = interpreter.state
     stepped = state.may_hold("stepped", scaler.key)
     looked = state.may_hold("unscaled", scaler.key)
@@ -172,27 +172,27 @@ def check_update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> No
         interpreter.report(
             "AMP825",
             node,
-            "update() runs although nothing was stepped since the last one"
+            "update() runs again, although no optimizer has been stepped since the last one"
             if again
-            else "update() runs before anything was scaled",
+            else "update() runs before any loss was scaled",
             "call it once per iteration, after the steps",
         )
 
 
 def record_step_inside_autocast(interpreter: Interpreter, node: ast.Call) -> None:
-    """A step belongs outside of autocast."""
+    """Record a step inside an autocast block."""
     autocast = interpreter.autocast
     if autocast.enabled is True and autocast.explicit:
         interpreter.record_event("step.inside", node, context=autocast)
 
 
 def check_zeroed(interpreter: Interpreter, optimizer: Optimizer) -> None:
-    """A step whose gradients were just set to zero does nothing."""
+    """Report gradients that were zeroed right before the step."""
     fact = interpreter.state.get("zeroed")
     if isinstance(fact, tuple) and fact[0] == optimizer.key and not optimizer.one_of_several:
         interpreter.report(
             "AMP832",
             fact[1],
-            "the gradients are set to zero after backward and before the step that should use them",
+            "the gradients are zeroed between backward and the step that should use them",
             "call zero_grad() before backward or after the step",
         )

@@ -1,4 +1,4 @@
-"""Methods of a gradient scaler: scale, unscale_, step, update; and what each does to the facts."""
+"""Interprets the methods of a gradient scaler: scale, unscale_, step, update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.diagnostic import removal
+from ampaudit.lint.diagnostic import remove_statement
 from ampaudit.lint.flow.gradient_facts import (
     BY_STEP,
     BYPASSED,
@@ -52,7 +52,7 @@ __all__ = ["scaler_method"]
 def scaler_method(
     interpreter: Interpreter, node: ast.Call, scaler: Scaler, name: str, arguments: Arguments
 ) -> Value:
-    """What a method of a gradient scaler does."""
+    """Interpret a method of a gradient scaler."""
     interpreter.register_scaler(scaler)
     if name == "scale":
         return _scale(interpreter, node, scaler, arguments)
@@ -111,7 +111,7 @@ def _step(
         interpreter.report(
             "AMP816",
             node,
-            "the scaler cannot step an optimizer that computes the loss again (a closure)",
+            "the scaler does not support an optimizer that recomputes the loss in a closure",
             "use an optimizer without a closure, or train in bfloat16 or float32 without a scaler",
         )
         state.set_fact(MAYBE, "grads")
@@ -134,7 +134,7 @@ def _step(
         and not optimizer.one_of_several
         and gradient_contributions(interpreter) is not None
     ):
-        state.set_fact(NO_CONTRIBUTIONS, "grads")  # what is in there now was unscaled
+        state.set_fact(NO_CONTRIBUTIONS, "grads")  # the step has unscaled the gradients
     state.set_fact(None, "early", scaler.key)
     state.set_fact(None, "fresh")
 
@@ -151,7 +151,7 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer
         interpreter.report(
             "AMP811",
             node,
-            "unscale_() comes after the step of this optimizer, which has unscaled the gradients already",
+            "unscale_() runs after the step of this optimizer, which has already unscaled the gradients",
             "call unscale_() between backward and step",
         )
     elif (
@@ -162,9 +162,9 @@ def _unscale(interpreter: Interpreter, node: ast.Call, scaler: Scaler, optimizer
         interpreter.report(
             "AMP809",
             node,
-            "unscale_() was already called for this optimizer since the last update()",
+            "unscale_() has already been called for this optimizer since the last update()",
             "call it once per step",
-            removal(interpreter.statement, node),
+            remove_statement(interpreter.statement, node),
         )
     elif not optimizer.one_of_several and YES in (state.get("idle"), state.get("unused", scaler.key)):
         interpreter.report(

@@ -1,4 +1,4 @@
-"""A parsed script: its functions, classes and imports, and which of its lines matter."""
+"""Parses a script and collects its functions, classes, imports, and the lines that matter."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
     "sets_own_context",
 ]
 
-# a line without any of these has no part in a training loop's precision
+# lines that matter for the precision of a training loop
 _MATTERS = re2.compile(
     r"autocast|[Ss]caler|\bscale|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
     r"|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
     r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b"
 )
-# a file without any of these has nothing to be found
+# files that rules may have something to report in
 _MENTIONS = re2.compile(
     r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
     r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
@@ -40,15 +40,16 @@ _MENTIONS = re2.compile(
 
 @dataclass(slots=True)
 class Script:
-    """One module.
+    """A parsed module.
 
     Attributes:
-        tree: its syntax tree.
-        text: its text.
-        functions: those of the module itself, by name.
-        classes: all, by name.
-        usage: what is done with names.
-        imports: dotted names of all that is imported.
+        tree: syntax tree.
+        text: source text.
+        functions: functions at module level, by name.
+        classes: all classes, by name.
+        usage: how names are used.
+        imports: dotted names of all imports.
+        relevant_lines: numbers of the lines that matter, in order.
     """
 
     tree: ast.Module
@@ -60,14 +61,14 @@ class Script:
     relevant_lines: list[int] = field(default_factory=list)
 
     def is_relevant(self, node: ast.stmt) -> bool:
-        """Whether any line of a statement matters."""
+        """Return whether any line of a statement matters."""
         decorators = getattr(node, "decorator_list", ())
         at = bisect_left(self.relevant_lines, min((d.lineno for d in decorators), default=node.lineno))
         return at < len(self.relevant_lines) and self.relevant_lines[at] <= (node.end_lineno or node.lineno)
 
 
 def parse(text: str) -> ast.Module:
-    """The syntax tree.
+    """Parse a text.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
@@ -75,17 +76,17 @@ def parse(text: str) -> ast.Module:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in somebody's strings
+        warnings.simplefilter("ignore")  # about invalid escapes
         return ast.parse(text)
 
 
 def enters_autocast(node: ast.With) -> bool:
-    """Whether a ``with`` names autocast."""
+    """Return whether a ``with`` statement names autocast."""
     return any("autocast" in ast.unparse(item.context_expr) for item in node.items)
 
 
 def matching_lines(pattern: Any, text: str) -> list[int]:
-    """Numbers of the lines in which a pattern of re2 matches, in order."""
+    """Return the numbers of the lines in which an RE2 pattern matches."""
     if "\r" in text:
         return [number for number, line in enumerate(split_lines(text), 1) if pattern.search(line)]
     found: list[int] = []
@@ -99,12 +100,12 @@ def matching_lines(pattern: Any, text: str) -> list[int]:
 
 
 def is_worth_reading(text: str) -> bool:
-    """Whether a script has any word that a finding could be about; most files of a project have none."""
+    """Return whether a script contains any word that a rule is about; most files of a project do not."""
     return _MENTIONS.search(text) is not None
 
 
 def read_script(text: str) -> Script:
-    """Parse and survey a module.
+    """Parse a module and collect what it defines.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
@@ -116,7 +117,7 @@ def read_script(text: str) -> Script:
 
 
 def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> None:
-    """Note functions, classes, imports; look into statements whose lines matter."""
+    """Collect functions, classes and imports, and the calls in statements that matter."""
     for node in body:
         if isinstance(node, ast.Import):
             script.imports.update(alias.name for alias in node.names)
@@ -153,7 +154,7 @@ def _collect_usage(script: Script, body: list[ast.stmt]) -> None:
 
 
 def _walk_expressions(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """All nodes, without contexts, operators and constants."""
+    """Yield all nodes except contexts, operators, names and constants below the top."""
     pending: list[ast.AST] = list(body)
     while pending:
         node = pending.pop()
@@ -182,7 +183,7 @@ def _record_call(usage: NameUsage, node: ast.Call) -> None:
 
 
 def sets_own_context(node: ast.AST) -> bool:
-    """Whether a function goes through data or enters autocast itself: then it is called outside of it."""
+    """Return whether a function loops over data or enters autocast, and so is not called under autocast."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
             return True
@@ -192,7 +193,7 @@ def sets_own_context(node: ast.AST) -> bool:
 
 
 def dotted_name(node: ast.AST) -> str:
-    """``self.optimizer`` of such an expression; empty for others."""
+    """Return a dotted name such as ``self.optimizer``; empty for other expressions."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -206,7 +207,7 @@ def dotted_name(node: ast.AST) -> str:
 
 
 def condition_of(test: ast.expr) -> tuple[str, bool] | None:
-    """A condition as a name and what it must be: ``scaler is None`` is ``scaler``, False; else ``None``."""
+    """Return a condition as a name and its truth, as in ``scaler``, False for ``scaler is None``."""
     positive = True
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, positive = test.operand, not positive

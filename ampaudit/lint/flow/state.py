@@ -1,4 +1,4 @@
-"""What is true at a point of a script: values of names, and facts about gradients; and how two paths join."""
+"""The state at a point of a script: values of names and facts about gradients; and the join of two states."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Contribution:
     """One backward pass whose gradients are in ``.grad``.
 
     Attributes:
-        scaler: key of the scaler that scaled the loss, or empty.
+        scaler: key of the scaler that scaled the loss; empty if unscaled.
         node: the call of ``backward``.
-        under: 16-bit dtype of the autocast that the loss was computed under, or empty.
+        computed_under: 16-bit dtype of autocast when the loss was computed; empty without.
     """
 
     scaler: str
@@ -50,72 +50,72 @@ class State:
         self._owned: set[Scope] = set()
 
     def copy(self) -> State:
-        """For the other branch."""
+        """Return a copy for another branch."""
         self.share()
         return State(self.facts.copy(), self.scopes.copy())
 
     def share(self) -> None:
-        """Write to copies of the scopes from now on."""
+        """Copy each scope before the next write to it."""
         self._owned.clear()
 
     def fork(self) -> State:
-        """For code that is called from elsewhere: names and models as they are, no gradients known."""
+        """Return a state with the same names and models but no facts about gradients."""
         self.share()
         return State({k: v for k, v in self.facts.items() if k[0] in _MODEL_FACTS}, self.scopes.copy())
 
     def may_hold(self, *start: str) -> bool:
-        """Whether any fact that begins so is, or may be, true."""
+        """Return whether any fact with this prefix is, or may be, true."""
         return any(fact is not None for _, fact in self.matching(*start))
 
     def equals(self, other: State) -> bool:
-        """Whether all is as it was."""
+        """Return whether facts and names are equal."""
         return self.facts == other.facts and self.scopes == other.scopes
 
     def get(self, *key: str) -> Fact:
-        """A fact; ``None`` if nothing was ever said."""
+        """Return a fact; ``None`` if it was never set."""
         return self.facts.get(key)
 
     def set_fact(self, value: Fact, *key: str) -> None:
-        """Say a fact."""
+        """Set a fact."""
         self.facts[key] = value
 
     def value(self, scope: Scope, name: str) -> Value | None:
-        """What a name stands for in a scope, or an attribute in an object."""
+        """Return the value of a name in a scope, or of an attribute of an object."""
         names = self.scopes.get(scope)
         return None if names is None else names.get(name)
 
     def bind(self, scope: Scope, name: str, value: Value) -> None:
-        """Assign a name or an attribute."""
+        """Bind a name or an attribute to a value."""
         if scope not in self._owned:
             self.scopes[scope] = self.scopes.get(scope, {}).copy()
             self._owned.add(scope)
         self.scopes[scope][name] = value
 
     def drop_scope(self, scope: Scope) -> None:
-        """A function has returned: its names are gone."""
+        """Remove the names of a function that has returned."""
         self.scopes.pop(scope, None)
         self._owned.discard(scope)
 
     def invalidate(self, *start: str) -> None:
-        """All facts that begin so may be otherwise now."""
+        """Set all facts with this prefix to ``MAYBE``."""
         count = len(start)
         for key in self.facts:
             if key[:count] == start:
                 self.facts[key] = MAYBE
 
     def clear(self, *start: str) -> None:
-        """All facts that begin so are no longer true."""
+        """Remove all facts with this prefix."""
         for key in [key for key, _ in self.matching(*start)]:
             del self.facts[key]
 
     def matching(self, *start: str) -> list[tuple[FactKey, Fact]]:
-        """Facts that begin so."""
+        """Return the facts with this prefix."""
         count = len(start)
         return [(key, fact) for key, fact in self.facts.items() if key[:count] == start]
 
 
 def join(one: State | None, other: State | None) -> State | None:
-    """After two paths; ``None`` is a path that ends before."""
+    """Join the states of two paths, where ``None`` is a path that has ended."""
     if one is None or other is None:
         return one if other is None else other
     left, right = one.facts, other.facts
@@ -138,7 +138,7 @@ def join(one: State | None, other: State | None) -> State | None:
 
 
 def _join_names(names: dict[str, Value], others: dict[str, Value]) -> dict[str, Value]:
-    """A name that only one path assigns is not used where it is missing."""
+    """Join the names of two scopes; a name that only one path binds keeps its value."""
     joined = {**others, **names}
     for name, value in names.items():
         second = others.get(name, value)

@@ -1,4 +1,4 @@
-"""Where a statement stands: what follows it, which function it is in; asked before a name is written."""
+"""Answers where a statement stands, so that a fix writes only names that are in scope."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 def in_same_function(script: Script, one: ast.AST, other: ast.AST) -> bool:
-    """Whether two nodes are in the same function, so that a name means the same in both."""
+    """Return whether two nodes are in the same function, where a name means the same."""
     return _enclosing_function(script.tree, one) is _enclosing_function(script.tree, other)
 
 
 def scaler_in_scope(script: Script, node: ast.AST) -> str:
-    """What the scaler is called in the function that a node is in; empty if there is none, or several."""
+    """Return the name of the only scaler in the function around a node; empty if there is not exactly one."""
     texts = {
         dotted_name(call.func.value)
         for call in ast.walk(_enclosing_function(script.tree, node))
@@ -33,7 +33,7 @@ _PROTOCOL = ("scale", "step", "update", "unscale_")
 
 
 def _enclosing_function(tree: ast.Module, node: ast.AST) -> ast.AST:
-    """The innermost function around a node, or the module."""
+    """Return the innermost function around a node, or the module."""
     line, found, pending = getattr(node, "lineno", 0), tree, list(tree.body)
     while pending:
         item = pending.pop()
@@ -45,7 +45,7 @@ def _enclosing_function(tree: ast.Module, node: ast.AST) -> ast.AST:
 
 
 def following_step(script: Script, statement: ast.stmt | None) -> tuple[str, str] | None:
-    """Scaler and optimizer, as text, of the ``x.step(y)`` that follows a statement in its loop's round."""
+    """Return scaler and optimizer of the ``x.step(y)`` that follows a statement in the same iteration."""
     for follower in _following_statements(script.tree.body, statement) or ():
         for call in _unconditional_calls(follower):
             if isinstance(call.func, ast.Attribute) and call.func.attr == "step" and call.args:
@@ -56,7 +56,7 @@ def following_step(script: Script, statement: ast.stmt | None) -> tuple[str, str
 
 
 def _following_statements(body: list[ast.stmt], statement: ast.stmt | None) -> list[ast.stmt] | None:
-    """What follows a statement in its block, then what follows the statements around it, up to a loop."""
+    """Return what follows a statement in its block, then in the blocks around it, up to a loop."""
     for index, item in enumerate(body):
         if item is statement:
             return body[index + 1 :]
@@ -68,14 +68,14 @@ def _following_statements(body: list[ast.stmt], statement: ast.stmt | None) -> l
 
 
 def nested_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """The blocks directly inside a statement."""
+    """Return the blocks directly inside a statement."""
     blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
     blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
     return [block for block in blocks if isinstance(block, list) and block]
 
 
 def _unconditional_calls(statement: ast.stmt) -> Iterator[ast.Call]:
-    """Calls that run once if the statement does: not in loops, definitions, or conditions on a count."""
+    """Yield calls that run once per statement: not in loops, definitions, or conditions on a count."""
     if isinstance(statement, _DEFINITIONS + _LOOPS):
         return
     if isinstance(statement, ast.If) and any(isinstance(n, ast.Mod) for n in ast.walk(statement.test)):

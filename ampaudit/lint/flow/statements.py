@@ -1,11 +1,11 @@
-"""What each kind of statement does to the state: branches, loops, contexts, definitions."""
+"""Executes each kind of statement: branches, loops, contexts, definitions."""
 
 from __future__ import annotations
 
 import ast
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.lint.diagnostic import Guard
+from ampaudit.lint.flow.events import Guard
 from ampaudit.lint.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
 from ampaudit.lint.flow.joining import item_of
 from ampaudit.lint.flow.state import State, join
@@ -78,7 +78,7 @@ def _if(interpreter: Interpreter, node: ast.If) -> None:
 
 
 def _repeat(interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, item: Value | None) -> None:
-    """Twice through the body: what one round leaves behind meets the next."""
+    """Execute the body twice, so that the state after one iteration meets the next."""
     entry = interpreter.state.copy()
     breaks: list[State] = []
     for again in range(2):

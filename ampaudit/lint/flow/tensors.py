@@ -1,4 +1,4 @@
-"""What becomes of tensors: of a loss's scale, of autocast's 16 bits, of a gradient that is read."""
+"""Interprets operations on tensors and gradients: their loss scale, their 16-bit dtype, their graph."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ _HARMLESS_ON_GRADIENTS: Final = frozenset(
 
 
 def dtype_named(value: Value) -> str:
-    """``float16`` of ``torch.half``; empty for what is no dtype."""
+    """Return the dtype that a value names, such as ``float16`` for ``torch.half``; empty for other values."""
     return DTYPES.get(value.path, "") if isinstance(value, ImportedName) else ""
 
 
 def autocast_dtype(interpreter: Interpreter) -> str:
-    """The dtype that matrix products have here for certain: of the autocast around, or empty."""
+    """Return the dtype in which autocast computes matrix products here; empty if that is not certain."""
     autocast = interpreter.autocast
     if autocast.enabled is not True:
         return ""
@@ -79,7 +79,7 @@ def _default_dtype(autocast: Autocast) -> str:
 
 
 def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:
-    """A matrix product; autocast makes it 16-bit whatever its operands are."""
+    """Interpret a matrix product, which autocast computes in 16 bits whatever its operands are."""
     cast = autocast_dtype(interpreter)
     for value in values:
         if isinstance(value, Tensor) and value.upcast is not None and cast:
@@ -87,7 +87,7 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
                 "AMP845",
                 value.upcast,
                 f"autocast casts this float32 tensor back to {cast} at line {getattr(node, 'lineno', 0)}",
-                "put the lines that need float32 under 'with torch.autocast(device_type, enabled=False):'",
+                "compute what needs float32 under 'with torch.autocast(device_type, enabled=False):'",
             )
     roots = all_model_calls(values)
     return Tensor(
@@ -96,7 +96,7 @@ def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value])
 
 
 def all_model_calls(values: Sequence[Value]) -> frozenset[str] | None:
-    """The model calls that go into any of some values; ``None`` where one of them is not known."""
+    """Return the model calls that any of some values depends on; ``None`` if one is unknown."""
     found: frozenset[str] = frozenset()
     for value in values:
         if isinstance(value, Constant):
@@ -113,7 +113,7 @@ def _scale_of_product(values: list[Value]) -> str:
 
 
 def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter) -> Value:
-    """A sum, difference, product or quotient of two values."""
+    """Interpret a sum, difference, product, quotient or power of two values."""
     gradients = [value for value in (left, right) if isinstance(value, LossGradients)]
     if gradients:
         if isinstance(node.op, ast.Pow):
@@ -157,7 +157,7 @@ def _is_number(left: Value, right: Value) -> bool:
 
 
 def common_scale(values: Sequence[Value]) -> str:
-    """The scale that is in all of some values, or ``MAYBE``."""
+    """Return the scaler whose scale all of some values have, or ``MAYBE``."""
     kinds = {
         value.scaler_key if isinstance(value, Tensor) else UNSCALED
         for value in values
@@ -167,27 +167,27 @@ def common_scale(values: Sequence[Value]) -> str:
 
 
 def gradient_norm(interpreter: Interpreter, node: ast.AST, gradients: LossGradients) -> Value:
-    """A penalty's norm or power of gradients."""
+    """Interpret a norm or power of gradients, as in a gradient penalty."""
     if gradients.scaler_key not in (UNSCALED, MAYBE):
         interpreter.report(
             "AMP837",
             node,
-            "these gradients have the loss scale as a factor, so the penalty is of the scale and not of the"
-            " model",
-            "multiply them by 1. / scaler.get_scale() first",
+            "these gradients are scaled by the loss scale, "
+            "so the penalty measures the scale and not the model",
+            "multiply them by 1 / scaler.get_scale() first",
         )
     elif interpreter.autocast.enabled is False and gradients.computed_under and interpreter.scalers:
         interpreter.report(
             "AMP838",
             node,
-            "the penalty is computed outside autocast, although the loss it is added to is computed inside",
+            "the penalty is computed outside autocast, but the loss that it is added to inside",
             "compute the penalty and add it to the loss under 'with torch.autocast(...)'",
         )
     return Tensor(scaler_key=gradients.scaler_key, node=node)
 
 
 def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
-    """A value of ``p.grad`` is used; it must not have the loss scale in it."""
+    """Record that ``p.grad`` is read, and report it if it is still scaled."""
     interpreter.record_event("gradient.read", node)
     line = getattr(node, "lineno", 0)
     if is_still_scaled(interpreter) and not any(
@@ -196,13 +196,13 @@ def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
         interpreter.report(
             "AMP808",
             node,
-            "these gradients still have the loss scale as a factor",
-            "call scaler.unscale_(optimizer) once, before the first use of the gradients",
+            "these gradients are still scaled by the loss scale",
+            "call scaler.unscale_(optimizer) once, before the gradients are first used",
         )
 
 
 def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Value:
-    """A method of ``p.grad``."""
+    """Interpret a method of ``p.grad``."""
     if name in _KEEPS_GRADIENT:
         interpreter.record_event("gradient.read", node)
         return ParameterGradient()
@@ -215,7 +215,7 @@ def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Valu
 def tensor_method(
     interpreter: Interpreter, node: ast.Call, base: Tensor, name: str, arguments: Arguments
 ) -> Value:
-    """A method of a tensor."""
+    """Interpret a method of a tensor."""
     if name == "backward":
         from ampaudit.lint.flow.gradients import backward
 
@@ -242,7 +242,7 @@ def tensor_method(
 
 
 def requested_dtype(name: str, arguments: Arguments) -> str:
-    """The dtype that a method of a tensor or a model asks for, such as ``half()``; or empty."""
+    """Return the dtype that a method such as ``half()`` casts to; empty for other methods."""
     names = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
     if name in names:
         return names[name]
@@ -252,5 +252,5 @@ def requested_dtype(name: str, arguments: Arguments) -> str:
 
 
 def is_norm_function(name: str) -> bool:
-    """Whether a method or function makes a penalty of gradients."""
+    """Return whether a method or function is a norm or power."""
     return name in _NORM_FUNCTIONS

@@ -1,4 +1,4 @@
-"""Functions and classes of torch and its neighbours, by their dotted names."""
+"""Interprets calls of functions and classes of torch and related packages, by dotted name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Handler = Callable[["Interpreter", ast.Call, "Arguments"], Value]
 
 
 def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
-    """The value of a call of something imported, or built in."""
+    """Interpret a call of an imported or built-in name."""
     name = path.rpartition(".")[2]
     if path in _BY_PATH:
         return _BY_PATH[path](interpreter, node, arguments)
@@ -145,7 +145,7 @@ def _reduction(arguments: Arguments) -> str:
 
 
 def call_loss(interpreter: Interpreter, node: ast.Call, loss: LossFunction, arguments: Arguments) -> Value:
-    """A loss of torch's is computed."""
+    """Interpret a loss function of torch."""
     given = [value for value in arguments.all() if isinstance(value, Tensor)]
     first = arguments.positional[0] if arguments.positional else UNKNOWN
     autocast = interpreter.autocast
@@ -160,9 +160,9 @@ def call_loss(interpreter: Interpreter, node: ast.Call, loss: LossFunction, argu
         interpreter.report(
             "AMP842",
             node,
-            f"the model's output is {first.cast} under autocast, and this loss is computed outside of it, in"
-            f" {first.cast}, too",
-            "move the loss into the autocast block, or give it output.float()",
+            f"the model's output is {first.cast} under autocast, and this loss, "
+            f"computed outside, stays in {first.cast}",
+            "move the loss into the autocast block, or pass it output.float()",
         )
     computed_under = tensors.autocast_dtype(interpreter) or next(
         (t.computed_under for t in given if t.computed_under), ""
@@ -185,21 +185,21 @@ def _check_binary_cross_entropy(
     interpreter.report(
         "AMP844",
         node,
-        "autocast refuses binary cross entropy on probabilities: in float16 log(0) is too near",
-        "give the logits to BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, and drop the sigmoid",
+        "autocast rejects binary cross entropy on probabilities, whose log easily becomes -inf in float16",
+        "pass logits to BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, without the sigmoid",
         fix,
     )
 
 
 def _check_half_kernel(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
     first = arguments.positional[0] if arguments.positional else UNKNOWN
-    # the CPU's autocast computes these in float32
+    # autocast on the CPU computes these in float32
     cast_here = interpreter.autocast.enabled is not False and interpreter.autocast.device == "cpu"
     if isinstance(first, Tensor) and first.cast and not cast_here:
         interpreter.report(
             "AMP846",
             node,
-            f"{path} has no {first.cast} kernel, and autocast made its input {first.cast}",
+            f"{path} has no {first.cast} kernel, and its input is {first.cast} under autocast",
             "compute it from float32 inputs under 'with torch.autocast(device_type, enabled=False):'",
         )
     return UNSCALED_TENSOR

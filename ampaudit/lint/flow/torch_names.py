@@ -1,4 +1,4 @@
-"""What names of torch mean to a training loop; in one spelling each, such as ``torch.autocast``."""
+"""Tables of names of torch and related packages, each under one canonical name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "canonical_name",
 ]
 
-FLOAT16_ROUNDS_TO_ZERO: Final = 2.0**-25  # what is not above half of float16's smallest number rounds to zero
+FLOAT16_ROUNDS_TO_ZERO: Final = 2.0**-25  # half of the smallest positive number; this and less rounds to zero
 AUTOCASTS: Final = {
     "torch.autocast": None,
     "torch.amp.autocast": None,
@@ -117,7 +117,7 @@ HARMLESS_METHODS: Final = frozenset(
 
 
 def canonical_name(path: str) -> str:
-    """One spelling for what has several."""
+    """Return the canonical name of an object that has several."""
     for old, new in _ALIASES:
         if path == old or path.startswith(old + "."):
             path = new + path[len(old) :]

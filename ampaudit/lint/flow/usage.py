@@ -1,4 +1,4 @@
-"""What the use of a name says about it, where nothing else does."""
+"""Infers what a name stands for from how the script uses it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MODEL = re.compile(
 
 @dataclass(slots=True)
 class NameUsage:
-    """What is done with names, by their dotted text: methods called on them, and where they are handed in.
+    """The methods that are called on names, and the optimizers that are passed to scalers.
 
     Attributes:
-        methods: names of methods, per text.
-        stepped: texts that are arguments of ``x.step(...)`` or ``x.unscale_(...)``, per x.
+        methods: names of methods, by dotted name.
+        stepped: arguments of ``x.step(...)`` and ``x.unscale_(...)``, by x.
     """
 
     methods: dict[str, set[str]] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class NameUsage:
     _kinds: dict[str, str] = field(default_factory=dict)
 
     def is_scaler(self, text: str) -> bool:
-        """Only a gradient scaler has ``unscale_``, or both ``scale`` and ``update`` beside ``step``."""
+        """Return whether a name is used like a gradient scaler: ``unscale_``, or ``scale`` with others."""
         used = self.methods.get(text, ())
         if "unscale_" in used:
             return True
@@ -38,14 +38,14 @@ class NameUsage:
         return "step" in used or ("update" in used and "fit" not in used and "transform" not in used)
 
     def is_optimizer(self, text: str) -> bool:
-        """It is handed to a scaler, or is called so and used so."""
+        """Return whether a name is passed to a scaler, or is named and used like an optimizer."""
         if any(text in given and self.is_scaler(scaler) for scaler, given in self.stepped.items()):
             return True
         used = self.methods.get(text, set())
         return bool(_OPTIMIZER.search(_last(text))) and bool(used & {"zero_grad", "step"})
 
     def kind(self, text: str) -> str:
-        """What the uses of a name say that it is; empty if nothing for certain."""
+        """Return what a name stands for; empty if its uses do not tell."""
         known = self._kinds.get(text)
         if known is None:
             tests = {
@@ -59,7 +59,7 @@ class NameUsage:
         return known
 
     def optimizer_names(self) -> frozenset[str]:
-        """The last parts of the names of all optimizers in the script."""
+        """Return the last components of the names of all optimizers."""
         if self._names is None:
             handed = {text for given in self.stepped.values() for text in given}
             texts = {text for text in (*self.methods, *handed) if self.is_optimizer(text)}
@@ -67,11 +67,11 @@ class NameUsage:
         return self._names
 
     def is_scheduler(self, text: str) -> bool:
-        """It is called so and is stepped."""
+        """Return whether a name is named like a scheduler and stepped."""
         return bool(_SCHEDULER.search(_last(text))) and "step" in self.methods.get(text, ())
 
     def is_model(self, text: str) -> bool:
-        """It is called so, and is trained, evaluated or asked for its parameters."""
+        """Return whether a name is named like a model and used like one."""
         used = self.methods.get(text, set())
         name = _last(text)
         known = {"parameters", "train", "eval", "half", "named_parameters", "no_sync", "zero_grad", "(call)"}

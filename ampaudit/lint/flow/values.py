@@ -1,4 +1,4 @@
-"""What a name in a script can stand for, as far as reading tells; what is not certain is ``UNKNOWN``."""
+"""Abstract values of names and expressions; what is not certain is ``UNKNOWN``."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ __all__ = [
     "Value",
 ]
 
-UNSCALED: Final = ""  # a tensor that no loss scale is in
-MAYBE: Final = "?"  # this or that, by the path that was taken
+UNSCALED: Final = ""  # scaler key of a tensor without a loss scale
+MAYBE: Final = "?"  # differs between the paths that lead here
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Anything."""
+    """Any value."""
 
 
 UNKNOWN: Final = Unknown()
@@ -52,21 +52,21 @@ UNKNOWN: Final = Unknown()
 
 @dataclass(frozen=True, slots=True)
 class ImportedName:
-    """Something imported, by its dotted name: ``torch.nn.functional.mse_loss``."""
+    """An imported or built-in object, by its dotted name."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A literal."""
+    """The value of a literal."""
 
     value: object
 
 
 @dataclass(frozen=True, slots=True)
 class KnownItems:
-    """A tuple or list whose items are known; ``repeated`` if it stands for all of a comprehension's items."""
+    """A tuple or list of known items; ``repeated`` if one item stands for those of a comprehension."""
 
     items: tuple[Value, ...]
     repeated: bool = False
@@ -82,7 +82,7 @@ class StateDict:
 
 @dataclass(frozen=True, slots=True)
 class DictLiteral:
-    """A dict literal: its values, and where it stands."""
+    """The values of a dict literal, and its node."""
 
     items: tuple[Value, ...]
     node: ast.AST
@@ -90,7 +90,7 @@ class DictLiteral:
 
 @dataclass(frozen=True, slots=True)
 class Scaler:
-    """A gradient scaler; ``enabled`` is ``None`` where it depends on something."""
+    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition."""
 
     key: str
     node: ast.AST | None = None
@@ -100,9 +100,9 @@ class Scaler:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer; ``models`` are the keys of those whose parameters it holds, ``None`` if unknown.
+    """An optimizer; ``models`` are the keys of the models whose parameters it has, ``None`` if unknown.
 
-    ``one_of_several`` says that it is one of several, so that nothing is known about which.
+    ``one_of_several`` marks an item of a collection, where it is not known which.
     """
 
     key: str
@@ -114,7 +114,7 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A module; ``wrapper`` is the parallel class around it, ``origin`` its class's dotted name."""
+    """A module; ``wrapper`` is the parallel class around it, ``origin`` the dotted name of its class."""
 
     key: str
     node: ast.AST | None = None
@@ -124,7 +124,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters of models, or one of them; ``None`` where it is not known which."""
+    """One or all parameters of models; ``None`` if the models are unknown."""
 
     models: frozenset[str] | None
 
@@ -136,14 +136,14 @@ class ParameterGradient:
 
 @dataclass(frozen=True, slots=True)
 class Scheduler:
-    """A learning-rate scheduler of torch's."""
+    """A learning-rate scheduler of torch."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class LossFunction:
-    """A loss function or module of torch's, by its name: ``BCELoss``, ``mse_loss``."""
+    """A loss function or module of torch, by name, such as ``BCELoss`` or ``mse_loss``."""
 
     name: str
     node: ast.AST | None = None
@@ -155,15 +155,15 @@ class Tensor:
     """A tensor, or a structure of tensors that a model returned.
 
     Attributes:
-        scaler_key: key of the scaler whose scale is a factor of it, ``UNSCALED`` or ``MAYBE``.
-        cast: the 16-bit dtype that autocast gave it for certain, else empty.
-        computed_under: the 16-bit dtype of the autocast that it was computed under, else empty.
-        upcast: the call that made it float32, and nothing else since.
-        model_calls: the model calls that it was computed from; ``None`` where that is not known.
+        scaler_key: key of the scaler that scaled it, ``UNSCALED`` or ``MAYBE``.
+        cast: the 16-bit dtype that autocast has certainly cast it to, else empty.
+        computed_under: the 16-bit dtype of autocast when it was computed, else empty.
+        upcast: the call that has cast it to float32, if no op followed.
+        model_calls: the model calls that it depends on; ``None`` if unknown.
         loss: the loss function that returned it, else empty.
-        divided: whether it was divided or multiplied by anything; ``None`` if unknown.
-        sigmoid: the call of a sigmoid that returned it.
-        node: the expression that made it.
+        divided: whether it was divided or multiplied; ``None`` if unknown.
+        sigmoid: the call of sigmoid that returned it.
+        node: the expression that created it.
     """
 
     scaler_key: str = UNSCALED
@@ -177,12 +177,12 @@ class Tensor:
     node: ast.AST | None = None
 
 
-UNSCALED_TENSOR: Final = Tensor()  # what unknown code returned that was given no scaler
+UNSCALED_TENSOR: Final = Tensor()  # the result of unknown code that had no scaler
 
 
 @dataclass(frozen=True, slots=True)
 class LossGradients:
-    """What ``torch.autograd.grad(..., create_graph=True)`` returned; ``scaler_key`` as for a tensor."""
+    """The result of ``torch.autograd.grad(..., create_graph=True)``, which becomes part of a loss."""
 
     scaler_key: str
     computed_under: str
@@ -191,26 +191,26 @@ class LossGradients:
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """An autocast context; ``None`` is what is not known."""
+    """An autocast context; ``None`` stands for unknown."""
 
     enabled: bool | None
     device: str | None
     dtype: str | None
     node: ast.AST | None = None
-    explicit: bool = True  # a fresh torch.autocast(...), not one that somebody else enters or made
-    conditional: bool = False  # on, as far as a switch is set
+    explicit: bool = True  # a torch.autocast(...) of this script, not of unknown code
+    conditional: bool = False  # enabled by a setting that is assumed to be on
 
 
 @dataclass(frozen=True, slots=True)
 class ContextManager:
-    """Another context manager that matters: ``no_grad``, ``no_sync``, ``null``."""
+    """Another relevant context manager: ``no_grad``, ``no_sync``, ``null``."""
 
     kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class Managed:
-    """An object of Accelerate, Lightning, Fabric or DeepSpeed, or one that these look after."""
+    """An object that Accelerate, Lightning, Fabric or DeepSpeed manages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,10 +221,15 @@ class FunctionInfo:
     owner: ClassInfo | None
     relevant: bool  # whether anything in it matters
 
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a static method."""
+        return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.node.decorator_list)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassInfo:
-    """A class of the file; ``bases`` are dotted names as far as they resolve."""
+    """A class of the file; ``bases`` are the dotted names of its base classes."""
 
     node: ast.ClassDef
     bases: tuple[str, ...]
@@ -232,20 +237,20 @@ class ClassInfo:
     base: ClassInfo | None = None
 
     def method(self, name: str) -> FunctionInfo | None:
-        """By name, also from base classes in the same file."""
+        """Return a method by name, also from base classes in the same file."""
         if name in self.methods:
             return self.methods[name]
         return self.base.method(name) if self.base is not None else None
 
     def derives(self, *endings: str) -> bool:
-        """Whether a base class has a name that ends so."""
+        """Return whether the last component of a base class's name is one of some names."""
         own = any(base.rpartition(".")[2] in endings for base in self.bases)
         return own or (self.base is not None and self.base.derives(*endings))
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of the file, with the frame it was defined in."""
+    """A function of the file, with the frame that defines it."""
 
     info: FunctionInfo
     frame: int
@@ -260,7 +265,7 @@ class Class:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An object of a class of the file."""
+    """An instance of a class of the file."""
 
     key: str
     info: ClassInfo

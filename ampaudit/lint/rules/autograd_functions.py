@@ -1,4 +1,4 @@
-"""Custom autograd functions, which autocast does not look into."""
+"""Rule on custom autograd functions, whose backward runs without autocast."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ampaudit.lint.diagnostic import Diagnostic, Fix
 from ampaudit.lint.flow.script import Script, dotted_name, enters_autocast
 from ampaudit.lint.flow.values import FunctionInfo
 
-__all__ = ["check"]
+__all__ = ["check_autograd_functions"]
 
 _PRODUCTS: Final = frozenset(
     "matmul mm bmm einsum addmm baddbmm linear conv1d conv2d conv3d conv_transpose2d mv".split()
 )
 
 
-# it casts by itself
+# code that chooses dtypes itself
 _OWN_DTYPES = re.compile(r"autocast|\.to\(|\.float\(|\.type_as\(|dtype")
 
 
-def check(script: Script) -> Iterator[Diagnostic]:
-    """Functions with matrix products whose two halves do not agree on a dtype."""
+def check_autograd_functions(script: Script) -> Iterator[Diagnostic]:
+    """Report functions with matrix products that lack ``custom_fwd`` or ``custom_bwd``."""
     if "autocast" not in script.text or "Function" not in script.text:
         return
     for info in script.classes.values():
@@ -38,11 +38,11 @@ def check(script: Script) -> Iterator[Diagnostic]:
             continue
         has = [_decorated(forward, "custom_fwd"), _decorated(backward, "custom_bwd")]
         if not all(has):
-            yield _found(info.node, forward, backward, has)
+            yield _diagnostic(info.node, forward, backward, has)
 
 
 def _runs_under_autocast(script: Script, name: str) -> bool:
-    """Whether it is applied in an autocast block, in a module, or by a function called in such a block."""
+    """Return whether it is applied in an autocast block, in a module, or by a function called in one."""
     inside: set[str] = set()
     applied: list[ast.FunctionDef | ast.ClassDef | ast.Assign] = []
     for node in ast.walk(script.tree):
@@ -83,22 +83,22 @@ def _decorated(info: FunctionInfo, name: str) -> bool:
     return any(name in ast.unparse(decorator) for decorator in info.node.decorator_list)
 
 
-def _found(node: ast.ClassDef, forward: FunctionInfo, backward: FunctionInfo, has: list[bool]) -> Diagnostic:
+def _diagnostic(
+    node: ast.ClassDef, forward: FunctionInfo, backward: FunctionInfo, has: list[bool]
+) -> Diagnostic:
     missing = " and ".join(n for n, there in zip(("custom_fwd", "custom_bwd"), has, strict=True) if not there)
     wanted = tuple(
         f"{name} {info.node.lineno}"
         for name, info, there in (("custom_fwd", forward, has[0]), ("custom_bwd", backward, has[1]))
         if not there
     )
-    static = all(
-        any(dotted_name(d) == "staticmethod" for d in i.node.decorator_list) for i in (forward, backward)
-    )
+    static = forward.is_static and backward.is_static
     fix = Fix.at(node, "decorate", *wanted) if static and not any(has) else None
     return Diagnostic(
         "AMP850",
         node,
-        f"{node.name} has no {missing}: its backward runs without autocast, on tensors of whatever dtypes the"
-        " forward saved",
+        f"{node.name} has no {missing}: its backward runs without autocast, "
+        "on whatever dtypes the forward saved",
         'decorate forward with torch.amp.custom_fwd(device_type="cuda") and backward with'
         ' torch.amp.custom_bwd(device_type="cuda")',
         fix,

@@ -1,4 +1,4 @@
-"""Old spellings: ``torch.cuda.amp`` and ``apex.amp``."""
+"""Rules on deprecated names: ``torch.cuda.amp`` and ``apex.amp``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from ampaudit.lint.diagnostic import Diagnostic, Fix
 from ampaudit.lint.flow.script import Script, dotted_name
 from ampaudit.lint.flow.torch_names import DEPRECATED, canonical_name
 
-__all__ = ["check"]
+__all__ = ["check_deprecated_names"]
 
 
 _NAMES = re.compile(r"\b(?:cuda|cpu)\.amp\b|\bapex\b|\bcuda +import\b|\bcpu +import\b")
 
 
-def check(script: Script) -> Iterator[Diagnostic]:
-    """Imports and uses of what has a newer name."""
+def check_deprecated_names(script: Script) -> Iterator[Diagnostic]:
+    """Check imports and uses of deprecated names."""
     if _NAMES.search(script.text) is None:
         return
     nodes = list(ast.walk(script.tree))
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     names: dict[str, str] = {}
-    by_version, called = _by_version(nodes), _called(nodes)
+    by_version, called = _version_dependent(nodes), _called(nodes)
     for node in imports:
         if id(node) in by_version:
             continue
-        yield from _imported(script, node, names, nodes, called)
-    # an expression is reported once, at its outermost attribute, and where it is called or handed on
-    inner = _only_named(nodes) | by_version
+        yield from _check_import(script, node, names, nodes, called)
+    # an expression is reported once, at its outermost attribute, where it is called or passed on
+    inner = _mentions(nodes) | by_version
     for use in nodes:
         if not isinstance(use, ast.Attribute) or id(use) in inner:
             continue
@@ -42,15 +42,15 @@ def check(script: Script) -> Iterator[Diagnostic]:
         path = canonical_name(names.get(head, head) + text[len(head) :]) if text else ""
         if path in DEPRECATED:
             details = (DEPRECATED[path], path.rpartition(".")[2], text)
-            fix = Fix.at(use, "modern use", *details)
-            yield _old(use, path, fix if id(use) in called else None)
+            fix = Fix.at(use, "rename use", *details)
+            yield _deprecated(use, path, fix if id(use) in called else None)
 
 
 _VERSION = re.compile(r"version|hasattr|GREATER|TORCH_|_[12]_\d|>= ?\(?[12]", re.IGNORECASE)
 
 
-def _only_named(nodes: list[ast.AST]) -> set[int]:
-    """What is compared with, listed in tables or in annotations: names that are not used there."""
+def _mentions(nodes: list[ast.AST]) -> set[int]:
+    """Return ids of nodes in comparisons, collections and annotations, which name things without use."""
     found: set[int] = set()
     for node in nodes:
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
@@ -66,8 +66,8 @@ def _only_named(nodes: list[ast.AST]) -> set[int]:
     return found
 
 
-def _by_version(nodes: list[ast.AST]) -> set[int]:
-    """What runs only with some version of torch, or where something newer is missing."""
+def _version_dependent(nodes: list[ast.AST]) -> set[int]:
+    """Return ids of nodes that run only for some versions of torch."""
     found: set[int] = set()
     for node in nodes:
         decides = isinstance(node, ast.If | ast.IfExp) and _VERSION.search(ast.unparse(node.test))
@@ -81,7 +81,7 @@ def _by_version(nodes: list[ast.AST]) -> set[int]:
     return found
 
 
-def _imported(
+def _check_import(
     script: Script,
     node: ast.Import | ast.ImportFrom,
     names: dict[str, str],
@@ -108,12 +108,12 @@ def _imported(
         local = [alias.asname or alias.name for alias in old]
         plain = len(old) == len(node.names) and _only_called(nodes, called, local)
         details = (DEPRECATED[path], *(f"{a.name}={a.asname or a.name}" for a in old))
-        fix = Fix.at(node, "modern import", *details) if plain else None
-        yield _old(node, path, fix, ", ".join(alias.name for alias in old))
+        fix = Fix.at(node, "rename import", *details) if plain else None
+        yield _deprecated(node, path, fix, ", ".join(alias.name for alias in old))
 
 
 def _called(nodes: list[ast.AST]) -> set[int]:
-    """What is called, or decorates as ``custom_fwd`` and ``custom_bwd`` do."""
+    """Return ids of nodes that are called, or that decorate as ``custom_fwd`` and ``custom_bwd`` do."""
     found = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -122,7 +122,7 @@ def _called(nodes: list[ast.AST]) -> set[int]:
 
 
 def _only_called(nodes: list[ast.AST], called: set[int], names: list[str]) -> bool:
-    """Whether names are used as ``name(...)`` or as decorators and nowhere else, and never bound again."""
+    """Return whether names are only called or used as decorators, and never bound again."""
     bound = [alias for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for alias in n.names]
     if sum((alias.asname or alias.name) in names for alias in bound) > len(names):
         return False
@@ -131,7 +131,7 @@ def _only_called(nodes: list[ast.AST], called: set[int], names: list[str]) -> bo
     return not exported and all(isinstance(use.ctx, ast.Load) and id(use) in called for use in uses)
 
 
-def _old(node: ast.AST, path: str, fix: Fix | None, names: str = "") -> Diagnostic:
+def _deprecated(node: ast.AST, path: str, fix: Fix | None, names: str = "") -> Diagnostic:
     device, name = DEPRECATED[path], path.rpartition(".")[2]
     spelt = {
         "autocast": f'torch.autocast("{device}", ...)',
@@ -147,6 +147,6 @@ def _apex(node: ast.AST) -> Diagnostic:
     return Diagnostic(
         "AMP865",
         node,
-        "apex.amp is deprecated, and no longer in newer versions of apex",
-        "use torch.autocast and torch.amp.GradScaler; 'ampaudit explain AMP865' shows a loop with both",
+        "apex.amp is deprecated and missing from newer versions of apex",
+        "use torch.autocast and torch.amp.GradScaler; 'ampaudit explain AMP865' shows how",
     )
