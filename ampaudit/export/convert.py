@@ -1,4 +1,4 @@
-"""``ampaudit convert``: audits a model, and writes the converted checkpoint if it passes."""
+"""Audits a model, and writes the converted checkpoint if it passes."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ def convert_source(
 
 
 def _checkpoint(source: ModelSource, options: ConvertOptions) -> tuple[Checkpoint, dict[str, str]]:
-    """Where the tensors are read from, and the model's names for them where these are others.
+    """Open what the tensors are read from; with the model's names for them where these differ.
 
-    Files if there are any, so that all that is in them survives.
+    Files are read where there are any, so that all that is in them survives.
     """
     if options.weights is not None:
         return open_checkpoint(options.weights), {}

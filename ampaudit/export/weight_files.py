@@ -49,6 +49,11 @@ class StoredTensor:
     master_dtype: str | None = None
     master_crc32: int | None = None
 
+    @property
+    def original_dtype(self) -> str:
+        """The safetensors type before it was rounded."""
+        return self.master_dtype or self.dtype
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
@@ -179,20 +184,19 @@ def _master_name(label: str) -> str:
     return f"{MASTER}{rest}" if start else f"{MASTER}-{rest}"
 
 
-def _size(name: str, stored: StoredTensor, master: bool) -> int:
-    dtype = stored.master_dtype if master and stored.master_dtype is not None else stored.dtype
-    return TensorEntry(name, dtype, stored.shape).size
-
-
 def _write_indexes(checkpoint: Checkpoint, directory: Path, result: WeightFiles) -> None:
     """An index for the working shards under the old one's name, and one for the masters."""
     assert checkpoint.index is not None
-    working = {name: stored.file for name, stored in result.tensors.items()}
-    kept = {name: stored.master for name, stored in result.tensors.items() if stored.master is not None}
-    tables = {checkpoint.index: working, f"{MASTER}{INDEX_SUFFIX}": kept}
-    for name, weight_map in tables.items():
+    for index, masters in ((checkpoint.index, False), (f"{MASTER}{INDEX_SUFFIX}", True)):
+        weight_map: dict[str, str] = {}
+        total = 0
+        for name, stored in result.tensors.items():
+            file = stored.master if masters else stored.file
+            if file is not None:
+                weight_map[name] = file
+                dtype = stored.original_dtype if masters else stored.dtype
+                total += TensorEntry(name, dtype, stored.shape).size
         if not weight_map:
             continue
-        total = sum(_size(n, result.tensors[n], name != checkpoint.index) for n in weight_map)
         table = {"metadata": {**checkpoint.metadata, "total_size": total}, "weight_map": weight_map}
-        (directory / name).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        (directory / index).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
