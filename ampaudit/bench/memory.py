@@ -34,7 +34,7 @@ class Peak:
 
     Attributes:
         total: all of them.
-        workspace: how many of them kernels took for themselves: what the peak would be lower by without them.
+        workspace: the part that kernels allocated for themselves.
             Libraries choose kernels by the processor (oneDNN packs weights for AMX), so it differs between
             machines; the rest does not. ``None`` on a GPU, where it cannot be told apart.
     """

@@ -156,7 +156,7 @@ def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...]) -> BenchRow:
 
 
 def _sqnr(exact: tuple[torch.Tensor, ...], seen: tuple[torch.Tensor, ...]) -> float | None:
-    """10 log10 of the sum of squares over that of the errors, over all outputs; ``None`` if equal."""
+    """Compute the signal to noise ratio over all outputs; ``None`` if equal."""
     signal = sum(float(t.double().square().sum()) for t in exact)
     pairs = zip(exact, seen, strict=True)
     noise = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,13 +180,11 @@ def _converted(setup: BenchSetup, *, folded: bool = True) -> ModeRunner:
     how = f"policy {setup.rules.name}, {setup.form.name}"
     if setup.train:
         training = prepare_step(setup.source, setup.device, setup.rules, setup.form.name)
-        weights = setup.rules.file.weights
-        lowered = (
-            () if is_master_free(setup.rules) else stored_dtypes(training.inner, weights, setup.low_dtype)
-        )
-        return ModeRunner(
-            f"{how}, ampaudit.prepare", training.model, training=training, masters=frozenset(lowered)
-        )
+        masters: Mapping[str, torch.dtype] = {}
+        if not is_master_free(setup.rules):
+            masters = stored_dtypes(training.inner, setup.rules.file.weights, setup.low_dtype)
+        how = f"{how}, ampaudit.prepare"
+        return ModeRunner(how, training.model, training=training, masters=frozenset(masters))
     traced, _ = trace_under(setup.source, setup.rules, setup.form, setup.device, setup.seed)
     converted = convert(traced)
     graph = fold_casts(converted, "inference" if folded else "train")

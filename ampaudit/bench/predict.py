@@ -38,7 +38,7 @@ def predict_step(
     Args:
         runner: a mode, whose model has run once with inputs of this shape.
         setup: what is measured.
-        size: of the batch; by default the subject's own.
+        size: of the batch; by default the setup's own.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -78,7 +78,7 @@ def holds_graph(model: nn.Module) -> bool:
 
 
 def _on_fake_model(runner: ModeRunner, model: nn.Module, setup: BenchSetup) -> ModeRunner:
-    """The same mode on another model, without the scaler, which would ask for values."""
+    """Return the mode on another model, without the scaler, which would ask for values."""
     training = runner.training
     if training is not None:
         optimizer = make_optimizer(setup.source, model)
@@ -87,7 +87,7 @@ def _on_fake_model(runner: ModeRunner, model: nn.Module, setup: BenchSetup) -> M
 
 
 def _sum(snapshot: Any, kind: str) -> int:
-    """Over devices, of one kind of memory; kinds are members of an enumeration, but for the total."""
+    """Sum one kind of memory over devices; kinds are members of an enumeration, but for the total."""
     return sum(
         int(count)
         for device in snapshot.values()
@@ -106,7 +106,7 @@ def _split(runner: ModeRunner, masters: frozenset[str], total: int, gradients: i
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The module with parameters that have no data, which ask for gradients as the real ones do."""
+    """Copy a module with parameters that have no data, and ask for gradients as the real ones do."""
     with _without(model) as shared:
         made = make_fake_model(model, mode, {}).model
     for name, value in shared.items():
@@ -124,7 +124,7 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 @contextlib.contextmanager
 def _without(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """The module without what its copy may share with it."""
+    """Take out, while active, what a copy of the module may share with it."""
     shared = {name: vars(model)[name] for name in _SHARED if name in vars(model)}
     for name, value in shared.items():
         setattr(model, name, type(value)())

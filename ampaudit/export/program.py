@@ -72,7 +72,7 @@ class GraphModel(nn.Module):
 
 
 def _given(tensor: torch.Tensor, place: Placeholder) -> torch.Tensor:
-    """An input in the dtype in which the policy takes it; what the graph does not change is not cast."""
+    """Cast an input to the dtype in which the policy takes it, if it takes another."""
     return tensor if place.dtype in (None, tensor.dtype) else tensor.to(place.dtype)
 
 
@@ -117,7 +117,7 @@ def export_program(
 
 
 def _tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments that hold a tensor; the others are fixed in the graph."""
+    """Keep the keyword arguments that hold a tensor; the others are fixed in the graph."""
     return {
         name: value
         for name, value in kwargs.items()
@@ -126,14 +126,14 @@ def _tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Torch records the dtype that it saw before each conversion; under another policy it may be another."""
+    """Drop torch's checks of the dtype before each conversion, which another policy may change."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
 
 
 def _copy_origins(old: fx.Graph, new: fx.Graph) -> None:
-    """Layer and line of each op."""
+    """Copy layer and source line of each op."""
     for ours, theirs in same_nodes(old, new):
         for key in ("nn_module_stack", "stack_trace"):
             if key in ours.meta:

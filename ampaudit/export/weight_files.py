@@ -185,7 +185,7 @@ def _master_name(label: str) -> str:
 
 
 def _write_indexes(checkpoint: Checkpoint, directory: Path, result: WeightFiles) -> None:
-    """An index for the working shards under the old one's name, and one for the masters."""
+    """Write an index for the working shards under the old one's name, and one for the masters."""
     assert checkpoint.index is not None
     for index, masters in ((checkpoint.index, False), (f"{MASTER}{INDEX_SUFFIX}", True)):
         weight_map: dict[str, str] = {}

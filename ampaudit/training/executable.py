@@ -42,7 +42,7 @@ def round_through(value: torch.Tensor, dtype: torch.dtype) -> Any:
 
 def native(traced: TracedModel) -> Executable:
     """Run the graph in its own dtypes: it takes a value for each placeholder, and returns the outputs."""
-    return _replayed(traced, lambda graph, node, copied: copied)
+    return _transformed(traced, lambda graph, node, copied: copied)
 
 
 def emulated(traced: TracedModel) -> Executable:
@@ -60,10 +60,12 @@ def emulated(traced: TracedModel) -> Executable:
             return copied
         return graph.call_function(round_through, (copied, dtype))
 
-    return _replayed(functionalized(traced, write_back=True), round_result)
+    return _transformed(functionalized(traced, write_back=True), round_result)
 
 
-def _replayed(traced: TracedModel, transform: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]) -> Executable:
+def _transformed(
+    traced: TracedModel, transform: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
+) -> Executable:
     """Copy the graph with each result transformed, and stop gradients where the model's code says."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}

@@ -68,7 +68,7 @@ class MixedModule(ModelProxy):
     Parameters are the model's own FP32 masters; each forward pass makes 16-bit working copies from them.
     The model is traced for each kind of call: shapes and dtypes, names, arguments that are no tensors, and
     what the model's code can read, such as modes, attributes and hooks. A model that counts its calls, or
-    draws random numbers in Python, is traced anew for each. A policy's measured rules see the first inputs,
+    draws random numbers in Python, is traced again for each. A policy's measured rules see the first inputs,
     and what they decide stays.
 
     Args:
@@ -183,5 +183,5 @@ class MixedModule(ModelProxy):
         for place in compiled.traced.placeholders:
             if place.slot is Slot.BUFFER and place.dtype is self._ampaudit_config.low_dtype:
                 buffer = self.get_buffer(compiled.names[place.name])
-                # batch norm keeps them for its backward, which in training does not look at them
+                # batch norm keeps them for its backward, which in training does not read them
                 buffer.data.copy_(buffer.to(place.dtype))

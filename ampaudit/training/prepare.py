@@ -33,7 +33,7 @@ class Prepared:
 
     Attributes:
         model: call it as the user's model is called.
-        optimizer: the user's own; it steps the FP32 masters (the working weights themselves in pure 16 bits).
+        optimizer: the user's own; it steps the FP32 masters, or the 16-bit weights where there are none.
         scaler: torch's GradScaler with the policy's numbers; does nothing where the policy has no loss scale.
     """
 

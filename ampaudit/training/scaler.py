@@ -23,7 +23,7 @@ class ScaleState:
     Attributes:
         scale: what the loss is multiplied by.
         good: steps without overflow since the scale last changed, or since the last overflow.
-        patience: overflows left until the scale is lowered.
+        patience: overflows left until the scale is reduced.
     """
 
     scale: float
@@ -93,7 +93,7 @@ class LossScaler(GradScaler):
         self.rule = self.rule.model_copy(update={"growth": new_factor})
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by when it is lowered."""
+        """Set what the scale is multiplied by when it is reduced."""
         super().set_backoff_factor(new_factor)
         self.rule = self.rule.model_copy(update={"backoff": new_factor})
 
@@ -182,7 +182,7 @@ def _all_reduce(verdict: torch.Tensor, group: Any) -> None:
     except (RuntimeError, dist.DistBackendError) as error:
         raise RunFailed(
             f"a process of the group is gone: they could not agree about this step ({first_line(error)})",
-            hint="look at the other ranks' output; restart from the last checkpoint",
+            hint="read the other ranks' output; restart from the last checkpoint",
         ) from error
 
 

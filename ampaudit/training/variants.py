@@ -117,7 +117,7 @@ class _VariantRun:
         if self.spec.rules is None and not math.isfinite(float(loss.detach())):
             raise ReferenceBroken(
                 f"the FP32 loss is {float(loss.detach())} in step {number}: there is nothing to compare with",
-                hint="lower the learning rate, or look at the batch",
+                hint="lower the learning rate, or inspect the batch",
             )
 
     @property
