@@ -26,15 +26,7 @@ _FREE = (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format, torc
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """The cost of one op.
-
-    Attributes:
-        flops: floating-point operations, of a product.
-        precision: dtype that it computes in.
-        product: whether it is a product.
-        moved: bytes that it reads and writes.
-        cast: whether it is a conversion.
-    """
+    """The cost of one op: its arithmetic, and the bytes that it reads and writes."""
 
     flops: int
     precision: str

@@ -134,16 +134,9 @@ def convert_source(
             outputs=reference.outputs,
         )
         manifest = write_manifest(stage, manifest)
-    made = conversion_of(output, checkpoint, files, options, source.location)
-    return audited, replace(
-        made,
-        verdict=audited.report.verdict,
-        outputs=reference.outputs,
-        onnx_casts=onnx.casts if onnx else None,
-        onnx_error=onnx_error,
-        files={name: record.size for name, record in manifest.files.items()},
-        notes=tuple(notes),
-    )
+    made = conversion_of(output, checkpoint, files, manifest)
+    casts = onnx.casts if onnx is not None else None
+    return audited, replace(made, verdict=audited.report.verdict, onnx_casts=casts, onnx_error=onnx_error)
 
 
 def _checkpoint(source: ModelSource, options: ConvertOptions) -> tuple[Checkpoint, dict[str, str]]:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
@@ -74,8 +75,6 @@ def set_dtype(
 
 
 def _in_float32(model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str) -> list[str]:
-    import torch
-
     listed = kept_by_author(model, getattr(torch, low_precision_format(dtype).name))
     return [
         name

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +20,6 @@ __all__ = ["SAMPLE", "StepMeter", "summarize"]
 
 SAMPLE = 1024  # elements of a parameter whose update is measured
 _FIELDS = ("peak", "zero", "flushed", "broken", "update", "weight", "lost", "state")
-
-
-@dataclass(slots=True)
-class _Row:
-    """One parameter in one step: a vector of ``_FIELDS`` on its device."""
-
-    name: str
-    values: torch.Tensor
 
 
 class StepMeter:
@@ -48,7 +39,7 @@ class StepMeter:
         self._before: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._active: dict[int, torch.Tensor] = {}
-        self.steps: list[list[_Row]] = []
+        self.steps: list[list[tuple[str, torch.Tensor]]] = []  # names, and their ``_FIELDS`` on the device
 
     @torch.no_grad()
     def before(self, scale: float | torch.Tensor, remaining: torch.Tensor | None = None) -> None:
@@ -81,19 +72,13 @@ class StepMeter:
         nonzero = sampled != 0
         flushed = nonzero & (sampled * scale <= self._flush)
         count = nonzero.sum()
-        return torch.stack(
-            [
-                peak,
-                1.0 - count / sampled.numel(),
-                flushed.sum() / count.clamp(min=1),
-                (~peak.isfinite()).float(),
-            ]
-        )
+        zero, lost = 1.0 - count / sampled.numel(), flushed.sum() / count.clamp(min=1)
+        return torch.stack([peak, zero, lost, (~peak.isfinite()).float()])
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure what the step did to the weights, and the optimizer's second moments."""
-        rows: list[_Row] = []
+        rows: list[tuple[str, torch.Tensor]] = []
         for index, old in self._before.items():
             parameter = self._parameters[index]
             update = _sample(_local(parameter)).float() - old
@@ -101,15 +86,9 @@ class StepMeter:
             intended = self._active[index] | (update != 0)  # in 16 bits, what is lost has not moved at all
             lost = intended & ((rounded.float() + update).to(self._dtype) == rounded)
             second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
-            measured = torch.stack(
-                [
-                    update.norm(),
-                    old.norm(),
-                    lost.sum() / intended.sum().clamp(min=1),
-                    self._state(second, old),
-                ]
-            )
-            rows.append(_Row(self._names[index], torch.cat([self._gradients[index], measured])))
+            share = lost.sum() / intended.sum().clamp(min=1)
+            measured = torch.stack([update.norm(), old.norm(), share, self._state(second, old)])
+            rows.append((self._names[index], torch.cat([self._gradients[index], measured])))
         self.steps.append(rows)
         self._before.clear()
         self._gradients.clear()
@@ -123,10 +102,10 @@ class StepMeter:
 
     def fetched(self) -> list[list[tuple[str, dict[str, float]]]]:
         """Fetch everything that was measured, by step."""
-        rows = [row for step in self.steps for row in step]
-        numbers = iter(torch.stack([row.values for row in rows]).tolist() if rows else [])
+        values = [row for step in self.steps for _, row in step]
+        numbers = iter(torch.stack(values).tolist() if values else [])
         return [
-            [(row.name, dict(zip(_FIELDS, next(numbers), strict=True))) for row in step]
+            [(name, dict(zip(_FIELDS, next(numbers), strict=True))) for name, _ in step]
             for step in self.steps
         ]
 

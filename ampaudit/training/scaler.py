@@ -78,29 +78,26 @@ class LossScaler(GradScaler):
             growth_interval=rule.interval,
             enabled=enabled and rule.kind != "none",
         )
-        self.rule = rule
+        self._rule = rule
         self.group = group
         self._state = ScaleState(rule.start, 0, rule.lives)
+
+    @property
+    def rule(self) -> LossScale:
+        """The profile's numbers, with what was set on the scaler since."""
+        if not self.is_enabled():
+            return self._rule
+        changed = {
+            "growth": self.get_growth_factor(),
+            "backoff": self.get_backoff_factor(),
+            "interval": self.get_growth_interval(),
+        }
+        return self._rule.model_copy(update=changed)
 
     @property
     def state(self) -> ScaleState:
         """Where the scale stands."""
         return self._state
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by when it grows."""
-        super().set_growth_factor(new_factor)
-        self.rule = self.rule.model_copy(update={"growth": new_factor})
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by when it is reduced."""
-        super().set_backoff_factor(new_factor)
-        self.rule = self.rule.model_copy(update={"backoff": new_factor})
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the steps without overflow after which the scale grows."""
-        super().set_growth_interval(new_interval)
-        self.rule = self.rule.model_copy(update={"interval": new_interval})
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale as torch does, then agree in the group about overflow."""
@@ -156,13 +153,6 @@ class LossScaler(GradScaler):
         super().load_state_dict(state_dict)
         if not self.is_enabled():
             return
-        self.rule = self.rule.model_copy(
-            update={
-                "growth": self.get_growth_factor(),
-                "backoff": self.get_backoff_factor(),
-                "interval": self.get_growth_interval(),
-            }
-        )
         patience = int(state_dict.get("patience", self.rule.lives))
         self._state = ScaleState(float(state_dict["scale"]), int(state_dict["_growth_tracker"]), patience)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ampaudit.core.errors import InputError, UsageError
-from ampaudit.core.formats import BFLOAT16, low_precision_format
+from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.finding import FailOn
 from ampaudit.report.model import ModelInfo
@@ -17,6 +17,7 @@ from ampaudit.run.audit import Progress, silent
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.training.findings import training_report
+from ampaudit.training.prepare import How
 from ampaudit.training.variants import VariantSpec, train_variants
 
 __all__ = ["MAX_BATCHES", "TrainSettings", "train_source"]
@@ -93,31 +94,24 @@ def train_source(source: ModelSource, settings: TrainSettings) -> TrainingReport
 
 
 def _specs(settings: TrainSettings, device: torch.device) -> list[VariantSpec]:
-    form = low_precision_format(settings.dtype)
-    native = device.type == "cuda" or form is BFLOAT16
+    """FP32, autocast (CUDA's, emulated, where the device has none for the format), and each policy."""
+    dtype = low_precision_format(settings.dtype).name
+    native = device.type == "cuda" or dtype == "bfloat16"
     loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in settings.policies]
     policies = [rules.for_environment(environment_of(device)) for rules in loaded]
-    amp = _torch_amp(form.name, device, native)
-    specs = [VariantSpec("fp32", "plain FP32", None, form.name)]
-    if amp.rules is None or amp.rules.name not in {rules.name for rules in policies}:
-        specs.append(amp)
-    description = f"{'native' if native else 'emulated'}, {form.name}"
+    specs = [VariantSpec("fp32", "plain FP32", None, dtype)]
+    autocast = load_policy(f"torch-{device.type}" if native else "torch-cuda")
+    if autocast.name not in {rules.name for rules in policies}:
+        what = f"torch.autocast({device.type!r})" if native else "CUDA autocast, emulated"
+        how: How = "autocast" if native else "graph"
+        specs.append(
+            VariantSpec("torch.amp", f"{what}, {dtype}", autocast, dtype, how=how, emulate=not native)
+        )
+    description = f"{'native' if native else 'emulated'}, {dtype}"
     specs += [
-        VariantSpec(rules.name, description, rules, form.name, settings.loss_scale, emulate=not native)
+        VariantSpec(rules.name, description, rules, dtype, settings.loss_scale, emulate=not native)
         for rules in policies
     ]
     if len({spec.name for spec in specs}) < len(specs):
         raise UsageError("a policy is named twice")
     return specs
-
-
-def _torch_amp(dtype: str, device: torch.device, native: bool) -> VariantSpec:
-    """Real autocast where the device has it for this format; else CUDA's, emulated."""
-    if native:
-        rules = load_policy(f"torch-{device.type}")
-        return VariantSpec(
-            "torch.amp", f"torch.autocast({device.type!r}), {dtype}", rules, dtype, how="autocast"
-        )
-    return VariantSpec(
-        "torch.amp", f"CUDA autocast, emulated, {dtype}", load_policy("torch-cuda"), dtype, emulate=True
-    )
