@@ -1,4 +1,4 @@
-"""The work of a step, op by op, from a run on tensors without data; and what a device needs for it at best.
+"""Counts the work of a step, op by op, and estimates the time that a device needs for it at best.
 
 The roofline model (Williams, Waterman and Patterson, 2009): an op takes the longer of its arithmetic at the
 device's peak rate and of its bytes at the peak bandwidth. Real kernels are slower; launches and caches are
@@ -26,7 +26,7 @@ _FREE = (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format, torc
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """One op: floating-point operations if it is a product, its precision, the bytes it reads and writes."""
+    """The cost of one op: its arithmetic, and the bytes that it reads and writes."""
 
     flops: int
     precision: str
@@ -37,7 +37,7 @@ class OpCost:
 
 @dataclass
 class OpCounter(TorchDispatchMode):
-    """Lists the ops that run under it."""
+    """Records the cost of the ops that run under it."""
 
     ops: list[OpCost] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class OpCounter(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, and note what it is."""
+        """Run the op, and record its cost."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not func.is_view and func not in _FREE:
@@ -82,7 +82,7 @@ def _convolution_backward(args: Any) -> int:
 
 
 def total_work(ops: list[OpCost], *, tf32: bool) -> Work:
-    """Sums over a step."""
+    """Sum the costs of a step."""
     flops = sum(op.flops for op in ops)
     fast = flops if tf32 else sum(op.flops for op in ops if op.precision in ("float16", "bfloat16"))
     return Work(
@@ -94,7 +94,7 @@ def total_work(ops: list[OpCost], *, tf32: bool) -> Work:
 
 
 def roofline_seconds(ops: list[OpCost], device: Device, *, tf32: bool) -> float | None:
-    """Sum over the ops of the longer of arithmetic and traffic; ``None`` where a rate is not known."""
+    """Sum the longer of arithmetic and traffic over the ops; ``None`` where a rate is not known."""
     if device.bandwidth_gbs is None or device.fp32 is None:
         return None
     total = 0.0

@@ -1,4 +1,4 @@
-"""The names of the modes; light, so that a mistake in one shows before torch is loaded."""
+"""Names the modes, without torch, so that a mistake in a name is reported at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MODES = ("fp32", "tf32", "autocast", "half", "bf16", "converted", "converted+com
 
 
 def parse_modes(text: str) -> tuple[str, ...]:
-    """Names from ``fp32,autocast``.
+    """Parse names from ``fp32,autocast``.
 
     Raises:
         UsageError: one is no mode.

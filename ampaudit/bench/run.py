@@ -1,4 +1,4 @@
-"""``ampaudit bench``: modes in turns, warm-up apart, and what each costs."""
+"""Measures every mode at every batch size, in turns, and builds the report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ampaudit.source import ModelSource
 
 __all__ = ["BenchSettings", "bench_source"]
 
-CPU_NOTE = "times and memory on a CPU say nothing about a GPU: its kernels, and what it keeps, are others"
+CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and caching differ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,18 @@ class BenchSettings:
 
 
 def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
-    """Measure every mode with every batch size. If it is interrupted, what is finished is reported.
+    """Measure every mode at every batch size; an interrupted run reports what is finished.
 
     Raises:
         AuditError: the model has no loss to train with, or there is no such device.
     """
-    subject = _subject(source, settings)
+    setup = _setup(source, settings)
     first = source.batches[0]
     rows: list[BenchRow] = []
     most: tuple[Largest, ...] = ()
     interrupted = False
     for size in settings.sizes or (batch_size_of(first),):
-        found, interrupted = _of_size(with_batch_size(subject, size), size, settings)
+        found, interrupted = _of_size(with_batch_size(setup, size), size, settings)
         rows += found
         if interrupted:
             break
@@ -76,19 +76,19 @@ def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
         raise KeyboardInterrupt
     if settings.max_batch and not interrupted:
         try:
-            most = tuple(largest(subject, settings.modes, settings.progress or silent))
+            most = tuple(largest(setup, settings.modes, settings.progress or silent))
         except KeyboardInterrupt:
             interrupted = True
     machine = this_machine()
-    kind = subject.device.type
+    kind = setup.device.type
     return BenchReport(
         schema=1,
         tool=THIS_TOOL,
         model=ModelInfo(source.location, source.kind, source.sha256),
         device=kind,
         device_name=next((found.name for found in machine.devices if found.kind == kind), kind),
-        dtype=subject.form.name,
-        policy=subject.rules.name,
+        dtype=setup.form.name,
+        policy=setup.rules.name,
         train=settings.train,
         repeats=settings.repeats,
         rows=tuple(rows),
@@ -100,7 +100,7 @@ def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
     )
 
 
-def _subject(source: ModelSource, settings: BenchSettings) -> BenchSetup:
+def _setup(source: ModelSource, settings: BenchSettings) -> BenchSetup:
     device, form = pick_device(settings.device), low_precision_format(settings.dtype)
     rules = settings.policy if isinstance(settings.policy, RuleSet) else load_policy(settings.policy)
     rules = rules.for_environment(environment_of(device))
@@ -117,22 +117,22 @@ def _notes(settings: BenchSettings, kind: str) -> Iterator[str]:
         )
 
 
-def _of_size(subject: BenchSetup, size: int, settings: BenchSettings) -> tuple[list[BenchRow], bool]:
-    """The rows of a size, and whether it was interrupted: then of modes that were timed at least once."""
-    told = settings.progress or silent
-    lanes: list[ModeRun] = []
+def _of_size(setup: BenchSetup, size: int, settings: BenchSettings) -> tuple[list[BenchRow], bool]:
+    """Measure one size; if interrupted, the rows are of modes that were timed at least once."""
+    progress = settings.progress or silent
+    runs: list[ModeRun] = []
     interrupted = False
     try:
         for index, mode in enumerate(settings.modes):
-            told(f"preparing batch size {size}", index, len(settings.modes))
-            lanes.append(start_run(mode, subject, size))
+            progress(f"preparing batch size {size}", index, len(settings.modes))
+            runs.append(start_run(mode, setup, size))
         for repeat in range(settings.repeats):
-            told(f"timing batch size {size}", repeat, settings.repeats)
-            for lane in lanes:
-                if lane.built is not None:
-                    time_step(lane, subject.device)
+            progress(f"timing batch size {size}", repeat, settings.repeats)
+            for run in runs:
+                if run.runner is not None:
+                    time_step(run, setup.device)
     except KeyboardInterrupt:
         interrupted = True
-        lanes = [lane for lane in lanes if lane.seconds or lane.row.status != "ok"]
-    exact = next((lane.output for lane in lanes if lane.row.mode == "fp32" and lane.output), ())
-    return [finish_run(lane, exact) for lane in lanes], interrupted
+        runs = [run for run in runs if run.seconds or run.row.status != "ok"]
+    exact = next((run.output for run in runs if run.row.mode == "fp32" and run.output), ())
+    return [finish_run(run, exact) for run in runs], interrupted

@@ -1,4 +1,4 @@
-"""``ampaudit convert``: audits a model, and writes the converted checkpoint if it passes."""
+"""Audits a model, and writes the converted checkpoint if it passes."""
 
 from __future__ import annotations
 
@@ -134,22 +134,15 @@ def convert_source(
             outputs=reference.outputs,
         )
         manifest = write_manifest(stage, manifest)
-    made = conversion_of(output, checkpoint, files, options, source.location)
-    return audited, replace(
-        made,
-        verdict=audited.report.verdict,
-        outputs=reference.outputs,
-        onnx_casts=onnx.casts if onnx else None,
-        onnx_error=onnx_error,
-        files={name: record.size for name, record in manifest.files.items()},
-        notes=tuple(notes),
-    )
+    made = conversion_of(output, checkpoint, files, manifest)
+    casts = onnx.casts if onnx is not None else None
+    return audited, replace(made, verdict=audited.report.verdict, onnx_casts=casts, onnx_error=onnx_error)
 
 
 def _checkpoint(source: ModelSource, options: ConvertOptions) -> tuple[Checkpoint, dict[str, str]]:
-    """Where the tensors are read from, and the model's names for them where these are others.
+    """Open what the tensors are read from; with the model's names for them where these differ.
 
-    Files if there are any, so that all that is in them survives.
+    Files are read where there are any, so that all that is in them survives.
     """
     if options.weights is not None:
         return open_checkpoint(options.weights), {}

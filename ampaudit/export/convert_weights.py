@@ -10,7 +10,7 @@ from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.formats import low_precision_format
-from ampaudit.export.manifest import manifest_of, write_manifest
+from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.options import ConvertOptions
 from ampaudit.export.storage import decide_by_name
 from ampaudit.export.weight_files import WeightFiles, write_weights
@@ -65,15 +65,12 @@ def convert_weights(path: Path, output: Path, options: ConvertOptions) -> Conver
             notes=notes,
         )
         manifest = write_manifest(stage, manifest)
-    made = conversion_of(output, checkpoint, files, options, str(path))
-    sizes = {name: record.size for name, record in manifest.files.items()}
-    return replace(made, files=sizes, notes=notes, exit_code=1 if made.overflow or made.broken else 0)
+    made = conversion_of(output, checkpoint, files, manifest)
+    return replace(made, exit_code=1 if made.overflow or made.broken else 0)
 
 
-def conversion_of(
-    output: Path, checkpoint: Checkpoint, files: WeightFiles, options: ConvertOptions, location: str
-) -> Conversion:
-    """Summarize the written weights; what only a run can tell is left empty."""
+def conversion_of(output: Path, checkpoint: Checkpoint, files: WeightFiles, manifest: Manifest) -> Conversion:
+    """Summarize a conversion; what only an audit or ONNX can tell is left empty."""
     entries = checkpoint.entries
     stored: dict[str, int] = {}
     kept: dict[str, tuple[int, int, str]] = {}
@@ -88,11 +85,11 @@ def conversion_of(
             kept[tensor.reason] = (count + 1, total + size, largest)
     rounded = {name for name, tensor in files.tensors.items() if tensor.master_dtype is not None}
     return Conversion(
-        source=location,
+        source=manifest.source,
         output=str(output),
-        policy=options.rules.name,
-        dtype=options.dtype,
-        mode=options.mode,
+        policy=manifest.policy,
+        dtype=manifest.dtype,
+        mode=manifest.mode,
         verdict=None,
         exit_code=0,
         bytes_before=sum(entry.size for entry in entries.values()),
@@ -101,10 +98,10 @@ def conversion_of(
         kept=kept,
         overflow={n: s.overflow for n, s in files.stats.items() if s.overflow and n in rounded},
         broken={n: s.broken for n, s in files.stats.items() if s.broken},
-        masters=options.masters,
-        outputs=(),
+        masters=manifest.masters,
+        outputs=manifest.outputs,
         onnx_casts=None,
         onnx_error=None,
-        files={},
-        notes=(),
+        files={name: record.size for name, record in manifest.files.items()},
+        notes=manifest.notes,
     )

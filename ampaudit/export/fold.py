@@ -68,7 +68,7 @@ def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
 
 
 def _stored_dtypes(converted: ConvertedModel) -> dict[str, torch.dtype]:
-    """Placeholders whose value is given in another dtype than the master's; tied ones alike."""
+    """Find placeholders whose value is stored in another dtype than the master's; tied ones alike."""
     traced = converted.traced
     wanted: dict[str, torch.dtype] = {}
     for node in traced.graph.find_nodes(op="placeholder"):
@@ -84,7 +84,7 @@ def _stored_dtypes(converted: ConvertedModel) -> dict[str, torch.dtype]:
 
 
 def _only_cast(node: fx.Node, sites: Mapping[str, Site]) -> torch.dtype | None:
-    """The one narrower dtype to which every use of a weight converts it."""
+    """Return the one 16-bit dtype to which every use of a weight converts it, if there is one."""
     dtypes: set[torch.dtype] = set()
     for user in node.users:
         site = sites.get(user.name)
@@ -116,7 +116,7 @@ def _fold(graph: fx.Graph, nodes: dict[str, fx.Node], stored: dict[str, torch.dt
 
 
 def _cast_masters(graph: fx.Graph, converted: ConvertedModel, nodes: dict[str, fx.Node]) -> None:
-    """Weights that the policy stores in 16 bits are masters here, so each is cast where it enters."""
+    """Cast each weight that the policy stores in 16 bits where it enters: here it is a master."""
     for name, copy in converted.copies.items():
         if name != copy.placeholder:
             continue

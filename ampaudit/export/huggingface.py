@@ -1,4 +1,4 @@
-"""What a Hugging Face directory holds beside its weights: copied, and told the new dtype."""
+"""Copies what a Hugging Face directory holds beside its weights, and sets the dtype in its config."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
@@ -26,7 +27,7 @@ _NAMES = {MANIFEST, PLAN, REPORT}
 
 
 def copy_companions(source: Path, target: Path, output: Path) -> None:
-    """Copy configuration, tokenizer and whatever else is no weights, subdirectories too.
+    """Copy configuration, tokenizer and everything else but weights, with subdirectories.
 
     Args:
         source: the model directory.
@@ -60,22 +61,20 @@ def set_dtype(
     """
     path = directory / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
-    others = _in_float32(model, decisions, dtype)
+    float32 = _in_float32(model, decisions, dtype)
     name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    config[name] = dtype if not others else "float32"
+    config[name] = dtype if not float32 else "float32"
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if not others:
+    if not float32:
         return ()
     return (
         f"from_pretrained has one dtype for the whole model and loads this directory in float32, since "
-        f"{len(others)} tensors stay in it: run it under torch.autocast, or use model.pt2; --policy half or "
+        f"{len(float32)} tensors stay in it: run it under torch.autocast, or use model.pt2; --policy half or "
         "keep-fp32-modules makes a directory that loads in 16 bits",
     )
 
 
 def _in_float32(model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str) -> list[str]:
-    import torch
-
     listed = kept_by_author(model, getattr(torch, low_precision_format(dtype).name))
     return [
         name

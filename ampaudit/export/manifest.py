@@ -91,7 +91,7 @@ _ADAPTER = TypeAdapter(Manifest)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a directory.
+    """Read the manifest of a directory.
 
     Raises:
         WeightsError: missing, corrupt, changed since it was written, or with a path that leads elsewhere.
@@ -183,13 +183,13 @@ def _versions() -> dict[str, str]:
 
 
 def files_under(directory: Path) -> list[str]:
-    """Every file of a directory but the manifest, as relative paths."""
+    """List every file of a directory but the manifest, as relative paths."""
     found = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
 
 def digest_of(path: Path) -> FileRecord:
-    """SHA-256 and size of a file, read in pieces."""
+    """Compute the SHA-256 of a file, read in pieces, and its size."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return FileRecord(digest, path.stat().st_size)

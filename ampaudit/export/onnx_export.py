@@ -1,4 +1,4 @@
-"""The exported program as ONNX, with the casts where the plan put them; checked, and run beside torch."""
+"""Writes the exported program as ONNX with the casts of the plan, checks it, and runs it beside torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class OnnxFile:
 
 
 def names_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-    """Names of the model's own parameters for its inputs; ``None`` where one is nested or has no name."""
+    """Name the inputs as the model's forward does; ``None`` where one is nested or has no name."""
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
@@ -131,7 +131,7 @@ def write_onnx(
 
 
 def _reason(error: Exception) -> str:
-    """What the exporter stumbled over: its own message wraps that in advice about reporting bugs."""
+    """Return the root cause: the exporter's message wraps it in advice about reporting bugs."""
     inner: BaseException = error
     while inner.__cause__ is not None:
         inner = inner.__cause__
@@ -162,7 +162,7 @@ def _bytes_of(program: ExportedProgram) -> int:
 
 
 def _planned_casts(program: ExportedProgram) -> Counter[str]:
-    """Conversions between float formats, by the format that they convert to."""
+    """Count conversions between float formats by the format that they convert to."""
     casts: Counter[str] = Counter()
     for node in program.graph.nodes:
         if node.op == "call_function" and converts(node.target):

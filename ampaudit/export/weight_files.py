@@ -1,8 +1,9 @@
-"""Writes the converted weights and their masters, file by file and piece by piece."""
+"""Writes converted weights and their masters piece by piece, measuring what rounding does to them."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,10 @@ from ampaudit.checkpoint.parts import Part, dtype_of
 from ampaudit.checkpoint.write import Written, write_part, write_safetensors
 from ampaudit.core.formats import NumberFormat
 from ampaudit.export.storage import CASTABLE_TYPES, StorageDecision
-from ampaudit.export.tensor_stats import TensorScan, TensorStats
 from ampaudit.policy.schema import Constants
 from ampaudit.trace.converted import clipped
 
-__all__ = ["StoredTensor", "WeightFiles", "write_weights"]
+__all__ = ["StoredTensor", "TensorScan", "TensorStats", "WeightFiles", "write_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,54 @@ class StoredTensor:
     master: str | None = None
     master_dtype: str | None = None
     master_crc32: int | None = None
+
+    @property
+    def original_dtype(self) -> str:
+        """The safetensors type before it was rounded."""
+        return self.master_dtype or self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """One tensor against a format.
+
+    Attributes:
+        peak: largest finite magnitude.
+        overflow: finite values that would become infinite.
+        broken: values that are NaN or infinite already.
+    """
+
+    peak: float
+    overflow: int
+    broken: int
+
+
+class TensorScan:
+    """Measures a tensor piece by piece, on its way elsewhere, while it is in the cache."""
+
+    def __init__(self, form: NumberFormat) -> None:
+        self._form = form
+        self._peak, self._overflow, self._broken = 0.0, 0, 0
+
+    def add(self, piece: torch.Tensor) -> None:
+        """Measure a piece; elements are counted only where its extremes say that there is need."""
+        if not piece.numel():
+            return
+        low, high = torch.aminmax(piece)
+        largest = max(-float(low), float(high))
+        if not math.isfinite(largest):
+            finite = piece[piece.isfinite()]
+            self._broken += piece.numel() - finite.numel()
+            largest = float(finite.abs().amax()) if finite.numel() else 0.0
+        if largest >= self._form.overflow_at:
+            magnitudes = piece.double().abs()
+            self._overflow += int((magnitudes.isfinite() & (magnitudes >= self._form.overflow_at)).sum())
+        self._peak = max(self._peak, largest)
+
+    @property
+    def stats(self) -> TensorStats:
+        """The statistics of all pieces so far."""
+        return TensorStats(self._peak, self._overflow, self._broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +227,19 @@ def _master_name(label: str) -> str:
     return f"{MASTER}{rest}" if start else f"{MASTER}-{rest}"
 
 
-def _size(name: str, stored: StoredTensor, master: bool) -> int:
-    dtype = stored.master_dtype if master and stored.master_dtype is not None else stored.dtype
-    return TensorEntry(name, dtype, stored.shape).size
-
-
 def _write_indexes(checkpoint: Checkpoint, directory: Path, result: WeightFiles) -> None:
-    """An index for the working shards under the old one's name, and one for the masters."""
+    """Write an index for the working shards under the old one's name, and one for the masters."""
     assert checkpoint.index is not None
-    working = {name: stored.file for name, stored in result.tensors.items()}
-    kept = {name: stored.master for name, stored in result.tensors.items() if stored.master is not None}
-    tables = {checkpoint.index: working, f"{MASTER}{INDEX_SUFFIX}": kept}
-    for name, weight_map in tables.items():
+    for index, masters in ((checkpoint.index, False), (f"{MASTER}{INDEX_SUFFIX}", True)):
+        weight_map: dict[str, str] = {}
+        total = 0
+        for name, stored in result.tensors.items():
+            file = stored.master if masters else stored.file
+            if file is not None:
+                weight_map[name] = file
+                dtype = stored.original_dtype if masters else stored.dtype
+                total += TensorEntry(name, dtype, stored.shape).size
         if not weight_map:
             continue
-        total = sum(_size(n, result.tensors[n], name != checkpoint.index) for n in weight_map)
         table = {"metadata": {**checkpoint.metadata, "total_size": total}, "weight_map": weight_map}
-        (directory / name).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        (directory / index).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Training without masters: the parameters are in 16 bits, and so is what the optimizer adds up."""
+"""Trains without FP32 masters: parameters and the optimizer's state are in 16 bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["cast_parameters", "round_parameters"]
 def cast_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.dtype]
 ) -> None:
-    """Put parameters and buffers into their 16-bit dtype, in place: the optimizer still holds them."""
+    """Cast parameters and buffers to their 16-bit dtype in place, so that the optimizer still holds them."""
     for name, tensor in named_tensors(model).items():
         if name in stored:
             tensor.data = tensor.data.to(stored[name])
@@ -27,38 +27,35 @@ def cast_parameters(
 def round_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.dtype]
 ) -> None:
-    """The same, emulated: parameters and the optimizer's state are rounded after each step.
-
-    Its eps is added to 16-bit numbers, and so is rounded, too, while it steps.
-    """
+    """Emulate the same: round parameters and the optimizer's state after each step, and its eps during it."""
     tensors = named_tensors(model)
-    lowered = {id(tensors[name]): (tensors[name], dtype) for name, dtype in stored.items()}
+    low_precision = {id(tensors[name]): (tensors[name], dtype) for name, dtype in stored.items()}
 
     @torch.no_grad()
     def round_all(*_: Any) -> None:
-        for tensor, dtype in lowered.values():
+        for tensor, dtype in low_precision.values():
             tensor.copy_(rounded(tensor, dtype))
             for value in optimizer.state.get(tensor, {}).values():
                 # a step count is a tensor without dimensions, and stays exact
                 if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point():
                     value.copy_(rounded(value, dtype))
 
-    def with_lower_eps(*_: Any) -> None:
+    def round_eps(*_: Any) -> None:
         for group in optimizer.param_groups:
             if "eps" in group:
                 kept.append(group["eps"])
-                group["eps"] = float(torch.tensor(group["eps"]).to(lowest))
+                group["eps"] = float(torch.tensor(group["eps"]).to(low_dtype))
 
-    def with_own_eps(*_: Any) -> None:
+    def restore_eps(*_: Any) -> None:
         for group in optimizer.param_groups:
             if "eps" in group:
                 group["eps"] = kept.pop(0)
 
     round_all()
-    if not lowered:
+    if not low_precision:
         return
-    lowest = next(iter(lowered.values()))[1]
+    low_dtype = next(iter(low_precision.values()))[1]
     kept: list[float] = []
-    optimizer.register_step_pre_hook(with_lower_eps)
-    optimizer.register_step_post_hook(with_own_eps)
+    optimizer.register_step_pre_hook(round_eps)
+    optimizer.register_step_post_hook(restore_eps)
     optimizer.register_step_post_hook(round_all)

@@ -1,4 +1,4 @@
-"""``ampaudit train``: FP32, torch.amp and policies side by side, and what each does to a training run."""
+"""Trains FP32, torch.amp and policies side by side, and reports what each does to the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ampaudit.core.errors import InputError, UsageError
-from ampaudit.core.formats import BFLOAT16, low_precision_format
+from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.finding import FailOn
 from ampaudit.report.model import ModelInfo
@@ -17,6 +17,7 @@ from ampaudit.run.audit import Progress, silent
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.training.findings import training_report
+from ampaudit.training.prepare import How
 from ampaudit.training.variants import VariantSpec, train_variants
 
 __all__ = ["MAX_BATCHES", "TrainSettings", "train_source"]
@@ -52,7 +53,7 @@ class TrainSettings:
 
 
 def train_source(source: ModelSource, settings: TrainSettings) -> TrainingReport:
-    """Train a loaded source in each way, and say what each did.
+    """Train a loaded source in each variant, and report how they compare with FP32.
 
     Raises:
         UsageError: nothing to train, or an impossible setting.
@@ -66,10 +67,10 @@ def train_source(source: ModelSource, settings: TrainSettings) -> TrainingReport
     if not source.batches:
         raise InputError("there is no batch to train on", hint="make batches() yield at least one batch")
     device = pick_device(settings.device)
-    ways = _ways(settings, device)
+    specs = _specs(settings, device)
     variants, optimizer = train_variants(
         source,
-        ways,
+        specs,
         steps=settings.steps,
         every=min(settings.every, max(settings.steps // 4, 1)),
         seed=settings.seed,
@@ -87,38 +88,30 @@ def train_source(source: ModelSource, settings: TrainSettings) -> TrainingReport
         seed=settings.seed,
         optimizer=optimizer,
         fail_on=settings.fail_on,
-        judged=[way.name for way in ways if way.name not in ("fp32", "torch.amp")],
+        judged=[spec.name for spec in specs if spec.name not in ("fp32", "torch.amp")],
         notes=notes,
     )
 
 
-def _ways(settings: TrainSettings, device: torch.device) -> list[VariantSpec]:
-    form = low_precision_format(settings.dtype)
-    native = device.type == "cuda" or form is BFLOAT16
+def _specs(settings: TrainSettings, device: torch.device) -> list[VariantSpec]:
+    """FP32, autocast (CUDA's, emulated, where the device has none for the format), and each policy."""
+    dtype = low_precision_format(settings.dtype).name
+    native = device.type == "cuda" or dtype == "bfloat16"
     loaded = [p if isinstance(p, RuleSet) else load_policy(p) for p in settings.policies]
     policies = [rules.for_environment(environment_of(device)) for rules in loaded]
-    amp = _torch_amp(form.name, device, native)
-    ways = [VariantSpec("fp32", "plain FP32", None, form.name)]
-    if amp.rules is None or amp.rules.name not in {rules.name for rules in policies}:
-        ways.append(amp)
-    how = "native" if native else "emulated"
-    words = f"{how}, {form.name}"
-    ways += [
-        VariantSpec(rules.name, words, rules, form.name, settings.loss_scale, emulate=not native)
+    specs = [VariantSpec("fp32", "plain FP32", None, dtype)]
+    autocast = load_policy(f"torch-{device.type}" if native else "torch-cuda")
+    if autocast.name not in {rules.name for rules in policies}:
+        what = f"torch.autocast({device.type!r})" if native else "CUDA autocast, emulated"
+        how: How = "autocast" if native else "graph"
+        specs.append(
+            VariantSpec("torch.amp", f"{what}, {dtype}", autocast, dtype, how=how, emulate=not native)
+        )
+    description = f"{'native' if native else 'emulated'}, {dtype}"
+    specs += [
+        VariantSpec(rules.name, description, rules, dtype, settings.loss_scale, emulate=not native)
         for rules in policies
     ]
-    if len({way.name for way in ways}) < len(ways):
+    if len({spec.name for spec in specs}) < len(specs):
         raise UsageError("a policy is named twice")
-    return ways
-
-
-def _torch_amp(dtype: str, device: torch.device, native: bool) -> VariantSpec:
-    """Real autocast where the device has it for this format; else CUDA's, emulated."""
-    if native:
-        rules = load_policy(f"torch-{device.type}")
-        return VariantSpec(
-            "torch.amp", f"torch.autocast({device.type!r}), {dtype}", rules, dtype, mode="autocast"
-        )
-    return VariantSpec(
-        "torch.amp", f"CUDA autocast, emulated, {dtype}", load_policy("torch-cuda"), dtype, emulate=True
-    )
+    return specs

@@ -1,9 +1,10 @@
-"""A small model with tied weights, and its conversion."""
+"""A small model with tied weights, its conversion, and tensors compared bit for bit."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -12,7 +13,7 @@ from ampaudit.export.convert import convert_source
 from ampaudit.export.options import ConvertOptions
 from ampaudit.source import Batch, ModelSource
 
-__all__ = ["Tied", "converted", "tied"]
+__all__ = ["Tied", "converted", "load", "same_bits", "tied"]
 
 
 class Tied(nn.Module):
@@ -44,3 +45,13 @@ def converted(source: ModelSource, out: Path, **options: object) -> Path:
     audited, made = convert_source(source, out, ConvertOptions(**options), Settings())
     assert made is not None, audited.report.findings
     return out
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(path)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(
+        a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+    )

@@ -1,4 +1,4 @@
-"""A module that stands before another and has its parameters, buffers and submodules, by their names."""
+"""Modules that compute what a model computes in another way, over its parameters and submodules."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["ModelProxy", "in_float32"]
+__all__ = ["AutocastModule", "ModelProxy", "in_float32"]
 
 
 class ModelProxy(nn.Module):
-    """Computes what a model computes, in another way; an optimizer, a checkpoint and DDP see the model's own.
+    """Calls a model in another way; an optimizer, a checkpoint and DDP see the model's own tensors.
 
     Args:
-        model: the user's; called by its own name it computes as before.
+        model: the user's; called itself, it computes as before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,18 +43,18 @@ class ModelProxy(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Return what the model returns."""
         if self._ampaudit_plain:
             return self.original(*args, **kwargs)
         return self.mixed(*args, **kwargs)
 
     @abstractmethod
     def mixed(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns, computed in mixed precision."""
+        """Compute in mixed precision."""
 
     @contextmanager
     def float32(self) -> Iterator[nn.Module]:
-        """While active, calls run the model as it is, in FP32, with the masters."""
+        """Call the model as it is, in FP32 with its masters, while active."""
         before, self._ampaudit_plain = self._ampaudit_plain, True
         try:
             yield self
@@ -62,8 +62,28 @@ class ModelProxy(nn.Module):
             self._ampaudit_plain = before
 
 
+class AutocastModule(ModelProxy):
+    """Runs the model's own code under autocast, for what no graph can hold; outputs are float32.
+
+    Args:
+        model: the user's.
+        device: device type of the autocast.
+        dtype: its 16-bit format.
+    """
+
+    def __init__(self, model: nn.Module, device: str, dtype: torch.dtype) -> None:
+        super().__init__(model)
+        self._ampaudit_autocast = device, dtype
+
+    def mixed(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own code under autocast."""
+        device, dtype = self._ampaudit_autocast
+        with torch.autocast(device, dtype=dtype):
+            return in_float32(self.original(*args, **kwargs))
+
+
 def in_float32(output: Any) -> Any:
-    """The output with its 16-bit tensors as float32: a loss outside is then computed in float32."""
+    """Convert the 16-bit tensors of an output to float32: a loss outside is then computed in float32."""
 
     def wide(value: torch.Tensor) -> torch.Tensor:
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
