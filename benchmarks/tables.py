@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from ampaudit.render.markdown import to_markdown
-from ampaudit.report.documents import read_document
+from ampaudit.report.saved import read_document
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

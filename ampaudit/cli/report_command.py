@@ -29,7 +29,7 @@ def report_command(file: Path, **options: Any) -> None:
     Nothing is run, and nothing in FILE is. The exit code is 0 whatever the report says.
     """
     from ampaudit.core.files import check_writable
-    from ampaudit.report.documents import read_document
+    from ampaudit.report.saved import read_document
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
@@ -69,8 +69,8 @@ def diff_command(context: click.Context, /, old: Path, new: Path, **options: Any
     from ampaudit.render.difference_text import difference_markdown, render_differences
     from ampaudit.render.formats import chosen_format
     from ampaudit.render.json import to_json
-    from ampaudit.report.difference import differences
-    from ampaudit.report.documents import read_document
+    from ampaudit.report.compare import differences
+    from ampaudit.report.saved import read_document
 
     output: Path | None = options["output"]
     if output is not None:

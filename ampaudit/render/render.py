@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.check import CheckResults
 from ampaudit.report.comparison import Comparison
+from ampaudit.report.difference import Differences
 from ampaudit.report.documents import Document
 from ampaudit.report.lint import LintReport
 from ampaudit.report.model import Report
@@ -53,6 +54,10 @@ def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
         from ampaudit.render.text import render
 
         return render(document, verbosity=verbosity)
+    if isinstance(document, Differences):
+        from ampaudit.render.difference_text import render_differences
+
+        return render_differences(document, verbose=verbosity > 0)
     return _of_directory(document, verbosity)
 
 
@@ -83,9 +88,9 @@ def as_file(document: Document, form: str) -> str:
         UsageError: this kind of report has no such format.
     """
     if form == "json":
-        from ampaudit.render.json import comparison_json, to_json
+        from ampaudit.render.json import to_json
 
-        return comparison_json(document.reports) if isinstance(document, Comparison) else to_json(document)
+        return to_json(document)
     made: Callable[[Document], str]
     if form == "html":
         from ampaudit.render.html.page import to_html

@@ -81,6 +81,7 @@ class LintReport:
     findings: tuple[LintFinding, ...]
     unread: tuple[UnreadFile, ...]
     fixed: int = 0
+    kind: Literal["lint"] = "lint"
 
     @property
     def exit_code(self) -> int:

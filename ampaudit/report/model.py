@@ -139,6 +139,7 @@ class Report:
     stressed: tuple[Stressed, ...] = ()
     tails: tuple[Tail, ...] = ()
     backward: BackwardReport | None = None
+    kind: Literal["scan"] = "scan"
 
     @property
     def exit_code(self) -> int:

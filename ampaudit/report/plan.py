@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["PlanReport", "PlannedSite", "PlannedWeights", "RuleUse"]
 
@@ -79,3 +80,5 @@ class PlanReport:
     author_casts: int
     weights: PlannedWeights
     notes: tuple[str, ...]
+    schema: Literal[1] = 1
+    kind: Literal["plan"] = "plan"

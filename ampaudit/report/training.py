@@ -129,6 +129,7 @@ class TrainingReport:
     variants: tuple[Variant, ...]
     notes: tuple[str, ...]
     environment: Environment
+    kind: Literal["training"] = "training"
 
     @property
     def exit_code(self) -> int:

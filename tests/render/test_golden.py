@@ -19,8 +19,8 @@ from ampaudit.render.difference_text import difference_markdown, render_differen
 from ampaudit.render.html.page import to_html
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file, for_terminal
+from ampaudit.report.compare import differences
 from ampaudit.report.comparison import Comparison
-from ampaudit.report.difference import differences
 from ampaudit.report.lint import LintReport
 from ampaudit.report.pages import all_pages
 from tests.support.paths import GOLDEN

@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampaudit.core.errors import InputError
+from ampaudit.report.compare import differences
 from ampaudit.report.comparison import Comparison
-from ampaudit.report.difference import Difference, differences
-from ampaudit.report.documents import parse_document, read_document
+from ampaudit.report.difference import Difference
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
+from ampaudit.report.saved import parse_document, read_document
 from ampaudit.report.site import SiteReport
 from tests.support.saved import NAMES, PLACE, saved, saved_report, text_of
 

@@ -12,9 +12,10 @@ import sys
 from dataclasses import replace
 
 from ampaudit.report.comparison import Comparison
-from ampaudit.report.documents import Document, parse_document
+from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report
+from ampaudit.report.saved import parse_document
 from ampaudit.report.site import SiteReport
 from tests.support.paths import ROOT
 
