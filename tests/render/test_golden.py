@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from ampaudit.cli.main import COMMANDS, main
 from ampaudit.cli.terminal import as_text
 from ampaudit.lint.linting import RuleSelection, lint_text
-from ampaudit.render.difference_text import difference_markdown, render_differences
 from ampaudit.render.html.page import to_html
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file, for_terminal
@@ -66,7 +65,7 @@ def linted() -> LintReport:
 
 @pytest.mark.parametrize("verbosity", [-1, 0, 1])
 def test_lint(golden: Golden, verbosity: int) -> None:
-    text = as_text(lambda console: console.print(for_terminal(linted(), verbosity), soft_wrap=True), 80)
+    text = as_text(lambda console: console.print(for_terminal(linted(), verbosity), crop=False), 80)
     golden(f"lint-{('quiet', 'normal', 'verbose')[verbosity + 1]}.txt", text)
 
 
@@ -103,9 +102,9 @@ def test_differences(golden: Golden) -> None:
     worse = differences(policies.reports[2], policies.reports[0])
     for name, found in (("better", better), ("worse", worse)):
         for width in (80, 200):
-            shown = as_text(lambda console, f=found: console.print(render_differences(f)), width)  # type: ignore[misc]
+            shown = as_text(lambda console, f=found: console.print(for_terminal(f)), width)  # type: ignore[misc]
             golden(f"diff-{name}-{width}.txt", shown)
-    golden("diff-worse.md", difference_markdown(worse))
+    golden("diff-worse.md", as_file(worse, "markdown"))
     golden("diff-worse.json", to_json(worse))
 
 
