@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, plural, short_op
@@ -116,8 +117,8 @@ class Suite:
     cases: tuple[str, ...]
     alerts: tuple[Alert, ...]
     tool_version: str
-    errors: dict[str, str]
-    seconds: dict[str, float]
+    errors: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def active(self) -> tuple[Alert, ...]:

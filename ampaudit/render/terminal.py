@@ -16,8 +16,6 @@ from ampaudit.report.documents import Document
 
 __all__ = ["printable", "to_text"]
 
-_WIDTH = 100
-
 
 def printable(sections: Iterable[Section]) -> Group:
     """The sections, one empty line between them."""
@@ -29,10 +27,10 @@ def printable(sections: Iterable[Section]) -> Group:
     return Group(*parts)
 
 
-def to_text(document: Document) -> str:
+def to_text(document: Document, width: int = 100) -> str:
     """The document as plain text."""
     shown = printable(view_of(document).sections())
-    return as_text(lambda console: console.print(shown, crop=False), _WIDTH)
+    return as_text(lambda console: console.print(shown, crop=False), width)
 
 
 def _rendered(block: Block) -> RenderableType:

@@ -9,10 +9,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Suite
+from ampaudit.report.documents import Document
 
 __all__ = ["Cell", "Page", "Row", "View"]
 
-D = TypeVar("D")
+D = TypeVar("D", bound=Document)
 Cell: TypeAlias = str | int | float | None
 Row: TypeAlias = Mapping[str, Cell]
 
@@ -43,7 +44,7 @@ class View(ABC, Generic[D]):
     @property
     def name(self) -> str:
         """What the document is about, as a title; safe to print."""
-        return "ampaudit"
+        return f"ampaudit {self.document.kind}"
 
     @abstractmethod
     def sections(self, verbosity: int = 0) -> Iterable[Section]:

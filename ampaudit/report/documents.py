@@ -1,9 +1,10 @@
-"""The kinds of document that there are; a new one is a line here and a module in ``render/documents``."""
+"""The kinds of document that there are: a new one is a line here, and a module in ``render/documents``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from dataclasses import fields
+from typing import Any, TypeAlias, get_args
 
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.check import CheckResults
@@ -31,16 +32,10 @@ Document: TypeAlias = (
     | Differences
 )
 DOCUMENTS: dict[str, type[Document]] = {
-    "scan": Report,
-    "comparison": Comparison,
-    "plan": PlanReport,
-    "conversion": Conversion,
-    "verification": Verification,
-    "check": CheckResults,
-    "training": TrainingReport,
-    "bench": BenchReport,
-    "lint": LintReport,
-    "diff": Differences,
+    str(field.default): document
+    for document in get_args(Document)
+    for field in fields(document)
+    if field.name == "kind"
 }
 # documents saved before they had a field for their kind are known by fields that only they have
 _FIELDS = {

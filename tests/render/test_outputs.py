@@ -38,6 +38,7 @@ from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Report
+from ampaudit.report.pages import all_pages
 from tests.support.paths import DATA, ROOT
 from tests.support.saved import HOSTILE, NAMES, named, sample, saved, saved_report, text_of
 
@@ -81,6 +82,20 @@ def test_sarif_is_valid_and_has_every_finding(name: str) -> None:
         assert len({r["partialFingerprints"]["ampauditSite/v1"] for r in run["results"]}) == len(
             run["results"]
         )
+
+
+def test_the_rules_of_sarif_are_documented_by_their_pages() -> None:
+    (run,) = sarif_of(saved("overflow"))["runs"]
+    rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
+    assert rules.keys() == {finding.code for finding in saved_report().findings}
+    for name, rule in rules.items():
+        page = all_pages()[name]
+        assert rule["help"] == {"text": page.text, "markdown": page.text}
+        first = rule["fullDescription"]["text"]
+        assert first
+        assert first in " ".join(page.text.split())
+        assert rule["shortDescription"]["text"] == page.title
+        assert rule["defaultConfiguration"]["level"] == page.severity
 
 
 def test_sarif_points_at_the_users_line() -> None:

@@ -45,7 +45,7 @@ class CheckView(View[CheckResults]):
         check = self.document
         names = [escape_control(target.target) for target in check.targets]
         suite = Suite(
-            name="ampaudit check",
+            name=self.name,
             label=plural(len(names), "target"),
             passed=check.exit_code == 0,
             cases=tuple(names),

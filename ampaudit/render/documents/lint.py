@@ -39,14 +39,13 @@ class LintView(View[LintReport]):
         report = self.document
         rank = threshold(report.fail_on)
         suite = Suite(
-            name="ampaudit lint",
+            name=self.name,
             label=plural(report.linted, "file"),
             passed=report.exit_code == 0,
             cases=tuple(dict.fromkeys(escape_control(finding.file) for finding in report.findings)),
             alerts=tuple(_alert(finding, rank) for finding in report.findings),
             tool_version=report.tool_version,
             errors={f"{escape_control(u.file)}:{u.line}": escape_control(u.reason) for u in report.unread},
-            seconds={},
         )
         return (suite,)
 

@@ -74,7 +74,6 @@ class ScanView(View[Report]):
             cases=tuple(escape_control(layer or TOP) for layer in dict.fromkeys(layers)),
             alerts=tuple(alert_of(f, escape_control(f.layer or TOP), rank) for f in report.findings),
             tool_version=report.tool.version,
-            errors={},
             seconds={"": sum(report.timings.values())} if report.timings else {},
         )
         return (suite,)

@@ -54,8 +54,6 @@ class TrainingView(View[TrainingReport]):
             cases=tuple(escape_control(variant.name) for variant in report.variants),
             alerts=self._alerts(),
             tool_version=report.tool.version,
-            errors={},
-            seconds={},
         )
         return (suite,)
 

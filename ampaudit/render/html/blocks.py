@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 from markupsafe import Markup
 
@@ -11,19 +12,30 @@ from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Table
 __all__ = ["html_of"]
 
 
-def html_of(block: Block) -> Markup:
-    """A block, and those in it."""
+def html_of(blocks: Iterable[Block]) -> Markup:
+    """Blocks, and those in them; lines that are not wrapped are code, those that follow each other as one."""
+    parts: list[Markup] = []
+    for code, group in groupby(blocks, lambda block: isinstance(block, Line) and not block.wrap):
+        if code:
+            lines = _joined(_text(line) for line in group if isinstance(line, Line))
+            parts.append(Markup('<pre tabindex="0">{}</pre>').format(lines))
+        else:
+            parts += map(_block, group)
+    return _joined(parts)
+
+
+def _block(block: Block) -> Markup:
     match block:
         case Line():
-            return Markup("<p>{}</p>" if block.wrap else "<pre>{}</pre>").format(_text(block))
+            return Markup("<p>{}</p>").format(_text(block))
         case Table():
             return _table(block)
         case Facts():
             return _list((row[0], [_text(text) for text in row[1:]]) for row in block.rows)
         case Labelled():
-            return _list((label, map(html_of, blocks)) for label, blocks in block.rows)
+            return _list((label, [html_of(blocks)]) for label, blocks in block.rows)
         case Indented():
-            return Markup('<div class="indented">{}</div>').format(_joined(map(html_of, block.blocks)))
+            return Markup('<div class="indented">{}</div>').format(html_of(block.blocks))
 
 
 def _joined(parts: Iterable[Markup]) -> Markup:
@@ -44,7 +56,7 @@ def _list(rows: Iterable[tuple[Line, Iterable[Markup]]]) -> Markup:
 def _table(table: Table) -> Markup:
     flush = ["" if index in table.left else Markup(' class="num"') for index in range(len(table.heads))]
     head, cell = Markup('<th scope="col"{}>{}</th>'), Markup("<td{}>{}</td>")
-    heads = map(head.format, flush, table.heads)
+    heads = ((head if name else cell).format(css, name) for css, name in zip(flush, table.heads, strict=True))
     rows = (
         Markup("<tr>{}</tr>").format(_joined(map(cell.format, flush, map(_text, row)))) for row in table.rows
     )
