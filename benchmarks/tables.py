@@ -22,7 +22,7 @@ def table() -> str:
     found = {}
     for path in sorted(RESULTS.glob(f"*-{NAME}.json")):
         found[path.name.split("-")[3]] = path
-    return "\n".join(to_markdown(read_document(found[kind])) for kind in sorted(found, reverse=True))
+    return "\n".join(f"{to_markdown(read_document(found[kind]))}\n" for kind in sorted(found, reverse=True))
 
 
 def rewritten(text: str) -> str:
