@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,11 +15,8 @@ from ampaudit.cli.common_options import (
     ignore_option,
 )
 from ampaudit.cli.model_options import load_source, model_options
-from ampaudit.cli.output import deliver, deliver_document
+from ampaudit.cli.output import deliver_document
 from ampaudit.core.pyproject import LEVELS
-
-if TYPE_CHECKING:
-    from ampaudit.report.conversion import Conversion
 
 __all__ = ["convert_command", "verify_command"]
 
@@ -91,7 +88,7 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
     )
     chosen.check(output)
     made = _convert(model, output, chosen, options, context)
-    _show(made, options["form"])
+    deliver_document(made, {"form": options["form"]})
     context.exit(made.exit_code)
 
 
@@ -132,14 +129,6 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
     click.echo(f"restored {len(made.tensors)} tensors ({size}) to {output}; each is what it was, bit for bit")
 
 
-def _show(made: Conversion, form: str) -> None:
-    from ampaudit.render.conversion_text import render_conversion
-    from ampaudit.render.json import to_json
-
-    json = to_json(made) if form == "json" else None
-    deliver(lambda console: console.print(render_conversion(made)), json, None, force=False)
-
-
 @click.command("verify", short_help="Check a converted directory.")
 @click.argument("directory", type=_FILE)
 @click.option("--no-run", is_flag=True, help="Only compare files; do not load and run the program.")
@@ -161,12 +150,8 @@ def verify_command(context: click.Context, /, directory: Path, **options: Any) -
     """
     from ampaudit.cli.progress import ProgressBar
     from ampaudit.export.verify import verify
-    from ampaudit.render.json import to_json
-    from ampaudit.render.verification_text import render_verification
 
     with ProgressBar(str(directory)):
         found = verify(directory, run=not options["no_run"], tolerance_db=options["tolerance"])
-    json = to_json(found) if options["form"] == "json" else None
-    shown = render_verification(found, verbose=options["verbose"])
-    deliver(lambda console: console.print(shown), json, None, force=False)
+    deliver_document(found, options)
     context.exit(found.exit_code)

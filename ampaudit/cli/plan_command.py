@@ -52,21 +52,18 @@ def plan_command(model: str, **options: Any) -> None:
             seed=options["seed"],
             progress=progress.update,
         )
+    from ampaudit.render.documents.plan import PlanView
     from ampaudit.render.json import to_json
-    from ampaudit.render.plan_text import matching_sites, render_plan
+    from ampaudit.render.terminal import printable
 
     layer = options["layer"]
-    if layer is not None and not matching_sites(plan, layer):
+    if layer is not None and not plan.matching(layer):
         raise click.BadParameter(
             _no_layer(layer, sorted({s.layer for s in plan.sites})), param_hint="--layer"
         )
     json = to_json(plan) if options["form"] == "json" else None
-    deliver(
-        lambda console: console.print(render_plan(plan, layer=layer, verbose=options["verbose"])),
-        json,
-        options["output"],
-        force=options["force"],
-    )
+    shown = printable(PlanView(plan, layer).sections(int(options["verbose"])))
+    deliver(lambda console: console.print(shown), json, options["output"], force=options["force"])
 
 
 def _no_layer(glob: str, layers: list[str]) -> str:

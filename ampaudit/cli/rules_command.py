@@ -96,13 +96,14 @@ def _model_diff(a: Any, b: Any, model: str, dtype: str, form: str, options: dict
         plans = [
             plan_source(source, p, dtype, seed=options["seed"], progress=progress.update) for p in (a, b)
         ]
+    from ampaudit.render.documents.plan import plans_compared
     from ampaudit.render.json import to_json
-    from ampaudit.render.plan_text import render_difference
+    from ampaudit.render.terminal import printable
 
     text = None
     if form == "json":
         text = json.dumps({p.policy: json.loads(to_json(p)) for p in plans}, indent=1) + "\n"
-    shown = render_difference(plans[0], plans[1], verbose=options["verbose"])
+    shown = printable(plans_compared(plans[0], plans[1], verbose=options["verbose"]))
     deliver(lambda console: console.print(shown), text, None, force=False)
 
 

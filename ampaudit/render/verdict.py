@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.core.text import escape_control, short_op
+from ampaudit.core.text import escape_control, plural, short_op
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
 
-__all__ = ["verdict_words"]
+__all__ = ["VERDICT_STYLES", "verdict_words"]
 
+VERDICT_STYLES = {"PASS": "bold green", "FAIL": "bold red", "WARN": "bold yellow"}
 _OPS = 3  # names of ops that were not audited
 
 
@@ -20,7 +21,7 @@ def verdict_words(report: Report) -> tuple[str, str]:
     word = "FAIL" if errors or report.verdict == "fail" else "PASS"
     if word == "PASS" and report.run.level == "ranges" and warnings:
         word = "WARN"
-    extra = f" ({_counted(warnings, 'warning')})" if warnings and (errors or word == "FAIL") else ""
+    extra = f" ({plural(warnings, 'warning')})" if warnings and (errors or word == "FAIL") else ""
     if errors:
         what = "; ".join((*_broken(report), *_gaps(report)))
     elif report.run.level == "static" and report.proofs is not None:
@@ -28,22 +29,22 @@ def verdict_words(report: Report) -> tuple[str, str]:
         what = f"{report.proofs.proved} of {report.proofs.sites} sites are proved safe in {report.run.dtype}"
         what += f"; a scan must observe the other {left}" if left else ""
     elif report.run.level == "ranges" and warnings:
-        what = f"{_counted(warnings, 'site')} would overflow in {report.run.dtype}"
+        what = f"{plural(warnings, 'site')} would overflow in {report.run.dtype}"
     else:
         what = "; ".join((*_sound(report), *_gaps(report)))
     return word, f"{what}{extra}"
 
 
 def _broken(report: Report) -> Iterator[str]:
-    errors = [f for f in report.findings if f.severity is Severity.ERROR and f.suppressed is None]
+    errors = [f for f in report.active if f.severity is Severity.ERROR]
     places = sum(not f.finite for f in errors)
     if places:
-        yield f"{_counted(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}"
+        yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}"
     if places == len(errors):
         return
     worst = report.worst_output
     if worst is None:
-        yield f"{_counted(len(errors), 'buffer')} no longer changes in {report.run.dtype}"
+        yield f"{plural(len(errors), 'buffer')} no longer changes in {report.run.dtype}"
         return
     if worst.problem:
         wrong = worst.problem
@@ -60,13 +61,11 @@ def _sound(report: Report) -> Iterator[str]:
     if report.run.level == "scan":
         yield from _accuracy(report)
     nearest = report.least_headroom
-    if nearest is not None and nearest.forward is not None:
-        yield (
-            f"the least headroom is {nearest.forward.headroom_bits:.1f} bits, "
-            f"at {escape_control(nearest.site)}"
-        )
+    if nearest is not None:
+        bits = f"{nearest.headroom_bits:.1f} bits"
+        yield f"the least headroom is {bits}, at {escape_control(nearest.site)}"
     if report.promoted:
-        yield f"{_counted(len(report.promoted), 'site')} promoted to float32"
+        yield f"{plural(len(report.promoted), 'site')} promoted to float32"
     if report.proofs is not None:
         yield f"{report.proofs.proved} of {report.proofs.sites} sites proved"
 
@@ -96,7 +95,3 @@ def _gaps(report: Report) -> Iterator[str]:
     if ops:
         more = f" and {len(ops) - _OPS} more" if len(ops) > _OPS else ""
         yield f"not audited: {', '.join(ops[:_OPS])}{more}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count != 1 else ''}"

@@ -129,6 +129,7 @@ class BenchReport:
     interrupted: bool
     notes: tuple[str, ...]
     environment: Environment
+    kind: Literal["bench"] = "bench"
 
     @property
     def exit_code(self) -> int:

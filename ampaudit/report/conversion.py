@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["Conversion", "OutputRecord"]
 
@@ -72,3 +73,5 @@ class Conversion:
     onnx_error: float | None
     files: dict[str, int]
     notes: tuple[str, ...]
+    schema: Literal[1] = 1
+    kind: Literal["conversion"] = "conversion"

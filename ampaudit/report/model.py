@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ampaudit.core.sites import SiteId
+from ampaudit.core.text import plural
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, Finding, Severity
@@ -65,6 +66,13 @@ class RunInfo:
     level: Literal["scan", "ranges", "static"]
     mode: Literal["eval", "train"]
     contract: str = ""
+
+    @property
+    def extent(self) -> str:
+        """How many batches ran, and where; or that nothing did."""
+        if self.level == "static":
+            return "nothing was run"
+        return f"{plural(self.batches, 'batch')} on {self.device} ({self.backend})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,7 @@ class Report:
     stressed: tuple[Stressed, ...] = ()
     tails: tuple[Tail, ...] = ()
     backward: BackwardReport | None = None
+    kind: Literal["scan"] = "scan"
 
     @property
     def exit_code(self) -> int:

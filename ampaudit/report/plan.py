@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
 
 __all__ = ["PlanReport", "PlannedSite", "PlannedWeights", "RuleUse"]
 
@@ -79,3 +81,9 @@ class PlanReport:
     author_casts: int
     weights: PlannedWeights
     notes: tuple[str, ...]
+    schema: Literal[1] = 1
+    kind: Literal["plan"] = "plan"
+
+    def matching(self, layer: str | None) -> tuple[PlannedSite, ...]:
+        """Sites in the layers that a glob matches; all without a glob."""
+        return tuple(site for site in self.sites if layer is None or fnmatchcase(site.layer, layer))

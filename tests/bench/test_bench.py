@@ -22,9 +22,10 @@ from ampaudit.bench.mode_runs import ModeRun
 from ampaudit.bench.run import BenchSettings, bench_source
 from ampaudit.core.errors import UsageError
 from ampaudit.render.bench_plot import plot_bench
-from ampaudit.render.bench_tables import bench_facts, bench_tables
-from ampaudit.render.bench_text import render_bench
+from ampaudit.render.blocks import Table
+from ampaudit.render.documents.bench import bench_facts, bench_tables
 from ampaudit.render.json import to_json
+from ampaudit.render.render import for_terminal
 from ampaudit.report.bench import BenchReport
 from tests.support.bench import bert
 from tests.support.paths import ROOT
@@ -65,7 +66,7 @@ def report() -> BenchReport:
 
 def test_the_table_fits_and_says_it_all(report: BenchReport) -> None:
     stream = io.StringIO()
-    Console(width=110, file=stream).print(render_bench(report))
+    Console(width=110, file=stream).print(for_terminal(report))
     text = stream.getvalue()
     for expected in (
         "Batch size 2",
@@ -82,11 +83,14 @@ def test_the_table_fits_and_says_it_all(report: BenchReport) -> None:
 
 def test_what_kernels_took_stands_in_the_table(report: BenchReport) -> None:
     rows = tuple(replace(row, workspace_bytes=0) for row in report.rows)
-    table, own = bench_tables(replace(report, rows=rows))[1], replace(rows[0], workspace_bytes=3_000_000)
-    other = replace(report, rows=(own, *rows[1:]))
+    (table,) = bench_tables(replace(report, rows=rows))[1].blocks
+    other = replace(report, rows=(replace(rows[0], workspace_bytes=3_000_000), *rows[1:]))
+    (wider,) = bench_tables(other)[1].blocks
+    assert isinstance(table, Table)
+    assert isinstance(wider, Table)
     assert "workspace" not in table.heads
-    assert bench_tables(other)[1].heads[-1] == "workspace"
-    assert [row[-1] for row in bench_tables(other)[1].rows] == ["3 MB", ""]
+    assert wider.heads[-1] == "workspace"
+    assert [str(row[-1]) for row in wider.rows] == ["3 MB", ""]
     assert "Workspace" in dict(bench_facts(other))
 
 

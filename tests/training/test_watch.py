@@ -15,7 +15,8 @@ from torch import nn
 
 import ampaudit
 from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
-from ampaudit.render.training_text import render_training, sparkline
+from ampaudit.render.documents.training import sparkline
+from ampaudit.render.render import for_terminal
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.training.divergence import diverged_at
 from ampaudit.training.train import TrainSettings, train_source
@@ -369,7 +370,7 @@ def test_the_report_is_readable_at_any_width() -> None:
     report = train_source(source(classes), TrainSettings(steps=4, policies=("apex-o3",)))
     for width in (60, 80, 200):
         stream = io.StringIO()
-        Console(width=width, file=stream).print(render_training(report, verbosity=1))
+        Console(width=width, file=stream).print(for_terminal(report, 1))
         text = stream.getvalue()
         assert "apex-o3" in text
         assert all(len(line) <= width for line in text.splitlines())

@@ -8,7 +8,7 @@ from pathlib import Path
 from ampaudit.audit.advice.interface import LineChange, Proposal
 from ampaudit.audit.advice.source_edits import replacements
 from ampaudit.lint.source_text import Unreadable, decode, diff_lines
-from ampaudit.render.evidence import relative_path
+from ampaudit.render.paths import relative_path
 from ampaudit.trace.stack import is_library
 
 __all__ = ["diff_of"]
