@@ -149,7 +149,7 @@ class Meter(Observer):
         if op is not None and step.low_precision and multiplies(op, step.args, step.kwargs):
             self.uncovered[step.site.op] = "16 bits round after each factor; here the product is rounded once"
         if isinstance(step.target, HigherOrderOperator):
-            self.uncovered[step.site.op] = "control flow: only its outputs are looked at, not its branches"
+            self.uncovered[step.site.op] = "control flow: only its outputs are checked, not its branches"
 
     def results(self) -> Iterator[MeasuredValue]:
         """Everything measured since the start, fetched from the device at once."""

@@ -81,7 +81,7 @@ def _fourier(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str,
         getattr(v, "dtype", None) in (torch.float16, torch.complex32) for v in pytree.tree_leaves(args)
     )
     if odd and (site.decision is NO_KERNEL or half):
-        cause = f"{base} has float16 kernels for powers of two only, on CUDA, and {odd[0]} is none"
+        cause = f"{base} has float16 kernels on CUDA only for powers of two, and {odd[0]} is not one"
         return cause, Severity.ERROR
     if not half:
         return None

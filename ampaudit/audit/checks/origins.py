@@ -116,7 +116,7 @@ def _overflow_text(context: CheckContext, site: Site) -> str:
         return f"{what}, and the policy casts this input to {form.name}"
     if site.decision.rule is None:
         return f"{what}, and no rule of the policy keeps this op in float32"
-    return f"{what}; rule {site.decision.rule} lowers this op"
+    return f"{what}; rule {site.decision.rule} runs this op in {form.name}"
 
 
 def _domain_text(context: CheckContext, site: Site) -> str:

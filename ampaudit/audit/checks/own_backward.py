@@ -16,8 +16,8 @@ _TEXTS = {
     "": ("no gradient is known before {}, which no trace can follow", _FOLLOWABLE),
     "left out": ("gradients are audited as if there were no {}, which no trace can follow", _FOLLOWABLE),
     "as a whole": (
-        "{} runs as a whole, for no trace can follow it",
-        "its result is audited; what overflows inside it is not named",
+        "{} runs as a whole, because no trace can follow it",
+        "its result is audited; an overflow inside it is not located",
     ),
 }
 

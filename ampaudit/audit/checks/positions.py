@@ -37,7 +37,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             exact = 2 ** (form.fraction_bits + 1)
             cause = (
                 f"{what}s up to {format_number(seen.ref_peak)} are off by up to {format_number(error)}; "
-                f"{form.name} counts in ones only up to {exact}"
+                f"{form.name} represents every integer only up to {exact}"
             )
             yield finding_at(context, site, "AMP206", cause, _ADVICE)
 
