@@ -68,7 +68,7 @@ def build_report(
         coverage=_coverage(context),
         findings=findings,
         sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
-        outputs=_outputs(context),
+        outputs=tuple(_output(context, *output) for output in context.outputs),
         weights=WeightMemory(memory["master"], memory["working"]),
         notes=tuple(dict.fromkeys(note for traced in context.flow.every for note in traced.notes)),
         raised=promoted,
@@ -233,10 +233,6 @@ def _what_if(seen: Observation, form: NumberFormat) -> WhatIf:
         overflows=seen.ref_peak >= form.overflow_at,
         vanish=vanished / nonzero if nonzero else 0.0,
     )
-
-
-def _outputs(context: CheckContext) -> tuple[OutputAccuracy, ...]:
-    return tuple(_output(context, name, made, sqnr) for name, made, sqnr in context.outputs)
 
 
 def _output(context: CheckContext, name: str, made: SiteId | None, sqnr: float | None) -> OutputAccuracy:

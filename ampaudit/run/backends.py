@@ -153,7 +153,7 @@ class Emulated(Float32Backend):
         )
 
 
-class Native:
+class Native(Float32Backend):
     """The converted graph exactly as it would be deployed: true dtypes, the device's own kernels."""
 
     name = "native"
@@ -179,13 +179,6 @@ class Native:
         wide = [widened_tensor(a) if isinstance(a, torch.Tensor) else a for a in wide]
         result = step.target(*wide, **wide_kwargs)
         return result.to(step.dtypes[0]) if isinstance(result, torch.Tensor) else result
-
-    def represented_result(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
-    ) -> torch.Tensor:
-        """As ``represent``."""
-        del given
-        return self.represent(tensor, dtype)
 
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op in its dtypes, whose backward is autograd's own."""

@@ -147,7 +147,8 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
     on_copy = isinstance(target, OnCopy)
     mutates = written_arguments(overload, node.args, dict(node.kwargs)) if overload and not on_copy else ()
     dtypes = tuple(getattr(item, "dtype", None) for item in outputs)
-    random = overload is not None and _draws(overload, args, kwargs) and not _shows(site)
+    is_view = site is not None and site.role is Role.VIEW
+    random = overload is not None and _draws(overload, args, kwargs) and not is_view
     return Step(
         node=node,
         target=_Zeroed(overload)
@@ -242,10 +243,6 @@ def _draws(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return False
     given = named_arguments(target, args, kwargs)
     return given.get("dropout_p", 0.0) != 0.0 if "dropout_p" in argument_names(target) else True
-
-
-def _shows(site: Site | None) -> bool:
-    return site is not None and site.role is Role.VIEW
 
 
 def _last_uses(graph: fx.Graph, kept: frozenset[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:

@@ -109,12 +109,9 @@ class GradientAudit:
     def _note_parameters(self, program: Program) -> None:
         places = _parameters(program)
         frozen = {p.name for p in places if not program.traced.tensors[p.node].requires_grad}
-        self._note_customs(program)
+        self.record.notes += [n for n in program.traced.backward_notes if n not in self.record.notes]
         self.record.frozen = tuple(sorted(frozen | set(self.record.frozen)))
         self._reached |= {p.name for p in places} - frozen
-
-    def _note_customs(self, program: Program) -> None:
-        self.record.notes += [n for n in program.traced.backward_notes if n not in self.record.notes]
 
     def _note_unfollowed(self, ways: CustomBackwards, names: GradientNames, tape: Tape) -> None:
         known = {(way.site, way.name) for way in self.record.unfollowed}

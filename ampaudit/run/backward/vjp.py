@@ -42,7 +42,8 @@ def vjp(
         first = step.node.all_input_nodes[0]
         return [gradients[0] if node is first else None for node in wanted]
     if step.site is not None and step.site.role.converts and len(wanted) == 1:
-        return [_converted(gradients[0], taped.inputs[wanted[0]][side])]  # autograd would do no more
+        gradient = gradients[0]  # autograd would only convert it
+        return [None if gradient is None else _like(gradient, taped.inputs[wanted[0]][side])]
     if (quick := _by_formula(taped, side, backend, wanted, gradients)) is not None:
         return quick
     leaves = {node: taped.inputs[node][side].detach().requires_grad_() for node in wanted}
@@ -50,10 +51,12 @@ def vjp(
     args, kwargs = backend.arguments(step)
     args = fx.node.map_arg(args, lambda node: values[node])
     kwargs = fx.node.map_arg(kwargs, lambda node: values[node])
+    if kwargs.get("sparse"):
+        kwargs = kwargs | {"sparse": False}
     if taped.state is not None:
         restore_random_state(taped.state, next(iter(leaves.values())).device)
     with torch.enable_grad():
-        made: Any = backend.differentiable(step, args, _dense(kwargs))
+        made: Any = backend.differentiable(step, args, kwargs)
     outputs = made if isinstance(made, list | tuple) else (made,)
     pairs = [
         (output, _like(gradient, output))
@@ -68,7 +71,8 @@ def vjp(
         [gradient for _, gradient in pairs],
         allow_unused=True,
     )
-    return [None if gradient is None else _densified(gradient) for gradient in found]
+    # an embedding may ask for a sparse gradient: the numbers in it are the same
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 
 def _by_formula(
@@ -94,18 +98,5 @@ def _by_formula(
     return None if found is None else [found[name] for name in names]
 
 
-def _converted(gradient: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor | None:
-    return None if gradient is None else _like(gradient, given)
-
-
 def _like(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.dtype == output.dtype else gradient.to(output.dtype)
-
-
-def _dense(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return kwargs | {"sparse": False} if kwargs.get("sparse") else kwargs
-
-
-def _densified(gradient: torch.Tensor) -> torch.Tensor:
-    """An embedding may ask for a sparse gradient: the numbers in it are the same."""
-    return gradient.to_dense() if gradient.is_sparse else gradient
