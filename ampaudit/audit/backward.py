@@ -1,4 +1,4 @@
-"""A source whose model computes its loss, too, and plans that go back from it."""
+"""Adds the loss to a source's model, and the backward pass to the runs."""
 
 from __future__ import annotations
 

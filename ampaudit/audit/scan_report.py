@@ -104,9 +104,10 @@ def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
 
 
 def _not_gone_back(context: CheckContext) -> Iterator[str]:
-    """The author's own ways back before which no gradient is known."""
+    """Custom backwards before which no gradient is known."""
     record = context.record.gradients
-    return (way.name for way in record.unfollowed if not way.instead) if record is not None else iter(())
+    untraced = record.untraced if record is not None else []
+    return (custom.name for custom in untraced if not custom.instead)
 
 
 def _coverage(context: CheckContext) -> Coverage:

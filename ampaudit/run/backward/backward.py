@@ -81,7 +81,7 @@ class BackwardPass:
         needed: nodes that a gradient is for.
         dtypes: of each node's outputs in the converted model.
         backend: how the 16-bit run computes.
-        ways: the custom backwards along the tape.
+        customs: the custom backwards along the tape.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class BackwardPass:
         needed: frozenset[fx.Node],
         dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]],
         backend: Backend,
-        ways: CustomBackwards,
+        customs: CustomBackwards,
     ) -> None:
-        self._ways = ways
+        self._customs = customs
         self._tape = tape
         self._needed = needed
         self._dtypes = dtypes
@@ -103,7 +103,7 @@ class BackwardPass:
         """From the loss, whose gradient is the seed, to the parameters."""
         gradients = Gradients()
         gradients.pairs[loss] = {0: seed}
-        self._custom = CustomBackwardRun(self._ways, self._tape)
+        self._custom = CustomBackwardRun(self._customs, self._tape)
         for taped in reversed(self._tape.steps):
             self._step(taped, gradients, observer)
         for node in list(gradients.pairs):
