@@ -19,7 +19,7 @@ __all__ = ["differentiated"]
 def differentiated(
     source: ModelSource, plans: Sequence[RunConfig], settings: Settings
 ) -> tuple[ModelSource, list[RunConfig]]:
-    """The same source with its loss, and the same plans with the gradients' side.
+    """Return the source with its loss, and the configurations with a backward pass.
 
     Raises:
         UsageError: an option that goes forward only.

@@ -1,4 +1,4 @@
-"""Finds where the error of an output enters: parts of the model run in 16 bits while the rest stays in FP32.
+"""Finds where the error of an output enters, by running parts of the model in 16 bits and the rest in FP32.
 
 A site's own error says little about an output: every op of a healthy model rounds. What counts is how much
 of an output's error is there when that op alone rounds. Errors of independent ops add up as squares, so a

@@ -1,4 +1,4 @@
-"""How the converted graph is computed: natively in its dtypes, or emulated in float32.
+"""Computes the converted graph: natively in its dtypes, or emulated in float32.
 
 A backend decides three things: how a tensor of some dtype is held, how one step is called, and how a
 held tensor is read as float32. Adding one means implementing this protocol and naming it in ``choose``.

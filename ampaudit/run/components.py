@@ -1,4 +1,4 @@
-"""Complex numbers as two real components: each is measured, rounded and repaired by itself."""
+"""Views complex numbers as two real components, each measured, rounded and repaired by itself."""
 
 from __future__ import annotations
 

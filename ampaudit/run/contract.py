@@ -1,4 +1,4 @@
-"""How the target computes: what an audit takes for granted, and other ways that devices and runtimes have."""
+"""Emulates targets that compute differently: 16-bit accumulation, saturation, flushing, decomposed norms."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Contract:
 
 
 def parse_contract(text: str) -> Contract:
-    """Of ``saturate,decomposed``.
+    """Parse a contract such as ``saturate,decomposed``.
 
     Raises:
         UsageError: a word is none of ``CONTRACTS``.
@@ -101,7 +101,7 @@ class ContractBackend(Emulated):
         return value.clamp(-limits.max, limits.max) if "saturate" in self.contract.words else value
 
     def _own_way(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The op in steps that round, if the contract takes it apart."""
+        """Compute the op in steps that round, if the contract decomposes it."""
         dtype = step.dtypes[0]
         if not isinstance(step.target, OpOverload) or dtype not in LOW_PRECISION_DTYPES or step.mutates:
             return None

@@ -70,7 +70,7 @@ def _choice(value: Any) -> torch.Tensor | None:
 
 
 def with_fp32_choices(step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-    """The result of a decision with FP32's choices, and with the 16-bit run's values where there are some."""
+    """Return a decision's result with FP32's choices, and the 16-bit run's values where there are some."""
     if isinstance(value, torch.Tensor):
         return reference
     scores, axis = call.args[0], _axis(step, call)

@@ -1,4 +1,4 @@
-"""One-dimensional views of a pair of tensors, in memory order where that is possible."""
+"""Views pairs of tensors as vectors, in memory order where that is possible."""
 
 from __future__ import annotations
 

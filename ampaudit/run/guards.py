@@ -1,4 +1,4 @@
-"""What a run needs around it: exact float32, its own random numbers, errors with a next step."""
+"""Sets up what a run needs: exact float32, its own random numbers, errors with a next step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["exact_float32", "guarded", "refuse_broken_inputs", "tf32"]
 
 @contextlib.contextmanager
 def guarded(device: torch.device) -> Iterator[None]:
-    """All of it; random numbers drawn inside do not change what is drawn after."""
+    """Set up all of it; random numbers drawn inside do not change what is drawn after."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), exact_float32(), _memory_errors(device):
         yield

@@ -127,7 +127,7 @@ class Meter(Observer):
         return fields[2] + fields[3] + fields[4] > 0
 
     def _measure_weight(self, master: torch.Tensor, copy: torch.Tensor) -> list[float]:
-        """A weight that fits is only rounded, which needs no exact error: half of the reading is saved."""
+        """Measure a weight; one that fits is only rounded, so its exact error is not computed."""
         fields = measure_cpu(master, master)
         return fields if fields[0] < self._near else measure_cpu(master, copy, self._near)
 

@@ -1,4 +1,4 @@
-"""The largest square inside a norm or a variance: what a kernel that is not fused would hold in 16 bits."""
+"""Computes the largest square inside a norm or variance, which an unfused kernel holds in 16 bits."""
 
 from __future__ import annotations
 

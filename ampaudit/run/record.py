@@ -1,4 +1,4 @@
-"""What a run saw, as values: one observation per site, the origins, and what each would have poisoned."""
+"""Records a run: one observation per site, the origins, and what each would have poisoned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fate = Literal["reaches the output", "recovered"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A site that went wrong by itself: its inputs were in order and its output was not.
+    """A site that went wrong by itself: its inputs are right and its output is not.
 
     Attributes:
         site: where.

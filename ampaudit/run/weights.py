@@ -1,4 +1,4 @@
-"""Ranges of the weights that the converted model holds in 16 bits, and what rounding does to them."""
+"""Measures the weights that the converted model holds in 16 bits, and what rounding does to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remembers a lock-step run, so that one can go back through it."""
+"""Records a lock-step run for its backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step's vector-Jacobian product: from the gradients of its outputs to those of its inputs."""
+"""Computes one step's vector-Jacobian product: from its outputs' gradients to those of its inputs."""
 
 from __future__ import annotations
 
