@@ -1,4 +1,4 @@
-"""Puts what was measured of gradients into the report."""
+"""Reports the measured gradients."""
 
 from __future__ import annotations
 

@@ -13,12 +13,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ampaudit.run.components import rounded_components
-from ampaudit.run.flat import flat_pair
 from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.program import widened
 from ampaudit.run.step import Step, widened_tensor
+from ampaudit.run.views import flat_pair, rounded_components
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of
 

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from ampaudit.run.backends import Backend
-from ampaudit.run.components import components
 from ampaudit.run.lockstep import StepCall
 from ampaudit.run.step import Step
+from ampaudit.run.views import components
 from ampaudit.trace.graph import Role
 
 __all__ = ["local_error"]

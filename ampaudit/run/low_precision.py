@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.run.accumulation import accumulate, accumulates
-from ampaudit.run.components import rounded_components
+from ampaudit.run.views import rounded_components
 from ampaudit.trace.fourier import TRANSFORMS, is_fourier, signal_sizes
 from ampaudit.trace.opnames import (
     base_name,

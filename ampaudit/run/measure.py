@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ampaudit.run.flat import flat_pair
+from ampaudit.run.views import flat_pair
 
 __all__ = ["BLOCK", "FIELDS", "BlockMeasure", "measure_any", "measure_cpu"]
 

@@ -14,15 +14,14 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.run.accumulation import multiplies
 from ampaudit.run.backends import Backend
-from ampaudit.run.components import components
 from ampaudit.run.decisions import differing_choices
-from ampaudit.run.flat import flat_pair
 from ampaudit.run.local import local_error
 from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.norm_internals import inside_peak
 from ampaudit.run.samples import Samples
 from ampaudit.run.step import Step
+from ampaudit.run.views import components, flat_pair
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Role
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from ampaudit.core.decibels import ratio_db
-from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+from ampaudit.run.views import flat_pair
 
 __all__ = [
     "OutputComparison",

@@ -1,4 +1,4 @@
-"""How much of an error is an op's own, and whether an output of the model shows it."""
+"""Grades an op's own error by whether an output of the model shows it."""
 
 from __future__ import annotations
 

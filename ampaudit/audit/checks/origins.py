@@ -1,4 +1,4 @@
-"""Findings about origins: each is given the most telling of the causes that apply to it.
+"""Reports origins, each with the most specific cause that applies.
 
 A cause is a file with ``CAUSE = Cause(code, applies, advice)``; the first in order that applies is named.
 AMP101 and AMP103 are what is left: a value that left the range, or a result outside its op's domain.
