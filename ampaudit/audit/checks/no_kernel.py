@@ -65,7 +65,7 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
         return cause, Severity.ERROR
     if base in _HAVE_ONE or not (base in _NAMES or base.startswith(_PREFIXES)):
         return None
-    if any(_is_lowered(context, source) for source in node.all_input_nodes):
+    if any(_is_low_precision(context, source) for source in node.all_input_nodes):
         return f"{base} has no {form} kernel on CUDA for every size", Severity.WARNING
     return None
 
@@ -88,7 +88,7 @@ def _fourier(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str,
     return f"{base} has no float16 kernel on a CPU; CUDA has one for powers of two", Severity.WARNING
 
 
-def _is_lowered(context: CheckContext, node: object) -> bool:
+def _is_low_precision(context: CheckContext, node: object) -> bool:
     value = getattr(node, "meta", {}).get("val")
     return str(getattr(value, "dtype", "")) == f"torch.{context.number_format.name}"
 

@@ -87,11 +87,11 @@ class CustomBackwardRun:
         self._shared: dict[str, Pair] = {}  # made by one backward and read by another
         self._marks: dict[tuple[Any, int], TapeEntry] = {}
         self.hooks: defaultdict[fx.Node, list[tuple[Step, int]]] = defaultdict(list)
-        for taped in tape.marks:
-            node = taped.step.node
-            self._marks[node.target, mark_number(node)] = taped
+        for entry in tape.marks:
+            node = entry.step.node
+            self._marks[node.target, mark_number(node)] = entry
             if node.target is TENSOR_HOOK:
-                self.hooks[marked_values(node)[0]].append((taped.step, mark_number(node)))
+                self.hooks[marked_values(node)[0]].append((entry.step, mark_number(node)))
 
     def run(self, number: int, given: Sequence[GradientPair | None]) -> list[GradientShare]:
         """Turn the gradients of a function's outputs into those of its inputs, and of leaves.

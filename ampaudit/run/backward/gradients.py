@@ -116,7 +116,7 @@ class GradientAudit:
     def _note_untraced(self, customs: CustomBackwards, names: GradientNames, tape: Tape) -> None:
         known = {(found.site, found.name) for found in self.record.untraced}
         for mark in (
-            taped.step.node for taped in tape.marks if taped.step.target in (FUNCTION_OUTPUTS, TENSOR_HOOK)
+            entry.step.node for entry in tape.marks if entry.step.target in (FUNCTION_OUTPUTS, TENSOR_HOOK)
         ):
             number = mark_number(mark)
             if number in customs.untraced:

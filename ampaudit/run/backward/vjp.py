@@ -19,7 +19,7 @@ __all__ = ["vjp"]
 
 
 def vjp(
-    taped: TapeEntry,
+    entry: TapeEntry,
     side: int,
     backend: Backend,
     wanted: Sequence[fx.Node],
@@ -31,30 +31,30 @@ def vjp(
     numbers are drawn again from the same state.
 
     Args:
-        taped: the step, with the values that it took.
+        entry: the step, with the values that it took.
         side: 0 for FP32's values, 1 for the 16-bit run's.
         backend: how that side computes.
         wanted: input nodes to differentiate by.
         gradients: of the step's outputs, ``None`` where there is none.
     """
-    step = taped.step
+    step = entry.step
     if unseen_write(step):
         first = step.node.all_input_nodes[0]
         return [gradients[0] if node is first else None for node in wanted]
     if step.site is not None and step.site.role.converts and len(wanted) == 1:
         gradient = gradients[0]  # autograd would only convert it
-        return [None if gradient is None else _like(gradient, taped.inputs[wanted[0]][side])]
-    if (quick := _by_formula(taped, side, backend, wanted, gradients)) is not None:
+        return [None if gradient is None else _like(gradient, entry.inputs[wanted[0]][side])]
+    if (quick := _by_formula(entry, side, backend, wanted, gradients)) is not None:
         return quick
-    leaves = {node: taped.inputs[node][side].detach().requires_grad_() for node in wanted}
-    values = {node: leaves.get(node, pair[side]) for node, pair in taped.inputs.items()}
+    leaves = {node: entry.inputs[node][side].detach().requires_grad_() for node in wanted}
+    values = {node: leaves.get(node, pair[side]) for node, pair in entry.inputs.items()}
     args, kwargs = backend.arguments(step)
     args = fx.node.map_arg(args, lambda node: values[node])
     kwargs = fx.node.map_arg(kwargs, lambda node: values[node])
     if kwargs.get("sparse"):
         kwargs = kwargs | {"sparse": False}
-    if taped.state is not None:
-        restore_random_state(taped.state, next(iter(leaves.values())).device)
+    if entry.state is not None:
+        restore_random_state(entry.state, next(iter(leaves.values())).device)
     with torch.enable_grad():
         made: Any = backend.differentiable(step, args, kwargs)
     outputs = made if isinstance(made, list | tuple) else (made,)
@@ -76,14 +76,14 @@ def vjp(
 
 
 def _by_formula(
-    taped: TapeEntry,
+    entry: TapeEntry,
     side: int,
     backend: Backend,
     wanted: Sequence[fx.Node],
     gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None] | None:
     """Without calling the step again, where a formula says how."""
-    step, gradient = taped.step, gradients[0]
+    step, gradient = entry.step, gradients[0]
     formula = FORMULAS.get(str(step.target))
     if formula is None or gradient is None or not isinstance(step.target, OpOverload):
         return None
@@ -92,9 +92,9 @@ def _by_formula(
     places = {node: name for name, node in named.items() if isinstance(node, fx.Node)}
     if len(places) != sum(isinstance(value, fx.Node) for value in named.values()):
         return None  # one value in two places
-    given = fx.node.map_arg(named, lambda node: taped.inputs[node][side])
+    given = fx.node.map_arg(named, lambda node: entry.inputs[node][side])
     names = [places[node] for node in wanted]
-    found = formula(given, frozenset(names), _like(gradient, next(iter(taped.inputs.values()))[side]))
+    found = formula(given, frozenset(names), _like(gradient, next(iter(entry.inputs.values()))[side]))
     return None if found is None else [found[name] for name in names]
 
 
