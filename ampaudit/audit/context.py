@@ -1,4 +1,4 @@
-"""What checks look at, put together from an audit."""
+"""Builds the context of checks from an audit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["context_of"]
 def context_of(
     audit: Audit, form: NumberFormat, settings: Settings, bounds: BoundTable | None = None
 ) -> CheckContext:
-    """The context of one audit under a number format."""
+    """Build the context of one audit under a number format."""
     contract = parse_contract(settings.contract)
     return CheckContext(
         sites=audit.sites,

@@ -1,4 +1,4 @@
-"""Puts what was measured of gradients into the report."""
+"""Reports the measured gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gradient_of(context: CheckContext, site: Site) -> Gradient | None:
 
 
 def backward_report(context: CheckContext) -> BackwardReport | None:
-    """Everything about the way back that is not about one site."""
+    """Everything about the backward pass that is not about one site."""
     record = context.record.gradients
     if record is None:
         return None

@@ -1,4 +1,4 @@
-"""Models and inputs in memory, as a source that workflows take."""
+"""Wraps a model and inputs in memory as a source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
 def source_of(model: nn.Module, batches: Iterable[Inputs]) -> ModelSource:
-    """A model with its batches: each a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+    """Wrap a model and batches, each a tensor, a tuple of positional inputs, or a dict of keyword inputs.
 
     Raises:
         InputError: a batch is something else.

@@ -68,7 +68,7 @@ def build_report(
         coverage=_coverage(context),
         findings=findings,
         sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
-        outputs=_outputs(context),
+        outputs=tuple(_output(context, *output) for output in context.outputs),
         weights=WeightMemory(memory["master"], memory["working"]),
         notes=tuple(dict.fromkeys(note for traced in context.flow.every for note in traced.notes)),
         raised=promoted,
@@ -104,9 +104,10 @@ def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
 
 
 def _not_gone_back(context: CheckContext) -> Iterator[str]:
-    """The author's own ways back before which no gradient is known."""
+    """Custom backwards before which no gradient is known."""
     record = context.record.gradients
-    return (way.name for way in record.unfollowed if not way.instead) if record is not None else iter(())
+    untraced = record.untraced if record is not None else []
+    return (custom.name for custom in untraced if not custom.instead)
 
 
 def _coverage(context: CheckContext) -> Coverage:
@@ -233,10 +234,6 @@ def _what_if(seen: Observation, form: NumberFormat) -> WhatIf:
         overflows=seen.ref_peak >= form.overflow_at,
         vanish=vanished / nonzero if nonzero else 0.0,
     )
-
-
-def _outputs(context: CheckContext) -> tuple[OutputAccuracy, ...]:
-    return tuple(_output(context, name, made, sqnr) for name, made, sqnr in context.outputs)
 
 
 def _output(context: CheckContext, name: str, made: SiteId | None, sqnr: float | None) -> OutputAccuracy:

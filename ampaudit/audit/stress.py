@@ -46,7 +46,8 @@ def stressed(
         broken = over and _breaks(source, plan, with_tensors(batch, best.tensors), site)
         saved = None
         if broken:
-            path = Path(settings.stress_dir) / f"overflow-{_file_name(site)}.safetensors"
+            name = re.sub(r"[^A-Za-z0-9._-]+", "_", site.id)
+            path = Path(settings.stress_dir) / f"overflow-{name}.safetensors"
             save_inputs(best.tensors, path)
             saved = str(path)
         found.append(Stressed(site.id, seen, max(best.peak, seen), broken, saved))
@@ -79,7 +80,3 @@ def _breaks(source: ModelSource, plan: RunConfig, batch: Batch, site: Site) -> b
     except AuditError:
         return False
     return audit.record.observations[site.id].bad > 0 if site.id in audit.record.observations else False
-
-
-def _file_name(site: Site) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", site.id)

@@ -1,4 +1,4 @@
-"""Walks the graph once and bounds every value: what no input of the domain can leave."""
+"""Bounds every value of a graph over a whole domain of inputs, in one walk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REGISTERED = (elements, elementwise, functions, norms, products, reductions, sh
 
 
 def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> BoundTable:
-    """Bounds for every site of a graph.
+    """Bound every site of a graph.
 
     A value of an op in 16 bits that is not proved is taken to lie within the format from there on: were it
     not, it would be infinite, and that is the fault of its site alone. So a proof says: as long as nothing
@@ -168,7 +168,7 @@ class _BoundPass:
         return _unknown(value)
 
     def _hull(self, node: fx.Node) -> Interval:
-        """A value of which a part was written: within the ends of both."""
+        """Bound a value of which a part was written by the ends of both."""
         value = node.meta["val"]
         if any(source.meta["val"].dtype is not value.dtype for source in node.all_input_nodes):
             return any_value(sizes_of(value), value.dtype)  # bytes of numbers
@@ -224,7 +224,7 @@ def _kept(interval: Interval, dtype: torch.dtype | None, *, exact: bool) -> Inte
 
 
 def _fits(found: Interval | list[Interval], shapes: list[tuple[int, ...]], *, several: bool) -> bool:
-    """Whether intervals are as many, and as large, as the values, and have ends in order."""
+    """Whether the intervals match the number and shapes of the values, and have ordered ends."""
     intervals = found if isinstance(found, list) else [found]
     if [interval.shape for interval in intervals] != shapes or isinstance(found, list) != several:
         return False

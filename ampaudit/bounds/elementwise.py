@@ -63,23 +63,14 @@ def sorted_ends(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor
 @transfer("add.Tensor", "add.Scalar", integers=True)
 def add(call: OpCall) -> Interval:
     """``self + alpha * other``."""
-    alpha = call.number("alpha")
-    if alpha is None:
-        return unbounded(call.shape)
-    return _scaled_rounding(
-        call, _sum(call, call.interval("self"), call.interval("other"), alpha), "other", alpha
-    )
+    return _weighted_sum(call, "self", "other", 1)
 
 
 @transfer("sub.Tensor", "sub.Scalar", "subtract.Tensor", integers=True)
 def subtract(call: OpCall) -> Interval:
     """``self - alpha * other``, which is at most 0 if other is self's maximum."""
-    alpha = call.number("alpha")
-    if alpha is None:
-        return unbounded(call.shape)
-    result = _sum(call, call.interval("self"), call.interval("other"), -alpha)
-    result = _scaled_rounding(call, result, "other", alpha)
-    if alpha == 1 and is_shifted_by_maximum(call.node, call.arg("self"), call.arg("other")):
+    result = _weighted_sum(call, "self", "other", -1)
+    if call.number("alpha") == 1 and is_shifted_by_maximum(call.node, call.arg("self"), call.arg("other")):
         result = replace(result, high=result.high.clamp(max=0.0))
     return result
 
@@ -87,11 +78,16 @@ def subtract(call: OpCall) -> Interval:
 @transfer("rsub.Tensor", "rsub.Scalar", integers=True)
 def reversed_subtract(call: OpCall) -> Interval:
     """``other - alpha * self``."""
+    return _weighted_sum(call, "other", "self", -1)
+
+
+def _weighted_sum(call: OpCall, first: str, second: str, sign: int) -> Interval:
+    """``first + sign * alpha * second``."""
     alpha = call.number("alpha")
     if alpha is None:
         return unbounded(call.shape)
-    result = _sum(call, call.interval("other"), call.interval("self"), -alpha)
-    return _scaled_rounding(call, result, "self", alpha)
+    result = _sum(call, call.interval(first), call.interval(second), sign * alpha)
+    return _scaled_rounding(call, result, second, alpha)
 
 
 def _scaled_rounding(call: OpCall, result: Interval, operand: str, alpha: float) -> Interval:

@@ -1,4 +1,4 @@
-"""Transfers of ops that cast, pick, join or fill elements."""
+"""Transfers of casts, indexing, padding, concatenation and tensor creation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ scale_factors scales scales_h scales_w scales_d output_size sparse_grad source d
 
 @transfer(*_PICKS.split(), exact=True)
 def gather(call: OpCall) -> Interval:
-    """Some of the elements, in whatever order: within the ends of all."""
+    """Bound any selection of elements by the ends of all."""
     call.ignore(*_HOWEVER.split())
     x = call.interval("input" if "input" in call.given else "self")
     return between(call.shape, float(x.low.amin()), float(x.high.amax()))

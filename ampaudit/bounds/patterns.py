@@ -1,4 +1,4 @@
-"""Norms and stable exponentials written out in several ops, proved from the graph around them.
+"""Recognizes norms and stable exponentials that are written out in several ops.
 
 A pattern matches only if the graph says so: the same value (behind casts that lose nothing), the same axes,
 kept as axes of size 1 so that broadcasting brings each row its own statistic, a factor of one, and eps

@@ -1,4 +1,4 @@
-"""What becomes of an interval when its value is stored in a dtype, or converted to one."""
+"""Rounds intervals as values that are stored in a dtype, or converted to one."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def can_represent(dtype: torch.dtype, source: torch.dtype | None) -> bool:
 
 
 def widened_once(interval: Interval, relative: float, absolute: float) -> Interval:
-    """For values that are rounded once, which moves none of them across zero."""
+    """Widen for one rounding, which moves no value across zero."""
     wide = interval.widened(relative, absolute)
     low = torch.where(interval.low >= 0, wide.low.clamp(min=0.0), wide.low)
     high = torch.where(interval.high <= 0, wide.high.clamp(max=0.0), wide.high)

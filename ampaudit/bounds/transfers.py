@@ -117,7 +117,7 @@ class OpCall:
         return self.given.get(name)
 
     def ignore(self, *names: str) -> None:
-        """Say that the result holds whatever these arguments are."""
+        """Declare that the result holds whatever these arguments are."""
         self.read.update(names)
 
     def has(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Weights and constants: what the graph holds of them, exactly or up to its rounding."""
+"""Follows the values of weights and constants through a graph, up to its rounding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
             self[node] = _cast(KnownTensor(tensor), tensor.dtype, dtype) or KnownTensor(tensor.to(dtype))
 
     def follow(self, node: fx.Node, entry: RegisteredTransfer) -> bool:
-        """Work out a node's value, if that can be done without error; say whether it is known."""
+        """Compute a node's value, if that is possible without error; return whether it is known."""
         sources, value = node.all_input_nodes, node.meta.get("val")
         op = overload_of(node.target)
         if op is None or not isinstance(value, torch.Tensor) or not all(source in self for source in sources):

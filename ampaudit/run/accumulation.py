@@ -1,4 +1,4 @@
-"""Sums whose every addition rounds: what atomic additions into a 16-bit tensor do on a GPU.
+"""Emulates sums in which every addition rounds, as atomic additions into a 16-bit tensor do on a GPU.
 
 The CPU adds some of them up in float32. Here all of them go through ``index_put_``, whose CPU kernel adds one
 element after the other in the tensor's own type. A GPU adds in another order from run to run: the size of the
@@ -43,7 +43,7 @@ def multiplies(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
 
 
 def accumulate(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> torch.Tensor:
-    """The result of such a call, in its first argument if the op writes there."""
+    """Compute such a call, in its first argument if the op writes there."""
     named = named_arguments(op, args, kwargs)
     result = named["self"].clone()
     into = result.reshape(1) if result.ndim == 0 else result

@@ -1,4 +1,4 @@
-"""Buffers that a model writes: whether what it adds to them arrives."""
+"""Finds buffers whose updates round away in 16 bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BufferUpdate:
 
 
 def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
-    """The updates of the last run that stalled somewhere."""
+    """Return the updates of the last run that stalled somewhere."""
     found: list[BufferUpdate] = []
     places = {place.node: place for place in executor.program.traced.placeholders}
     for node, (reference, value) in executor.buffers.items():

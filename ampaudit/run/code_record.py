@@ -1,4 +1,4 @@
-"""Where a model's code does something else in 16 bits than in FP32, and what that does to its outputs."""
+"""Records where a model's code differs between 16 bits and FP32, and what that does to its outputs."""
 
 from __future__ import annotations
 

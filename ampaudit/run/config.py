@@ -24,15 +24,15 @@ KeepOutputs = Callable[[int, dict[str, Pair]], None]
 
 
 class Differentiator(Protocol):
-    """Follows a run and then goes back through it: the gradients' side of an audit."""
+    """Follows a run and then runs its backward pass: the gradients' side of an audit."""
 
     record: GradientRecord
 
     def following(self, observer: Observer, program: Program) -> Observer:
-        """An observer that does what another does, and remembers what the way back needs."""
+        """Wrap an observer so that what the backward pass needs is kept."""
 
     def run(self, executor: LockStep, outputs: list[Pair], number: int) -> None:
-        """Go back through the run that was followed last; the last output is the loss."""
+        """Run the backward pass of the run that was followed last; the last output is the loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class EagerModel:
 
     @torch.no_grad()
     def outputs(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:
-        """What the model returns for a batch, by the names that a trace gives."""
+        """Return the model's outputs for a batch, by the names that a trace gives."""
         if self._last is None or self._last[0] != number:
             self._last = None
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._own, (batch.args, batch.kwargs))

@@ -112,11 +112,11 @@ class LockStep:
     def run_pairs(self, pairs: list[Pair], observer: Observer) -> list[Pair]:
         """``run`` for a graph whose inputs are already held, and differ between the runs."""
         given = zip(self.program.inputs, pairs, strict=True)
-        values = {node: self._own(pair) if node in self.program.written else pair for node, pair in given}
+        values: dict[fx.Node, Pair] = {}
+        for node, pair in given:
+            written = node in self.program.written
+            values[node] = (pair[0].clone(), pair[1].clone()) if written else pair
         return _last(self._steps(values, observer, None))
-
-    def _own(self, pair: Pair) -> Pair:
-        return pair[0].clone(), pair[1].clone()
 
     def _steps(
         self, values: dict[fx.Node, Pair], observer: Observer, shared: SharedReference | None

@@ -1,4 +1,4 @@
-"""Calls ops on 16-bit tensors where one float32 call and one rounding is not what a device does.
+"""Calls ops on 16-bit tensors where a device does more than compute in float32 and round once.
 
 Three kinds of op are like that. A composite op calls others, and each of these rounds: ``logsumexp`` holds a
 sum of exponentials in 16 bits. An accumulating op (``scatter_add``) rounds after each addition. And some ops
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampaudit.run.accumulation import accumulate, accumulates
-from ampaudit.run.components import rounded_components
+from ampaudit.run.views import rounded_components
 from ampaudit.trace.fourier import TRANSFORMS, is_fourier, signal_sizes
 from ampaudit.trace.opnames import (
     base_name,
@@ -70,7 +70,7 @@ def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dic
 
 
 def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op's result on tensors in their true dtypes, each op inside computed in float32 and rounded.
+    """Call an op on tensors in their true dtypes, each op inside computed in float32 and rounded.
 
     Complex numbers are complex64 here whatever they are in the graph.
     """
@@ -80,7 +80,7 @@ def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _half_fourier(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The transform of real numbers, or complex ones of two, in float16: in float32 or complex64.
+    """Transform real numbers, or complex ones, in float16; the result is in float32 or complex64.
 
     What cuFFT gives is float16 before it is scaled. The zero frequency is the sum of all elements; a scale of
     1/n comes after it, when it may be infinite.
@@ -129,7 +129,7 @@ class _InnerOps(TorchDispatchMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An op, by its parts where it has some; a kernel that calls itself again is a leaf."""
+        """Call an op by its parts, if it has some; a kernel that calls itself again is a leaf."""
         args = _with_tensors(op, args)
         if self._run and accumulates(op, args, kwargs):
             return accumulate(op, args, kwargs)
@@ -195,7 +195,7 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _with_tensors(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments in which numbers are tensors where the op wants these: a kernel hands numbers on so."""
+    """Turn numbers into tensors where the op takes tensors; kernels pass numbers on that way."""
     wants = _tensor_arguments(op)
     low = next((t.dtype for t in _tensors(args) if t.dtype in LOW_PRECISION_DTYPES), None)
     return tuple(

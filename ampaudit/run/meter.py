@@ -14,15 +14,14 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.run.accumulation import multiplies
 from ampaudit.run.backends import Backend
-from ampaudit.run.components import components
 from ampaudit.run.decisions import differing_choices
-from ampaudit.run.flat import flat_pair
 from ampaudit.run.local import local_error
 from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.norm_internals import inside_peak
 from ampaudit.run.samples import Samples
 from ampaudit.run.step import Step
+from ampaudit.run.views import components, flat_pair
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Role
 
@@ -127,7 +126,7 @@ class Meter(Observer):
         return fields[2] + fields[3] + fields[4] > 0
 
     def _measure_weight(self, master: torch.Tensor, copy: torch.Tensor) -> list[float]:
-        """A weight that fits is only rounded, which needs no exact error: half of the reading is saved."""
+        """Measure a weight; one that fits is only rounded, so its exact error is not computed."""
         fields = measure_cpu(master, master)
         return fields if fields[0] < self._near else measure_cpu(master, copy, self._near)
 
@@ -149,7 +148,7 @@ class Meter(Observer):
         if op is not None and step.low_precision and multiplies(op, step.args, step.kwargs):
             self.uncovered[step.site.op] = "16 bits round after each factor; here the product is rounded once"
         if isinstance(step.target, HigherOrderOperator):
-            self.uncovered[step.site.op] = "control flow: only its outputs are looked at, not its branches"
+            self.uncovered[step.site.op] = "control flow: only its outputs are checked, not its branches"
 
     def results(self) -> Iterator[MeasuredValue]:
         """Everything measured since the start, fetched from the device at once."""

@@ -1,4 +1,4 @@
-"""Compares the outputs of the 16-bit run with FP32's: what a user of the model gets."""
+"""Compares the outputs of the 16-bit run with those of FP32."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from ampaudit.core.decibels import ratio_db
-from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
+from ampaudit.run.views import flat_pair
 
 __all__ = [
     "OutputComparison",
@@ -108,7 +108,7 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
 def paired_with_fp32(
     pairs: Mapping[str, tuple[Any, Any]], fp32: Mapping[str, torch.Tensor] | None
 ) -> dict[str, tuple[Any, Any]]:
-    """The pairs with the FP32 model's own outputs in them, where the reference is not that model.
+    """Replace the reference by the FP32 model's own outputs, where it is not that model.
 
     An output that the FP32 model does not return is paired with ``None``.
     """
@@ -118,7 +118,7 @@ def paired_with_fp32(
 
 
 def merge_outputs(into: dict[str, OutputComparison], batch: Mapping[str, OutputComparison]) -> list[str]:
-    """Keep the worst batch of each output; the names of those for which it is this one."""
+    """Keep the worst batch of each output; return the names of those for which it is this one."""
     worse = [n for n, seen in batch.items() if n not in into or _rank(seen) < _rank(into[n])]
     into.update({name: batch[name] for name in worse})
     return worse
@@ -133,7 +133,7 @@ def _rank(comparison: OutputComparison) -> tuple[float, float]:
 
 
 def kind_of(value: torch.Tensor) -> OutputKind:
-    """What an output's elements are."""
+    """Return what an output's elements are."""
     if value.is_complex():
         return "complex"
     return "float" if value.is_floating_point() else "integer"

@@ -20,7 +20,7 @@ _SUMS = frozenset({"add", "sub", "add_", "sub_", "__iadd__", "__isub__"})
 
 @dataclass(slots=True)
 class Probe(Observer):
-    """Measures nothing that is not asked for.
+    """Measures only what it is asked for.
 
     Attributes:
         pins: nodes of decisions that follow FP32's choices.

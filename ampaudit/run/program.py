@@ -1,4 +1,4 @@
-"""The graph as a list of steps, with everything that can be known before the first batch worked out."""
+"""Compiles a graph into steps, with everything that is known before the first batch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Program:
 
 
 def compile_program(traced: TracedModel, device: torch.device) -> Program:
-    """Steps in graph order; each value is freed after its last use.
+    """Compile a graph into steps in graph order; each value is freed after its last use.
 
     The trace was made on the model's own device; constants that name it now name the run's.
     """
@@ -87,7 +87,7 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
 
 
 def _written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
-    """Every node in the same group as a written one; groups join what may share memory."""
+    """Return every node that may share memory with one that is written."""
     parent: dict[fx.Node, fx.Node] = {}
 
     def root(node: fx.Node) -> fx.Node:
@@ -147,7 +147,8 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
     on_copy = isinstance(target, OnCopy)
     mutates = written_arguments(overload, node.args, dict(node.kwargs)) if overload and not on_copy else ()
     dtypes = tuple(getattr(item, "dtype", None) for item in outputs)
-    random = overload is not None and _draws(overload, args, kwargs) and not _shows(site)
+    is_view = site is not None and site.role is Role.VIEW
+    random = overload is not None and _draws(overload, args, kwargs) and not is_view
     return Step(
         node=node,
         target=_Zeroed(overload)
@@ -209,7 +210,7 @@ def widened(value: Any) -> Any:
 
 
 class _Zeroed:
-    """An op that leaves memory as it finds it: both runs find zeros, or they would differ by chance."""
+    """An op that returns uninitialized memory: zeros, so that both runs find the same."""
 
     def __init__(self, op: OpOverload) -> None:
         self._op = op
@@ -242,10 +243,6 @@ def _draws(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return False
     given = named_arguments(target, args, kwargs)
     return given.get("dropout_p", 0.0) != 0.0 if "dropout_p" in argument_names(target) else True
-
-
-def _shows(site: Site | None) -> bool:
-    return site is not None and site.role is Role.VIEW
 
 
 def _last_uses(graph: fx.Graph, kept: frozenset[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:

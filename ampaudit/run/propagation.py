@@ -1,4 +1,4 @@
-"""Reads an unrepaired run: what is a harmless mask, what is poisoned, and by whom."""
+"""Follows faults through an unrepaired run: which are harmless masks, and what each origin poisons."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class FaultPropagation:
         return any(not self._harmless(step) for step in self._wrong_steps())
 
     def origin(self, site: SiteId, batch: int) -> Origin:
-        """What became of an origin: what it poisons, and whether an output shows it."""
+        """Return what an origin poisons, and whether an output shows it."""
         start = next(s.node for s in self._program.steps if s.site and s.site.id == site)
         reached = self._reach(start)
         shown = any(node in reached for node in self._program.outputs)

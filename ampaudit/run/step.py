@@ -1,4 +1,4 @@
-"""One node of the graph, ready to be called."""
+"""One node of the graph, prepared to be called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The places where a program rounds to 16 bits, each op together with the casts that are made for it."""
+"""Lists the places where a program rounds to 16 bits, each op with the casts made for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RoundingUnit", "rounding_units"]
 
 @dataclass(frozen=True, slots=True)
 class RoundingUnit:
-    """What a rule would keep in float32 together.
+    """Nodes that a rule would keep in float32 together.
 
     Attributes:
         site: the op that it is reported as.
@@ -32,7 +32,7 @@ class RoundingUnit:
 
 
 def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
-    """All of them in graph order.
+    """Return the rounding units of a program in graph order.
 
     A weight belongs to the first op that reads it, and a cast of the policy's to its only reader. An input,
     and a cast that several ops read, stand for themselves, under the first of their readers.

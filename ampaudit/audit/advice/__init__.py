@@ -1,4 +1,4 @@
-"""Changes that may cure a finding, the smallest first; whoever asks tries them out."""
+"""Proposes changes that may cure a finding, the smallest first."""
 
 from __future__ import annotations
 

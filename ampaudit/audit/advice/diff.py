@@ -1,4 +1,4 @@
-"""Gives a rewrite as a unified diff of the user's own file, where exactly one place on its line fits."""
+"""Writes a rewrite as a unified diff of the user's file, where exactly one place on its line fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["diff_of"]
 
 
 def diff_of(proposal: Proposal) -> str:
-    """The diff; empty where the change is none of the source, or nobody but its author can place it."""
+    """Return the diff; empty where the change is not one of source code, or has no certain place."""
     change = proposal.source
     if change is None or is_library(change.line.file):
         return ""
@@ -29,7 +29,7 @@ def diff_of(proposal: Proposal) -> str:
 
 
 def _text_of(change: LineChange) -> str | None:
-    """The file's text, if it still says on this line what was run."""
+    """Return the file's text, if its line still says what was run."""
     path = Path(change.line.file)
     try:
         text, _ = decode(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What a proposal is, and what it is made from."""
+"""Defines proposals, and what they are made from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RewriteKind = Literal["log_softmax", "log_sigmoid", "scale", "number"]
 
 @dataclass(frozen=True, slots=True)
 class AdviceContext:
-    """What advice is about: the model, its policy, and what the audit saw."""
+    """The model, its policy, and what the audit saw."""
 
     model: nn.Module
     rules: RuleSet
@@ -52,7 +52,7 @@ class LineChange:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One change, to be tried.
+    """One change to try.
 
     Attributes:
         kind: ``rewrite`` of the code, ``rescale`` of weights, ``rule`` of the policy, or another ``dtype``.

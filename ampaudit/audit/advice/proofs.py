@@ -1,4 +1,4 @@
-"""Conditions under which a rewrite is the same function in exact arithmetic; where one fails, it is refused.
+"""Proves that a rewrite is the same function in exact arithmetic; without a proof it is not proposed.
 
 - ``log(softmax(x, dim))`` is ``log_softmax(x, dim)`` if the natural logarithm reads the softmax itself (not
   a view, a sum with an eps or another dtype of it) and nothing writes to ``x`` in between.
@@ -44,7 +44,7 @@ _PRODUCTS = ("matmul", "bmm", "mm", "einsum")
 
 
 def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness) -> Edits | None:
-    """The edits at all sites that a line of code makes; ``None`` if one of them fails the proof.
+    """Return the edits at all sites that a line of code makes; ``None`` if one of them fails the proof.
 
     Args:
         context: of the audit.
@@ -77,12 +77,12 @@ def siblings(context: CheckContext, site: Site) -> list[Site]:
 
 
 def reads_from(op: str) -> Likeness:
-    """Whether an op reads what another one made, at most two steps before."""
+    """Match ops that read what ``op`` made, at most two steps before."""
     return lambda flow, site: flow.comes_from(flow.node(site).all_input_nodes[0], op, within=2) is not None
 
 
 def scaled_at(scaling: Site) -> Likeness:
-    """Whether an op is scaled on the same line as another one."""
+    """Match ops that are scaled on the line of a given scaling."""
     return lambda flow, site: any(
         reader.source == scaling.source and flow.base(reader) == flow.base(scaling)
         for reader in flow.readers(site)
@@ -90,7 +90,7 @@ def scaled_at(scaling: Site) -> Likeness:
 
 
 def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
-    """The graphs that a site is in, one by one: what holds in one need not hold in another."""
+    """Yield each graph that a site is in, since what holds in one need not hold in another."""
     every = context.flow.every
     if len(every) == 1:
         yield context.flow

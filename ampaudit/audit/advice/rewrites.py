@@ -1,4 +1,4 @@
-"""Proposals to write the code differently; the change is tried by tracing that op in its other form."""
+"""Proposes rewrites of the code, which are tried by tracing the op in its other form."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EPS = (1e-5, 1e-6, 1e-7)
 
 
 def rewrites(subject: AdviceContext, finding: Finding) -> Iterator[Alternatives]:
-    """The rewrite that the finding's page asks for, where it can be tried."""
+    """Propose the rewrite that the finding's page recommends, where it can be tried."""
     site = subject.context.site.get(finding.site)
     make = _BY_CODE.get(finding.code)
     if site is not None and make is not None:
@@ -64,7 +64,7 @@ def _log_sigmoid(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 
 def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """Where every reader of the scores divides them by, or multiplies them with, one Python number."""
+    """Scale before the product, where every reader of the scores scales them by one Python number."""
     found = score_scaling(context.flow, site)
     if found is None:
         return
@@ -80,7 +80,7 @@ def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 
 def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """Larger ones that the format holds; which of them keeps the function, if any does, the runs say."""
+    """Try larger values of eps that the format holds; the runs decide which of them keeps the function."""
     found = lost_eps(context, site)
     if found is None:
         return
@@ -106,7 +106,7 @@ def _numbers(context: CheckContext, site: Site) -> list[float]:
 
 
 def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """The number beyond the format that this value is made of, if it is a mask or another limit."""
+    """Replace the number beyond the format that this value is made of, if it is a mask or another limit."""
     for step, value in large_constants(context, site):
         limit = context.number_format.max if value > 0 else -context.number_format.max
 

@@ -1,4 +1,4 @@
-"""Finds what a rewrite is about in the text of a file, and says how it is written instead.
+"""Finds the code that a rewrite is about in the text of a file, and replaces it.
 
 Nothing is guessed: the statement on the line must hold exactly one place that looks like the op that was
 run, names of torch must be the file's own imports, and what moves to another line must mean the same there.
@@ -19,7 +19,7 @@ _MODULES = ("torch", "torch.nn.functional", "torch.special")
 
 
 def replacements(text: str, change: LineChange) -> list[Fix]:
-    """The repairs that make a change; none where its place is not the only one.
+    """Return the repairs that make a change; none where its place is not unique.
 
     Raises:
         SyntaxError, ValueError, RecursionError: the text cannot be parsed.
@@ -84,7 +84,7 @@ def _log_sigmoid(file: SourceFile, node: ast.expr, change: LineChange) -> list[F
 
 
 def _meant(file: SourceFile, node: ast.expr | None) -> tuple[ast.expr | None, list[Fix]]:
-    """What an expression is; for a name, what it is assigned, with the removal of a line of no other use.
+    """Resolve a name to what it is assigned, and remove the assignment if nothing else uses it.
 
     Where the line stays, what it computes is written twice: that must be cheap, and do nothing else.
     """
@@ -108,7 +108,7 @@ def _joined(name: str | None, rest: str) -> str | None:
 
 
 def _number(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
-    """The number as it is written, with its sign."""
+    """Replace the number as it is written, with its sign."""
     if change.new:
         return [replacement(file, node, change.new)]
     torch, dtype = file.name_of("torch"), _dtype_of(file, node, change)
@@ -117,7 +117,7 @@ def _number(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
 
 
 def _dtype_of(file: SourceFile, node: ast.expr, change: LineChange) -> str | None:
-    """How the 16-bit dtype is written: that of a tensor beside the number, or what its result is cast to."""
+    """Write the 16-bit dtype: that of a tensor beside the number, or what the result is cast to."""
     beside = _operand_beside(file, node)
     if change.held and beside is not None:
         if (name := _name(file, beside)) is not None:
@@ -162,7 +162,7 @@ def _only_name(node: ast.expr) -> str | None:
 
 
 def _name(file: SourceFile, node: ast.expr) -> str | None:
-    """A name, or attributes of one: reading it again does nothing."""
+    """Return the code of a name or of its attributes, which has no side effects when read again."""
     simple = node
     while isinstance(simple, ast.Attribute):
         simple = simple.value

@@ -1,4 +1,4 @@
-"""A file's text as a syntax tree: statements by line, expressions as they are written, imports."""
+"""Reads a file as a syntax tree: statements by line, expressions as they are written, imports."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SourceFile:
         return next((f for f in fields if isinstance(f, list) and statement in f), [])
 
     def definition(self, node: ast.Name) -> ast.Assign | None:
-        """The assignment in the same block that says what a name is; what it is made of stays until here."""
+        """Return the assignment in the same block that defines a name, if its operands stay as they are."""
         statement = self._statement_of(node)
         block = self.block(statement)
         before = block[: block.index(statement)] if block else []
@@ -174,7 +174,7 @@ class SourceFile:
 
 
 def bound_by(statements: Sequence[ast.stmt]) -> set[str]:
-    """Names that statements bind, or bind attributes and items of."""
+    """Return the names that statements bind, or bind attributes and items of."""
     found: set[str] = set()
     for node in (part for statement in statements for part in ast.walk(statement)):
         if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
@@ -186,7 +186,7 @@ def bound_by(statements: Sequence[ast.stmt]) -> set[str]:
 
 
 def replacement(file: SourceFile, node: ast.expr, code: str) -> Fix:
-    """The repair that writes other code for an expression.
+    """Return the repair that writes other code for an expression.
 
     Raises:
         ValueError: the code goes over several lines, and they do not follow the block's indentation.
@@ -198,7 +198,7 @@ def replacement(file: SourceFile, node: ast.expr, code: str) -> Fix:
 
 
 def _outdented(code: str, indentation: str) -> str:
-    """Code without the indentation of the block that it stands in, which a repair adds again."""
+    """Remove the indentation of the surrounding block, which a repair adds again."""
     first, *others = code.split("\n")
     blank = all(line.startswith(indentation) or not line.strip() for line in others)
     if others and (not blank or '"""' in code or "'''" in code):
@@ -207,6 +207,6 @@ def _outdented(code: str, indentation: str) -> str:
 
 
 def parenthesized(file: SourceFile, node: ast.expr) -> str:
-    """An expression as the operand of a sign or a product."""
+    """Return an expression's code, in parentheses if it needs them as an operand."""
     code = file.code(node)
     return code if isinstance(node, _ATOMS) else f"({code})"

@@ -1,4 +1,4 @@
-"""Writes ``(q / s) @ k`` for ``q @ k / s``, also where the scores are scaled on a line of their own."""
+"""Rewrites ``q @ k / s`` as ``(q / s) @ k``, also where the scores are scaled on a line of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PURE = ("size", "sqrt", "rsqrt")  # calls that give a number and do nothing els
 
 
 def scale_operand(file: SourceFile, change: LineChange) -> list[Fix]:
-    """The repairs; none where the product or its scaling is not the only one of its kind on its line."""
+    """Return the repairs; none where the product or its scaling is not unique on its line."""
     statement = file.statement(change.line.line)
     later = file.statement(change.second.line) if change.second is not None else None
     if statement is None or later is None:

@@ -28,9 +28,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             continue
         moved = sum(count * (4 + 2) for count in casts)
         saved = sum(count * 2 for count in casts)
-        cause = (
-            f"its casts from and to float32 move {moved:,} bytes, and 16 bits save the op {saved:,} of them"
-        )
+        cause = f"its casts from and to float32 move {moved:,} bytes to save the op {saved:,}"
         yield finding_at(context, site, "AMP503", cause, "leave this op in float32", confidence="rule")
 
 

@@ -33,9 +33,9 @@ def find(context: CheckContext) -> Iterator[Finding]:
     for sqnr, site, stats in sorted(found, key=lambda item: item[0])[:_LISTED]:
         name = name_of(context, site.id, False)
         cause = (
-            f"the gradient of {name} has {sqnr:.0f} dB against FP32; {context.min_sqnr:.0f} dB were asked for"
+            f"the gradient of {name} has {sqnr:.0f} dB against FP32; {context.min_sqnr:.0f} dB are required"
         )
-        advice = "look for an op on the way back that cancels, or keep the layers after it in float32"
+        advice = "look for a sum in the backward pass that cancels, or keep the layers after it in float32"
         yield gradient_finding(context, site, "AMP704", stats, cause, advice)
 
 

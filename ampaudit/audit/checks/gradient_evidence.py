@@ -1,4 +1,4 @@
-"""Findings about gradients: the numbers of one at a site."""
+"""Makes findings about gradients, with their numbers."""
 
 from __future__ import annotations
 

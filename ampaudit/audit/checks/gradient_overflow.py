@@ -47,10 +47,10 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
     stats = record.broken_at(origin)
     name = name_of(context, origin.value, origin.is_parameter)
     own = origin.value == origin.site
-    by = f"{short_op(origin.op)} in {origin.way}" if origin.op else origin.way or "its backward"
+    by = f"{short_op(origin.op)} in {origin.custom}" if origin.op else origin.custom or "its backward"
     what = (
         "the gradient of its own output"
-        if own and not origin.way
+        if own and not origin.custom
         else f"{by} makes a gradient of {name} that"
     )
     reaches = format_number(stats.values.ref_peak) if stats is not None else "an unknown size"

@@ -19,7 +19,7 @@ _NOTHING_LEFT_DB = 6.0  # half of the gradient is gone
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Where vanishing begins, on the way back; gradients that vanish because of it are listed there."""
+    """Where vanishing begins in the backward pass; gradients that vanish because of it are listed there."""
     record = context.record.gradients
     if record is None:
         return

@@ -1,4 +1,4 @@
-"""What a check is given, what it is, and how a finding about a site is made."""
+"""Defines checks, the context that they read, and how they make findings."""
 
 from __future__ import annotations
 

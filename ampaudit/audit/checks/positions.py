@@ -37,7 +37,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             exact = 2 ** (form.fraction_bits + 1)
             cause = (
                 f"{what}s up to {format_number(seen.ref_peak)} are off by up to {format_number(error)}; "
-                f"{form.name} counts in ones only up to {exact}"
+                f"{form.name} represents every integer only up to {exact}"
             )
             yield finding_at(context, site, "AMP206", cause, _ADVICE)
 
@@ -70,12 +70,12 @@ def _is_integer(node: object) -> bool:
 
 def _follows(context: CheckContext, site: Site) -> bool:
     """Whether the values were positions in 16 bits already."""
-    makers = context.flow.makers(site)
-    return any(context.low_precision(m) and _counts(context, m) and _off(context, m) for m in makers)
-
-
-def _off(context: CheckContext, site: Site) -> bool:
-    return context.observed(site.id).samples.max_error >= POSITION_ERROR
+    return any(
+        context.low_precision(maker)
+        and _counts(context, maker)
+        and context.observed(maker.id).samples.max_error >= POSITION_ERROR
+        for maker in context.flow.makers(site)
+    )
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:

@@ -18,9 +18,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         foreign = site.role is Role.COMPUTE and "." in site.op and not site.op.startswith("aten.")
         if foreign and not site.decision.explicit and site.op not in reported and not context.ranges_only:
             reported.add(site.op)
-            cause = (
-                f"{site.op} is no ATen op, and no rule mentions it: it gets whatever dtype its inputs have"
-            )
+            cause = f"{site.op} is not an ATen op, and no rule mentions it: it gets the dtype of its inputs"
             advice = "add a rule that names it, with what its kernel can hold"
             yield finding_at(context, site, "AMP902", cause, advice, confidence="rule")
 

@@ -1,4 +1,4 @@
-"""Runs the backward pass of a taped run op by op, FP32 and 16 bits side by side."""
+"""Runs the backward pass of a recorded run op by op, FP32 and 16 bits side by side."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class BackwardPass:
         needed: nodes that a gradient is for.
         dtypes: of each node's outputs in the converted model.
         backend: how the 16-bit run computes.
-        ways: the custom backwards along the tape.
+        customs: the custom backwards along the tape.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class BackwardPass:
         needed: frozenset[fx.Node],
         dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]],
         backend: Backend,
-        ways: CustomBackwards,
+        customs: CustomBackwards,
     ) -> None:
-        self._ways = ways
+        self._customs = customs
         self._tape = tape
         self._needed = needed
         self._dtypes = dtypes
@@ -103,33 +103,33 @@ class BackwardPass:
         """From the loss, whose gradient is the seed, to the parameters."""
         gradients = Gradients()
         gradients.pairs[loss] = {0: seed}
-        self._custom = CustomBackwardRun(self._ways, self._tape)
-        for taped in reversed(self._tape.steps):
-            self._step(taped, gradients, observer)
+        self._custom = CustomBackwardRun(self._customs, self._tape)
+        for entry in reversed(self._tape.steps):
+            self._step(entry, gradients, observer)
         for node in list(gradients.pairs):
             self._complete(node, gradients.take(node, 1), observer)
 
-    def _step(self, taped: TapeEntry, gradients: Gradients, observer: GradientObserver) -> None:
-        node = taped.step.node
-        if is_mark(taped.step.target):
-            if taped.step.target is FUNCTION_OUTPUTS:
-                self._through_function(taped, gradients, observer)
+    def _step(self, entry: TapeEntry, gradients: Gradients, observer: GradientObserver) -> None:
+        node = entry.step.node
+        if is_mark(entry.step.target):
+            if entry.step.target is FUNCTION_OUTPUTS:
+                self._through_function(entry, gradients, observer)
             return
-        arrived = gradients.take(node, len(taped.step.dtypes))
+        arrived = gradients.take(node, len(entry.step.dtypes))
         if not any(arrived):
             return
-        if taped.step.target is operator.getitem:
+        if entry.step.target is operator.getitem:
             source, index = node.args
             pair = arrived[0]
             assert isinstance(source, fx.Node)
             assert isinstance(index, int)
             assert pair is not None
-            pair = self._completed(node, taped.step.dtypes[0], pair, observer)
-            gradients.add(source, index, pair, taped.step.dtypes[0], self._backend)
+            pair = self._completed(node, entry.step.dtypes[0], pair, observer)
+            gradients.add(source, index, pair, entry.step.dtypes[0], self._backend)
             return
         out = self._complete(node, arrived, observer)
-        for used, made in self._products(taped, out):
-            pair = (made[0], observer.made(taped.step, used, made))
+        for used, made in self._products(entry, out):
+            pair = (made[0], observer.made(entry.step, used, made))
             gradients.add(used, 0, pair, self._dtypes[used][0], self._backend)
 
     def _complete(
@@ -152,18 +152,18 @@ class BackwardPass:
                 pair = (made[0], observer.made(step, node, made, share.fault))
         return pair[0], observer.complete(node, dtype, pair)
 
-    def _through_function(self, taped: TapeEntry, gradients: Gradients, observer: GradientObserver) -> None:
+    def _through_function(self, entry: TapeEntry, gradients: Gradients, observer: GradientObserver) -> None:
         """A custom function's outputs have their gradients: its own backward makes those of its inputs."""
         out = [
             self._complete(node, gradients.take(node, 1), observer)[0]
-            for node in marked_values(taped.step.node)
+            for node in marked_values(entry.step.node)
         ]
         if not any(out):
             return
-        for share in self._custom.run(mark_number(taped.step.node), out):
+        for share in self._custom.run(mark_number(entry.step.node), out):
             if share.node in self._needed:
                 made = self._as_stored(share)
-                pair = (made[0], observer.made(taped.step, share.node, made, share.fault))
+                pair = (made[0], observer.made(entry.step, share.node, made, share.fault))
                 gradients.add(share.node, 0, pair, self._dtypes[share.node][0], self._backend)
 
     def _as_stored(self, share: GradientShare) -> GradientPair:
@@ -173,23 +173,23 @@ class BackwardPass:
         return first, self._backend.represent(share.pair[1], dtype)
 
     def _products(
-        self, taped: TapeEntry, out: list[GradientPair | None]
+        self, entry: TapeEntry, out: list[GradientPair | None]
     ) -> Iterator[tuple[fx.Node, GradientPair]]:
         wanted = [
             node
-            for node in dict.fromkeys(taped.step.node.all_input_nodes)
-            if node in self._needed and isinstance(taped.inputs[node][0], torch.Tensor)
+            for node in dict.fromkeys(entry.step.node.all_input_nodes)
+            if node in self._needed and isinstance(entry.inputs[node][0], torch.Tensor)
         ]
         if not wanted:
             return
         first = [None if pair is None else pair[0] for pair in out]
         second = [None if pair is None else pair[1] for pair in out]
-        references = vjp(taped, 0, self._reference, wanted, first)
-        same = taped.shared and all(a is b for a, b in zip(first, second, strict=True))
+        references = vjp(entry, 0, self._reference, wanted, first)
+        same = entry.shared and all(a is b for a, b in zip(first, second, strict=True))
         if same and not any(self._dtypes[node][0] in LOW_PRECISION_DTYPES for node in wanted):
             values = references
         else:
-            values = vjp(taped, 1, self._backend, wanted, second)
+            values = vjp(entry, 1, self._backend, wanted, second)
         for node, reference, value in zip(wanted, references, values, strict=True):
             if reference is not None and value is not None:
                 if value is not reference:

@@ -39,7 +39,7 @@ class GradientAudit:
         self._limit = config.number_format.max
         self._needed: dict[int, frozenset[fx.Node]] = {}
         self._device = config.device
-        self._ways: dict[int, CustomBackwards] = {}
+        self._custom: dict[int, CustomBackwards] = {}
         self._tape: Tape | None = None
         self._reached: set[str] = set()
         self._behind: set[str] = set()  # parameters behind what could not be gone back through
@@ -66,10 +66,10 @@ class GradientAudit:
                 hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
             )
         dtypes = _dtypes(program)
-        if id(program) not in self._ways:
-            self._ways[id(program)] = CustomBackwards(program, self._backend, self._device)
-        ways = self._ways[id(program)]
-        backward = BackwardPass(tape, needed, dtypes, self._backend, ways)
+        if id(program) not in self._custom:
+            self._custom[id(program)] = CustomBackwards(program, self._backend, self._device)
+        customs = self._custom[id(program)]
+        backward = BackwardPass(tape, needed, dtypes, self._backend, customs)
         seed = torch.full_like(reference, self.record.scale)
         pair = (seed, self._backend.represent(torch.full_like(seed, self.record.scale), dtypes[loss][0]))
         names = GradientNames(program.traced.site_of_node, program.traced.placeholders)
@@ -91,7 +91,7 @@ class GradientAudit:
         self._refuse_broken_reference(meter, number)
         meter.into(self.record)
         self._note_unpaired(meter)
-        self._note_unfollowed(ways, names, tape)
+        self._note_untraced(customs, names, tape)
         self._note_unused(program)
 
     def _note_origins(self, repairing: RepairingObserver) -> None:
@@ -109,27 +109,24 @@ class GradientAudit:
     def _note_parameters(self, program: Program) -> None:
         places = _parameters(program)
         frozen = {p.name for p in places if not program.traced.tensors[p.node].requires_grad}
-        self._note_customs(program)
+        self.record.notes += [n for n in program.traced.backward_notes if n not in self.record.notes]
         self.record.frozen = tuple(sorted(frozen | set(self.record.frozen)))
         self._reached |= {p.name for p in places} - frozen
 
-    def _note_customs(self, program: Program) -> None:
-        self.record.notes += [n for n in program.traced.backward_notes if n not in self.record.notes]
-
-    def _note_unfollowed(self, ways: CustomBackwards, names: GradientNames, tape: Tape) -> None:
-        known = {(way.site, way.name) for way in self.record.unfollowed}
+    def _note_untraced(self, customs: CustomBackwards, names: GradientNames, tape: Tape) -> None:
+        known = {(found.site, found.name) for found in self.record.untraced}
         for mark in (
-            taped.step.node for taped in tape.marks if taped.step.target in (FUNCTION_OUTPUTS, TENSOR_HOOK)
+            entry.step.node for entry in tape.marks if entry.step.target in (FUNCTION_OUTPUTS, TENSOR_HOOK)
         ):
             number = mark_number(mark)
-            if number in ways.unfollowed:
-                way, (reason, instead) = ways.ways[number], ways.unfollowed[number]
-                site = names.own(mark)
+            if number in customs.untraced:
+                custom, (reason, instead) = customs.backwards[number], customs.untraced[number]
+                site = names.op_site(mark)
                 if not instead:
                     self._behind |= names.parameters_behind(marked_values(mark))
-                if (site, way.name) not in known:
-                    self.record.unfollowed.append(
-                        UntracedBackward(site, way.name, reason, way.source, instead)
+                if (site, custom.name) not in known:
+                    self.record.untraced.append(
+                        UntracedBackward(site, custom.name, reason, custom.source, instead)
                     )
 
     def _note_unpaired(self, meter: GradientMeter) -> None:

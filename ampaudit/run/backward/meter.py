@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ampaudit.run.backward.record import GradientRecord, GradientStats
-from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import BLOCK, FIELDS, measure_any, measure_cpu
+from ampaudit.run.views import flat_pair
 
 __all__ = ["EXPONENT_OFFSET", "GradientMeter", "counts_on_cpu", "exponent_counts"]
 

@@ -50,14 +50,14 @@ class GradientNames:
                 waiting += node.all_input_nodes
         return {self._parameters[node.name] for node in seen if node.name in self._parameters}
 
-    def own(self, node: fx.Node) -> SiteId:
+    def op_site(self, node: fx.Node) -> SiteId:
         """The site of an op, or of what a custom function has made; else the nearest one."""
         site = self._sites.get(marked_values(node)[0].name if is_mark(node.target) else node.name)
-        return self.nearest(node) if site is None else site.id
+        return self.source_site(node) if site is None else site.id
 
-    def nearest(self, node: fx.Node) -> SiteId:
+    def source_site(self, node: fx.Node) -> SiteId:
         """The site that made the values, or the first one that uses a parameter."""
-        name, is_parameter = self.anyway(node)
+        name, is_parameter = self.name_or_source(node)
         if not is_parameter:
             return SiteId(name)
         while node.name not in self._parameters:
@@ -65,8 +65,8 @@ class GradientNames:
         users = (self._sites.get(user.name) for user in node.users)
         return next((site.id for site in users if site is not None), SiteId(name))
 
-    def anyway(self, node: fx.Node) -> tuple[str, bool]:
-        """The same, going up to what made the values."""
+    def name_or_source(self, node: fx.Node) -> tuple[str, bool]:
+        """The same; for what only passes values on, that of what made the values."""
         while (found := self.of(node)) is None:
             site, sources = self._sites.get(node.name), node.all_input_nodes
             if not sources:
@@ -165,7 +165,7 @@ class RepairingObserver(GradientObserver):
         return self._following(of, pair)
 
     def summed(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
-        """Shares that are in order can have a sum that is not; the scaled loss may be too large itself."""
+        """Check the sum: that of finite shares may be infinite, as may the scaled loss itself."""
         wrong = _wrong(*pair)
         value = pair[1]
         if wrong is not None:
@@ -181,9 +181,9 @@ class RepairingObserver(GradientObserver):
         return self._inner.complete(node, dtype, pair)
 
     def _note(self, node: fx.Node, of: fx.Node, fault: FaultSource | None = None) -> None:
-        value, is_parameter = self._names.anyway(of)
-        where = (fault.way, fault.op, fault.source) if fault is not None else ()
-        site = self._names.nearest(node) if fault is None else self._names.own(node)
+        value, is_parameter = self._names.name_or_source(of)
+        where = (fault.name, fault.op, fault.source) if fault is not None else ()
+        site = self._names.source_site(node) if fault is None else self._names.op_site(node)
         origin = GradientOrigin(site, value, is_parameter, self._batch, *where)
         self.origins.append(origin)
 
@@ -191,7 +191,7 @@ class RepairingObserver(GradientObserver):
         self._beyond.add(of)
         bad = int(wrong.sum())
         nan = int((pair[1].isnan() & wrong).sum())
-        self._inner.meter.wrong(*self._names.anyway(of), infinite=bad - nan, nan=nan)
+        self._inner.meter.wrong(*self._names.name_or_source(of), infinite=bad - nan, nan=nan)
 
     def _following(self, of: fx.Node, pair: GradientPair) -> torch.Tensor:
         return self._represent(pair[0].clamp(-self._limit, self._limit), of).to(pair[1].dtype)

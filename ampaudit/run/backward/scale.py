@@ -1,4 +1,4 @@
-"""Which loss scales suit: from one run's exponents, the scales where nothing overflows and little is flushed.
+"""Finds the loss scales at which nothing overflows and little is flushed, from one run's exponents.
 
 A gradient g under the scale s is rounded as s * g. It becomes zero if |s * g| is at most half of the format's
 smallest subnormal number, and infinite from half an ulp beyond its largest. Scales are powers of two, so that

@@ -1,4 +1,4 @@
-"""Remembers a lock-step run, so that one can go back through it."""
+"""Records a lock-step run for its backward pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TapeEntry:
 class Tape(Observer):
     """An observer that does what another does, and keeps each step that a gradient passes, with its inputs.
 
-    Marks of the author's own ways back are kept, too. No value is copied: a graph without in-place ops never
+    Marks of custom backwards are kept as well. No value is copied: a graph without in-place ops never
     changes one. So a run keeps its activations, FP32's and the 16-bit run's, as training does.
     """
 

@@ -1,4 +1,4 @@
-"""One step's vector-Jacobian product: from the gradients of its outputs to those of its inputs."""
+"""Computes one step's vector-Jacobian product: from its outputs' gradients to those of its inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["vjp"]
 
 
 def vjp(
-    taped: TapeEntry,
+    entry: TapeEntry,
     side: int,
     backend: Backend,
     wanted: Sequence[fx.Node],
@@ -31,29 +31,32 @@ def vjp(
     numbers are drawn again from the same state.
 
     Args:
-        taped: the step, with the values that it took.
+        entry: the step, with the values that it took.
         side: 0 for FP32's values, 1 for the 16-bit run's.
         backend: how that side computes.
         wanted: input nodes to differentiate by.
         gradients: of the step's outputs, ``None`` where there is none.
     """
-    step = taped.step
+    step = entry.step
     if unseen_write(step):
         first = step.node.all_input_nodes[0]
         return [gradients[0] if node is first else None for node in wanted]
     if step.site is not None and step.site.role.converts and len(wanted) == 1:
-        return [_converted(gradients[0], taped.inputs[wanted[0]][side])]  # autograd would do no more
-    if (quick := _by_formula(taped, side, backend, wanted, gradients)) is not None:
+        gradient = gradients[0]  # autograd would only convert it
+        return [None if gradient is None else _like(gradient, entry.inputs[wanted[0]][side])]
+    if (quick := _by_formula(entry, side, backend, wanted, gradients)) is not None:
         return quick
-    leaves = {node: taped.inputs[node][side].detach().requires_grad_() for node in wanted}
-    values = {node: leaves.get(node, pair[side]) for node, pair in taped.inputs.items()}
+    leaves = {node: entry.inputs[node][side].detach().requires_grad_() for node in wanted}
+    values = {node: leaves.get(node, pair[side]) for node, pair in entry.inputs.items()}
     args, kwargs = backend.arguments(step)
     args = fx.node.map_arg(args, lambda node: values[node])
     kwargs = fx.node.map_arg(kwargs, lambda node: values[node])
-    if taped.state is not None:
-        restore_random_state(taped.state, next(iter(leaves.values())).device)
+    if kwargs.get("sparse"):
+        kwargs = kwargs | {"sparse": False}
+    if entry.state is not None:
+        restore_random_state(entry.state, next(iter(leaves.values())).device)
     with torch.enable_grad():
-        made: Any = backend.differentiable(step, args, _dense(kwargs))
+        made: Any = backend.differentiable(step, args, kwargs)
     outputs = made if isinstance(made, list | tuple) else (made,)
     pairs = [
         (output, _like(gradient, output))
@@ -68,18 +71,19 @@ def vjp(
         [gradient for _, gradient in pairs],
         allow_unused=True,
     )
-    return [None if gradient is None else _densified(gradient) for gradient in found]
+    # an embedding may ask for a sparse gradient: the numbers in it are the same
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 
 def _by_formula(
-    taped: TapeEntry,
+    entry: TapeEntry,
     side: int,
     backend: Backend,
     wanted: Sequence[fx.Node],
     gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None] | None:
     """Without calling the step again, where a formula says how."""
-    step, gradient = taped.step, gradients[0]
+    step, gradient = entry.step, gradients[0]
     formula = FORMULAS.get(str(step.target))
     if formula is None or gradient is None or not isinstance(step.target, OpOverload):
         return None
@@ -88,24 +92,11 @@ def _by_formula(
     places = {node: name for name, node in named.items() if isinstance(node, fx.Node)}
     if len(places) != sum(isinstance(value, fx.Node) for value in named.values()):
         return None  # one value in two places
-    given = fx.node.map_arg(named, lambda node: taped.inputs[node][side])
+    given = fx.node.map_arg(named, lambda node: entry.inputs[node][side])
     names = [places[node] for node in wanted]
-    found = formula(given, frozenset(names), _like(gradient, next(iter(taped.inputs.values()))[side]))
+    found = formula(given, frozenset(names), _like(gradient, next(iter(entry.inputs.values()))[side]))
     return None if found is None else [found[name] for name in names]
-
-
-def _converted(gradient: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor | None:
-    return None if gradient is None else _like(gradient, given)
 
 
 def _like(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.dtype == output.dtype else gradient.to(output.dtype)
-
-
-def _dense(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return kwargs | {"sparse": False} if kwargs.get("sparse") else kwargs
-
-
-def _densified(gradient: torch.Tensor) -> torch.Tensor:
-    """An embedding may ask for a sparse gradient: the numbers in it are the same."""
-    return gradient.to_dense() if gradient.is_sparse else gradient

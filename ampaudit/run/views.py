@@ -1,10 +1,10 @@
-"""One-dimensional views of a pair of tensors, in memory order where that is possible."""
+"""Views tensors as vectors in memory order, and complex numbers as two real components each."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["flat_pair", "sample"]
+__all__ = ["as_complex", "components", "flat_pair", "rounded_components", "sample"]
 
 SAMPLE_RUNS = 8
 SAMPLE_RUN_LENGTH = 64
@@ -50,3 +50,23 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def components(tensor: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts along a new last dimension; a real tensor as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_complex(parts: torch.Tensor) -> torch.Tensor:
+    """The complex numbers whose ``components`` are given."""
+    return torch.view_as_complex(parts.contiguous())
+
+
+def rounded_components(tensor: torch.Tensor, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """A tensor in float32 or complex64 whose real numbers, or components, are rounded to a 16-bit format.
+
+    Torch warns of every tensor of complex32 that is made, so none is.
+    """
+    if tensor.is_complex():
+        return as_complex(components(tensor).to(dtype).float())
+    return tensor.to(dtype).float()
