@@ -1,4 +1,4 @@
-"""Reads off an op call everything that a rule may look at."""
+"""Reads the facts that rules look at off an op call."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["FactFinder", "reduction_depth"]
 
 
 class FactFinder:
-    """Makes ``OpFacts`` of the calls of one trace.
+    """Reads ``OpFacts`` off the calls of one trace.
 
     Args:
-        model: the module that is traced; layers and parameters are looked up in it.
+        model: the traced module, with its layers and parameters.
         dtype: name of the 16-bit format.
-        measured: what a run saw, by site; empty in the first phase.
+        measured: measurements of a run, by site; empty before the first run.
     """
 
     def __init__(self, model: nn.Module, dtype: str, measured: Mapping[SiteId, Measurement]) -> None:
@@ -47,7 +47,7 @@ class FactFinder:
         kind: str,
         site: SiteId,
     ) -> OpFacts:
-        """The facts about a call in a layer whose class is named ``kind``."""
+        """Read the facts about a call in a layer whose class is named ``kind``."""
         named = named_arguments(op, args, kwargs)
         module = self._modules.get(layer)
         return OpFacts(
@@ -92,7 +92,7 @@ Named = Mapping[str, Any]
 
 
 def reduction_depth(op: OpOverload, named: Named) -> int | None:
-    """The depth of a reduction, ``None`` for an op that reduces nothing or whose depth is not known here.
+    """Count the terms that an op adds up for one element of its output; ``None`` if it adds none.
 
     Reduced axes count as their product: the mean of a 512 x 512 image has depth 262144. A convolution's is
     its fan-in, in_channels / groups times the kernel's volume; attention's the longer of its two sums.
