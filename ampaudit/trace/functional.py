@@ -22,11 +22,8 @@ from ampaudit.trace.values import SharedMemory
 
 __all__ = ["DETACH_OPS", "OnCopy", "WriteThrough", "functionalized", "overload_of", "writes_in_place"]
 
-DETACH_OPS = (  # gradients stop at these
-    "aten.detach.default",
-    "aten.detach_.default",
-    "aten.detach_copy.default",
-)
+# ops that gradients do not pass
+DETACH_OPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")
 aten = torch.ops.aten
 _BY_SIZES = {
     aten.view_as.default: aten.view.default,

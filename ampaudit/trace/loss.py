@@ -45,9 +45,7 @@ class WithLoss(nn.Module):
         setattr(self, ENTRY_NAME, model)
         setattr(self, LOSS, _Loss(loss))
         self.training = model.training
-        self.output_dtype: torch.dtype | None = (
-            None  # to which a policy casts the model's outputs before the loss
-        )
+        self.output_dtype: torch.dtype | None = None  # of the model's outputs, before the loss
 
     @property
     def inner(self) -> nn.Module:

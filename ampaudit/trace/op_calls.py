@@ -24,7 +24,6 @@ from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_of
 
 __all__ = [
     "OpCalled",
-    "out_arguments",
     "refuse_mixed_product",
     "returning",
     "with_clipped_numbers",
@@ -112,7 +111,7 @@ def refuse_mixed_product(called: OpCalled) -> None:
 
 
 @cache
-def out_arguments(op: OpOverload) -> tuple[str, ...]:
+def _out_arguments(op: OpOverload) -> tuple[str, ...]:
     """Names of the ``out=`` arguments, which the op writes its results to."""
     written = [op._schema.arguments[position] for position in mutated_arguments(op)]
     only = all(argument.kwarg_only and str(argument.type) == "Tensor" for argument in written)
@@ -122,7 +121,7 @@ def out_arguments(op: OpOverload) -> tuple[str, ...]:
 @cache
 def returning(op: OpOverload) -> OpOverload | None:
     """The overload that returns the result instead; its additional arguments have defaults."""
-    names = out_arguments(op)
+    names = _out_arguments(op)
     if not names:
         return None
     taken = [_kind(argument) for argument in op._schema.arguments if argument.name not in names]
@@ -148,7 +147,7 @@ def written_into(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], 
         the op has resized.
     """
     op, kwargs = called.op, called.kwargs
-    names = out_arguments(op)
+    names = _out_arguments(op)
     outs: list[torch.Tensor] = [kwargs[name] for name in names]
     before = [sizes_of(out) for out in outs]
     with disable_proxy_modes_tracing():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -137,11 +137,7 @@ def kept_whole(op: OpOverload) -> bool:
     return base_name(op) in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
 
 
-_COMPOSITE_KEYS = (
-    ("CompositeImplicitAutograd", DispatchKey.CompositeImplicitAutograd),
-    ("CompositeExplicitAutograd", DispatchKey.CompositeExplicitAutograd),
-    ("CompositeExplicitAutogradNonFunctional", DispatchKey.CompositeExplicitAutogradNonFunctional),
-)
+_COMPOSITE = ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
 
 
 @cache
@@ -149,10 +145,8 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
     """The kernel of an op that only calls others, on every device; dispatch modes see these calls."""
     if has_kernel(op, "CPU"):
         return None
-    for alias, key in _COMPOSITE_KEYS:
-        if has_kernel(op, alias):
-            return lambda *args, key=key, **kwargs: op._op_dk(key, *args, **kwargs)
-    return None
+    keys = (f"Composite{kind}" for kind in _COMPOSITE)
+    return next((partial(op._op_dk, getattr(DispatchKey, key)) for key in keys if has_kernel(op, key)), None)
 
 
 @cache

@@ -24,7 +24,7 @@ from ampaudit.trace.internals import Replacement, patched, without_torch_functio
 from ampaudit.trace.stack import code_line, is_library, is_tool_file
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["PrecisionReads", "conversions_of", "only_makes_tensors"]
+__all__ = ["PrecisionReads", "conversions_of"]
 
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 # functions that tell Python code the dtype of one of their arguments
@@ -110,7 +110,7 @@ class PrecisionReads(TorchFunctionMode):
         if key in self._known:
             return
         self._known.add(key)
-        if not (dtype and only_makes_tensors(*key)):
+        if not (dtype and _only_makes_tensors(*key)):
             line = code_line(frame.f_code.co_filename, frame.f_lineno)
             if line not in self.lines:
                 self.lines.append(line)
@@ -150,7 +150,7 @@ _MAKERS = frozenset(
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def only_makes_tensors(code: CodeType, instruction: int) -> bool:
+def _only_makes_tensors(code: CodeType, instruction: int) -> bool:
     """Whether the attribute that an instruction reads is only passed to casts and factory functions.
 
     ``x.to(other.dtype)`` and ``torch.zeros(n, dtype=x.dtype)`` are casts of the graph, which the FP32 run

@@ -103,7 +103,7 @@ def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtyp
     if weights.storage != "lower" or not listed:
         return ()
     respected = weights.keep_fp32_modules == "respect"
-    what = "kept in FP32 as the author asks" if respected else "cast nevertheless, as this policy says"
+    what = "kept in FP32 as the author asks" if respected else "cast all the same, as this policy says"
     return (f"the model asks to keep {', '.join(listed)} in FP32: {what}",)
 
 

@@ -29,7 +29,7 @@ from ampaudit.trace.graph import CustomBackward
 from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.values import storage_id
 
-__all__ = ["BackwardTracer", "Tracked", "reached_outputs"]
+__all__ = ["BackwardTracer", "Tracked"]
 
 
 class BackwardTracer:
@@ -90,7 +90,7 @@ class BackwardTracer:
         self.tracing = True
         try:
             with torch.no_grad():
-                self._trace(reached_outputs(loss), parameters, within)
+                self._trace(_reached_outputs(loss), parameters, within)
         finally:
             self.tracing = False
 
@@ -137,7 +137,7 @@ class BackwardTracer:
                 parameter.grad = None
 
 
-def reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
+def _reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
     """Map each autograd node behind a value, by identity, to those of its outputs that get a gradient."""
     found: defaultdict[int, set[int]] = defaultdict(set)
     for node in _behind(loss):
