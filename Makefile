@@ -33,7 +33,7 @@ charts:
 
 schema: $(VENV)/.dev
 	$(BIN)/python -c "from ampaudit.render.json import schema_text; print(schema_text(), end='')" > docs/report.schema.json
-	$(BIN)/python -c "from ampaudit.policy.jsonschema import schema_text; print(schema_text(), end='')" > docs/rules.schema.json
+	$(BIN)/python -c "from ampaudit.policy.schema import schema_text; print(schema_text(), end='')" > docs/rules.schema.json
 
 docs-site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

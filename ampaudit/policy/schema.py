@@ -1,4 +1,4 @@
-"""The shape of a rule file; unknown keys are errors."""
+"""Defines the schema of a rule file; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Cast(StrEnum):
     APPEND_DTYPE = "append-dtype"  # leave them; call the overload that takes dtype, with float32
     FOLLOW = "follow"  # add no cast: ordinary type promotion
     FORBID = "forbid"  # refuse the op in 16 bits
-    # colours of a graph painting (docs/rules.md), resolved to lower or float32 before anything is cast
+    # colors of a graph coloring (docs/rules.md), resolved to lower or float32 before anything is cast
     ALLOW = "allow"  # always lower
     INFER = "infer"  # lower between lower ops, unless downstream of a denied one
     CLEAR = "clear"  # like infer, and never the end of a denied path
@@ -57,7 +57,7 @@ ArgumentCast = Literal["lower", "float32", "keep"]
 
 
 class Reason(StrEnum):
-    """Why an op is where it is."""
+    """The kind of reason for a rule."""
 
     RANGE = "range"
     PRECISION = "precision"
@@ -146,8 +146,8 @@ class Rule(_Strict):
         return self.when.evidence is not None
 
     @property
-    def painted(self) -> bool:
-        """Whether the rule names a colour."""
+    def colored(self) -> bool:
+        """Whether the rule assigns a color."""
         return self.cast in COLORS
 
 
@@ -253,7 +253,7 @@ class RuleFile(_Strict):
 
 
 def schema_text() -> str:
-    """JSON Schema (2020-12), indented, keys sorted, a newline at the end."""
+    """The JSON Schema (2020-12) of a rule file, as in docs/rules.schema.json."""
     schema = RuleFile.model_json_schema(by_alias=True)
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps(head | schema, indent=1, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""The inputs of a model: from functions of its file, or from a safetensors file."""
+"""Reads a model's inputs: from the functions of a Python file, or from a safetensors file."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _MISSING = object()
 
 
 def has_inputs(module: ModuleType) -> bool:
-    """Whether the file says what its model takes."""
+    """Whether a file defines inputs."""
     return callable(getattr(module, "batches", None)) or callable(getattr(module, "example_inputs", None))
 
 
 def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
-    """Up to ``count`` batches: from batches() where the file has it, else example_inputs() again and again.
+    """Make up to ``count`` batches with batches(), or else with repeated calls of example_inputs().
 
     Raises:
-        InputError: neither function exists, or what it returns is no input.
+        InputError: neither function exists, or what it returns is not an input.
     """
     kwargs = _call(module, "example_kwargs", {})
     if not isinstance(kwargs, Mapping):
@@ -64,7 +64,7 @@ def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
 
 
 class Functions(TypedDict):
-    """What a file may say about its model besides what it takes; ``None`` where it does not."""
+    """Further functions of a model file; ``None`` where it lacks one."""
 
     loss: Callable[..., Any] | None
     metric: Callable[..., Any] | None
@@ -72,7 +72,7 @@ class Functions(TypedDict):
 
 
 def functions_of(*modules: ModuleType) -> Functions:
-    """Each from the first of the files that has it."""
+    """Take each function from the first module that has it."""
 
     def first(name: str) -> Callable[..., Any] | None:
         found = (getattr(module, name, None) for module in modules)
@@ -82,7 +82,7 @@ def functions_of(*modules: ModuleType) -> Functions:
 
 
 def inputs_from(path: Path, count: int, seed: int) -> tuple[tuple[Batch, ...], Functions]:
-    """The batches of a file that replaces a source's own inputs, and its loss(), metric() and optimizer().
+    """Read the batches of a file for --inputs, and its loss(), metric() and optimizer().
 
     Raises:
         InputError, SourceError: see ``batches_of`` and ``module_from_file``.
@@ -128,10 +128,10 @@ def _inputs(value: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
 
 
 def with_inputs(source: ModelSource, path: Path) -> ModelSource:
-    """The source with one batch, whose tensors are ``input[0]``, ``input[1]`` ... of the file.
+    """Replace a source's batches by one with the tensors ``input[0]``, ``input[1]`` ... of a file.
 
     Raises:
-        InputError: the file cannot be read, or its tensors are not those that the model takes.
+        InputError: the file cannot be read, or its tensors do not fit the model.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -157,7 +157,7 @@ def with_inputs(source: ModelSource, path: Path) -> ModelSource:
 
 
 def with_tensors(batch: Batch, tensors: list[torch.Tensor]) -> Batch:
-    """The batch with other tensors in the places of its own."""
+    """Replace the tensors of a batch."""
     leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
     fresh = iter(tensors)
     changed = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -166,7 +166,7 @@ def with_tensors(batch: Batch, tensors: list[torch.Tensor]) -> Batch:
 
 
 def save_inputs(tensors: list[torch.Tensor], path: Path) -> None:
-    """Write a batch's tensors so that ``with_inputs`` reads them."""
+    """Write a batch's tensors for ``with_inputs``."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)

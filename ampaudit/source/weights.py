@@ -31,13 +31,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def check_names(
     model: nn.Module, state: Mapping[str, torch.Tensor], path: Path, *, strict: bool = True
 ) -> None:
-    """Refuse tensors that are not those of the model; tied ones may be there under one name.
+    """Reject tensors that do not match the model's; tied ones may have one of their names only.
 
     Args:
         model: the model.
         state: tensors by the model's names.
-        path: where they come from, for the message.
-        strict: refuse tensors that the model does not have, too.
+        path: the checkpoint, for the message.
+        strict: also reject tensors that the model lacks.
 
     Raises:
         WeightsError: names or shapes differ.
@@ -60,7 +60,7 @@ def check_names(
 
 
 def _untied(model: nn.Module, missing: list[str]) -> list[str]:
-    """Missing names whose tensor is not loaded under another name either."""
+    """The missing names whose tensor is not loaded under another name either."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     absent = set(missing)
     given = {id(t) for name, t in tensors.items() if name not in absent}
@@ -68,11 +68,11 @@ def _untied(model: nn.Module, missing: list[str]) -> list[str]:
 
 
 def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """The model's name for each tensor of a file, as Transformers finds it when it loads the file.
+    """Map the tensor names of a Hugging Face checkpoint to the model's, as Transformers does.
 
-    Prefixes come and go (``bert.encoder`` in one file, ``encoder`` in another), names changed over the
-    years, and some parameters are put together from several tensors, which then all get its name. A tensor
-    that the model does not have keeps its own name.
+    Prefixes differ (``bert.encoder`` in one file, ``encoder`` in another), names changed over the years, and
+    some parameters are joined from several tensors, which then all get its name. A tensor that the model
+    lacks keeps its own name.
     """
     own = model.state_dict()
     rename = _renaming(model, own)
@@ -86,7 +86,7 @@ def _renaming(model: nn.Module, own: dict[str, Any]) -> Any:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         mapping = get_model_conversion_mapping(cast(Any, model))
-    except Exception:  # another version of transformers, or a model that is none of its own
+    except Exception:  # another version of transformers, or a model of somebody else
         return lambda name: _by_prefix(name, prefix, own)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

@@ -1,4 +1,4 @@
-"""Finds where the code of a model does something else in 16 bits than in FP32, by its two traces."""
+"""Finds where a model's code computes something else in 16 bits than in FP32, by comparing two traces."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ __all__ = ["CodeDifference", "first_difference"]
 
 _NUMBERS = 3  # how many constants of an op are named
 _SMALL = 16  # elements up to which a constant tensor is compared
-_ROUNDED = 2.0**-7  # relative: a constant tensor of 16 bits is FP32's, rounded
-# ops that take the lowest number of a dtype to mask with: what it is, does not matter
+_ROUNDED = 2.0**-7  # relative: a constant tensor in 16 bits is FP32's, rounded
+# ops that mask with the lowest number of a dtype, whose value does not matter
 _MASKING = ("masked_fill", "full", "where", "scalar_tensor", "full_like", "new_full", "mul", "rsub", "sub")
 
 
 @dataclass(frozen=True, slots=True)
 class CodeDifference:
-    """Where two traces differ first.
+    """The first difference between two traces.
 
     Attributes:
-        site: the op, in the 16-bit trace or, where it is not in there, in FP32's.
-        layer: of that op.
-        source: its line; ``caller`` the user's own line where that is another one.
-        low: the op in 16 bits with its constants, ``None`` where there is none.
+        site: the op, in the 16-bit trace or, where it is missing there, in FP32's.
+        layer: the op's layer.
+        source: its line.
+        caller: the user's own line, if that is another one.
+        low: the op in 16 bits with its constants, ``None`` where it is missing.
         fp32: the same in FP32.
         lines: how many lines differ.
     """
@@ -49,7 +50,7 @@ class CodeDifference:
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """An op of the model's code, without what a precision alone changes."""
+    """An op of the model's code, without what the precision alone changes."""
 
     site: Site
     base: str
@@ -67,10 +68,10 @@ class _Op:
 
 
 def first_difference(low: TracedModel, fp32: TracedModel) -> CodeDifference | None:
-    """The first op that only one of two traces has, or whose constants differ; ``None`` where none does.
+    """Find the first op that only one trace has, or whose constants differ.
 
-    Casts are left out: the FP32 run widens them. Numbers that mask come last: what they are does not matter,
-    as long as they are low.
+    Casts are left out: the FP32 run widens them. Mask values come last: any number is right that is low
+    enough.
     """
     first, second = _ops(low), _ops(fp32)
     found = list(_differences(first, second))
@@ -119,7 +120,7 @@ def _low_number(constants: tuple[Any, ...]) -> bool:
 
 
 def _ops(traced: TracedModel) -> list[_Op]:
-    """The ops that the model's code calls, in order."""
+    """List the ops that the model's code calls, in order."""
     tensors = _constant_tensors(traced)
     nodes = {node.name: node for node in traced.graph.nodes}
     return [
@@ -130,13 +131,13 @@ def _ops(traced: TracedModel) -> list[_Op]:
 
 
 def _constant_tensors(traced: TracedModel) -> Mapping[str, tuple[torch.Tensor]]:
-    """The small tensors that a trace made constants of, by node."""
-    constants = [place.node for place in traced.placeholders if place.slot is Slot.CONSTANT]
+    """The small tensors that became constants of a trace, by node."""
+    constants = [p.node for p in traced.placeholders if p.slot is Slot.CONSTANT]
     return {name: (t,) for name in constants if (t := traced.tensors[name]).numel() <= _SMALL}
 
 
 def _constants(node: fx.Node, tensors: Mapping[str, tuple[torch.Tensor]]) -> Iterator[Any]:
-    """Numbers and words among the arguments of an op; dtypes and devices are no difference."""
+    """Numbers and strings among the arguments of an op, without dtypes and devices."""
     stack: list[Any] = [node.args, dict(sorted(node.kwargs.items()))]
     while stack:
         value = stack.pop(0)

@@ -1,6 +1,6 @@
-"""Rewrites of single ops while a model is traced: what an author would write instead, to try it out.
+"""Edits of single ops while a model is traced, to try out what an author could write instead.
 
-An edit is given the op as the model calls it and gives the op to trace in its place. Sites keep their ids,
+An edit takes the op as the model calls it and returns the op to trace in its place. Sites keep their ids,
 so a run with an edit can be compared with one without.
 """
 
@@ -30,7 +30,7 @@ Emit = Callable[..., Any]
 
 
 class History:
-    """Who made each tensor of a trace; keeps them alive, so that an id is never used twice.
+    """Remembers the call that returned each tensor of a trace, and keeps the tensors alive.
 
     torch.export takes a constant that outlives its op for one of the model's own, so nothing is kept unless
     an edit asks for it.
@@ -40,12 +40,12 @@ class History:
         self._made: dict[int, tuple[Any, OpCalled]] = {}
 
     def note(self, result: Any, called: OpCalled) -> None:
-        """Remember a call by its result."""
+        """Remember a call and its result."""
         if isinstance(result, torch.Tensor):
             self._made[id(result)] = (result, called)
 
     def of(self, value: Any) -> OpCalled | None:
-        """The call that made a value, casts looked through."""
+        """The call that returned a value, before any casts."""
         found = self._made.get(id(value))
         while found is not None and converts(found[1].op):
             found = self._made.get(id(found[1].args[0]))
@@ -53,7 +53,7 @@ class History:
 
 
 class Edit(Protocol):
-    """One rewrite; ``looks_back`` if it asks who made its input."""
+    """One edit; ``looks_back`` if it asks for the call that returned its input."""
 
     looks_back: ClassVar[bool]
 
@@ -63,11 +63,11 @@ class Edit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplaceConstant:
-    """Another Python number in the place of one: a larger eps, a mask that the format holds.
+    """Replaces a Python number: by a larger eps, or by a mask value that the format holds.
 
     Attributes:
         old: the number to replace.
-        new: what takes its place.
+        new: its replacement.
     """
 
     old: float
@@ -88,12 +88,12 @@ class ReplaceConstant:
 
 
 class FuseLogSoftmax:
-    """``log_softmax(x)`` for ``log(softmax(x))``."""
+    """Replaces ``log(softmax(x))`` by ``log_softmax(x)``."""
 
     looks_back: ClassVar[bool] = True
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The log becomes the whole; the softmax before it has no user left."""
+        """The fused op in place of the log."""
         del emit
         made = history.of(called.args[0])
         if made is None or base_name(made.op) != "softmax":
@@ -102,12 +102,12 @@ class FuseLogSoftmax:
 
 
 class FuseLogSigmoid:
-    """``logsigmoid(x)`` for ``log(sigmoid(x))``, ``logsigmoid(-x)`` for ``log(1 - sigmoid(x))``."""
+    """Replaces ``log(sigmoid(x))`` by ``logsigmoid(x)``, ``log(1 - sigmoid(x))`` by ``logsigmoid(-x)``."""
 
     looks_back: ClassVar[bool] = True
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The log becomes the whole."""
+        """The fused op in place of the log."""
         made, negative = history.of(called.args[0]), False
         if made is not None and base_name(made.op) in ("rsub", "sub"):
             tensors = [arg for arg in made.args[:2] if isinstance(arg, torch.Tensor)]
@@ -120,7 +120,7 @@ class FuseLogSigmoid:
 
 @dataclass(frozen=True, slots=True)
 class ScaleOperand:
-    """The first operand of a product times a factor: scores that are scaled before they are added up.
+    """Scales the first operand of a product, so that scores are scaled before they are added up.
 
     ``einsum`` takes its operands as a list after the equation.
     """
@@ -129,7 +129,7 @@ class ScaleOperand:
     looks_back: ClassVar[bool] = False
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The same product of a smaller operand."""
+        """The product with the scaled operand."""
         del history
         first, *rest = called.args
         if isinstance(first, str):
@@ -140,7 +140,7 @@ class ScaleOperand:
 
 
 class Bypass:
-    """The op is left out: its first operand is the result."""
+    """Leaves out an op: its first operand becomes the result."""
 
     looks_back: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""Reads off an op call everything that a rule may look at."""
+"""Reads the facts that rules look at off an op call."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["FactFinder", "reduction_depth"]
 
 
 class FactFinder:
-    """Makes ``OpFacts`` of the calls of one trace.
+    """Reads ``OpFacts`` off the calls of one trace.
 
     Args:
-        model: the module that is traced; layers and parameters are looked up in it.
+        model: the traced module, with its layers and parameters.
         dtype: name of the 16-bit format.
-        measured: what a run saw, by site; empty in the first phase.
+        measured: measurements of a run, by site; empty before the first run.
     """
 
     def __init__(self, model: nn.Module, dtype: str, measured: Mapping[SiteId, Measurement]) -> None:
@@ -47,7 +47,7 @@ class FactFinder:
         kind: str,
         site: SiteId,
     ) -> OpFacts:
-        """The facts about a call in a layer whose class is named ``kind``."""
+        """Read the facts about a call in a layer whose class is named ``kind``."""
         named = named_arguments(op, args, kwargs)
         module = self._modules.get(layer)
         return OpFacts(
@@ -92,7 +92,7 @@ Named = Mapping[str, Any]
 
 
 def reduction_depth(op: OpOverload, named: Named) -> int | None:
-    """The depth of a reduction, ``None`` for an op that reduces nothing or whose depth is not known here.
+    """Count the terms that an op adds up for one element of its output; ``None`` if it adds none.
 
     Reduced axes count as their product: the mean of a 512 x 512 image has depth 262144. A convolution's is
     its fan-in, in_channels / groups times the kernel's volume; attention's the longer of its two sums.
@@ -177,35 +177,18 @@ _RULES: dict[str, Callable[[Named], int]] = {
     "linear": _size("input", -1),
     "addmm": _size("mat1", -1),
     "addmv": _size("mat", -1),
-    "mm": _size("self", -1),
-    "mv": _size("self", -1),
-    "matmul": _size("self", -1),
-    "bmm": _size("self", -1),
     "baddbmm": _size("batch1", -1),
     "addbmm": lambda named: int(named["batch1"].shape[0] * named["batch1"].shape[-1]),
-    "dot": _size("self", -1),
-    "vdot": _size("self", -1),
     "einsum": _einsum,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "_convolution"), _convolution),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed_convolution),
     "scaled_dot_product_attention": _attention,
-    **dict.fromkeys(
-        (
-            *("sum", "nansum", "mean", "prod", "var", "std", "var_mean", "std_mean", "logsumexp", "norm"),
-            *(
-                "linalg_vector_norm",
-                "softmax",
-                "log_softmax",
-                "_softmax",
-                "_log_softmax",
-                "cumsum",
-                "cumprod",
-            ),
-        ),
-        _reduced,
-    ),
-    **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm"), _normalized),
     "group_norm": _group,
-    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool),
-    **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), _adaptive),
+    **dict.fromkeys("mm mv matmul bmm dot vdot".split(), _size("self", -1)),
+    **dict.fromkeys("conv1d conv2d conv3d convolution _convolution".split(), _convolution),
+    **dict.fromkeys("conv_transpose1d conv_transpose2d conv_transpose3d".split(), _transposed_convolution),
+    **dict.fromkeys("sum nansum mean prod var std var_mean std_mean logsumexp norm".split(), _reduced),
+    **dict.fromkeys("linalg_vector_norm softmax log_softmax _softmax _log_softmax".split(), _reduced),
+    **dict.fromkeys("cumsum cumprod".split(), _reduced),
+    **dict.fromkeys("layer_norm rms_norm native_layer_norm".split(), _normalized),
+    **dict.fromkeys("avg_pool1d avg_pool2d avg_pool3d".split(), _pool),
+    **dict.fromkeys("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d".split(), _adaptive),
 }

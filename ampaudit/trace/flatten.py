@@ -1,4 +1,4 @@
-"""One flat graph out of an exported program: regions inlined, side branches and dead ops removed."""
+"""Flattens an exported program into one graph: inlines regions, and removes dead ops."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _REGIONS = {"wrap_with_autocast", "wrap_with_set_grad_enabled"}
 
 
 def flat_graph(program: ExportedProgram) -> fx.Graph:
-    """A new graph that computes the same outputs, with the casts already explicit in it.
+    """Build a flat graph that computes the same outputs, with explicit casts.
 
-    Autocast and no-grad regions become plain nodes: what they meant is in the dtypes. Ops whose result
-    nobody uses are dropped unless they write to one of their inputs. An object that is no
-    tensor is given by a node.
+    The bodies of autocast and no-grad regions become plain nodes: the dtypes say what the regions meant. Ops
+    without users are dropped unless they write to one of their inputs. An object that is not a tensor
+    comes from a node of its own.
     """
     graph = fx.Graph()
     source = program.graph_module
@@ -92,7 +92,7 @@ def _mapped(value: Any, env: dict[fx.Node, Any]) -> Any:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node does something besides making a value."""
+    """Whether a node has an effect besides its value."""
     if node.op in ("placeholder", "output") or is_mark(node.target):
         return True
     schema = getattr(node.target, "_schema", None)
@@ -100,10 +100,10 @@ def has_effect(node: fx.Node) -> bool:
 
 
 class ObjectSource:
-    """Gives the graph such an object. A generator is given anew each time, in the state that the trace found.
+    """Supplies the graph with an object that is not a tensor: a random generator, or a TorchScript class.
 
-    So every run of the graph, FP32's and the 16-bit one's, draws the same numbers, and the model's own
-    generator is left as it is.
+    A generator is copied for each run in the state that the trace found. So the FP32 run and the 16-bit run
+    draw the same numbers, and the model's own generator keeps its state.
     """
 
     def __init__(self, held: Any) -> None:
@@ -112,7 +112,7 @@ class ObjectSource:
         self.__name__ = f"{type(held).__name__.lower()}_of_the_model"
 
     def __call__(self) -> Any:
-        """The object."""
+        """Return the object, or a copy of the generator."""
         if self._state is None:
             return self._held
         return torch.Generator(self._held.device).set_state(self._state)

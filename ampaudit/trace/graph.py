@@ -1,4 +1,4 @@
-"""The traced model as a value: one flat graph, its sites in order, and its tensors."""
+"""Defines the traced model as a value: one flat graph, its sites in order, and its tensors."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Role(StrEnum):
     """What a site does to its input."""
 
     COMPUTE = "compute"  # makes new values
-    VIEW = "view"  # shows the same values under another shape
-    SELECT = "select"  # picks, moves or zeroes elements of its inputs: no new values
-    CAST = "cast"  # a conversion in the author's code
+    VIEW = "view"  # the same values in another shape
+    SELECT = "select"  # picks, moves or zeroes elements of its inputs
+    CAST = "cast"  # a conversion in the model's code
     INSERTED_CAST = "inserted-cast"  # a conversion that the policy added
     WEIGHT_CAST = "weight-cast"  # a parameter, buffer or constant that is converted
 
     @property
     def converts(self) -> bool:
-        """Whether the site is a conversion, whoever made it."""
+        """Whether the site is a conversion."""
         return self in (Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
     @property
     def inserted(self) -> bool:
-        """Whether the policy put the site there."""
+        """Whether the policy inserted the site."""
         return self in (Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
 
@@ -55,9 +55,9 @@ class Placeholder:
 
     Attributes:
         node: the placeholder's node name.
-        slot: what kind of value it takes.
+        slot: the kind of value.
         name: the parameter's or buffer's path, the constant's name, or ``input[i]``.
-        dtype: dtype in the converted model (the stored dtype for weights).
+        dtype: dtype in the converted model (of weights: the stored one).
     """
 
     node: str
@@ -79,9 +79,10 @@ class Site:
         dtype: dtype of its (first floating-point) output, ``None`` where it has none.
         shape: shape of that output.
         decision: what the policy did and why.
-        source: line of the model's code; ``caller`` the user's own line where that is another one.
+        source: line of the model's code.
+        caller: the user's own line, if that is another one.
         weight: name of the parameter, buffer or constant, for a weight cast.
-        facts: what the decision was made from; ``None`` for what the policy or the tracer added.
+        facts: what the decision was made from; ``None`` for sites that the policy or the tracer added.
         original_args: arguments that the policy changed, by position or name, as the FP32 model has them.
     """
 

@@ -18,7 +18,7 @@ __all__ = ["call_unchanged", "host_state", "preserved", "seeded"]
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Afterwards each generator goes on where it was."""
+    """Restore the state of each generator afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -30,7 +30,7 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """While active, draw the numbers of a seed; afterwards each generator goes on where it was."""
+    """Seed each generator while active, and restore its state afterwards."""
     with preserved():
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -39,23 +39,22 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def host_state() -> tuple[Any, ...]:
-    """State of the generators whose numbers a trace takes for constants: equal if none was drawn."""
+    """The state of Python's and NumPy's generators: equal if no number was drawn."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), tuple(rest)
 
 
 @torch.no_grad()
 def call_unchanged(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seed: int) -> Any:
-    """The model's output, without gradients.
+    """Call a model without gradients, on a copy that shares its parameters.
 
-    What runs is a copy that shares the parameters' memory: buffers and Python attributes that the model's
-    code writes are its own.
+    The model's buffers and Python attributes keep their values, whatever its code writes to them.
 
     Args:
-        model: a module, or anything that is called like one.
+        model: a module, or any callable like one.
         args: positional inputs.
         kwargs: keyword inputs.
-        seed: of the random numbers that it draws.
+        seed: seeds the random numbers that the model draws.
     """
     if isinstance(model, nn.Module):
         shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}

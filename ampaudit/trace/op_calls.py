@@ -24,7 +24,6 @@ from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_of
 
 __all__ = [
     "OpCalled",
-    "out_arguments",
     "refuse_mixed_product",
     "returning",
     "with_clipped_numbers",
@@ -112,8 +111,8 @@ def refuse_mixed_product(called: OpCalled) -> None:
 
 
 @cache
-def out_arguments(op: OpOverload) -> tuple[str, ...]:
-    """Names of the keyword-only arguments that the op writes its results into."""
+def _out_arguments(op: OpOverload) -> tuple[str, ...]:
+    """Names of the ``out=`` arguments, which the op writes its results to."""
     written = [op._schema.arguments[position] for position in mutated_arguments(op)]
     only = all(argument.kwarg_only and str(argument.type) == "Tensor" for argument in written)
     return tuple(argument.name for argument in written) if only else ()
@@ -121,8 +120,8 @@ def out_arguments(op: OpOverload) -> tuple[str, ...]:
 
 @cache
 def returning(op: OpOverload) -> OpOverload | None:
-    """The overload that computes the same and returns it; arguments that it has more have defaults."""
-    names = out_arguments(op)
+    """The overload that returns the result instead; its additional arguments have defaults."""
+    names = _out_arguments(op)
     if not names:
         return None
     taken = [_kind(argument) for argument in op._schema.arguments if argument.name not in names]
@@ -148,7 +147,7 @@ def written_into(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], 
         the op has resized.
     """
     op, kwargs = called.op, called.kwargs
-    names = out_arguments(op)
+    names = _out_arguments(op)
     outs: list[torch.Tensor] = [kwargs[name] for name in names]
     before = [sizes_of(out) for out in outs]
     with disable_proxy_modes_tracing():
@@ -161,6 +160,6 @@ def written_into(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], 
 
 
 def _is_factory(op: OpOverload, other: OpOverload) -> bool:
-    """An op that makes a tensor out of numbers: the one that it writes to says the dtype."""
+    """Whether an op makes a tensor from numbers, whose dtype ``out=`` determines."""
     names = {argument.name for argument in op._schema.arguments}
     return any(a.name == "dtype" and a.name not in names for a in other._schema.arguments)

@@ -1,7 +1,7 @@
-"""Notes where the model's code reads a precision: from there on it may do something else than in FP32.
+"""Finds where the model's code reads a precision, after which it may differ from FP32.
 
-Code that never asks for a dtype computes the same ops in every precision. Function modes see who asks a
-tensor; torch's functions about autocast are replaced for the time of a trace.
+Code that never reads a dtype computes the same ops in every precision. A function mode sees reads of
+tensors; torch's functions about autocast are replaced while a model is traced.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ampaudit.trace.internals import Replacement, patched, without_torch_functio
 from ampaudit.trace.stack import code_line, is_library, is_tool_file
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["PrecisionReads", "conversions_of", "only_makes_tensors"]
+__all__ = ["PrecisionReads", "conversions_of"]
 
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-# what tells the dtype of a tensor among its arguments to Python code
+# functions that tell Python code the dtype of one of their arguments
 _TELLING: frozenset[Any] = frozenset(
     {
         _DTYPE,
@@ -56,10 +56,12 @@ _ASKING = "/torch/distributions/"
 
 
 class PrecisionReads(TorchFunctionMode):
-    """While active, collects the lines of the model's code that read the precision of something in 16 bits.
+    """Collects the lines of the model's code that read the precision of something in 16 bits.
 
-    A dtype that only says in which dtype another tensor is made is no such thing. Attributes:
-        lines: in order, each once.
+    Reading a dtype only to create or cast another tensor does not count.
+
+    Attributes:
+        lines: the lines in order, each once.
     """
 
     def __init__(self) -> None:
@@ -70,7 +72,7 @@ class PrecisionReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function, and look whether it tells a 16-bit dtype."""
+        """Call the function, and note it if it tells a 16-bit dtype."""
         del types
         # x.type(dtype) is a cast
         tells = func in _TELLING and not (func is torch.Tensor.type and len(args) > 1)
@@ -80,7 +82,7 @@ class PrecisionReads(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch tensors and torch's functions about autocast."""
+        """Watch tensors and torch's functions about autocast while active."""
         replacements = [Replacement(torch, name, self._asked(getattr(torch, name))) for name in _AUTOCAST]
         with patched(replacements), self:
             yield
@@ -108,14 +110,14 @@ class PrecisionReads(TorchFunctionMode):
         if key in self._known:
             return
         self._known.add(key)
-        if not (dtype and only_makes_tensors(*key)):
+        if not (dtype and _only_makes_tensors(*key)):
             line = code_line(frame.f_code.co_filename, frame.f_lineno)
             if line not in self.lines:
                 self.lines.append(line)
 
 
 def conversions_of(model: nn.Module) -> list[SourceLine]:
-    """Methods of the user's own that run when the model is converted, and may leave it other than FP32's."""
+    """List conversion methods of the user's own, which may change more than dtypes."""
     found = (getattr(type(m), name) for m in model.modules() for name in ("half", "bfloat16", "to", "_apply"))
     codes = dict.fromkeys(method.__code__ for method in found if hasattr(method, "__code__"))
     files = ((code.co_filename, code.co_firstlineno) for code in codes)
@@ -128,15 +130,15 @@ def _lower(tensor: torch.Tensor) -> bool:
 
 
 def _hands_on(frame: FrameType) -> bool:
-    """Whether a frame is torch's way from a tensor to the modes that watch it."""
+    """Whether a frame belongs to torch's dispatch from a tensor to function modes."""
     file = frame.f_code.co_filename
     return frame.f_code.co_name == "__torch_function__" or file.endswith(
         ("/torch/overrides.py", "/torch/_tensor.py")
     )
 
 
-# methods and functions whose result has the dtype that they are given; those that round it while the model
-# is traced, as torch.tensor does, are none of them
+# methods and functions whose result has the dtype of an argument; torch.tensor is not one of them, because
+# its constants are rounded while the model is traced
 _CASTS = frozenset({"to", "type"})
 _MAKERS = frozenset(
     """
@@ -148,12 +150,16 @@ _MAKERS = frozenset(
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def only_makes_tensors(code: CodeType, instruction: int) -> bool:
-    """Whether the attribute that an instruction of a function reads is only given to casts and factories.
+def _only_makes_tensors(code: CodeType, instruction: int) -> bool:
+    """Whether the attribute that an instruction reads is only passed to casts and factory functions.
+
+    ``x.to(other.dtype)`` and ``torch.zeros(n, dtype=x.dtype)`` are casts of the graph, which the FP32 run
+    widens. ``x.dtype == torch.float16`` and ``torch.finfo(x.dtype)`` may change what the code computes, and
+    so may anything that is not recognized here.
 
     Args:
-        code: of the function.
-        instruction: offset of the instruction, as ``frame.f_lasti`` gives it.
+        code: the function's code.
+        instruction: the instruction's offset, as in ``frame.f_lasti``.
     """
     function, shift = _function(code)
     position = next(islice(code.co_positions(), instruction // 2, None), None)
@@ -170,10 +176,10 @@ def only_makes_tensors(code: CodeType, instruction: int) -> bool:
 
 
 def _function(code: CodeType) -> tuple[_Function | None, int]:
-    """The syntax tree of a function, and what its line numbers lack; no tree where there is no source."""
+    """The syntax tree of a function, if its source is known, and the offset of its line numbers."""
     last = max((end for _, end, _, _ in code.co_positions() if end is not None), default=0)
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : last]
-    # an indented function stands in a block of its own, so that columns are those of the file
+    # wrap an indented function in a block, so that columns are those of the file
     nested = bool(lines) and lines[0][:1].isspace()
     try:
         tree = ast.parse(("if True:\n" if nested else "") + "".join(lines))
@@ -199,12 +205,12 @@ def _harmless(node: ast.expr, parents: dict[ast.AST, ast.AST], followed: frozens
 
 
 def _callee(call: ast.Call) -> str:
-    """What a method or a function of a module is called."""
+    """The name of a method or of a module's function."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _assigned(node: ast.expr, parent: ast.AST, parents: dict[ast.AST, ast.AST]) -> str | None:
-    """The name that a value is given: ``dtype = x.dtype``, or its place in ``dtype, n = x.dtype, len(x)``."""
+    """The variable that a value is assigned to, alone or in ``dtype, n = x.dtype, len(x)``."""
     target: ast.AST | None = None
     if isinstance(parent, ast.Assign) and len(parent.targets) == 1:
         target = parent.targets[0]
@@ -216,7 +222,7 @@ def _assigned(node: ast.expr, parent: ast.AST, parents: dict[ast.AST, ast.AST]) 
 
 
 def _shared(name: str, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a name is a variable of other functions, too."""
+    """Whether a name is global or nonlocal."""
     return any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in parents)
 
 

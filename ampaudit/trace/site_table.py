@@ -1,4 +1,4 @@
-"""Names every op of the graph: layer, op, role, dtype, source line."""
+"""Makes the sites of a graph: layer, op, role, dtype and source line of each op."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNSEEN = Decision(Cast.FOLLOW, None, "default", "made by the tracer")
 
 
 def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[Site, ...]:
-    """One site per ATen op in graph order; ops that only compute shapes or indices are sites too."""
+    """Make one site per ATen op in graph order, ops on shapes and indices included."""
     numbering = SiteNumbering(getattr(node.meta.get(META_KEY), "site", None) for node in graph.nodes)
     weights = {p.node: p for p in placeholders if p.slot is not Slot.INPUT}
     sites: list[Site] = []
@@ -114,5 +114,5 @@ def _only_selects(node: fx.Node) -> bool:
 
 
 def _is_idle_dropout(node: fx.Node) -> bool:
-    """Dropout outside training hands its input on."""
+    """Whether a node is a dropout outside training, which returns its input."""
     return str(node.target) in _DROPOUTS and len(node.args) > 2 and node.args[2] is False

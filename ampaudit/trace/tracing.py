@@ -22,7 +22,7 @@ from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.replay import REPLAYED, Replayer
 from ampaudit.trace.values import float_value
 
-__all__ = ["plan_sites", "trace"]
+__all__ = ["trace"]
 
 
 def trace(
@@ -72,7 +72,7 @@ def trace(
         return separate_backwards(capture(model, args, kwargs, config))
     uncast = plain_fp32(whole=rules.op_names)
     fp32_trace = capture(model, args, kwargs, replace(config, rules=uncast, author_rules=uncast))
-    sites = plan_sites(fp32_trace)
+    sites = _plan_sites(fp32_trace)
     decisions = plan_graph(rules, sites)
     planned = {SiteId(site.facts.site): made for site, made in zip(sites, decisions, strict=True)}
     replay = Fp32Replay(model, fp32_trace)
@@ -95,7 +95,7 @@ def trace(
     )
 
 
-def plan_sites(traced: TracedModel) -> list[PlanSite]:
+def _plan_sites(traced: TracedModel) -> list[PlanSite]:
     """List the ops of a graph as the policy sees them, with the flow of floats between them."""
     index: dict[fx.Node, int] = {}
     found: list[PlanSite] = []

@@ -16,7 +16,6 @@ __all__ = [
     "dtype_name",
     "fits",
     "float_value",
-    "known_size",
     "sizes_of",
     "sizes_vary",
     "storage_id",
@@ -45,7 +44,7 @@ def float_value(value: Any) -> torch.Tensor | None:
     return None
 
 
-def known_size(size: Any) -> int | None:
+def _known_size(size: Any) -> int | None:
     """The size as a number, or ``None`` where it depends on the data (``x[x > 0]``, ``nonzero``)."""
     if not isinstance(size, torch.SymInt):
         return int(size)
@@ -55,7 +54,7 @@ def known_size(size: Any) -> int | None:
 
 def sizes_of(value: Any) -> tuple[int, ...]:
     """The shape of a tensor, with ``UNKNOWN_SIZE`` where it depends on the data; empty for no tensor."""
-    numbers = [known_size(size) for size in getattr(value, "shape", ())]
+    numbers = [_known_size(size) for size in getattr(value, "shape", ())]
     return tuple(UNKNOWN_SIZE if number is None else number for number in numbers)
 
 

@@ -1,4 +1,4 @@
-"""Code of the author's own that makes gradients: one call of a custom function, and the hooks of a tensor."""
+"""Describes custom backward code: one call of an autograd function, and the hooks of a tensor."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["FunctionApplication", "Hooks", "TensorHook"]
 
 
 class Hooks(OrderedDict[int, Callable[..., Any]]):
-    """Hooks in the order in which they were registered, each until its handle removes it."""
+    """Hooks in the order of their registration, each until its handle removes it."""
 
     def added(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register one more."""
+        """Register a hook."""
         handle = RemovableHandle(self)
         self[handle.id] = hook
         return handle
@@ -37,16 +37,16 @@ class FunctionApplication:
     """One call of a custom autograd function.
 
     Attributes:
-        function: its class.
-        args: what it was given.
+        function: the function's class.
+        args: its arguments.
         context: its ``ctx``, which is its node in autograd's graph.
         outputs: what it returned.
-        places: of those outputs that have a gradient.
-        saved: what it has saved for its backward; ``None`` if it has not.
-        dirty: whether it writes to what it is given.
-        materializes: whether gradients that there are none of are given as zeros.
-        before: hooks for what the backward is given.
-        after: hooks for what it returns.
+        differentiable: positions of the outputs that require a gradient.
+        saved: tensors saved for its backward; ``None`` if none were.
+        dirty: whether it writes to its inputs.
+        materializes: whether missing gradients are passed as zeros.
+        before: hooks on the gradients that the backward takes.
+        after: hooks on the gradients that it returns.
     """
 
     number: int
@@ -55,7 +55,7 @@ class FunctionApplication:
     args: tuple[Any, ...]
     context: Any = None
     outputs: tuple[Any, ...] = ()
-    places: tuple[int, ...] = ()
+    differentiable: tuple[int, ...] = ()
     saved: tuple[Any, ...] | None = None
     dirty: bool = False
     materializes: bool = True
@@ -64,7 +64,7 @@ class FunctionApplication:
 
     @property
     def name(self) -> str:
-        """As error messages call it."""
+        """The name for messages."""
         hooks = self.function is BackwardHookFunction
         return "the module's backward hook" if hooks else f"{self.function.__name__}.backward"
 
@@ -75,23 +75,23 @@ class FunctionApplication:
 
     @property
     def source(self) -> SourceLine | None:
-        """Where its backward is defined."""
+        """The line that defines its backward."""
         return _definition(self.context._get_user_fn())
 
     @property
     def call(self) -> FunctionCall | None:
-        """How to call it on other tensors; ``None`` where it was given modules or other objects."""
+        """How to call it on other tensors; ``None`` where it takes modules or other objects."""
         leaves = pytree.tree_leaves([arg for arg in self.args if not isinstance(arg, torch.Tensor)])
         plain = (type(None), bool, int, float, str, torch.dtype, torch.device)
         if self.dirty or not all(isinstance(leaf, plain) for leaf in leaves):
             return None
         fixed = tuple(None if isinstance(arg, torch.Tensor) else arg for arg in self.args)
         tensors = tuple(i for i, arg in enumerate(self.args) if isinstance(arg, torch.Tensor))
-        return FunctionCall(self.function, fixed, tensors, self.places)
+        return FunctionCall(self.function, fixed, tensors, self.differentiable)
 
     def returned(self, reached: Mapping[int, frozenset[int]]) -> list[torch.Tensor | None]:
-        """Trace the backward: the gradients of the inputs."""
-        indices = reached.get(id(self.context), frozenset(self.places if self.dirty else ()))
+        """Trace the backward, and return the gradients of the inputs."""
+        indices = reached.get(id(self.context), frozenset(self.differentiable if self.dirty else ()))
         given = tuple(self._given(index, output, indices) for index, output in enumerate(self.outputs))
         for hook in self.before.values():
             given = _or_before(hook(given), given)
@@ -106,8 +106,8 @@ class FunctionApplication:
     def _given(self, index: int, output: Any, reached: frozenset[int]) -> torch.Tensor | None:
         if not isinstance(output, torch.Tensor):
             return None
-        if index in self.places and index in reached:
-            made: torch.Tensor = OUTPUT_GRADIENT(output, self.number, self.places.index(index))
+        if index in self.differentiable and index in reached:
+            made: torch.Tensor = OUTPUT_GRADIENT(output, self.number, self.differentiable.index(index))
             return made
         return (
             torch.zeros(output.shape, dtype=output.dtype, device=output.device) if self.materializes else None
@@ -125,12 +125,12 @@ class TensorHook:
 
     @property
     def name(self) -> str:
-        """As error messages call it."""
+        """The name for messages."""
         return next((getattr(hook, "__qualname__", "hook") for hook in self.hooks.values()), "hook")
 
     @property
     def call(self) -> None:
-        """It is not called on its own."""
+        """Hooks are not called on their own."""
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -139,16 +139,16 @@ class TensorHook:
 
     @property
     def source(self) -> SourceLine | None:
-        """Where it is defined."""
+        """The line that defines the hook."""
         return next((_definition(hook) for hook in self.hooks.values()), None)
 
     def returned(self, reached: Mapping[int, frozenset[int]]) -> list[torch.Tensor | None]:
-        """Trace the hook: the gradient that goes on."""
+        """Trace the hooks, and return the gradient that autograd passes on."""
         del reached
         gradient = OUTPUT_GRADIENT(self.value, self.number, 0)
         for hook in self.hooks.values():
-            if _is_torchs(hook):
-                continue  # it gathers gradients, or sends them elsewhere
+            if _is_tool_code(hook):
+                continue  # it collects gradients, or sends them elsewhere
             made = hook(gradient)
             gradient = gradient if made is None else made
         return [_fitting(gradient, self.value)]
@@ -156,10 +156,12 @@ class TensorHook:
 
 def _definition(function: Any) -> SourceLine | None:
     code = _code(function)
-    return None if code is None or _is_torchs(function) else code_line(code.co_filename, code.co_firstlineno)
+    return (
+        None if code is None or _is_tool_code(function) else code_line(code.co_filename, code.co_firstlineno)
+    )
 
 
-def _is_torchs(function: Any) -> bool:
+def _is_tool_code(function: Any) -> bool:
     code = _code(function)
     return code is not None and is_tool_file(code.co_filename)
 
@@ -170,14 +172,14 @@ def _code(function: Any) -> CodeType | None:
 
 
 def _or_before(result: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a hook returns, in the place of what it was given."""
+    """What a hook returns, or its input where it returns nothing."""
     if result is None:
         return before
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
 def _fitting(gradient: Any, value: torch.Tensor) -> torch.Tensor | None:
-    """As autograd takes it: summed over what was broadcast, and in the value's dtype."""
+    """The gradient as autograd uses it: summed over broadcast axes, in the value's dtype."""
     if gradient is None:
         return None
     found: torch.Tensor = gradient if gradient.shape == value.shape else gradient.sum_to_size(value.shape)

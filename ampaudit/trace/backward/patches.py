@@ -1,4 +1,4 @@
-"""Notices, while a model is traced, code that has a way back of its own: functions, hooks, checkpoints."""
+"""Replaces what torch offers for custom backwards while a model is traced: functions, hooks, checkpoints."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from ampaudit.trace.internals import (
 )
 from ampaudit.trace.stack import is_tool_file
 
-__all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "CustomFunctions", "custom_backwards", "tensor_attributes"]
+__all__ = ["AFTER_ACCUMULATION", "CustomCode", "watch_custom_backwards"]
 
-CHECKPOINT = "checkpoint"
+_CHECKPOINT = "checkpoint"
 HOOK = "a hook on a tensor"
 ON_NODES = "hooks of autograd's own nodes, such as grad_fn.register_hook, are not followed"
 TWICE = "a hook inside a checkpoint runs once here; autograd may register it again when it recomputes"
@@ -37,12 +37,12 @@ AFTER_ACCUMULATION = "hooks that run once a parameter has its gradient are not f
 
 
 @dataclass(slots=True)
-class CustomFunctions:
-    """What was noticed.
+class CustomCode:
+    """Custom backward code that a model was seen to use.
 
     Attributes:
-        names: of custom functions that were called, ``checkpoint`` for recomputed activations, or of a hook.
-        notes: what is known, and not followed on the way back.
+        names: custom functions that were called, ``checkpoint`` for recomputed activations, or a hook.
+        notes: what the trace of the backward leaves out.
     """
 
     names: dict[str, None] = field(default_factory=dict)
@@ -50,42 +50,44 @@ class CustomFunctions:
 
 
 @contextmanager
-def custom_backwards(ways: BackwardTracer | None, layer: Callable[[], str]) -> Iterator[CustomFunctions]:
-    """While active, names are noted, and ways back are remembered where gradients will be asked for.
+def watch_custom_backwards(tracer: BackwardTracer | None, layer: Callable[[], str]) -> Iterator[CustomCode]:
+    """Note custom backward code while active, and register it with a tracer.
 
     Args:
-        ways: what remembers them; ``None`` for a trace that goes forward only.
-        layer: says in which layer the model's code is.
+        tracer: traces custom backwards; ``None`` to trace the forward pass only.
+        layer: returns the layer whose code is running.
     """
-    watch = _Watch(ways, layer)
-    with patched(watch.patches()):
-        yield watch.custom_functions
+    watch = _Watch(tracer, layer)
+    with patched(watch.replacements()):
+        yield watch.seen
 
 
 class _Watch:
-    """What stands in the place of torch's functions; each is yielded as owner, name and replacement."""
+    """Defines the replacements, and keeps what they learn."""
 
-    def __init__(self, ways: BackwardTracer | None, layer: Callable[[], str]) -> None:
-        self.custom_functions = CustomFunctions()
-        self._ways = ways
+    def __init__(self, tracer: BackwardTracer | None, layer: Callable[[], str]) -> None:
+        self.seen = CustomCode()
+        self._tracer = tracer
         self._layer = layer
-        self._checkpoints = 0  # that are open
+        self._open_checkpoints = 0
         self._running: list[FunctionApplication | None] = []  # functions whose forward is running
 
-    def patches(self) -> Iterator[Replacement]:
-        """Everything."""
-        yield from self.calls()
-        yield from self.hooks()
-        yield from self.contexts()
-        yield from tensor_attributes(lambda: self.custom_functions.notes.update({ON_NODES: None}))
+    def replacements(self) -> Iterator[Replacement]:
+        """Everything to replace."""
+        yield from self._function_calls()
+        yield from self._tensor_hooks()
+        yield from self._contexts()
+        yield from _tensor_attributes(lambda: self._note(ON_NODES))
 
-    def calls(self) -> Iterator[Replacement]:
+    def _note(self, text: str) -> None:
+        self.seen.notes[text] = None
 
+    def _function_calls(self) -> Iterator[Replacement]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call(cls, function_apply.__get__(None, cls), args, kwargs)
 
         def recomputed(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            self.custom_functions.names[CHECKPOINT] = None
+            self.seen.names[_CHECKPOINT] = None
             with self._checkpoint():
                 yield from recompute(*args, **kwargs)
 
@@ -93,30 +95,32 @@ class _Watch:
         yield Replacement(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", recomputed)
 
     def _call(self, cls: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.custom_functions.names[CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
-        ways = self._ways
-        asked = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        if ways is None or ways.tracing or not asked:
-            return self._within(None, call, args, kwargs)
+        self.seen.names[_CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
+        tracer = self._tracer
+        needs_gradient = torch.is_grad_enabled() and any(
+            isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+        )
+        if tracer is None or tracer.tracing or not needs_gradient:
+            return self._run(None, call, args, kwargs)
         if cls is CheckpointFunction:
             run, _preserve, *given = args
             with self._checkpoint():
-                return run(*given)  # what it computes again is what it has computed
-        made = ways.enter(cls, args, self._layer())
-        result = self._within(made, call, args, kwargs)
-        ways.leave(made, result)
+                return run(*given)  # recomputing gives the same values
+        application = tracer.enter(cls, args, self._layer())
+        result = self._run(application, call, args, kwargs)
+        tracer.leave(application, result)
         return result
 
     @contextmanager
     def _checkpoint(self) -> Iterator[None]:
-        """Inside, code runs twice in training."""
-        self._checkpoints += 1
+        """Count an open checkpoint: code inside runs twice in training."""
+        self._open_checkpoints += 1
         try:
             yield
         finally:
-            self._checkpoints -= 1
+            self._open_checkpoints -= 1
 
-    def _within(
+    def _run(
         self,
         application: FunctionApplication | None,
         call: Callable[..., Any],
@@ -129,34 +133,32 @@ class _Watch:
         finally:
             self._running.pop()
 
-    def hooks(self) -> Iterator[Replacement]:
+    def _tensor_hooks(self) -> Iterator[Replacement]:
         tensor: Any = torch.Tensor
         hook, retain, enter = tensor.register_hook, tensor.retain_grad, saved_tensors_hooks.__enter__
 
         def register_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
-            self.custom_functions.names[HOOK] = None
-            if self._ways is None and not value.requires_grad:
-                return RemovableHandle(Hooks())  # the trace goes without gradients; training does not
-            if self._ways is None or self._ways.tracing or not value.requires_grad:
+            self.seen.names[HOOK] = None
+            if self._tracer is None and not value.requires_grad:
+                return RemovableHandle(Hooks())  # this trace has no gradients; training does
+            if self._tracer is None or self._tracer.tracing or not value.requires_grad:
                 return hook(value, function)
-            if self._checkpoints:
-                self.custom_functions.notes[TWICE] = None
-            return self._ways.hook(value, function, self._layer())
+            if self._open_checkpoints:
+                self._note(TWICE)
+            return self._tracer.hook(value, function, self._layer())
 
         def retain_grad(value: torch.Tensor) -> None:
-            if self._ways is not None or value.requires_grad:
+            if self._tracer is not None or value.requires_grad:
                 retain(value)
 
         def register_post_accumulate_grad_hook(value: torch.Tensor, function: Callable[..., Any]) -> Any:
-            self.custom_functions.names[HOOK] = None
-            self.custom_functions.notes[AFTER_ACCUMULATION] = None
+            self.seen.names[HOOK] = None
+            self._note(AFTER_ACCUMULATION)
             return RemovableHandle(Hooks())
 
         def entered(packing: saved_tensors_hooks) -> None:
             if type(packing) is saved_tensors_hooks:
-                self.custom_functions.notes["saved_tensors_hooks: tensors are audited as they were saved"] = (
-                    None
-                )
+                self._note("saved_tensors_hooks: tensors are audited as they were saved")
             enter(packing)
 
         yield Replacement(tensor, "register_hook", register_hook)
@@ -164,8 +166,8 @@ class _Watch:
         yield Replacement(tensor, "register_post_accumulate_grad_hook", register_post_accumulate_grad_hook)
         yield Replacement(saved_tensors_hooks, "__enter__", entered)
 
-    def contexts(self) -> Iterator[Replacement]:
-        """What a ``ctx`` is told is kept here: what C++ hands out again is no value of the trace."""
+    def _contexts(self) -> Iterator[Replacement]:
+        """Keep what a ``ctx`` saves: the tensors that C++ returns for it are no values of the trace."""
         context: Any = FunctionCtx
         save, dirty = context.save_for_backward, context.mark_dirty
         materialize, node = context.set_materialize_grads, BackwardCFunction
@@ -173,15 +175,15 @@ class _Watch:
         after, before = node.register_hook, node.register_prehook
 
         def save_for_backward(ctx: Any, *tensors: Any) -> None:
-            self._told(ctx, "saved", tensors)
+            self._keep(ctx, "saved", tensors)
             save(ctx, *tensors)
 
         def mark_dirty(ctx: Any, *args: Any) -> None:
-            self._told(ctx, "dirty", bool(args))
+            self._keep(ctx, "dirty", bool(args))
             dirty(ctx, *args)
 
         def set_materialize_grads(ctx: Any, value: bool) -> None:
-            self._told(ctx, "materializes", value)
+            self._keep(ctx, "materializes", value)
             materialize(ctx, value)
 
         def saved_tensors(ctx: Any) -> Any:
@@ -203,22 +205,22 @@ class _Watch:
         yield Replacement(node, "register_hook", register_hook)
         yield Replacement(node, "register_prehook", register_prehook)
 
-    def _told(self, ctx: Any, name: str, value: Any) -> None:
+    def _keep(self, ctx: Any, name: str, value: Any) -> None:
         application = self._running[-1] if self._running else None
         if application is not None and isinstance(ctx, BackwardCFunction):
             application.context = ctx
             setattr(application, name, value)
 
     def _application(self, ctx: Any) -> FunctionApplication | None:
-        found = () if self._ways is None else self._ways.found
+        found = () if self._tracer is None else self._tracer.found
         return next((a for a in found if isinstance(a, FunctionApplication) and a.context is ctx), None)
 
 
-def tensor_attributes(hooked: Callable[[], None]) -> Iterator[Replacement]:
-    """What to replace while a model is traced: the owner, the name, and what by.
+def _tensor_attributes(hooked: Callable[[], None]) -> Iterator[Replacement]:
+    """Replace ``Tensor.data``, which shares memory without an op, and ``Tensor.grad_fn``.
 
     Args:
-        hooked: called where the model's code registers a hook on a node of autograd's.
+        hooked: called when the model's code registers a hook on an autograd node.
     """
     tensor: Any = torch.Tensor
     data, grad_fn = tensor.data, tensor.grad_fn
@@ -244,7 +246,7 @@ def tensor_attributes(hooked: Callable[[], None]) -> Iterator[Replacement]:
 
 
 class _Node:
-    """A node of autograd's graph that tells when it gets a hook; those of custom functions tell it anyway."""
+    """An autograd node that reports hooks; nodes of custom functions report theirs without it."""
 
     def __init__(self, node: Any, hooked: Callable[[], None]) -> None:
         self._node = node

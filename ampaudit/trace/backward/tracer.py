@@ -1,7 +1,7 @@
-"""Traces the author's own ways back, at the end of a model's trace: backwards of functions, and hooks.
+"""Traces custom backwards, of autograd functions and of hooks, at the end of a model's trace.
 
-The gradients that they are given are unknown tensors, and all that they do to them is recorded as it is on
-the way forward: by the same tracer, with values of the forward pass where these were saved.
+Their incoming gradients are tensors without values, and what they do to them is recorded like the forward
+pass: by the same tracer, with values of the forward pass where these were saved.
 """
 
 from __future__ import annotations
@@ -27,49 +27,52 @@ from ampaudit.trace.backward.marks import (
 from ampaudit.trace.failure import failing_line, plain_reason
 from ampaudit.trace.graph import CustomBackward
 from ampaudit.trace.internals import FakeTensor
+from ampaudit.trace.values import storage_id
 
-__all__ = ["BackwardTracer", "Tracked", "reached_outputs"]
+__all__ = ["BackwardTracer", "Tracked"]
 
 
 class BackwardTracer:
-    """Remembers what has a way back of its own while a model is traced, and traces it in the end.
+    """Collects custom backwards while a model is traced, and traces them in the end.
 
     Args:
-        follow: whether to trace; if not, each is one that could not be followed.
+        follow: whether to trace them; if not, each counts as one that could not be traced.
     """
 
     def __init__(self, follow: bool = True) -> None:
         self.follow = follow
         self.tracing = False
         self.found: list[FunctionApplication | TensorHook] = []
-        self.ways: list[CustomBackward] = []
+        self.backwards: list[CustomBackward] = []
 
     def enter(self, function: Any, args: tuple[Any, ...], layer: str) -> FunctionApplication:
-        """A function is about to be called."""
-        made = FunctionApplication(len(self.found), layer, function, args)
-        FUNCTION_INPUTS(made.inputs, made.number)
-        self.found.append(made)
-        return made
+        """Register a call of a custom function before it runs."""
+        application = FunctionApplication(len(self.found), layer, function, args)
+        FUNCTION_INPUTS(application.inputs, application.number)
+        self.found.append(application)
+        return application
 
     def leave(self, application: FunctionApplication, result: Any) -> None:
-        """It has returned; where nothing of it has a gradient, it is forgotten."""
-        made = application
-        made.outputs = tuple(result) if isinstance(result, tuple | list) else (result,)
-        made.places = tuple(
-            i for i, out in enumerate(made.outputs) if isinstance(out, torch.Tensor) and out.requires_grad
+        """Register what the call returned."""
+        application.outputs = tuple(result) if isinstance(result, tuple | list) else (result,)
+        application.differentiable = tuple(
+            index
+            for index, output in enumerate(application.outputs)
+            if isinstance(output, torch.Tensor) and output.requires_grad
         )
-        for place in made.places:
-            node: Any = made.outputs[place].grad_fn
-            if isinstance(node, BackwardCFunction) and type(node) is made.function._backward_cls:
-                made.context = node
-        FUNCTION_OUTPUTS([made.outputs[place] for place in made.places], made.number)
+        outputs = [application.outputs[index] for index in application.differentiable]
+        for output in outputs:
+            node: Any = output.grad_fn
+            if isinstance(node, BackwardCFunction) and type(node) is application.function._backward_cls:
+                application.context = node
+        FUNCTION_OUTPUTS(outputs, application.number)
 
     def hook(self, value: torch.Tensor, function: Callable[..., Any], layer: str) -> RemovableHandle:
-        """A tensor's gradient will go through a hook."""
-        made = TensorHook(len(self.found), layer, value)
-        TENSOR_HOOK([value], made.number)
-        self.found.append(made)
-        return made.hooks.added(function)
+        """Register a hook on a tensor's gradient."""
+        item = TensorHook(len(self.found), layer, value)
+        TENSOR_HOOK([value], item.number)
+        self.found.append(item)
+        return item.hooks.added(function)
 
     def trace(
         self,
@@ -77,17 +80,17 @@ class BackwardTracer:
         parameters: Sequence[torch.Tensor],
         within: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """Trace all ways back, the last one first, as autograd goes through them.
+        """Trace all custom backwards, the last one first, as autograd runs them.
 
         Args:
-            loss: where the way back begins.
+            loss: the output that is differentiated.
             parameters: leaves, to which a backward may add gradients.
-            within: what to be in while one is traced, by the name of its layer and its own.
+            within: makes the context to trace one in, given its layer and name.
         """
         self.tracing = True
         try:
             with torch.no_grad():
-                self._trace(reached_outputs(loss), parameters, within)
+                self._trace(_reached_outputs(loss), parameters, within)
         finally:
             self.tracing = False
 
@@ -99,7 +102,7 @@ class BackwardTracer:
     ) -> None:
         for item in reversed(self.found):
             if isinstance(item, FunctionApplication) and item.context is None:
-                continue  # nothing of it asks for a gradient
+                continue  # none of its inputs requires a gradient
             failure, line = None, None
             BACKWARD_START(item.inputs[:1], item.number)
             with within(f"{item.layer}/{item.name}" if item.layer else item.name):
@@ -108,7 +111,7 @@ class BackwardTracer:
                 failure, line = plain_reason(made), failing_line(made.__traceback__)
                 made, leaves = [], []
             BACKWARD_END(made, leaves, item.number)
-            self.ways.append(
+            self.backwards.append(
                 CustomBackward(item.number, item.name, item.layer, line or item.source, failure, item.call)
             )
 
@@ -118,7 +121,7 @@ class BackwardTracer:
         reached: Mapping[int, frozenset[int]],
         parameters: Sequence[torch.Tensor],
     ) -> tuple[Any, list[torch.Tensor]]:
-        """The gradients that it makes, those of leaves last, and these leaves; or why there are none."""
+        """The gradients that it returns, those of leaves last, and these leaves; or the error."""
         if not self.follow:
             return RuntimeError("torch.export cannot record it"), []
         if isinstance(item, FunctionApplication) and not item.dirty and id(item.context) not in reached:
@@ -127,15 +130,15 @@ class BackwardTracer:
             made: list[torch.Tensor | None] = item.returned(reached)
             leaves = [parameter for parameter in parameters if parameter.grad is not None]
             return [*made, *(leaf.grad for leaf in leaves)], leaves
-        except Exception as error:  # whatever the author's code raises on tensors without values
+        except Exception as error:  # the model's code may raise anything on tensors without values
             return error, []
         finally:
             for parameter in parameters:
                 parameter.grad = None
 
 
-def reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
-    """For each node behind a value, by identity, which of its outputs get a gradient."""
+def _reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
+    """Map each autograd node behind a value, by identity, to those of its outputs that get a gradient."""
     found: defaultdict[int, set[int]] = defaultdict(set)
     for node in _behind(loss):
         for following, index in node.next_functions:
@@ -147,7 +150,7 @@ def reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
 
 
 def _behind(*values: torch.Tensor) -> list[Any]:
-    """Every node of autograd's graph behind some values; it is alive as long as the list is."""
+    """List the autograd nodes behind some values; the list keeps them alive."""
     waiting: list[Any] = [value.grad_fn for value in values if value.grad_fn is not None]
     seen: dict[int, Any] = {}
     while waiting:
@@ -159,10 +162,10 @@ def _behind(*values: torch.Tensor) -> list[Any]:
 
 
 class Tracked:
-    """Tells which value of a trace a tensor is that autograd hands out: one object more for the same memory.
+    """Maps tensors that autograd returns, new objects for known memory, to values of the trace.
 
     Args:
-        tensors: the values of the trace; a mapping, of which tensors are the keys.
+        tensors: a mapping whose keys are the values of the trace.
     """
 
     def __init__(self, tensors: Mapping[torch.Tensor, Any]) -> None:
@@ -170,7 +173,7 @@ class Tracked:
         self._known: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def of(self, value: Any) -> Any:
-        """Arguments of an op, with values of the trace in the place of tensors that it does not know."""
+        """Replace tensors among an op's arguments by the values of the trace that they stand for."""
         return pytree.tree_map_only(torch.Tensor, self._value, value)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,5 +185,5 @@ class Tracked:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    where = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    where = storage_id(tensor), tensor.storage_offset()
     return *where, tuple(tensor.shape), tensor.stride(), tensor.dtype
