@@ -180,7 +180,7 @@ def gradient_norm(interpreter: Interpreter, node: ast.AST, gradients: LossGradie
         interpreter.report(
             "AMP838",
             node,
-            "the penalty is computed outside autocast, but the loss that it is added to inside",
+            "the penalty is computed outside autocast, although the rest of the loss is computed inside",
             "compute the penalty and add it to the loss under 'with torch.autocast(...)'",
         )
     return Tensor(scaler_key=gradients.scaler_key, node=node)
