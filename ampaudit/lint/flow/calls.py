@@ -19,6 +19,7 @@ from ampaudit.lint.flow.values import (
     BoundMethod,
     Class,
     Function,
+    GradAttribute,
     ImportedName,
     Instance,
     KnownItems,
@@ -27,7 +28,6 @@ from ampaudit.lint.flow.values import (
     Managed,
     Model,
     Optimizer,
-    ParameterGradient,
     Parameters,
     Scaler,
     Scheduler,
@@ -110,7 +110,7 @@ def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) ->
         return objects.scheduler_method(interpreter, node, base, name, arguments)
     if isinstance(base, LossGradients):
         return tensors.gradient_norm(interpreter, node, base) if tensors.is_norm_function(name) else base
-    if isinstance(base, ParameterGradient):
+    if isinstance(base, GradAttribute):
         return tensors.gradient_method(interpreter, node, name)
     if isinstance(base, Tensor):
         return tensors.tensor_method(interpreter, node, base, name, arguments)
@@ -160,7 +160,7 @@ def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Valu
     if isinstance(function, Model):
         return objects.call_model(interpreter, node, function, arguments)
     if isinstance(function, LossFunction):
-        return torchcalls.call_loss(interpreter, node, function, arguments)
+        return torchcalls.call_loss_function(interpreter, node, function, arguments)
     if isinstance(function, Instance):
         return _called_instance(interpreter, node, function)
     return unknown_call(interpreter, node, dotted_name(node.func), arguments)

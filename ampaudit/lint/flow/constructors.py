@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ampaudit.lint.flow import objects, tensors
 from ampaudit.lint.flow.gradient_facts import YES
 from ampaudit.lint.flow.script import dotted_name
-from ampaudit.lint.flow.values import Autocast, Constant, Scaler, Value
+from ampaudit.lint.flow.values import Autocast, LiteralValue, Scaler, Value, key_of
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments
@@ -27,12 +27,12 @@ def make_autocast(
     dtype: str | None = ""
     if given["dtype"] is not None:
         dtype = tensors.dtype_named(given["dtype"]) or None
-        if isinstance(given["dtype"], Constant) and given["dtype"].value is None:
+        if isinstance(given["dtype"], LiteralValue) and given["dtype"].value is None:
             dtype = ""
     if dtype in ("float32", "float64"):
         return Autocast(False, device_type or None, "", node)  # torch warns, and switches it off
     enabled = _enabled(interpreter, given["enabled"], arguments.expression(names.index("enabled"), "enabled"))
-    conditional = given["enabled"] is not None and not isinstance(given["enabled"], Constant)
+    conditional = given["enabled"] is not None and not isinstance(given["enabled"], LiteralValue)
     return Autocast(enabled, device_type or None, dtype, node, conditional=conditional)
 
 
@@ -43,7 +43,7 @@ def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr
     if isinstance(expression, ast.Constant):
         return bool(expression.value)
     assumed = interpreter.assumed_truth(expression)
-    if assumed is None and isinstance(value, Constant) and value.value is False:
+    if assumed is None and isinstance(value, LiteralValue) and value.value is False:
         return None
     return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed
 
@@ -57,7 +57,7 @@ def make_scaler(interpreter: Interpreter, node: ast.Call, arguments: Arguments) 
         statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
     )
     text = dotted_name(target) if target is not None else ""
-    key = f"L{node.lineno}:{node.col_offset}"
+    key = key_of(node)
     if expression is not None and not isinstance(expression, ast.Constant) and enabled is True:
         enabled = True if interpreter.assumed_truth(expression) else None  # by a switch
     scaler = Scaler(key, node, enabled, text)

@@ -13,15 +13,15 @@ from ampaudit.lint.flow.tensors import combine, matrix_product, use_gradient
 from ampaudit.lint.flow.torch_names import canonical_name
 from ampaudit.lint.flow.values import (
     UNKNOWN,
-    Constant,
     DictLiteral,
+    GradAttribute,
     ImportedName,
     Instance,
     KnownItems,
+    LiteralValue,
     LossGradients,
     Managed,
     Model,
-    ParameterGradient,
     Parameters,
     Tensor,
     Value,
@@ -39,7 +39,7 @@ def _name(interpreter: Interpreter, node: ast.Name) -> Value:
 
 def _constant(interpreter: Interpreter, node: ast.Constant) -> Value:
     del interpreter
-    return Constant(node.value)
+    return LiteralValue(node.value)
 
 
 def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
@@ -49,8 +49,8 @@ def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
     if isinstance(base, Instance):
         return _member(interpreter, base, node)
     if node.attr == "grad":
-        return ParameterGradient()
-    if isinstance(base, ParameterGradient):
+        return GradAttribute()
+    if isinstance(base, GradAttribute):
         return base if node.attr == "data" else UNKNOWN
     if isinstance(base, Model):
         return base if node.attr == "module" else interpreter.infer_from_usage(UNKNOWN, dotted_name(node))
@@ -80,13 +80,13 @@ def _member(interpreter: Interpreter, owner: Instance, node: ast.Attribute) -> V
 def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
     left, right = interpreter.evaluate(node.left), interpreter.evaluate(node.right)
     for side, value in ((node.left, left), (node.right, right)):
-        if isinstance(value, ParameterGradient) and not isinstance(node.op, ast.Mult | ast.Div):
+        if isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
             use_gradient(interpreter, side)
-    if isinstance(left, ParameterGradient) and isinstance(node.op, ast.Mult | ast.Div):
+    if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
         return left
     if isinstance(node.op, ast.MatMult):
         return matrix_product(interpreter, node, [left, right])
-    if isinstance(left, Constant) and isinstance(right, Constant):
+    if isinstance(left, LiteralValue) and isinstance(right, LiteralValue):
         return UNKNOWN
     return combine(node, left, right, interpreter)
 

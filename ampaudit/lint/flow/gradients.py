@@ -22,8 +22,8 @@ from ampaudit.lint.flow.values import (
     MAYBE,
     UNKNOWN,
     UNSCALED,
-    Constant,
     KnownItems,
+    LiteralValue,
     LossGradients,
     Tensor,
     Value,
@@ -52,7 +52,7 @@ def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: 
     """Interpret ``loss.backward()``."""
     state = interpreter.state
     retain = arguments.get(1, "retain_graph")
-    retained = isinstance(retain, Constant) and retain.value is True
+    retained = isinstance(retain, LiteralValue) and retain.value is True
     interpreter.record_event(
         "backward", node, loss=loss, retain=retained, no_sync="no_sync" in interpreter.grad_modes
     )
@@ -61,7 +61,7 @@ def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: 
     _check_accumulated(interpreter, node, loss)
     if "create_graph" not in arguments.keywords:
         _check_graph(
-            interpreter, node, loss, retained or (retain is not None and not isinstance(retain, Constant))
+            interpreter, node, loss, retained or (retain is not None and not isinstance(retain, LiteralValue))
         )
     found = gradient_contributions(interpreter)
     if loss.scaler_key == MAYBE or found is None:
@@ -133,7 +133,7 @@ def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Valu
     found = gradient_contributions(interpreter)
     raises = arguments.keywords.get("error_if_nonfinite")
     scaled = bool(found) and any(item.scaler for item in found or ())
-    if scaled and isinstance(raises, Constant) and raises.value is True:
+    if scaled and isinstance(raises, LiteralValue) and raises.value is True:
         interpreter.report(
             "AMP819",
             node,
@@ -159,7 +159,7 @@ def autograd_grad(interpreter: Interpreter, node: ast.Call, arguments: Arguments
     outputs = arguments.get(0, "outputs")
     create = arguments.get(4, "create_graph")
     interpreter.record_event("autograd.grad", node)
-    if not isinstance(create, Constant) or create.value is not True:
+    if not isinstance(create, LiteralValue) or create.value is not True:
         return UNKNOWN
     first = item_of(outputs) if isinstance(outputs, KnownItems) else outputs
     if isinstance(first, Tensor):

@@ -14,11 +14,11 @@ from ampaudit.lint.flow.state import State, join
 from ampaudit.lint.flow.values import (
     UNKNOWN,
     Autocast,
-    Constant,
     ContextManager,
     Function,
     FunctionInfo,
     Instance,
+    LiteralValue,
     Managed,
     Optimizer,
     Scaler,
@@ -134,7 +134,9 @@ def _bind_parameters(
             default = defaults.get(argument.arg)
             # a boolean may be passed either way
             switch = isinstance(default, ast.Constant) and isinstance(default.value, bool)
-            value = Constant(default.value) if isinstance(default, ast.Constant) and not switch else UNKNOWN
+            value = (
+                LiteralValue(default.value) if isinstance(default, ast.Constant) and not switch else UNKNOWN
+            )
         if argument.annotation is not None and value is UNKNOWN:
             value = _from_annotation(interpreter, argument)
         interpreter.state.bind(interpreter.frame, argument.arg, value)
@@ -157,7 +159,7 @@ def _from_annotation(interpreter: Interpreter, argument: ast.arg) -> Value:
 def _join_returns(interpreter: Interpreter, entry: State) -> Value:
     ends = interpreter.returns
     if interpreter.path_state is not None:
-        ends = [*ends, (Constant(None), interpreter.path_state)]
+        ends = [*ends, (LiteralValue(None), interpreter.path_state)]
     if not ends:
         interpreter.path_state = entry  # every path raises: continue as if it were not called
         return UNKNOWN

@@ -21,18 +21,19 @@ from ampaudit.lint.flow.values import (
     Autocast,
     BoundMethod,
     Class,
-    Constant,
     Function,
     FunctionInfo,
     ImportedName,
     Instance,
     KnownItems,
+    LiteralValue,
     Model,
     Optimizer,
     Scaler,
     Scheduler,
     Tensor,
     Value,
+    key_of,
 )
 
 __all__ = ["NO_AUTOCAST", "UNKNOWN_AUTOCAST", "Interpreter", "LoopExits", "StepLimitReached"]
@@ -143,7 +144,7 @@ class Interpreter:
         calls = (
             guard.node for guard in self.guards if guard.kind == "call" and isinstance(guard.node, ast.Call)
         )
-        return "".join(f" from L{call.lineno}:{call.col_offset}" for call in calls)
+        return "".join(f" from {key_of(call)}" for call in calls)
 
     def assumed_truth(self, test: ast.expr) -> bool | None:
         """Return the assumed truth of a condition; ``None`` if nothing is assumed."""
@@ -232,7 +233,7 @@ class Interpreter:
         unsure = (
             value is UNKNOWN or value is UNSCALED_TENSOR or (isinstance(value, Tensor) and value.node is None)
         )
-        if isinstance(value, Constant) and value.value is None:
+        if isinstance(value, LiteralValue) and value.value is None:
             unsure = True
         if not unsure or not text:
             return value

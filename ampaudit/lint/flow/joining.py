@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ampaudit.lint.flow.values import (
     MAYBE,
     UNKNOWN,
     Autocast,
-    Constant,
     KnownItems,
+    LiteralValue,
     LossGradients,
     Managed,
     Model,
@@ -27,18 +28,16 @@ def join_values(one: Value, other: Value) -> Value:
     """Return the value of a name that two branches assign."""
     if one == other:
         return one
-    if isinstance(one, Constant) and one.value is None:
+    if isinstance(one, LiteralValue) and one.value is None:
         return other  # it is used only where it is not None
-    if isinstance(other, Constant) and other.value is None:
+    if isinstance(other, LiteralValue) and other.value is None:
         return one
     if isinstance(one, Optimizer) and isinstance(other, Optimizer):
         models = None if one.models is None or other.models is None else one.models | other.models
-        return replace(
-            one, class_name=one.class_name if one.class_name == other.class_name else "", models=models
-        )
+        (class_name,) = _agreement(one, other, "class_name", otherwise="")
+        return replace(one, class_name=class_name, models=models)
     if isinstance(one, Scaler) and isinstance(other, Scaler):
-        same = one.enabled if one.enabled == other.enabled else None
-        return replace(one, enabled=same)
+        return replace(one, enabled=one.enabled if one.enabled == other.enabled else None)
     if isinstance(one, Model) and isinstance(other, Model) and one.key == other.key:
         return replace(one, wrapper=one.wrapper if one.wrapper == other.wrapper else "")
     if isinstance(one, Autocast) or isinstance(other, Autocast):
@@ -61,26 +60,23 @@ def item_of(value: Value) -> Value:
 
 def _join_contexts(one: Value, other: Value) -> Value:
     if isinstance(one, Autocast) and isinstance(other, Autocast):
-        return Autocast(
-            enabled=one.enabled if one.enabled == other.enabled else None,
-            device=one.device if one.device == other.device else None,
-            dtype=one.dtype if one.dtype == other.dtype else None,
-            node=one.node,
-        )
+        enabled, device, dtype = _agreement(one, other, "enabled", "device", "dtype")
+        return Autocast(enabled, device, dtype, one.node)
     known = one if isinstance(one, Autocast) else other
     assert isinstance(known, Autocast)
     return replace(known, enabled=None)
 
 
 def _join_tensors(one: Tensor, other: Tensor) -> Tensor:
-    return Tensor(
-        scaler_key=one.scaler_key if one.scaler_key == other.scaler_key else MAYBE,
-        cast=one.cast if one.cast == other.cast else "",
-        computed_under=one.computed_under if one.computed_under == other.computed_under else "",
-        upcast=one.upcast if one.upcast is other.upcast else None,
-        model_calls=one.model_calls if one.model_calls == other.model_calls else None,
-        loss=one.loss if one.loss == other.loss else "",
-        divided=one.divided if one.divided == other.divided else None,
-        sigmoid=one.sigmoid if one.sigmoid is other.sigmoid else None,
-        node=one.node if one.node is other.node else None,
+    cast, computed_under, loss = _agreement(one, other, "cast", "computed_under", "loss", otherwise="")
+    upcast, model_calls, divided, sigmoid, node = _agreement(
+        one, other, "upcast", "model_calls", "divided", "sigmoid", "node"
     )
+    (scaler_key,) = _agreement(one, other, "scaler_key", otherwise=MAYBE)
+    return Tensor(scaler_key, cast, computed_under, upcast, model_calls, loss, divided, sigmoid, node)
+
+
+def _agreement(one: Value, other: Value, *fields: str, otherwise: str | None = None) -> list[Any]:
+    """Return fields of two values, with a default where they differ."""
+    pairs = [(getattr(one, field), getattr(other, field)) for field in fields]
+    return [left if left == right else otherwise for left, right in pairs]

@@ -13,14 +13,15 @@ from ampaudit.lint.flow.values import (
     MAYBE,
     UNKNOWN,
     ClassInfo,
-    Constant,
     ContextManager,
     Instance,
+    LiteralValue,
     Model,
     Parameters,
     Scheduler,
     Tensor,
     Value,
+    key_of,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ _WITHOUT_FORWARD: Final = MODULE_METHODS | frozenset(
 
 def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments: Arguments) -> Model:
     """Create a model that is constructed or loaded here."""
-    model = Model(f"L{node.lineno}:{node.col_offset}", node, origin=origin)
+    model = Model(key_of(node), node, origin=origin)
     for name in ("dtype", "torch_dtype"):
         if dtype_named(arguments.keywords.get(name, UNKNOWN)) == "float16":
             interpreter.state.set_fact(node, "half", model.key)
@@ -121,7 +122,7 @@ def _move(interpreter: Interpreter, model: Model, arguments: Arguments) -> None:
 
 def device_of(value: Value | None) -> str:
     """Return the device type, such as ``cuda`` for ``"cuda:0"``; empty if it is not a literal."""
-    text = value.value if isinstance(value, Constant) else ""
+    text = value.value if isinstance(value, LiteralValue) else ""
     if isinstance(text, str):
         head = text.partition(":")[0]
         return head if head in ("cuda", "cpu", "mps", "xpu") else ""
@@ -131,7 +132,7 @@ def device_of(value: Value | None) -> str:
 def call_model(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> Tensor:
     """Interpret a forward pass under the current autocast context."""
     cast = autocast_dtype(interpreter) if _check_device(interpreter, node, model) else ""
-    root = f"{model.key} at L{node.lineno}:{node.col_offset}{interpreter.call_path}"
+    root = f"{model.key} at {key_of(node)}{interpreter.call_path}"
     given: frozenset[str] | None = frozenset({root})
     for value in arguments.all():
         if isinstance(value, Tensor) and given is not None:
@@ -204,7 +205,7 @@ def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arg
         return make_model(interpreter, node, info.node.name, arguments)
     if info.derives("Optimizer"):
         return UNKNOWN
-    made = Instance(f"{info.node.name} L{node.lineno}:{node.col_offset}", info)
+    made = Instance(f"{info.node.name} {key_of(node)}", info)
     start = info.method("__init__")
     if start is not None and start.relevant:
         inline_call(interpreter, start, node, arguments.named(), made, 0)

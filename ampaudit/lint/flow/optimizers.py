@@ -18,7 +18,16 @@ from ampaudit.lint.flow.scaler_checks import check_zeroed, record_step_inside_au
 from ampaudit.lint.flow.state import Contribution
 from ampaudit.lint.flow.statement_context import scaler_in_scope
 from ampaudit.lint.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, MANAGING_PACKAGES
-from ampaudit.lint.flow.values import MAYBE, UNKNOWN, Constant, Optimizer, Parameters, StateDict, Value
+from ampaudit.lint.flow.values import (
+    MAYBE,
+    UNKNOWN,
+    LiteralValue,
+    Optimizer,
+    Parameters,
+    StateDict,
+    Value,
+    key_of,
+)
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments
@@ -144,7 +153,7 @@ def make_optimizer(interpreter: Interpreter, node: ast.Call, name: str, argument
     """Interpret ``torch.optim.X(...)``."""
     given = arguments.get(0, "params")
     models = given.models if isinstance(given, Parameters) else None
-    key = f"L{node.lineno}:{node.col_offset}"
+    key = key_of(node)
     interpreter.record_event("optimizer.made", node)
     if name in ADAM_LIKE and models:
         _check_eps(interpreter, node, name, arguments, models)
@@ -154,8 +163,8 @@ def make_optimizer(interpreter: Interpreter, node: ast.Call, name: str, argument
 def _check_eps(
     interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments, models: frozenset[str]
 ) -> None:
-    given = arguments.keywords.get("eps", Constant(ADAM_LIKE[name]))
-    eps = given.value if isinstance(given, Constant) else None
+    given = arguments.keywords.get("eps", LiteralValue(ADAM_LIKE[name]))
+    eps = given.value if isinstance(given, LiteralValue) else None
     halved = any(isinstance(interpreter.state.get("half", model), ast.AST) for model in models)
     if halved and isinstance(eps, int | float) and eps <= FLOAT16_ROUNDS_TO_ZERO:
         interpreter.report(

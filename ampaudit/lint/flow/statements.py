@@ -14,11 +14,11 @@ from ampaudit.lint.flow.values import (
     UNKNOWN,
     Autocast,
     Class,
-    Constant,
     ContextManager,
     Function,
     FunctionInfo,
     ImportedName,
+    LiteralValue,
     Managed,
     Value,
 )
@@ -185,7 +185,7 @@ def _match(interpreter: Interpreter, node: ast.Match) -> None:
 
 
 def _return(interpreter: Interpreter, node: ast.Return) -> None:
-    value = interpreter.evaluate(node.value) if node.value is not None else Constant(None)
+    value = interpreter.evaluate(node.value) if node.value is not None else LiteralValue(None)
     interpreter.returns.append((value, interpreter.state))
     interpreter.path_state = None
 

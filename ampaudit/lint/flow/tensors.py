@@ -15,10 +15,10 @@ from ampaudit.lint.flow.values import (
     UNSCALED,
     UNSCALED_TENSOR,
     Autocast,
-    Constant,
+    GradAttribute,
     ImportedName,
+    LiteralValue,
     LossGradients,
-    ParameterGradient,
     Tensor,
     Value,
 )
@@ -99,7 +99,7 @@ def all_model_calls(values: Sequence[Value]) -> frozenset[str] | None:
     """Return the model calls that any of some values depends on; ``None`` if one is unknown."""
     found: frozenset[str] = frozenset()
     for value in values:
-        if isinstance(value, Constant):
+        if isinstance(value, LiteralValue):
             continue
         if not isinstance(value, Tensor) or value.model_calls is None:
             return None
@@ -153,7 +153,7 @@ def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter
 
 
 def _is_number(left: Value, right: Value) -> bool:
-    return isinstance(left, Constant) or isinstance(right, Constant)
+    return isinstance(left, LiteralValue) or isinstance(right, LiteralValue)
 
 
 def common_scale(values: Sequence[Value]) -> str:
@@ -161,7 +161,7 @@ def common_scale(values: Sequence[Value]) -> str:
     kinds = {
         value.scaler_key if isinstance(value, Tensor) else UNSCALED
         for value in values
-        if not isinstance(value, Constant)
+        if not isinstance(value, LiteralValue)
     }
     return next(iter(kinds)) if len(kinds) == 1 else MAYBE
 
@@ -180,7 +180,7 @@ def gradient_norm(interpreter: Interpreter, node: ast.AST, gradients: LossGradie
         interpreter.report(
             "AMP838",
             node,
-            "the penalty is computed outside autocast, but the loss that it is added to inside",
+            "the penalty is computed outside autocast, although the rest of the loss is computed inside",
             "compute the penalty and add it to the loss under 'with torch.autocast(...)'",
         )
     return Tensor(scaler_key=gradients.scaler_key, node=node)
@@ -205,7 +205,7 @@ def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Valu
     """Interpret a method of ``p.grad``."""
     if name in _KEEPS_GRADIENT:
         interpreter.record_event("gradient.read", node)
-        return ParameterGradient()
+        return GradAttribute()
     if name in _HARMLESS_ON_GRADIENTS:
         return UNSCALED_TENSOR
     use_gradient(interpreter, node)

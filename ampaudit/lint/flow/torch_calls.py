@@ -20,27 +20,28 @@ from ampaudit.lint.flow.torch_names import (
 from ampaudit.lint.flow.values import (
     UNKNOWN,
     UNSCALED_TENSOR,
-    Constant,
     ContextManager,
     DictLiteral,
+    GradAttribute,
     KnownItems,
+    LiteralValue,
     LossFunction,
     LossGradients,
     Managed,
     Model,
-    ParameterGradient,
     Parameters,
     Scaler,
     Scheduler,
     Tensor,
     Value,
+    key_of,
 )
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments
     from ampaudit.lint.flow.interpreter import Interpreter
 
-__all__ = ["call_imported", "call_loss"]
+__all__ = ["call_imported", "call_loss_function"]
 
 _CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
 _MANAGED: Final = (
@@ -94,7 +95,9 @@ def _call_torch(
     if path in WITHOUT_HALF_KERNEL:
         return _check_half_kernel(interpreter, node, path, arguments)
     if path.startswith("torch.nn.functional.") and name in LOSS_FUNCTIONS:
-        return call_loss(interpreter, node, LossFunction(name, None, _reduction(arguments)), arguments)
+        return call_loss_function(
+            interpreter, node, LossFunction(name, None, _reduction(arguments)), arguments
+        )
     if path.startswith("torch.optim.lr_scheduler."):
         return Scheduler(f"L{node.lineno}") if "Plateau" not in name else UNKNOWN
     if path.startswith("torch.optim.") and name[:1].isupper() and "swa" not in path:
@@ -103,7 +106,7 @@ def _call_torch(
         return LossFunction(name, node, _reduction(arguments))
     if path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")) and name[:1].isupper():
         inner = arguments.get(0, "module")
-        known = inner if isinstance(inner, Model) else Model(f"L{node.lineno}:{node.col_offset}", node)
+        known = inner if isinstance(inner, Model) else Model(key_of(node), node)
         return objects.wrap_model(known, name)
     if (
         path.startswith("torch.nn.")
@@ -121,7 +124,7 @@ def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, ar
     inner = item_of(first) if isinstance(first, KnownItems) else first
     if isinstance(inner, LossGradients):
         return tensors.gradient_norm(interpreter, node, inner) if tensors.is_norm_function(name) else inner
-    if isinstance(inner, ParameterGradient) and "distributed" not in path:
+    if isinstance(inner, GradAttribute) and "distributed" not in path:
         return tensors.gradient_method(interpreter, node, name)
     if name == "sigmoid":
         return Tensor(
@@ -141,10 +144,12 @@ def _reduction(arguments: Arguments) -> str:
     value = arguments.keywords.get("reduction")
     if value is None:
         return "mean"
-    return str(value.value) if isinstance(value, Constant) else "?"
+    return str(value.value) if isinstance(value, LiteralValue) else "?"
 
 
-def call_loss(interpreter: Interpreter, node: ast.Call, loss: LossFunction, arguments: Arguments) -> Value:
+def call_loss_function(
+    interpreter: Interpreter, node: ast.Call, loss: LossFunction, arguments: Arguments
+) -> Value:
     """Interpret a loss function of torch."""
     given = [value for value in arguments.all() if isinstance(value, Tensor)]
     first = arguments.positional[0] if arguments.positional else UNKNOWN
@@ -257,12 +262,12 @@ def _null_context(interpreter: Interpreter, node: ast.Call, arguments: Arguments
 
 def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     value = arguments.get(0, "mode")
-    return ContextManager("no_grad" if isinstance(value, Constant) and value.value is False else "unsure")
+    return ContextManager("no_grad" if isinstance(value, LiteralValue) and value.value is False else "unsure")
 
 
 def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
     value = arguments.get(0, "type")
-    return value if isinstance(value, Constant) else UNKNOWN
+    return value if isinstance(value, LiteralValue) else UNKNOWN
 
 
 _BY_PATH: Final[dict[str, Handler]] = {

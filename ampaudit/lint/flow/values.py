@@ -6,6 +6,8 @@ import ast
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from ampaudit.lint.diagnostic import position_of
+
 __all__ = [
     "MAYBE",
     "UNKNOWN",
@@ -15,20 +17,20 @@ __all__ = [
     "BoundMethod",
     "Class",
     "ClassInfo",
-    "Constant",
     "ContextManager",
     "DictLiteral",
     "Function",
     "FunctionInfo",
+    "GradAttribute",
     "ImportedName",
     "Instance",
     "KnownItems",
+    "LiteralValue",
     "LossFunction",
     "LossGradients",
     "Managed",
     "Model",
     "Optimizer",
-    "ParameterGradient",
     "Parameters",
     "Scaler",
     "Scheduler",
@@ -36,10 +38,17 @@ __all__ = [
     "Tensor",
     "Unknown",
     "Value",
+    "key_of",
 ]
 
 UNSCALED: Final = ""  # scaler key of a tensor without a loss scale
 MAYBE: Final = "?"  # differs between the paths that lead here
+
+
+def key_of(node: ast.AST) -> str:
+    """Return the key of the object that an expression creates."""
+    line, column = position_of(node)
+    return f"L{line}:{column}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class ImportedName:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class LiteralValue:
     """The value of a literal."""
 
     value: object
@@ -130,7 +139,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterGradient:
+class GradAttribute:
     """``p.grad`` of a parameter."""
 
 
@@ -280,7 +289,7 @@ class BoundMethod:
 
 
 Value: TypeAlias = (
-    "Unknown | ImportedName | Constant | KnownItems | StateDict | DictLiteral | Scaler | Optimizer | Model"
-    " | Parameters | ParameterGradient | Scheduler | LossFunction | Tensor | LossGradients | Autocast"
+    "Unknown | ImportedName | LiteralValue | KnownItems | StateDict | DictLiteral | Scaler | Optimizer"
+    " | Model | Parameters | GradAttribute | Scheduler | LossFunction | Tensor | LossGradients | Autocast"
     " | ContextManager | Managed | Function | Class | Instance | BoundMethod"
 )
