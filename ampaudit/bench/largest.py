@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from ampaudit.bench.mode_runs import prepared, release
 from ampaudit.bench.modes import BenchTarget, ModeRunner, NotSupported, build, sized
 from ampaudit.bench.predict import holds_graph, predicted
+from ampaudit.core.config import Progress
 from ampaudit.report.bench import Largest
-from ampaudit.run.audit import Progress
 
 __all__ = ["largest", "search"]
 

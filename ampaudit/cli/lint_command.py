@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ampaudit.cli.common_options import debug_option, output_option
+from ampaudit.cli.options import (
+    FILE,
+    config_from,
+    config_options,
+    debug_option,
+    force_option,
+    given,
+    output_option,
+    quiet_option,
+    report_format_option,
+    verbose_option,
+)
 from ampaudit.cli.output import deliver_document
-from ampaudit.core.pyproject import LEVELS
+from ampaudit.lint.config import LintConfig, read_lint_config
 
 if TYPE_CHECKING:
-    from ampaudit.lint.linting import Choice, LintedFile
+    from ampaudit.lint.linting import LintedFile
     from ampaudit.report.lint import LintReport
 
 __all__ = ["lint_command"]
@@ -22,40 +33,23 @@ __all__ = ["lint_command"]
 _STDIN = "-"
 
 
-@click.command("lint", short_help="Find mistakes in training scripts by reading them.")
+@click.command("lint")
 @click.argument("paths", nargs=-1)
-@click.option("--select", multiple=True, metavar="CODES", help="Only these codes, or what begins so; repeat.")
-@click.option("--ignore", multiple=True, metavar="CODES", help="Not these codes; repeat.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out files or directories; repeat.")
+@config_options(LintConfig)
 @click.option("--fix", is_flag=True, help="Repair in place what can be repaired safely.")
 @click.option("--diff", is_flag=True, help="Show what --fix would change, and change nothing.")
-@click.option(
-    "--fail-on",
-    type=click.Choice(LEVELS),
-    help="Severity from which the exit code is 1.  [default: warning]",
-)
 @click.option(
     "--stdin-filename",
     default="stdin.py",
     metavar="NAME",
-    help="What '-' is called; .ipynb or .md say its kind.",
+    help="File name assumed for standard input; its suffix selects the parser.",
 )
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A pyproject.toml.  [default: the nearest]",
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "sarif", "github", "junit", "markdown"]),
-    help="[default: what the suffix of --output says; else text]",
-)
+@click.option("--config", type=FILE, metavar="FILE", help="A pyproject.toml.  [default: the nearest]")
+@report_format_option("text", "json", "sarif", "github", "junit", "markdown")
 @output_option
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
-@click.option("-v", "--verbose", is_flag=True, help="What is suppressed, too.")
+@force_option
+@quiet_option
+@verbose_option("Suppressed findings as well.")
 @debug_option
 @click.pass_context
 def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: Any) -> None:
@@ -67,8 +61,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     """
     from ampaudit.core.files import check_writable
     from ampaudit.core.pyproject import find_config
-    from ampaudit.lint.config import read_lint_config
-    from ampaudit.lint.linting import Choice
+    from ampaudit.lint.lint import lint_report
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
@@ -76,13 +69,11 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
         raise click.UsageError("--fix changes files, --diff shows what it would change: give one of them")
     path = options["config"] or find_config(Path.cwd())
     configured = read_lint_config(path) if path is not None else {}
-    choice = Choice.of(
-        options["select"] or configured.get("select", ()), options["ignore"] or configured.get("ignore", ())
-    )
     exclude = [*options["exclude"], *configured.get("exclude", ())]
-    linted = list(_linted(paths or (".",), choice, exclude, options))
-    fail_on = options["fail_on"] or configured.get("fail_on", "warning")
-    report = _report(linted, fail_on, repaired=options["fix"])
+    config = config_from(LintConfig, configured | given(options), exclude=exclude)
+    linted = list(_linted(paths or (".",), config, options))
+    fixed = sum(file.fixed for file in linted) if options["fix"] else 0
+    report = lint_report(linted, config.fail_on, fixed=fixed)
     if options["diff"]:
         context.exit(_show_differences(linted, report))
     if options["fix"] and _STDIN in paths:
@@ -94,32 +85,15 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     context.exit(report.exit_code)
 
 
-def _linted(
-    paths: tuple[str, ...], choice: Choice, exclude: list[str], options: dict[str, Any]
-) -> Iterable[LintedFile]:
-    from ampaudit.lint.linting import lint_bytes, lint_files
+def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> Iterable[LintedFile]:
+    from ampaudit.lint.linting import Choice, lint_bytes, lint_files
 
-    change = options["fix"] or options["diff"]
+    change, choice = options["fix"] or options["diff"], Choice.of(config.select, config.ignore)
     if _STDIN in paths:
         if len(paths) > 1:
             raise click.UsageError("'-' stands alone: lint files in a second call")
         return [lint_bytes(sys.stdin.buffer.read(), options["stdin_filename"], choice, fix=change)]
-    return lint_files(paths, choice, exclude=exclude, fix=change)
-
-
-def _report(linted: list[LintedFile], fail_on: Any, *, repaired: bool) -> LintReport:
-    from ampaudit.core.version import __version__
-    from ampaudit.report.lint import LintReport
-
-    return LintReport(
-        schema=1,
-        tool_version=__version__,
-        fail_on=fail_on,
-        linted=len(linted),
-        findings=tuple(finding for file in linted for finding in file.findings),
-        unread=tuple(item for file in linted for item in file.unread),
-        fixed=sum(file.fixed for file in linted) if repaired else 0,
-    )
+    return lint_files(paths, choice, exclude=config.exclude, fix=change)
 
 
 def _show_differences(linted: list[LintedFile], report: LintReport) -> int:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
-from torch import nn
 
-from ampaudit.audit.inputs import Inputs, source_of
-from ampaudit.audit.scan import Audited, audit_policies
-from ampaudit.audit.settings import ScanOptions, Settings
+from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.inputs import Inputs, Model, as_source
+from ampaudit.audit.scan import audit_policies
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
 from ampaudit.checkpoint.open import Checkpoint, open_checkpoint, weights_in
@@ -20,13 +19,13 @@ from ampaudit.checkpoint.parts import InMemory
 from ampaudit.checkpoint.write import write_part
 from ampaudit.core.errors import RunFailed, SourceError, UsageError
 from ampaudit.core.files import staged_directory
+from ampaudit.export.config import ConvertConfig, ConvertOptions
 from ampaudit.export.convert_weights import conversion_of
 from ampaudit.export.directory import CheckpointSource, finish_directory
 from ampaudit.export.fold import Deployed, deploy, weights_of
 from ampaudit.export.hf_directory import copy_companions, set_dtype
 from ampaudit.export.onnx_file import OnnxFile, input_names, write_onnx
 from ampaudit.export.onnx_report import about_report, onnx_notes
-from ampaudit.export.options import ConvertOptions
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.program import export_program
 from ampaudit.export.reference import (
@@ -50,96 +49,83 @@ from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.random_state import preserved
 
-__all__ = ["convert_model", "convert_source"]
+__all__ = ["convert"]
 
 _ONNX_DB = 25.0  # a few roundings of bfloat16; a dropped eps or a lost cast of a norm is worse
 
 
-def convert_model(
-    model: nn.Module,
-    inputs: Inputs,
+@preserved()
+def convert(
+    model: Model,
+    inputs: Inputs | None,
     output: str | Path,
-    options: ConvertOptions | None = None,
-    **scan_options: Unpack[ScanOptions],
+    *,
+    config: ConvertConfig | None = None,
+    **options: Unpack[ConvertOptions],
 ) -> tuple[Report, Conversion | None]:
-    """Audit a model in memory, and write the converted directory if nothing breaks.
+    """Audit a model, and write its converted checkpoint if nothing breaks.
 
     Args:
-        model: in the mode that is meant; it is not changed.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        model: in the mode that is meant; it is not changed. Or where to load it from: a path, or
+            ``package.module:factory``.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; ``None``
+            takes those of the model's file.
         output: the directory to write.
-        options: how to convert.
-        **scan_options: how to audit; see ``Settings``.
+        config: the options as one value.
+        **options: fields of ``ConvertConfig``, which go before those of ``config``.
 
     Returns:
-        The report, and what was written, ``None`` if the report's verdict is ``fail``.
+        The report, and what was written: ``None`` if there are findings from ``fail_on`` on.
 
     Raises:
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
-    source = source_of(model, [inputs])
-    chosen = options or ConvertOptions()
-    audited, made = convert_source(source, Path(output), chosen, Settings(**scan_options))
-    return audited.report, made
-
-
-@preserved()
-def convert_source(
-    source: ModelSource, output: Path, options: ConvertOptions, settings: Settings
-) -> tuple[Audited, Conversion | None]:
-    """Audit a model under a policy and write the converted directory, if nothing fails.
-
-    Returns:
-        The audit, and what was written: ``None`` if it has findings at or above ``settings.fail_on``.
-
-    Raises:
-        AuditError: see ``ampaudit.core.errors``; nothing is left behind.
-    """
-    options.check(output)
-    if options.onnx and source.release is not None:
+    chosen, output = ConvertConfig.given(config, options), Path(output)
+    chosen.check(output)
+    source = as_source(model, inputs)
+    if chosen.onnx and source.release is not None:
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
     if source.kind == "converted":
         raise SourceError(f"{source.location} is converted already", hint="--to float32 undoes it")
-    options = options.loaded()
-    (audited,) = audit_policies(source, [options.rules], options.dtype, settings)
-    if audited.report.exit_code:
-        return audited, None
+    chosen = chosen.loaded()
+    (audited,) = audit_policies(source, [chosen.rules], ScanConfig.of(chosen))
+    report = audited.report
+    if report.exit_code:
+        return report, None
     converted = audited.audit.converted
-    graph = deploy(converted, options.mode)
-    storage = graph if options.mode == "inference" else deploy(converted, "inference")
-    checkpoint, names = _checkpoint(source, options)
+    graph = deploy(converted, chosen.mode)
+    storage = graph if chosen.mode == "inference" else deploy(converted, "inference")
+    checkpoint, names = _checkpoint(source, chosen)
     choices = choose_planned(checkpoint, planned_types(source.model, storage), names)
     notes: list[str] = list(converted.traced.notes)
-    with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
+    with staged_directory(output, force=chosen.force, ours=MANIFEST) as stage:
         if source.kind == "huggingface":
             copy_companions(Path(source.location), stage, output)
-            notes += set_dtype(stage, source.model, choices, options.dtype)
+            notes += set_dtype(stage, source.model, choices, chosen.dtype)
         limits = converted.traced.clip
         change = None if limits is None else lambda piece: clipped(piece, limits)
-        files = write_weights(checkpoint, choices, stage, masters=options.masters, change=change)
+        files = write_weights(checkpoint, choices, stage, masters=chosen.masters, change=change)
         (stage / PLAN).write_text(plan_rules(converted.traced, audited.rules, source.location), "utf-8")
-        (stage / REPORT).write_text(to_json(audited.report), "utf-8")
+        (stage / REPORT).write_text(to_json(report), "utf-8")
         if source.release is None:
             weights = converted, graph, weights_of(converted, graph, {})
-            reference, onnx = _write_program(stage, source, weights, audited.report, options, settings.seed)
+            reference, onnx = _write_program(stage, source, weights, report, chosen)
         else:
             mapped, ready = _written(source, graph, stage, files)
             weights = converted, graph, weights_of(converted, graph, ready)
             with mapped.dropping():
-                reference, onnx = _write_program(
-                    stage, source, weights, audited.report, options, settings.seed
-                )
+                reference, onnx = _write_program(stage, source, weights, report, chosen)
         onnx_error = _onnx_error(onnx, reference) if not source.model.training else None
         notes += [note for note in (reference.note, onnx.note if onnx else "") if note]
-        origin = CheckpointSource(source.location, source.sha256, "model", options, settings.seed, limits)
+        origin = CheckpointSource(source.location, source.sha256, "model", chosen, chosen.seed, limits)
         inputs = [t for name, t in reference.tensors.items() if name.startswith("input")]
         manifest = finish_directory(
             stage, origin, files, notes, reference.outputs, digest_of_tensors(inputs) if inputs else None
         )
-    made = conversion_of(output, checkpoint, files, options, source.location)
-    return audited, replace(
+    made = conversion_of(output, checkpoint, files, chosen, source.location)
+    return report, replace(
         made,
-        verdict=audited.report.verdict,
+        verdict=report.verdict,
         outputs=reference.outputs,
         onnx_casts=onnx.casts if onnx else None,
         onnx_error=onnx_error,
@@ -148,7 +134,7 @@ def convert_source(
     )
 
 
-def _checkpoint(source: ModelSource, options: ConvertOptions) -> tuple[Checkpoint, dict[str, str]]:
+def _checkpoint(source: ModelSource, options: ConvertConfig) -> tuple[Checkpoint, dict[str, str]]:
     """Where the tensors are read from, and the model's names for them where these are others.
 
     Files if there are any, so that all that is in them survives.
@@ -166,8 +152,7 @@ def _write_program(
     source: ModelSource,
     made: tuple[ConvertedModel, Deployed, Mapping[str, torch.Tensor]],
     report: Report,
-    options: ConvertOptions,
-    seed: int,
+    options: ConvertConfig,
 ) -> tuple[ReferenceOutputs, OnnxFile | None]:
     """Write the program, what it computes, and its ONNX form."""
     converted, graph, values = made
@@ -182,7 +167,7 @@ def _write_program(
             {}, (), "its weights were streamed, so the program was written and not run"
         ), None
     call: Call = program.example_inputs or ((), {})
-    reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, seed)
+    reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, options.seed)
     write_part(stage / REFERENCE, InMemory(REFERENCE, reference.tensors, {}))
     if not options.onnx:
         return reference, None

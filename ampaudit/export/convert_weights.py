@@ -10,8 +10,8 @@ from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.formats import low_precision_format
+from ampaudit.export.config import ConvertConfig
 from ampaudit.export.directory import CheckpointSource, finish_directory
-from ampaudit.export.options import ConvertOptions
 from ampaudit.export.storage import choose_by_name
 from ampaudit.export.stream import Look, WeightFiles, write_weights
 from ampaudit.report.conversion import Conversion
@@ -25,7 +25,7 @@ def is_checkpoint(location: str) -> bool:
     return location.endswith((".safetensors", ".safetensors.index.json", *PICKLED))
 
 
-def convert_weights(path: Path, output: Path, options: ConvertOptions) -> Conversion:
+def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Conversion:
     """Convert a checkpoint alone, by name, shape and value: no model is built and no code is run.
 
     Raises:
@@ -57,7 +57,7 @@ def convert_weights(path: Path, output: Path, options: ConvertOptions) -> Conver
 
 
 def conversion_of(
-    output: Path, checkpoint: Checkpoint, files: WeightFiles, options: ConvertOptions, location: str
+    output: Path, checkpoint: Checkpoint, files: WeightFiles, options: ConvertConfig, location: str
 ) -> Conversion:
     """What the written weights come to; what only a run can tell is left empty."""
     entries = checkpoint.entries

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ampaudit.core.version import __version__
+from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import (
     FileRecord,
     Manifest,
@@ -17,7 +18,6 @@ from ampaudit.export.manifest import (
     files_under,
     write_manifest,
 )
-from ampaudit.export.options import ConvertOptions
 from ampaudit.export.stream import WeightFiles
 from ampaudit.policy.schema import Constants
 from ampaudit.report.conversion import OutputRecord
@@ -34,7 +34,7 @@ class CheckpointSource:
     source: str
     sha256: str | None
     kind: Literal["model", "weights"]
-    options: ConvertOptions
+    options: ConvertConfig
     seed: int
     clip: Constants | None
 

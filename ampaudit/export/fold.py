@@ -10,7 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.core.errors import UsageError
-from ampaudit.export.storage import Mode
+from ampaudit.export.config import Mode
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import mutated_arguments

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from ampaudit.checkpoint.header import FLOAT_TYPES, TensorEntry
 from ampaudit.checkpoint.open import Checkpoint
@@ -15,9 +14,8 @@ from ampaudit.policy import OpFacts, RuleSet
 from ampaudit.policy.matching import matches_any
 from ampaudit.policy.schema import Cast, KeepFp32
 
-__all__ = ["CASTABLE_TYPES", "Mode", "StorageDecision", "choose_by_name", "choose_planned", "type_of"]
+__all__ = ["CASTABLE_TYPES", "StorageDecision", "choose_by_name", "choose_planned", "type_of"]
 
-Mode = Literal["inference", "train"]  # casts folded into the weights; or masters, and casts in the graph
 CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
 
 

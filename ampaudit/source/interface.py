@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "SourceOptions"]
+__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource"]
 
 # inputs must not be the very numbers that the weights were made from
 INPUT_SEED_OFFSET = 1_000_003
@@ -50,27 +49,6 @@ class Batch:
             return pytree.tree_map_only(torch.Tensor, once, value)
 
         return Batch(over(self.args), over(self.kwargs), over(self.item))
-
-
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
-    """How to load.
-
-    Attributes:
-        batches: how many batches to take at most.
-        seed: set before the model and its inputs are made.
-        weights: a checkpoint to load into the model.
-        inputs: a Python file whose example_inputs() or batches() replace the source's own.
-        train: audit in training mode.
-        stream: leave the weights on disk: each is read when an op needs it, and dropped after.
-    """
-
-    batches: int = 1
-    seed: int = 0
-    weights: Path | None = None
-    inputs: Path | None = None
-    train: bool = False
-    stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)

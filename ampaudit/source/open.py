@@ -11,13 +11,14 @@ from pathlib import Path
 from ampaudit.checkpoint.layout import MANIFEST, PROGRAM
 from ampaudit.checkpoint.open import weights_in
 from ampaudit.checkpoint.strict import unique_json
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError, UsageError, first_line
-from ampaudit.source.interface import ModelSource, SourceOptions
+from ampaudit.source.interface import ModelSource
 
 __all__ = ["open_source"]
 
 
-def open_source(location: str, options: SourceOptions) -> ModelSource:
+def open_source(location: str, options: SourceConfig) -> ModelSource:
     """Load the model at ``location``.
 
     Args:
@@ -29,7 +30,7 @@ def open_source(location: str, options: SourceOptions) -> ModelSource:
         SourceError, InputError, WeightsError: each says what, where, and what to do next.
     """
     saved = options.inputs if options.inputs is not None and options.inputs.suffix == ".safetensors" else None
-    opened = options if saved is None else replace(options, inputs=None, batches=1)
+    opened = options if saved is None else options.changed(inputs=None, batches=1)
     source = _streamed(location, opened) if options.stream else _open(location, opened)
     if saved is not None:
         from ampaudit.source.tensors import with_inputs
@@ -53,7 +54,7 @@ def _converted_dtype(manifest: Path) -> str | None:
     return dtype if dtype in ("float16", "bfloat16") else None
 
 
-def _streamed(location: str, options: SourceOptions) -> ModelSource:
+def _streamed(location: str, options: SourceConfig) -> ModelSource:
     """The source with its weights left on disk."""
     from ampaudit.source.streamed import with_mapped, without_weights
 
@@ -72,7 +73,7 @@ def _streamed(location: str, options: SourceOptions) -> ModelSource:
     return replace(source, release=release)
 
 
-def _open(location: str, options: SourceOptions) -> ModelSource:
+def _open(location: str, options: SourceConfig) -> ModelSource:
     path = Path(location)
     if path.is_dir() and (path / MANIFEST).is_file() and (path / PROGRAM).is_file():
         from ampaudit.source.exported import from_exported

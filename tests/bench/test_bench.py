@@ -18,15 +18,17 @@ from rich.console import Console
 from torch import nn
 
 import ampaudit.bench.run as running
-from ampaudit.audit.inputs import source_of
+from ampaudit.audit.inputs import as_source
 from ampaudit.bench.batches import moved, resized, size_of_batch
+from ampaudit.bench.config import BenchConfig
 from ampaudit.bench.devices.catalogue import device_named
 from ampaudit.bench.estimate import Counter, seconds_at_best, work_of
 from ampaudit.bench.largest import search
 from ampaudit.bench.memory import live_bytes, measured_peak
 from ampaudit.bench.mode_runs import Lane
 from ampaudit.bench.names import parse_modes
-from ampaudit.bench.run import BenchSettings, bench_source
+from ampaudit.bench.run import bench
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.render.bench_plot import plot_bench
 from ampaudit.render.bench_tables import bench_facts, bench_tables
@@ -34,7 +36,6 @@ from ampaudit.render.bench_text import render_bench
 from ampaudit.render.json import to_json
 from ampaudit.report.bench import BenchReport, BenchRow
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from tests.support.paths import ROOT
 
@@ -48,7 +49,7 @@ def bert(train: bool) -> ModelSource:
     config = BertConfig(
         num_hidden_layers=2, hidden_size=128, num_attention_heads=4, intermediate_size=512, vocab_size=2000
     )
-    made = source_of(BertModel(config).train(train), [{"input_ids": torch.randint(0, 2000, (8, 32))}])
+    made = as_source(BertModel(config).train(train), batches=[{"input_ids": torch.randint(0, 2000, (8, 32))}])
     return replace(made, loss=lambda output: output.last_hidden_state.float().square().mean())
 
 
@@ -57,16 +58,16 @@ def resnet(train: bool) -> ModelSource:
 
     config = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic")
     pixels = {"pixel_values": torch.randn(4, 3, 48, 48)}
-    made = source_of(ResNetForImageClassification(config).train(train), [pixels])
+    made = as_source(ResNetForImageClassification(config).train(train), batches=[pixels])
     return replace(made, loss=lambda output: output.logits.float().square().mean())
 
 
 def example(name: str) -> Callable[[bool], ModelSource]:
-    return lambda train: open_source(str(ROOT / "examples" / name), SourceOptions(train=train))
+    return lambda train: open_source(str(ROOT / "examples" / name), SourceConfig(train=train))
 
 
 def rows_of(source: ModelSource, modes: str, **options: object) -> dict[str, BenchRow]:
-    report = bench_source(source, BenchSettings(modes=modes.split(","), repeats=1, **options))  # type: ignore[arg-type]
+    report = bench(source, modes=modes.split(","), repeats=1, **options)  # type: ignore[arg-type]
     return {row.mode: row for row in report.rows}
 
 
@@ -144,7 +145,8 @@ def test_weights_gradients_and_states_are_exact() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     count = sum(p.numel() for p in model.parameters())
     source = replace(
-        source_of(model.train(), [torch.randn(4, 64)]), loss=lambda output: output.float().square().mean()
+        as_source(model.train(), batches=[torch.randn(4, 64)]),
+        loss=lambda output: output.float().square().mean(),
     )
     found = rows_of(source, "fp32,half,autocast", train=True)
     for mode, size in (("fp32", 4), ("autocast", 4), ("half", 2)):
@@ -166,7 +168,7 @@ def test_weights_gradients_and_states_are_exact() -> None:
 def test_masters_are_told_apart_from_weights() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
     source = replace(
-        source_of(model.train(), [torch.randn(4, 64)]), loss=lambda output: output.float().mean()
+        as_source(model.train(), batches=[torch.randn(4, 64)]), loss=lambda output: output.float().mean()
     )
     memory = rows_of(source, "converted", train=True, policy="apex-o2")["converted"].memory
     assert memory is not None
@@ -189,7 +191,9 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_locked_flags_of_torch_do_no_harm() -> None:
     """torch.testing's tools lock the global flags of cudnn for the whole process."""
     torch.backends.disable_global_flags()
-    assert rows_of(source_of(nn.Linear(8, 8).eval(), [torch.ones(2, 8)]), "fp32")["fp32"].status == "ok"
+    assert (
+        rows_of(as_source(nn.Linear(8, 8).eval(), batches=[torch.ones(2, 8)]), "fp32")["fp32"].status == "ok"
+    )
 
 
 def test_accuracy_stands_beside_each_mode() -> None:
@@ -200,7 +204,7 @@ def test_accuracy_stands_beside_each_mode() -> None:
     large = nn.Linear(8, 8)
     with torch.no_grad():
         large.weight.fill_(1e4)
-    broken = rows_of(source_of(large.eval(), [torch.ones(2, 8)]), "fp32,half")
+    broken = rows_of(as_source(large.eval(), batches=[torch.ones(2, 8)]), "fp32,half")
     assert broken["fp32"].finite is True
     assert broken["half"].finite is False
     assert broken["half"].status == "ok"
@@ -281,12 +285,12 @@ def test_the_search_finds_the_largest(limit: int) -> None:
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
     card = replace(device_named("v100"), memory_gb=0.02)
-    settings = BenchSettings(["fp32", "half", "converted"], repeats=1, target=card, max_batch=True)
-    report = bench_source(bert(False), settings)
+    settings = BenchConfig(modes=["fp32", "half", "converted"], repeats=1, target=card, max_batch=True)
+    report = bench(bert(False), config=settings)
     sizes = {one.mode: one.batch_size for one in report.largest}
     assert set(sizes) == {"fp32", "half"}  # a graph is for one size
     assert sizes["half"] > 1.8 * sizes["fp32"] > 0
-    at = bench_source(bert(False), replace(settings, sizes=(sizes["fp32"],), modes=["fp32"], max_batch=False))
+    at = bench(bert(False), config=settings, sizes=(sizes["fp32"],), modes=["fp32"], max_batch=False)
     own = at.rows[0].workspace_bytes or 0
     # the size is found to 1/32
     assert (at.rows[0].peak_bytes or 0) - own == pytest.approx(20e6, rel=1 / 32 + 0.02)
@@ -329,7 +333,7 @@ class Picky(nn.Module):
 
 
 def test_a_mode_that_fails_is_a_row() -> None:
-    found = rows_of(source_of(Picky().eval(), [torch.ones(2, 8)]), "fp32,tf32,half")
+    found = rows_of(as_source(Picky().eval(), batches=[torch.ones(2, 8)]), "fp32,tf32,half")
     assert found["fp32"].status == "ok"
     assert found["half"].status == "failed"
     assert found["half"].note == "TypeError: float32 weights, please"
@@ -339,7 +343,7 @@ def test_a_mode_that_fails_is_a_row() -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, torch.OutOfMemoryError])
 def test_out_of_memory_is_a_row(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
-    source = source_of(nn.Linear(8, 8).eval(), [torch.ones(2, 8)])
+    source = as_source(nn.Linear(8, 8).eval(), batches=[torch.ones(2, 8)])
     real = nn.Linear.forward
 
     def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -366,15 +370,15 @@ def test_an_interrupted_run_keeps_what_is_finished(monkeypatch: pytest.MonkeyPat
         real(lane, device)
 
     monkeypatch.setattr(running, "timed", timed)
-    source = source_of(nn.Linear(8, 8).eval(), [torch.ones(2, 8)])
-    report = bench_source(source, BenchSettings(["fp32", "bf16"], sizes=(2, 4, 8), repeats=2))
+    source = as_source(nn.Linear(8, 8).eval(), batches=[torch.ones(2, 8)])
+    report = bench(source, modes=["fp32", "bf16"], sizes=(2, 4, 8), repeats=2)
     assert report.interrupted
     # two steps of both modes with two samples, then one of the first with four
     assert [(row.mode, row.batch_size) for row in report.rows] == [("fp32", 2), ("bf16", 2), ("fp32", 4)]
     assert all(row.seconds for row in report.rows)
     asked = 5
     with pytest.raises(KeyboardInterrupt):
-        bench_source(source, BenchSettings(["fp32"], repeats=1))
+        bench(source, modes=["fp32"], repeats=1)
 
 
 @pytest.mark.parametrize("text", ["fp31", "", "half,fp8"])
@@ -389,10 +393,10 @@ def test_modes_that_are_none(text: str) -> None:
 @pytest.fixture(scope="module")
 def report() -> BenchReport:
     torch.manual_seed(0)
-    settings = BenchSettings(
-        ["fp32", "tf32", "half"], sizes=(2, 8), repeats=2, target=device_named("rtx3090")
+    settings = BenchConfig(
+        modes=["fp32", "tf32", "half"], sizes=(2, 8), repeats=2, target=device_named("rtx3090")
     )
-    return bench_source(bert(False), settings)
+    return bench(bert(False), config=settings)
 
 
 def test_the_table_fits_and_says_it_all(report: BenchReport) -> None:
@@ -534,7 +538,7 @@ def test_a_prediction_that_is_not_possible_says_why() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2 if float(x.sum()) > 0 else x
 
-    row = rows_of(source_of(Counting().eval(), [torch.ones(2, 8)]), "fp32")["fp32"]
+    row = rows_of(as_source(Counting().eval(), batches=[torch.ones(2, 8)]), "fp32")["fp32"]
     assert row.status == "ok"
     assert row.memory is None
     assert row.note.startswith("no prediction: DataDependentOutputException")

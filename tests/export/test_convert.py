@@ -19,19 +19,18 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ampaudit.audit.scan import scan_source
-from ampaudit.audit.settings import Settings
+from ampaudit.audit.scan import scan
 from ampaudit.checkpoint.layout import MANIFEST
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import OutputError, RunFailed, SourceError, UsageError, WeightsError
 from ampaudit.export import onnx_file
-from ampaudit.export.convert import convert_source
+from ampaudit.export.config import ConvertConfig
+from ampaudit.export.convert import convert
 from ampaudit.export.convert_weights import convert_weights
 from ampaudit.export.manifest import read_manifest
-from ampaudit.export.options import ConvertOptions
 from ampaudit.export.reference import compared
 from ampaudit.export.restore import restore
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from tests.support import zoo
 from tests.support.converted import Tied, converted, tied
@@ -169,7 +168,7 @@ def test_masters_restore_every_bit(tmp_path: Path, policy: str) -> None:
 def test_a_bfloat16_directory_is_restored_as_one(tmp_path: Path) -> None:
     made = zoo.bert().model.bfloat16()
     made.save_pretrained(tmp_path / "hf")
-    source = open_source(str(tmp_path / "hf"), SourceOptions())
+    source = open_source(str(tmp_path / "hf"), SourceConfig())
     out = converted(source, tmp_path / "out", policy="half", program=False)
     assert {t.dtype for t in load(out / "model.safetensors").values()} == {torch.float16}
     restore(out, tmp_path / "back", force=False)
@@ -203,13 +202,11 @@ def test_a_model_that_breaks_is_not_converted(tmp_path: Path) -> None:
             return x * 300 * x
 
     source = ModelSource("large.py", "python", Large(), (Batch((torch.full((4,), 100.0),)),))
-    audited, made = convert_source(source, tmp_path / "out", ConvertOptions(policy="half"), Settings())
+    audited, made = convert(source, None, tmp_path / "out", policy="half")
     assert made is None
     assert audited.report.exit_code == 1
     assert not (tmp_path / "out").exists()
-    _, made = convert_source(
-        source, tmp_path / "out", ConvertOptions(policy="half"), Settings(fail_on="never")
-    )
+    _, made = convert(source, None, tmp_path / "out", policy="half", fail_on="never")
     assert made is not None
     assert made.outputs[0].max_error is None
 
@@ -259,7 +256,7 @@ def test_outputs_are_matched_by_name(tmp_path: Path) -> None:
 
 
 def exported(tmp_path: Path, policy: str) -> tuple[Path, object]:
-    _, made = convert_source(tied(), tmp_path / "out", ConvertOptions(policy=policy, onnx=True), Settings())
+    _, made = convert(tied(), None, tmp_path / "out", policy=policy, onnx=True)
     assert made is not None
     return tmp_path / "out", made
 
@@ -311,7 +308,7 @@ def test_given_weights_are_those_that_are_written(tmp_path: Path) -> None:
     made.save_pretrained(tmp_path / "hf")
     state = {name: tensor * 2 for name, tensor in made.state_dict().items()}
     safetensors.torch.save_file(state, tmp_path / "w.safetensors")
-    source = open_source(str(tmp_path / "hf"), SourceOptions(weights=tmp_path / "w.safetensors"))
+    source = open_source(str(tmp_path / "hf"), SourceConfig(weights=tmp_path / "w.safetensors"))
     options = {"policy": "half", "weights": tmp_path / "w.safetensors", "program": False}
     stored = load(converted(source, tmp_path / "out", **options) / "model.safetensors")
     name = "embeddings.word_embeddings.weight"
@@ -329,7 +326,7 @@ def test_transformers_loads_what_was_stored(tmp_path: Path, architecture: str, p
     torch.manual_seed(0)
     made = zoo.ZOO[architecture]().model
     made.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
-    source = open_source(str(tmp_path / "hf"), SourceOptions())
+    source = open_source(str(tmp_path / "hf"), SourceConfig())
     out = converted(source, tmp_path / "out", policy=policy, program=False)
     index = "model.safetensors.index.json"
     assert (
@@ -385,7 +382,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".bin"])
 def test_a_checkpoint_alone(tmp_path: Path, suffix: str) -> None:
     path = save(tmp_path / f"w{suffix}", WEIGHTS)
-    made = convert_weights(path, tmp_path / "out", ConvertOptions())
+    made = convert_weights(path, tmp_path / "out", ConvertConfig())
     after = load(tmp_path / "out" / "model.safetensors")
     assert made.exit_code == 0
     lowered = {"a.weight", "already", "brain", "empty"}
@@ -404,7 +401,7 @@ def test_a_checkpoint_alone(tmp_path: Path, suffix: str) -> None:
 
 def test_a_policy_of_16_bit_weights_casts_all_and_says_what_breaks(tmp_path: Path) -> None:
     weights = WEIGHTS | {"nan": torch.tensor([1.0, math.nan, math.inf])}
-    made = convert_weights(save(tmp_path / "w.pt", weights), tmp_path / "out", ConvertOptions(policy="half"))
+    made = convert_weights(save(tmp_path / "w.pt", weights), tmp_path / "out", ConvertConfig(policy="half"))
     after = load(tmp_path / "out" / "model.safetensors")
     assert made.overflow == {"big.weight": 4}
     assert made.broken == {"nan": 2}
@@ -417,7 +414,7 @@ def test_a_policy_of_16_bit_weights_casts_all_and_says_what_breaks(tmp_path: Pat
 @pytest.mark.parametrize("policy", ["as-is", "apex-o0"])
 def test_a_policy_that_lowers_nothing_changes_nothing(tmp_path: Path, policy: str) -> None:
     path = save(tmp_path / "w.safetensors", WEIGHTS)
-    convert_weights(path, tmp_path / "out", ConvertOptions(policy=policy))
+    convert_weights(path, tmp_path / "out", ConvertConfig(policy=policy))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == path.read_bytes()
     assert not (tmp_path / "out" / "master.safetensors").exists()
 
@@ -425,8 +422,8 @@ def test_a_policy_that_lowers_nothing_changes_nothing(tmp_path: Path, policy: st
 def test_a_policy_that_asks_for_modules_needs_the_model(tmp_path: Path) -> None:
     path = save(tmp_path / "w.pt", WEIGHTS)
     with pytest.raises(UsageError, match="by the class of their module"):
-        convert_weights(path, tmp_path / "out", ConvertOptions(policy="keep-fp32-modules"))
-    for options in (ConvertOptions(mode="train"), ConvertOptions(onnx=True)):
+        convert_weights(path, tmp_path / "out", ConvertConfig(policy="keep-fp32-modules"))
+    for options in (ConvertConfig(mode="train"), ConvertConfig(onnx=True)):
         with pytest.raises(UsageError, match="no graph"):
             convert_weights(path, tmp_path / "out", options)
 
@@ -439,7 +436,7 @@ def test_shards_stay_shards(tmp_path: Path) -> None:
     weight_map = {"a": names[0], "b": names[0], "c": names[1]}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 400}, "weight_map": weight_map}))
-    convert_weights(index, tmp_path / "out", ConvertOptions())
+    convert_weights(index, tmp_path / "out", ConvertConfig())
     table = json.loads((tmp_path / "out" / index.name).read_text())
     assert table["weight_map"] == weight_map
     assert table["metadata"]["total_size"] == 81 * 2 + 3 * 4 + 16 * 2
@@ -459,10 +456,10 @@ def test_shards_stay_shards(tmp_path: Path) -> None:
 
 def test_existing_output(tmp_path: Path) -> None:
     path = save(tmp_path / "w.pt", WEIGHTS)
-    convert_weights(path, tmp_path / "out", ConvertOptions())
+    convert_weights(path, tmp_path / "out", ConvertConfig())
     with pytest.raises(OutputError, match="exists"):
-        convert_weights(path, tmp_path / "out", ConvertOptions())
-    convert_weights(path, tmp_path / "out", ConvertOptions(policy="half", force=True))
+        convert_weights(path, tmp_path / "out", ConvertConfig())
+    convert_weights(path, tmp_path / "out", ConvertConfig(policy="half", force=True))
     assert read_manifest(tmp_path / "out").policy == "half"
 
 
@@ -470,7 +467,7 @@ def test_a_link_as_output(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(OutputError, match="symbolic link"):
-        convert_weights(save(tmp_path / "w.pt", WEIGHTS), tmp_path / "link", ConvertOptions(force=True))
+        convert_weights(save(tmp_path / "w.pt", WEIGHTS), tmp_path / "link", ConvertConfig(force=True))
 
 
 def small_files_only() -> None:
@@ -499,20 +496,20 @@ def test_weights_that_do_not_match_the_model(tmp_path: Path) -> None:
     )
     save(tmp_path / "w.safetensors", {"weight": torch.ones(5, 4), "bias": torch.ones(4)})
     with pytest.raises(WeightsError, match="does not match the model"):
-        open_source(str(tmp_path / "m.py"), SourceOptions(weights=tmp_path / "w.safetensors"))
+        open_source(str(tmp_path / "m.py"), SourceConfig(weights=tmp_path / "w.safetensors"))
 
 
 def test_a_converted_directory_is_not_converted_again(tmp_path: Path) -> None:
     out = converted(tied(), tmp_path / "out", policy="half")
-    source = open_source(str(out), SourceOptions())
+    source = open_source(str(out), SourceConfig())
     assert source.kind == "converted"
     with pytest.raises(SourceError, match="converted already"):
-        convert_source(source, tmp_path / "again", ConvertOptions(), Settings())
+        convert(source, None, tmp_path / "again")
 
 
 def test_a_converted_directory_can_be_scanned_as_it_is(tmp_path: Path) -> None:
     out = converted(tied(), tmp_path / "out", policy="torch-cuda")
-    report = scan_source(open_source(str(out), SourceOptions()), policy="as-is", dtype="float16")
+    report = scan(open_source(str(out), SourceConfig()), policy="as-is", dtype="float16")
     assert report.verdict == "pass"
     inner = next(site for site in report.sites if site.site == "inner/linear")
     assert inner.precision == "float16"

@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ampaudit.audit.settings import Settings
-from ampaudit.export.convert import convert_source
-from ampaudit.export.options import ConvertOptions
+from ampaudit.export.convert import convert
 from ampaudit.source import Batch, ModelSource
 
 __all__ = ["Tied", "converted", "tied"]
@@ -41,6 +39,6 @@ def tied() -> ModelSource:
 
 
 def converted(source: ModelSource, out: Path, **options: object) -> Path:
-    audited, made = convert_source(source, out, ConvertOptions(**options), Settings())
+    audited, made = convert(source, None, out, **options)
     assert made is not None, audited.report.findings
     return out

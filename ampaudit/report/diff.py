@@ -1,0 +1,36 @@
+"""``ampaudit.diff``: what got better or worse between two reports, saved or in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ampaudit.report.comparison import Comparison
+from ampaudit.report.difference import BITS, DECIBELS, Differences, differences
+from ampaudit.report.documents import Document, read_document
+from ampaudit.report.model import Report
+
+__all__ = ["diff"]
+
+Saved = Report | Comparison | str | Path
+
+
+def diff(old: Saved, new: Saved, *, bits: float = BITS, decibels: float = DECIBELS) -> Differences:
+    """Say per layer what got better or worse from one report of a scan to another.
+
+    Args:
+        old: a report, or the path of a saved one.
+        new: the same, later.
+        bits: changes of headroom below this are left out.
+        decibels: changes of accuracy below this are left out.
+
+    Returns:
+        The changes; its ``exit_code`` is 1 if anything is worse.
+
+    Raises:
+        InputError: one is no report of a scan, or they have no policy in common.
+    """
+    return differences(_read(old), _read(new), bits, decibels)
+
+
+def _read(report: Saved) -> Document:
+    return read_document(report) if isinstance(report, str | Path) else report
