@@ -56,7 +56,7 @@ def rules_of(policy: Rules) -> RuleSet:
     Raises:
         PolicyError: there is no such policy, or its file has a mistake.
     """
-    return policy if isinstance(policy, RuleSet) else load_policy(str(policy))
+    return policy if isinstance(policy, RuleSet) else load_policy(policy)
 
 
 class PlanConfig(Config):

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control, format_number
+from ampaudit.report.card import Shown
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Finding, Severity
@@ -79,8 +80,8 @@ class Difference:
         return tuple(change for change in self.changes if change.way == way)
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
+@dataclass(frozen=True, slots=True, repr=False)
+class Differences(Shown):
     """One difference per policy that both files hold."""
 
     schema: Literal[1]
@@ -92,6 +93,11 @@ class Differences:
     def exit_code(self) -> int:
         """1 if anything got worse."""
         return int(any(pair.of("worse") for pair in self.pairs))
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        return "something is worse" if self.exit_code else "nothing is worse"
 
 
 def differences(old: Document, new: Document, bits: float = BITS, decibels: float = DECIBELS) -> Differences:

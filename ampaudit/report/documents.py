@@ -53,13 +53,12 @@ _KINDS: dict[frozenset[str], Callable[[], Any]] = {
 }
 
 
-def read_document(path: str | Path) -> Document:
+def read_document(path: Path) -> Document:
     """The report in a file, or in a directory that ``ampaudit convert`` wrote.
 
     Raises:
         InputError: see ``ampaudit.report.saved.read_saved``.
     """
-    path = Path(path)
     if path.is_dir():
         from ampaudit.checkpoint.layout import MANIFEST, REPORT  # needs torch
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ampaudit.core.sites import SiteId
+from ampaudit.report.card import Rows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, Finding, Severity, Source
 from ampaudit.report.gradients import BackwardReport, Gradient
@@ -234,8 +235,8 @@ class Environment:
     torch: str
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(Shown):
     """A whole audit.
 
     ``raised`` is schema 1's name for ``promoted``.
@@ -286,3 +287,15 @@ class Report:
     def count(self, severity: Severity) -> int:
         """Findings of one severity, without those that are suppressed."""
         return sum(f.severity is severity and f.suppressed is None for f in self.findings)
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        errors, warnings = (self.count(severity) for severity in (Severity.ERROR, Severity.WARNING))
+        found = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
+        how = f"in {self.run.dtype} under {self.run.policy}"
+        return f"{self.verdict.upper()} {self.model.source} {how}: {found}"
+
+    def card_rows(self) -> Rows:
+        """Return the findings."""
+        return [(f.severity, f.code, f.layer, f.cause) for f in self.findings if f.suppressed is None]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ampaudit.report.card import Rows, Shown, counted
+
 __all__ = ["PlanReport", "PlannedSite", "PlannedWeights", "RuleUse"]
 
 
@@ -62,8 +64,8 @@ class RuleUse:
     sites: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlanReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanReport(Shown):
     """A plan. ``lower``, ``float32`` and ``other`` count sites that compute floating-point values."""
 
     model: str
@@ -79,3 +81,14 @@ class PlanReport:
     author_casts: int
     weights: PlannedWeights
     notes: tuple[str, ...]
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        casts = counted(self.casts, "cast")
+        sites = f"{self.lower} sites in {self.dtype}, {self.float32} in float32"
+        return f"{self.model} under {self.policy}: {sites}, {casts}"
+
+    def card_rows(self) -> Rows:
+        """Return the rules that decided."""
+        return [(use.rule or "", counted(use.sites, "site"), use.why) for use in self.rules]

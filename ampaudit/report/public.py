@@ -1,4 +1,4 @@
-"""``ampaudit.diff``: what got better or worse between two reports, saved or in memory."""
+"""What Python does with reports: reads a saved one, and compares two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ampaudit.report.difference import BITS, DECIBELS, Differences, differences
 from ampaudit.report.documents import Document, read_document
 from ampaudit.report.model import Report
 
-__all__ = ["diff"]
+__all__ = ["diff", "read_report"]
 
 Saved = Report | Comparison | str | Path
 
@@ -32,5 +32,20 @@ def diff(old: Saved, new: Saved, *, bits: float = BITS, decibels: float = DECIBE
     return differences(_read(old), _read(new), bits, decibels)
 
 
+def read_report(path: str | Path) -> Document:
+    """Read a report that was saved as JSON.
+
+    Args:
+        path: of the JSON file, or of a directory that ``ampaudit convert`` wrote.
+
+    Returns:
+        The report; its type says of which command.
+
+    Raises:
+        InputError: the file is missing, cut off, of a newer schema, or no report.
+    """
+    return read_document(Path(path))
+
+
 def _read(report: Saved) -> Document:
-    return read_document(report) if isinstance(report, str | Path) else report
+    return read_report(report) if isinstance(report, str | Path) else report
