@@ -179,6 +179,28 @@ def test_one_model_in_every_way(model: nn.Module, path: Path, tmp_path: Path) ->
     assert (row.mode, row.status) == ("fp32", "ok")
 
 
+def test_a_session_in_python(model: nn.Module, tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    with torch.no_grad():
+        model[0].weight.fill_(30000.0)  # type: ignore[index,union-attr,operator]
+    report = ampaudit.scan(model, x, policy="half")
+    finding = report.findings[0]
+    assert (report.exit_code, finding.severity, finding.layer) == (1, ampaudit.Severity.ERROR, "0")
+    assert ampaudit.scan(model, x).promoted
+    assert ampaudit.plan(model, x, policy="half").weights.after
+    _, made = ampaudit.convert(model, x, tmp_path / "out", policy="torch-cuda", fail_on="never")
+    assert made is not None
+    assert ampaudit.read_report(tmp_path / "out").findings  # type: ignore[union-attr]
+    with pytest.raises(ampaudit.UnsafeModel, match="not safe in float16"):
+        ampaudit.assert_safe(model, x, policy="half")
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared = ampaudit.prepare(model, optimizer, policy="apex-o1", dtype="bfloat16")
+    with ampaudit.watch(model, optimizer, every=1) as monitor:
+        prepared.model(x).float().square().mean().backward()
+        optimizer.step()
+    assert len(monitor.health().steps) == 1
+
+
 class Classifier(nn.Module):
     """Its output is the loss."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -62,18 +62,18 @@ def verbose_option(text: str) -> Callable[[Command], Command]:
     return click.option("-v", "--verbose", is_flag=True, help=text)
 
 
-def config_options(*records: type[Config], leave_out: Iterable[str] = ()) -> Callable[[Command], Command]:
+def config_options(*records: type[Config], leave_out: Collection[str] = ()) -> Callable[[Command], Command]:
     """Add an option for each field of the records; a field of several is one option."""
-    fields: dict[str, FieldInfo] = {}
+    options: dict[str, Callable[[Any], Any]] = {}
     for record in records:
-        fields = dict(record.model_fields) | fields
-    wanted = {name: fields[name] for r in records for name in r.model_fields if name not in set(leave_out)}
+        for name, field in record.model_fields.items():
+            option = option_of(field)
+            if option is not None and option.command_line and name not in leave_out:
+                options.setdefault(name, _option(name, field, option))
 
     def decorate(command: Command) -> Command:
-        for name, field in reversed(wanted.items()):
-            option = option_of(field)
-            if option is not None and option.command_line:
-                command = _option(name, field, option)(command)
+        for add in reversed(options.values()):
+            command = add(command)
         return command
 
     return decorate

@@ -202,9 +202,9 @@ def test_a_model_that_breaks_is_not_converted(tmp_path: Path) -> None:
             return x * 300 * x
 
     source = ModelSource("large.py", "python", Large(), (Batch((torch.full((4,), 100.0),)),))
-    audited, made = convert(source, None, tmp_path / "out", policy="half")
+    report, made = convert(source, None, tmp_path / "out", policy="half")
     assert made is None
-    assert audited.report.exit_code == 1
+    assert report.exit_code == 1
     assert not (tmp_path / "out").exists()
     _, made = convert(source, None, tmp_path / "out", policy="half", fail_on="never")
     assert made is not None

@@ -39,6 +39,6 @@ def tied() -> ModelSource:
 
 
 def converted(source: ModelSource, out: Path, **options: object) -> Path:
-    audited, made = convert(source, None, out, **options)
-    assert made is not None, audited.report.findings
+    report, made = convert(source, None, out, **options)
+    assert made is not None, report.findings
     return out

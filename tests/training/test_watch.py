@@ -286,7 +286,7 @@ def test_mistakes_in_training() -> None:
         train(source(classes, optimizer=torch.optim.LBFGS), config=settings)
     with pytest.raises(InputError, match=r"optimizer.params. returned list"):
         train(source(classes, optimizer=list), config=settings)
-    with pytest.raises(UsageError, match="--steps must be at least 1"):
+    with pytest.raises(UsageError, match="steps = 0"):
         train(source(classes), steps=0)
     with pytest.raises(UsageError, match="named twice"):
         train(source(classes), steps=1, policies=("half", "half"))
