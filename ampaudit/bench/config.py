@@ -34,9 +34,8 @@ def _sizes(given: Any) -> Any:
         sizes = [int(size) for size in split_commas(given)]
     except (TypeError, ValueError):
         sizes = [0]
-    if min(sizes, default=1) < 1:
-        text = given if isinstance(given, str) else ",".join(map(str, given))
-        raise UsageError(f"--batch-size {text}: give whole numbers from 1 on, such as 8,32")
+    if min(sizes, default=1) < 1 or (isinstance(given, str) and not sizes):
+        raise UsageError(f"--batch-size {given}: give whole numbers from 1 on, such as 8,32")
     return tuple(dict.fromkeys(sizes))
 
 

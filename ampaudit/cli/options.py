@@ -85,7 +85,7 @@ def config_from(record: type[Record], options: dict[str, Any], **more: Any) -> R
     Raises:
         UsageError: a value does not fit.
     """
-    own = {name: value for name, value in options.items() if name in record.model_fields}
+    own = {n: value for n, value in options.items() if n in record.model_fields and value is not None}
     return record.read(own | more, COMMAND_LINE)
 
 
