@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow test-portable lint check browser charts schema docs aten bench clean
+.PHONY: demo test test-slow test-portable lint check browser charts schema docs-site aten bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
@@ -33,10 +33,10 @@ charts:
 
 schema: $(VENV)/.dev
 	$(BIN)/python -c "from ampaudit.render.json import schema_text; print(schema_text(), end='')" > docs/report.schema.json
-	$(BIN)/python -c "from ampaudit.policy.jsonschema import schema_text; print(schema_text(), end='')" > docs/rules.schema.json
+	$(BIN)/python -c "from ampaudit.policy.schema import schema_text; print(schema_text(), end='')" > docs/rules.schema.json
 
-docs: $(VENV)/.dev
-	$(BIN)/python -c "from ampaudit.report.pages.document import document; print(document(), end='')" > docs/checks.md
+docs-site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 aten: $(VENV)/.dev
 	$(BIN)/python -m tests.support.aten_ops > ampaudit/policy/aten_ops.txt
@@ -62,4 +62,8 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(PIP) -e '.[docs]'
 	touch $@

@@ -26,8 +26,8 @@ from typing import Any
 from ampaudit.core.sites import SiteId
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file
-from ampaudit.report.documents import parse_document, read_document
 from ampaudit.report.model import Report
+from ampaudit.report.saved import parse_document, read_document
 
 SAVED = Path(__file__).parents[1] / "tests" / "data" / "reports" / "overflow.json"
 SIZES = (500, 1000, 2500, 5000, 10_000)

@@ -37,56 +37,56 @@ LIMITS = {"scan": 3.0, "ranges": 1.3, "memory": 3.0}
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchCase:
     model: nn.Module
     batch: Batch
 
 
-def bert() -> Subject:
+def bert() -> BenchCase:
     """BERT-base, batch 4 x 128, eager model as Transformers builds it."""
     from transformers import BertConfig, BertModel
 
     ids = torch.randint(0, 30000, (4, 128))
-    return Subject(BertModel(BertConfig()).eval(), Batch((), {"input_ids": ids}))
+    return BenchCase(BertModel(BertConfig()).eval(), Batch((), {"input_ids": ids}))
 
 
-def resnet() -> Subject:
+def resnet() -> BenchCase:
     """A ResNet-50, batch 4 of 224 x 224."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     pixels = torch.randn(4, 3, 224, 224)
-    return Subject(ResNetForImageClassification(ResNetConfig()).eval(), Batch((), {"pixel_values": pixels}))
+    return BenchCase(ResNetForImageClassification(ResNetConfig()).eval(), Batch((), {"pixel_values": pixels}))
 
 
-SUBJECTS: dict[str, Callable[[], Subject]] = {"bert": bert, "resnet": resnet}
+CASES: dict[str, Callable[[], BenchCase]] = {"bert": bert, "resnet": resnet}
 
 
-def forward(subject: Subject, device: torch.device) -> None:
+def forward(case: BenchCase, device: torch.device) -> None:
     with torch.no_grad():
-        subject.model(**{k: v.to(device) for k, v in subject.batch.kwargs.items()})
+        case.model(**{k: v.to(device) for k, v in case.batch.kwargs.items()})
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def runner(subject: Subject, level: str, device: torch.device) -> Runner:
+def runner(case: BenchCase, level: str, device: torch.device) -> Runner:
     rules = load_policy("torch-cuda")
     plan = RunConfig(None if level == "ranges" else rules, rules, FLOAT16, device)
-    return Runner(subject.model, plan, RunRecord(device.type, ""))
+    return Runner(case.model, plan, RunRecord(device.type, ""))
 
 
 def time_subject(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
     """Interleaved times of the plain forward, the scan and the ranges, after a warm-up of each."""
     torch.manual_seed(0)
-    subject = SUBJECTS[name]()
-    runners = {level: runner(subject, level, device) for level in ("scan", "ranges")}
+    case = CASES[name]()
+    runners = {level: runner(case, level, device) for level in ("scan", "ranges")}
     for one in runners.values():
-        one.run(subject.batch, 0)
+        one.run(case.batch, 0)
     tracing = {level: one.record.seconds["trace"] for level, one in runners.items()}
     if device.type == "cuda":
-        subject.model.to(device)
-    tasks: dict[str, Callable[[], None]] = {"plain": lambda: forward(subject, device)}
+        case.model.to(device)
+    tasks: dict[str, Callable[[], None]] = {"plain": lambda: forward(case, device)}
     for level, one in runners.items():
-        tasks[level] = lambda one=one: one.run(subject.batch, 0)
+        tasks[level] = lambda one=one: one.run(case.batch, 0)
     tasks["plain"]()
     times: dict[str, list[float]] = {task: [] for task in tasks}
     for _ in range(repeats):
@@ -109,19 +109,19 @@ def time_subject(name: str, repeats: int, device: torch.device) -> dict[str, Any
 def _memory(name: str, level: str, connection: Any) -> None:
     """Peak resident bytes above those before the run, in a fresh process."""
     torch.manual_seed(0)
-    subject = SUBJECTS[name]()
+    case = CASES[name]()
     if level == "plain":
-        weights = sum(p.numel() * p.element_size() for p in subject.model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in case.model.parameters())
         before = _resident("VmRSS") - weights
-        forward(subject, torch.device("cpu"))
+        forward(case, torch.device("cpu"))
     else:
-        weights = sum(p.numel() * p.element_size() for p in subject.model.parameters())
-        one = runner(subject, level, torch.device("cpu"))
+        weights = sum(p.numel() * p.element_size() for p in case.model.parameters())
+        one = runner(case, level, torch.device("cpu"))
         # importing and tracing are not the run: the executor is made, and peak memory reset, before it
-        one.executor(subject.batch)
+        one.executor(case.batch)
         before = _resident("VmRSS") - weights
         _reset_peak()
-        one.run(subject.batch, 0)
+        one.run(case.batch, 0)
     connection.send(_resident("VmHWM") - before)
 
 
@@ -184,7 +184,7 @@ def main() -> None:
     }
     results["help_seconds"] = help_seconds()
     print(f"ampaudit --help: {results['help_seconds']:.2f} s, limit 0.3 s")
-    for name in SUBJECTS:
+    for name in CASES:
         found = time_subject(name, options.repeats, device)
         print(f"{name}: plain FP32 forward {found['plain_seconds']:.3f} s (the unit of what follows)")
         for level, ratio in found["ratio"].items():

@@ -1,4 +1,4 @@
-"""Writes the table of the README and of docs/bench.md from the dated results, between marks.
+"""Writes the table of docs/bench.md from the dated results, between marks.
 
 python benchmarks/tables.py
 """
@@ -9,12 +9,12 @@ import re
 from pathlib import Path
 
 from ampaudit.render.markdown import to_markdown
-from ampaudit.report.documents import read_document
+from ampaudit.report.saved import read_document
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NAME = "efficientnet_b0"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "bench.md")
+PAGES = (ROOT / "docs" / "bench.md",)
 
 
 def table() -> str:
@@ -22,7 +22,7 @@ def table() -> str:
     found = {}
     for path in sorted(RESULTS.glob(f"*-{NAME}.json")):
         found[path.name.split("-")[3]] = path
-    return "\n".join(to_markdown(read_document(found[kind])) for kind in sorted(found, reverse=True))
+    return "\n".join(f"{to_markdown(read_document(found[kind]))}\n" for kind in sorted(found, reverse=True))
 
 
 def rewritten(text: str) -> str:

@@ -31,7 +31,7 @@ from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.policy.scaling import StartingScale
 from ampaudit.run.audit import RunConfig, Runner
-from ampaudit.run.backward.audit import GradientAudit
+from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch
 from ampaudit.trace.loss import WithLoss, item_apart
@@ -90,7 +90,7 @@ def backward(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
     plan = RunConfig(rules, rules, FLOAT16, device, differentiator=lambda p: GradientAudit(p, scale))
     runner = Runner(WithLoss(model, loss), plan, RunRecord(device.type, ""))
     batch = Batch(((), kwargs, item_apart((), kwargs, kwargs)))
-    runner.executor(batch)
+    runner.prepare(batch, 0)
 
     def plain() -> None:
         model.zero_grad()

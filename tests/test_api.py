@@ -19,7 +19,7 @@ from ampaudit.bench.config import BenchConfig, BenchOptions
 from ampaudit.ci.config import CheckConfig, CheckOptions
 from ampaudit.core.config import Config, option_of
 from ampaudit.core.errors import InputError, UsageError
-from ampaudit.export.config import ConvertConfig, ConvertOptions, VerifyConfig, VerifyOptions
+from ampaudit.export.config import ConvertConfig, VerifyConfig, VerifyOptions
 from ampaudit.lint.config import LintConfig, LintOptions
 from ampaudit.training.config import TrainConfig, TrainOptions
 from tests.support.paths import ROOT
@@ -30,7 +30,7 @@ OTHERS = {"prepare", "watch", "scaler", "assert_safe", "load_policy", "read_repo
 RECORDS = [
     (PlanConfig, PlanOptions),
     (ScanConfig, ScanOptions),
-    (ConvertConfig, ConvertOptions),
+    (ConvertConfig, ConvertConfig),
     (VerifyConfig, VerifyOptions),
     (CheckConfig, CheckOptions),
     (TrainConfig, TrainOptions),

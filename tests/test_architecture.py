@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -26,6 +27,27 @@ FLOORS = {
     "cli": 9,
 }  # fmt: skip
 WITHOUT_TORCH = {"core", "policy", "report", "render", "lint", "cli"}
+# the only module that replaces attributes of torch, and those that tell it what to replace while a model is
+# loaded or traced
+PATCHER = "ampaudit.trace.internals"
+PATCHING = {
+    "ampaudit.source.exported",  # torch.load: no pickled objects
+    "ampaudit.source.streamed",  # nn.Module.register_parameter: modules without weights
+    "ampaudit.trace.autocast_state",  # autocast for CUDA on machines without it
+    "ampaudit.trace.backward.patches",  # autograd functions, hooks, Tensor.data and grad_fn
+    "ampaudit.trace.interpose",  # the method of the tracer that records ops
+    "ampaudit.trace.precision_reads",  # torch's functions about autocast
+}
+# private modules of torch that the whole package may name: types of ops, nested containers, dispatch modes
+PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch.TorchDispatchMode")
+# further modules that name private ones
+PRIVATE = {
+    PATCHER,
+    "ampaudit.bench.memory",
+    "ampaudit.bench.predict",
+    "ampaudit.run.low_precision",
+    "ampaudit.source.exported",
+}
 # the inside of the linter: one object calls the others, and they call it back
 KNOWN_CIRCLES = {"ampaudit.lint.flow"}
 
@@ -112,6 +134,60 @@ def test_no_module_needs_itself() -> None:
 @pytest.mark.parametrize("module", [name for name in INNER if room_of(name) in WITHOUT_TORCH])
 def test_torch_is_not_loaded(module: str) -> None:
     assert not any(name.split(".")[0] == "torch" for name in loaded_with(module))
+
+
+def torch_names(tree: ast.Module) -> dict[str, str]:
+    """What the names of a module stand for, of those that are torch or something in it."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.asname or a.name.split(".")[0]: a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    found |= {name: name for name in found if name == "torch"}
+    return {name: path for name, path in found.items() if path.split(".")[0] == "torch"}
+
+
+def dotted(node: ast.expr) -> str:
+    """``torch.cuda.amp`` for an expression that is such a chain of names, else nothing."""
+    text = ast.unparse(node)
+    return text if all(part.isidentifier() for part in text.split(".")) else ""
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_torch_is_replaced_in_one_place_only(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    imported = imports_of(module)
+    assert ("unittest.mock" in imported or "unittest" in imported) is (module == PATCHER)
+    if module not in PATCHING | {PATCHER}:
+        assert PATCHER not in imported or "patched" not in ast.unparse(tree), (
+            f"{module} replaces a name of torch"
+        )
+    names = torch_names(tree)
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], "_")]
+        for target in targets:
+            path = dotted(target) if isinstance(target, ast.Attribute) else ""
+            setting = path.startswith("torch.backends.")  # a flag, which is there to be set
+            assert setting or path.split(".")[0] not in names, f"{module}:{node.lineno} assigns to {path}"
+
+
+@pytest.mark.parametrize("module", sorted(set(INNER) - PRIVATE))
+def test_private_modules_of_torch_are_named_in_few_places(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    names = torch_names(tree)
+    paths = set(names.values()) | {
+        path.replace(root, names[root], 1)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and (path := dotted(node))
+        if (root := path.split(".")[0]) in names
+    }
+    for path in paths:
+        private = re.search(r"\._(?!_)", path) or path.startswith("torch.fx.experimental.")
+        allowed = path.startswith(("torch.ops.", *PUBLIC_ENOUGH))
+        assert allowed or not private, f"{module} names {path}"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -24,8 +24,7 @@ from ampaudit.lint.config import read_lint_config
 from ampaudit.policy import load_policy
 from tests.support.paths import ROOT
 
-# docs/checks.md is written from the pages, whose examples test_pages.py runs
-FILES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "checks.md")]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # command lines that are not run here, by how they begin, and why
 NOT_RUN = {
@@ -35,6 +34,11 @@ NOT_RUN = {
     "ampaudit bench examples/efficientnet_b0.py": "minutes of training steps; test_bench.py runs tiny ones",
     "ampaudit bench model.py --modes fp32,converted,converted+compile": "compiles C++ for a minute",
     "ampaudit scan examples/training/digits.py": "trains on a data set; test_gradients.py runs its like",
+}
+# shown outputs that are run, but not compared
+NOT_COMPARED = {
+    "ampaudit train": "the last digits of trained losses are the processor's",
+    "ampaudit convert examples/sentence_encoder.py": "so are those of errors and the sizes of exported files",
 }
 # a block that shows what a command prints names the command in the prose above it; these name none
 NO_COMMAND = {"0  errors": "the floors of the architecture, which test_architecture.py holds"}
@@ -121,6 +125,18 @@ class Block:
         known = ("ampaudit ", "cat ", "pip ", "make ")
         return prompts or ([line for line in lines if line] if lines[0].startswith(known) else [])
 
+    @property
+    def shown(self) -> tuple[str, list[list[str]]]:
+        """The command after the prompt, and the pieces of its output between lines of three dots."""
+        prompt, *lines = self.text.splitlines()
+        pieces: list[list[str]] = [[]]
+        for line in lines:
+            if line == "...":
+                pieces.append([])
+            else:
+                pieces[-1].append(line)
+        return prompt.removeprefix("$ "), pieces
+
 
 def blocks() -> Iterator[Block]:
     for file in FILES:
@@ -133,6 +149,7 @@ def blocks() -> Iterator[Block]:
 
 BLOCKS = list(blocks())
 SHELL = [block for block in BLOCKS if not block.language and block.commands]
+SHOWN = [block for block in SHELL if block.text.startswith("$ ")]
 
 
 def of(language: str) -> Any:
@@ -163,14 +180,21 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "README.md").write_text("# Nothing\n")
     rules = next(b for b in BLOCKS if b.language == "yaml" and "name: my-accelerator" in b.text)
     (place / "my-accelerator.yaml").write_text(rules.text)
+    model = next(b for b in BLOCKS if b.language == "python" and "class Classifier" in b.text)
+    (place / "classifier.py").write_text(model.text + "\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         small: dict[str, Any] = {}
         exec(MODEL, small)
         program = torch.export.export(small["build"]().eval(), (small["example_inputs"](),))
         torch.export.save(program, "program.pt2")
-        for name in ("before.json", "after.json", "report.json"):
-            invoke("scan", "model.py", "--format", "json", "-o", name)
+        for name, *words in (
+            ("report.json", "model.py"),
+            ("before.json", "examples/t5_feed_forward.py", "--policy", "torch-cuda"),
+            ("after.json", "examples/t5_feed_forward.py"),
+        ):
+            invoke("scan", *words, "--format", "json", "-o", name)
+        invoke("convert", "model.py", "-o", "out")
     return place
 
 
@@ -186,8 +210,13 @@ def reason_not_to_run(command: str) -> str | None:
     return next((why for start, why in NOT_RUN.items() if command.startswith(start)), None)
 
 
-def run(command: str, place: Path) -> None:
-    """One line as a shell would run it; a report's findings are no failure."""
+def needs_transformers(command: str) -> bool:
+    return any(name in command for name in ("hf-model", "bert.py", "sentence_encoder.py"))
+
+
+def run(command: str, place: Path) -> str:
+    """One line as a shell would run it; a report's findings are no failure. What it prints to stdout."""
+    command = command.partition(" | patch")[0]
     if command.startswith("cat "):
         shown, _, command = command.partition(" | ")
         given = (place / shown.split()[1]).read_text()
@@ -196,14 +225,15 @@ def run(command: str, place: Path) -> None:
     for long, short in SHORTER.items():
         command = command.replace(long, short)
     words = shlex.split(command)[1:]
-    if "-o" in words and (place / words[words.index("-o") + 1]).is_file():
+    if "-o" in words and (place / words[words.index("-o") + 1]).exists():
         words.append("--force")
     found = invoke(*words, given=given)
     assert found.exit_code in (0, 1), f"{command}\n{found.output}"
     assert "Traceback" not in found.output
+    return found.stdout
 
 
-@pytest.mark.parametrize("block", SHELL, ids=str)
+@pytest.mark.parametrize("block", [block for block in SHELL if block not in SHOWN], ids=str)
 def test_command_lines(block: Block, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(prepared)
     monkeypatch.syspath_prepend(str(prepared))
@@ -213,9 +243,32 @@ def test_command_lines(block: Block, prepared: Path, monkeypatch: pytest.MonkeyP
         exec(BERT, space)
         space["get_model"]().save_pretrained(directory)
     for command in block.commands:
-        needs_transformers = "hf-model" in command or "bert.py" in command
-        if reason_not_to_run(command) is None and (has_transformers() or not needs_transformers):
+        if reason_not_to_run(command) is None and (has_transformers() or not needs_transformers(command)):
             run(command, prepared)
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=str)
+def test_shown_output_is_what_the_command_prints(
+    block: Block, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(prepared)
+    monkeypatch.setenv("COLUMNS", "100")
+    command, pieces = block.shown
+    if reason_not_to_run(command) or (needs_transformers(command) and not has_transformers()):
+        return
+    printed = run(command, prepared).splitlines()
+    if any(command.startswith(start) for start in NOT_COMPARED):
+        return
+    begin = 0
+    for number, piece in enumerate(pieces):
+        places = range(begin, len(printed) - len(piece) + 1)
+        if number == 0:
+            places = places[:1]
+        if number == len(pieces) - 1 and piece:
+            places = places[-1:]
+        found = next((i for i in places if printed[i : i + len(piece)] == piece), None)
+        assert found is not None, "\n".join([*piece, "is not in", *printed[begin:]])
+        begin = found + len(piece)
 
 
 @of("python")

@@ -1,4 +1,4 @@
-"""``scan --advise``: runs the model with each proposed change, and keeps what cures."""
+"""``scan --advise``: runs the model with each proposed change and keeps what cures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ampaudit.report.finding import Trial
 from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.source import ModelSource
-from ampaudit.trace.calling import call_unchanged
+from ampaudit.trace.isolation import call_unchanged
 
 __all__ = ["advised"]
 
@@ -42,7 +42,7 @@ def advised(
     settings: ScanConfig,
     hiding: Sequence[Suppression] = (),
 ) -> tuple[Finding, ...]:
-    """The findings, each of the first errors with the smallest changes that were tried and removed it."""
+    """Return the findings, with the smallest changes that were tried and removed each of the first errors."""
     assert plan.rules is not None
     subject = AdviceContext(source.model, plan.rules, context)
     errors = [f for f in findings if f.severity is Severity.ERROR and f.suppressed is None][:TRIED]
@@ -55,7 +55,7 @@ def advised(
 
 
 def _errors(findings: Sequence[Finding]) -> Errors:
-    """Where the errors are that nothing hides."""
+    """Return the errors that are not suppressed."""
     counted = (f for f in findings if f.severity is Severity.ERROR and f.suppressed is None)
     return frozenset((f.code, f.site) for f in counted)
 
@@ -79,7 +79,7 @@ class _Advisor:
     hiding: tuple[Suppression, ...]
 
     def trials(self, finding: Finding) -> tuple[Trial, ...]:
-        """The smallest change that removes a finding and one of another kind; cures before mere fixes."""
+        """Return the smallest change that removes a finding, and one of another kind; cures come first."""
         found: list[Trial] = []
         for index, alternatives in enumerate(proposals(self.subject, finding)):
             if sum(trial.outcome == "cure" for trial in found) == KEPT:
@@ -93,7 +93,7 @@ class _Advisor:
         return tuple(found[:KEPT])
 
     def _tried(self, proposal: Proposal, finding: Finding) -> Trial | None:
-        """What a change does; nothing unless the finding is gone and the user's function is kept."""
+        """Try a change; ``None`` unless the finding is gone and the user's function is kept."""
         after = self._run(proposal)
         if after is None or not refused_sites(after) <= self.refused:
             return None
@@ -122,7 +122,7 @@ class _Advisor:
         )
 
     def _run(self, proposal: Proposal) -> CheckContext | None:
-        """The audit under a change; nothing if it cannot be run, or makes another function of it."""
+        """Audit under a change; ``None`` if that cannot be run, or changes the function."""
         plan = self.plan
         form = low_precision_format(proposal.dtype) if proposal.dtype else plan.number_format
         changed = replace(

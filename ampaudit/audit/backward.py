@@ -1,4 +1,4 @@
-"""A source whose model computes its loss, too, and plans that go back from it."""
+"""Adds the loss to a source's model, and the backward pass to the runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.policy.scaling import StartingScale, starting_scale
 from ampaudit.run.audit import RunConfig
-from ampaudit.run.backward.audit import GradientAudit
+from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.loss import WithLoss, item_apart
 
@@ -19,7 +19,7 @@ __all__ = ["differentiated"]
 def differentiated(
     source: ModelSource, plans: Sequence[RunConfig], settings: ScanConfig
 ) -> tuple[ModelSource, list[RunConfig]]:
-    """The same source with its loss, and the same plans with the gradients' side.
+    """Return the source with its loss, and the configurations with a backward pass.
 
     Raises:
         UsageError: an option that goes forward only.

@@ -1,4 +1,4 @@
-"""What checks look at, put together from an audit."""
+"""Builds the context of checks from an audit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ampaudit.bounds import BoundTable
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.run.audit import Audit
-from ampaudit.run.contract import contract_of
+from ampaudit.run.contract import parse_contract
 from ampaudit.run.weights import WeightRange, weight_ranges
 from ampaudit.trace.flow import Flow
 
@@ -18,8 +18,8 @@ __all__ = ["context_of"]
 def context_of(
     audit: Audit, form: NumberFormat, settings: ScanConfig, bounds: BoundTable | None = None
 ) -> CheckContext:
-    """The context of one audit under a number format."""
-    contract = contract_of(settings.contract)
+    """Build the context of one audit under a number format."""
+    contract = parse_contract(settings.contract)
     return CheckContext(
         sites=audit.sites,
         record=audit.record,

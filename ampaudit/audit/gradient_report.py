@@ -1,4 +1,4 @@
-"""Puts what was seen of gradients into the report."""
+"""Reports the measured gradients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["backward_report", "gradient_of"]
 
 
 def gradient_of(context: CheckContext, site: Site) -> Gradient | None:
-    """The gradient of a site's output, if one was seen."""
+    """The gradient of a site's output, if one was measured."""
     record = context.record.gradients
-    seen = record.sites.get(site.id) if record is not None else None
-    return None if seen is None else _gradient(context, seen)
+    stats = record.sites.get(site.id) if record is not None else None
+    return None if stats is None else _gradient(context, stats)
 
 
 def backward_report(context: CheckContext) -> BackwardReport | None:
-    """Everything about the way back that is not about one site."""
+    """Everything about the backward pass that is not about one site."""
     record = context.record.gradients
     if record is None:
         return None
@@ -33,7 +33,7 @@ def backward_report(context: CheckContext) -> BackwardReport | None:
         advice=advice,
         suggested=advice.suggested if advice is not None else None,
         parameters=tuple(
-            ParameterGradient(name, _gradient(context, seen)) for name, seen in record.parameters.items()
+            ParameterGradient(name, _gradient(context, stats)) for name, stats in record.parameters.items()
         ),
         frozen=record.frozen,
         unused=record.unused,
@@ -41,21 +41,21 @@ def backward_report(context: CheckContext) -> BackwardReport | None:
     )
 
 
-def _gradient(context: CheckContext, seen: GradientStats) -> Gradient:
-    values, form = seen.seen, context.number_format
+def _gradient(context: CheckContext, stats: GradientStats) -> Gradient:
+    values, form = stats.values, context.number_format
     peak = values.finite_peak
     sqnr = values.sqnr_db
     return Gradient(
-        precision="16 bits" if seen.low_precision else "float32",
+        precision="16 bits" if stats.low_precision else "float32",
         peak=peak,
         headroom_bits=round(form.headroom_bits(peak), 4) if peak > 0 else None,
         inf=int(values.pos_inf + values.neg_inf),
         nan=int(values.nan),
         elements=values.elements,
-        flushed=round(seen.flushed_share, 6),
+        flushed=round(stats.flushed_share, 6),
         sqnr_db=None if sqnr is None else round(sqnr, 3),
-        exponents=dict(sorted(seen.exponents.items())),
-        cancelled=seen.cancelled,
+        exponents=dict(sorted(stats.exponents.items())),
+        cancelled=stats.cancelled,
     )
 
 

@@ -14,7 +14,7 @@ from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.open import open_source
-from ampaudit.trace.random_state import preserved
+from ampaudit.trace.isolation import preserved
 
 __all__ = ["Inputs", "Model", "as_source"]
 

@@ -19,7 +19,7 @@ from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.converted import convert
-from ampaudit.trace.random_state import preserved
+from ampaudit.trace.isolation import preserved
 
 __all__ = ["plan", "trace_under"]
 

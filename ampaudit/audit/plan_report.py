@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from ampaudit.report.plan import PlannedSite, PlannedWeights, PlanReport, RuleUse
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Role, Site
 from ampaudit.trace.opnames import converts
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["build_plan"]
 

@@ -22,10 +22,10 @@ from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, RunConfig, run_audits
-from ampaudit.run.contract import Contracted, contract_of
+from ampaudit.run.contract import ContractBackend, parse_contract
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
-from ampaudit.trace.random_state import preserved
+from ampaudit.trace.isolation import preserved
 
 __all__ = ["Audited", "audit_policies", "scan", "scan_policies"]
 
@@ -99,10 +99,10 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
     ]
     if config.backward:
         source, plans = differentiated(source, plans, config)
-    contract = contract_of(config.contract)
+    contract = parse_contract(config.contract)
     if contract.words and not (config.static or config.ranges):
         usual = [replace(plan, min_sqnr=None) for plan in plans]
-        plans = [replace(plan, backend=Contracted(contract)) for plan in plans]
+        plans = [replace(plan, backend=ContractBackend(contract)) for plan in plans]
         both = run_audits(source.model, source.batches, [*plans, *usual], config.on_progress)
         audits, before = both[: len(plans)], both[len(plans) :]
     elif config.static:
@@ -133,7 +133,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
 
 def _contract(audit: Audit, config: ScanConfig) -> str:
     native = audit.record.backend == "native" and not config.static
-    return "the device's own kernels" if native else contract_of(config.contract).text
+    return "the device's own kernels" if native else parse_contract(config.contract).text
 
 
 def _report(

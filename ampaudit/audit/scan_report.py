@@ -9,28 +9,26 @@ from importlib.metadata import version
 from typing import Literal
 
 from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
-from ampaudit.audit.checks.interface import CheckContext, source_of
+from ampaudit.audit.checks.interface import CheckContext, finding_source
 from ampaudit.audit.checks.output_error import accuracy_text
 from ampaudit.audit.gradient_report import backward_report, gradient_of
 from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.core.version import __version__
+from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
 from ampaudit.report.finding import FailOn, threshold
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
     Environment,
-    Forward,
     ModelInfo,
-    OutputAccuracy,
     Report,
     RunInfo,
-    SiteReport,
     ToolInfo,
     WeightMemory,
-    WhatIf,
 )
+from ampaudit.report.site import Forward, SiteReport, WhatIf
 from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
 from ampaudit.run.observation import Observation
 from ampaudit.trace import Role, Site
@@ -70,7 +68,7 @@ def build_report(
         coverage=_coverage(context),
         findings=findings,
         sites=tuple(_site(context, site) for site in context.sites if site.dtype is not None),
-        outputs=_outputs(context),
+        outputs=tuple(_output(context, *output) for output in context.outputs),
         weights=WeightMemory(memory["master"], memory["working"]),
         notes=tuple(dict.fromkeys(note for traced in context.flow.every for note in traced.notes)),
         raised=promoted,
@@ -106,9 +104,10 @@ def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
 
 
 def _not_gone_back(context: CheckContext) -> Iterator[str]:
-    """The author's own ways back before which no gradient is known."""
+    """Custom backwards before which no gradient is known."""
     record = context.record.gradients
-    return (way.name for way in record.unfollowed if not way.instead) if record is not None else iter(())
+    untraced = record.untraced if record is not None else []
+    return (custom.name for custom in untraced if not custom.instead)
 
 
 def _coverage(context: CheckContext) -> Coverage:
@@ -145,7 +144,7 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         rule=site.decision.rule,
         reason=site.decision.reason,
         why=site.decision.why,
-        source=source_of(site),
+        source=finding_source(site),
         verdict=_verdict(context, site, seen),
         by_design=site.id in context.record.by_design or site.id in context.parameter_free,
         forward=_forward(seen, context.number_format) if seen is not None else None,
@@ -235,10 +234,6 @@ def _what_if(seen: Observation, form: NumberFormat) -> WhatIf:
         overflows=seen.ref_peak >= form.overflow_at,
         vanish=vanished / nonzero if nonzero else 0.0,
     )
-
-
-def _outputs(context: CheckContext) -> tuple[OutputAccuracy, ...]:
-    return tuple(_output(context, name, made, sqnr) for name, made, sqnr in context.outputs)
 
 
 def _output(context: CheckContext, name: str, made: SiteId | None, sqnr: float | None) -> OutputAccuracy:

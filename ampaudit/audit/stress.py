@@ -16,7 +16,7 @@ from ampaudit.report.extrapolation import Stressed
 from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.search import Search
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.tensors import save_inputs, with_tensors
+from ampaudit.source.inputs import save_inputs, with_tensors
 from ampaudit.trace import Role, Site
 from ampaudit.trace.entry import tensor_leaves
 
@@ -47,7 +47,8 @@ def stressed(
         broken = over and _breaks(source, plan, with_tensors(batch, best.tensors), site)
         saved = None
         if broken:
-            path = Path(settings.stress_dir) / f"overflow-{_file_name(site)}.safetensors"
+            name = re.sub(r"[^A-Za-z0-9._-]+", "_", site.id)
+            path = Path(settings.stress_dir) / f"overflow-{name}.safetensors"
             save_inputs(best.tensors, path)
             saved = str(path)
         found.append(Stressed(site.id, seen, max(best.peak, seen), broken, saved))
@@ -80,7 +81,3 @@ def _breaks(source: ModelSource, plan: RunConfig, batch: Batch, site: Site) -> b
     except AuditError:
         return False
     return audit.record.observations[site.id].bad > 0 if site.id in audit.record.observations else False
-
-
-def _file_name(site: Site) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", site.id)

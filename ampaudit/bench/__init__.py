@@ -1,3 +1,3 @@
-"""Measures what each way to run or train a model costs, side by side, and predicts its memory."""
+"""Measures what each mode of running or training a model costs, side by side, and predicts its memory."""
 
 from __future__ import annotations

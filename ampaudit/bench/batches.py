@@ -1,4 +1,4 @@
-"""Batches of other sizes than the model file's: its own samples, repeated or fewer."""
+"""Resizes batches, by repeating or dropping samples, and moves them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.errors import InputError
 from ampaudit.source import Batch
 
-__all__ = ["moved", "resized", "size_of_batch"]
+__all__ = ["batch_size_of", "moved", "resized"]
 
 
-def size_of_batch(batch: Batch) -> int:
-    """The first dimension that most tensors of a batch have; 1 if there is none."""
+def batch_size_of(batch: Batch) -> int:
+    """Return the first dimension that most tensors of a batch have; 1 if there is none."""
     leaves = pytree.tree_leaves((batch.args, batch.kwargs))
     counts = Counter(t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.ndim > 0)
     return counts.most_common(1)[0][0] if counts else 1
 
 
 def resized(batch: Batch, size: int) -> Batch:
-    """The batch with ``size`` samples: every tensor whose first dimension is the batch's, repeated or cut.
+    """Resize a batch to ``size`` samples: repeat or cut every tensor whose first dimension is the batch's.
 
     Raises:
         InputError: no tensor has a first dimension, so that there is nothing to repeat.
     """
-    own = size_of_batch(batch)
+    own = batch_size_of(batch)
     if own == size:
         return batch
-    found = [t for t in _tensors(batch) if t.ndim > 0 and t.shape[0] == own]
-    if not found:
+    if not any(t.ndim > 0 and t.shape[0] == own for t in _tensors(batch)):
         raise InputError("the batch has no dimension of samples", hint="leave out --batch-size")
 
     def change(value: torch.Tensor) -> torch.Tensor:
@@ -42,7 +41,7 @@ def resized(batch: Batch, size: int) -> Batch:
 
 
 def moved(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
-    """The batch on a device; floating-point tensors in another dtype, if one is given."""
+    """Move a batch to a device, and floating-point tensors to another dtype if one is given."""
 
     def move(value: torch.Tensor) -> torch.Tensor:
         return value.to(device, dtype if dtype is not None and value.is_floating_point() else value.dtype)

@@ -1,4 +1,4 @@
-"""The work of a step, op by op, from a run on tensors without data; and what a device needs for it at best.
+"""Counts the work of a step, op by op, and estimates the time that a device needs for it at best.
 
 The roofline model (Williams, Waterman and Patterson, 2009): an op takes the longer of its arithmetic at the
 device's peak rate and of its bytes at the peak bandwidth. Real kernels are slower; launches and caches are
@@ -18,15 +18,15 @@ from torch.utils.flop_counter import flop_registry
 from ampaudit.bench.devices.catalogue import Device
 from ampaudit.report.bench import Work
 
-__all__ = ["Counter", "seconds_at_best", "work_of"]
+__all__ = ["OpCounter", "roofline_seconds", "total_work"]
 
 _CASTS = (torch.ops.aten._to_copy.default,)
 _FREE = (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
-    """One op: floating-point operations if it is a product, its precision, the bytes it reads and writes."""
+class OpCost:
+    """The cost of one op: its arithmetic, and the bytes that it reads and writes."""
 
     flops: int
     precision: str
@@ -36,16 +36,16 @@ class Op:
 
 
 @dataclass
-class Counter(TorchDispatchMode):
-    """Lists the ops that run under it."""
+class OpCounter(TorchDispatchMode):
+    """Records the cost of the ops that run under it."""
 
-    ops: list[Op] = field(default_factory=list)
+    ops: list[OpCost] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, and note what it is."""
+        """Run the op, and record its cost."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not func.is_view and func not in _FREE:
@@ -53,7 +53,7 @@ class Counter(TorchDispatchMode):
         return out
 
 
-def _op(func: Any, args: Any, kwargs: Any, out: Any) -> Op:
+def _op(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     made = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
     count = flop_registry.get(func._overloadpacket)
@@ -65,7 +65,7 @@ def _op(func: Any, args: Any, kwargs: Any, out: Any) -> Op:
     dtype = floats[0] if floats else torch.float32
     cast = func in _CASTS and bool(made) and bool(given) and made[0].dtype != given[0].dtype
     moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*given, *made)}.values())
-    return Op(flops, str(dtype).removeprefix("torch."), count is not None, moved, cast)
+    return OpCost(flops, str(dtype).removeprefix("torch."), count is not None, moved, cast)
 
 
 def _convolution_backward(args: Any) -> int:
@@ -81,8 +81,8 @@ def _convolution_backward(args: Any) -> int:
     return int(2 * outputs * per_element * (bool(wanted[0]) + bool(wanted[1])))
 
 
-def work_of(ops: list[Op], *, tf32: bool) -> Work:
-    """Sums over a step."""
+def total_work(ops: list[OpCost], *, tf32: bool) -> Work:
+    """Sum the costs of a step."""
     flops = sum(op.flops for op in ops)
     fast = flops if tf32 else sum(op.flops for op in ops if op.precision in ("float16", "bfloat16"))
     return Work(
@@ -93,8 +93,8 @@ def work_of(ops: list[Op], *, tf32: bool) -> Work:
     )
 
 
-def seconds_at_best(ops: list[Op], device: Device, *, tf32: bool) -> float | None:
-    """Sum over the ops of the longer of arithmetic and traffic; ``None`` where a rate is not known."""
+def roofline_seconds(ops: list[OpCost], device: Device, *, tf32: bool) -> float | None:
+    """Sum the longer of arithmetic and traffic over the ops; ``None`` where a rate is not known."""
     if device.bandwidth_gbs is None or device.fp32 is None:
         return None
     total = 0.0

@@ -1,4 +1,4 @@
-"""Peak memory of a step: measured at torch's allocator, and predicted from a run on tensors without data."""
+"""Measures the peak memory of a step at torch's allocator."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch import nn
 from torch._C._profiler import _EventType as EventType
 
-from ampaudit.training.variants import state_of
+from ampaudit.training.step import optimizer_state
 
-__all__ = ["Peak", "live_bytes", "measured_peak", "storage_bytes"]
+__all__ = ["Peak", "live_bytes", "measure_peak", "storage_bytes"]
 
 
 def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of parameters, buffers, gradients and optimizer state; memory that is shared counts once."""
+    """Count the bytes of parameters, buffers, gradients and optimizer state; shared memory counts once."""
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    return storage_bytes([*tensors, *(state_of(optimizer) if optimizer is not None else [])])
+    return storage_bytes([*tensors, *(optimizer_state(optimizer) if optimizer is not None else [])])
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages that some tensors lie in, each once."""
+    """Count the bytes of the storages of some tensors, each once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -34,7 +34,7 @@ class Peak:
 
     Attributes:
         total: all of them.
-        workspace: how many of them kernels took for themselves: what the peak would be lower by without them.
+        workspace: the part that kernels allocated for themselves.
             Libraries choose kernels by the processor (oneDNN packs weights for AMX), so it differs between
             machines; the rest does not. ``None`` on a GPU, where it cannot be told apart.
     """
@@ -43,8 +43,8 @@ class Peak:
     workspace: int | None
 
 
-def measured_peak(step: Callable[[], object], held: int, device: torch.device) -> Peak:
-    """Most bytes that were allocated during a step.
+def measure_peak(step: Callable[[], object], held: int, device: torch.device) -> Peak:
+    """Measure the most bytes that are allocated during a step.
 
     On a GPU, torch's own count. On a CPU, ``held`` bytes that were there before, and the highest sum of what
     the step allocated and freed, as torch's profiler recorded each call of the allocator.
@@ -56,8 +56,8 @@ def measured_peak(step: Callable[[], object], held: int, device: torch.device) -
         torch.cuda.synchronize(device)
         return Peak(int(torch.cuda.max_memory_allocated(device)), None)
     calls = _profiled(step)
-    total = _most(calls)
-    return Peak(held + total, total - _most(_of_tensors(calls)))
+    total = _highest_sum(calls)
+    return Peak(held + total, total - _highest_sum(_of_tensors(calls)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class _Call:
 
 
 def _profiled(step: Callable[[], object]) -> list[_Call]:
-    """The calls of the allocator in their order, those that free first."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of its start and end
+    """Record the calls of the allocator in their order, those that free first."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences its messages at start and end
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
@@ -92,7 +92,7 @@ def _profiled(step: Callable[[], object]) -> list[_Call]:
 
 
 def _kernels() -> frozenset[str]:
-    """The ops that compute; not those that only call other ops, whose own tensors a prediction sees."""
+    """Name the ops that compute; not those that only call other ops, whose tensors a prediction sees."""
     composite = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     every = torch._C._dispatch_get_all_op_names()
     return frozenset(_without_overload(every)) - set(_without_overload(composite))
@@ -103,7 +103,7 @@ def _without_overload(names: Iterable[str]) -> Iterator[str]:
 
 
 def _of_tensors(calls: list[_Call]) -> list[_Call]:
-    """The calls but for those of memory that a kernel gave back before it was done."""
+    """Leave out memory that a kernel freed before it ended."""
     kept = dict(enumerate(calls))
     alive: dict[int, int] = {}
     for index, call in enumerate(calls):
@@ -114,5 +114,5 @@ def _of_tensors(calls: list[_Call]) -> list[_Call]:
     return list(kept.values())
 
 
-def _most(calls: list[_Call]) -> int:
+def _highest_sum(calls: list[_Call]) -> int:
     return max(itertools.accumulate((call.size for call in calls), initial=0))

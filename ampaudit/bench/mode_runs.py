@@ -1,4 +1,4 @@
-"""One mode of one batch size: built, warmed up, measured, timed in its turn, and what is known in the end."""
+"""Runs one mode at one batch size: builds it, warms it up, measures it, and times it in its turn."""
 
 from __future__ import annotations
 
@@ -7,129 +7,129 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ampaudit.bench.batches import moved
-from ampaudit.bench.estimate import seconds_at_best, work_of
-from ampaudit.bench.memory import live_bytes, measured_peak
-from ampaudit.bench.modes import BenchTarget, ModeRunner, NotSupported, build
-from ampaudit.bench.predict import predicted
+from ampaudit.bench.estimate import roofline_seconds, total_work
+from ampaudit.bench.memory import live_bytes, measure_peak
+from ampaudit.bench.modes import BenchSetup, ModeRunner, NotSupported, build_mode
+from ampaudit.bench.predict import predict_step
+from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.report.bench import BenchRow
 from ampaudit.source import Batch
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = ["Lane", "finished", "prepared", "release", "timed"]
+__all__ = ["ModeRun", "finish_run", "release_memory", "start_run", "time_step"]
 
 
 @dataclass
-class Lane:
-    """One mode of a size: what is known, and while it can run, the mode itself."""
+class ModeRun:
+    """One mode at one size: its row so far and, while it can run, its runner."""
 
     row: BenchRow
-    built: ModeRunner | None = None
+    runner: ModeRunner | None = None
     batch: Batch | None = None
     output: tuple[torch.Tensor, ...] = ()
     seconds: tuple[float, ...] = ()
 
 
-def prepared(mode: str, subject: BenchTarget, size: int) -> Lane:
+def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
     """Build a mode, warm it up, and measure its memory while it is the only one that runs."""
     row = BenchRow(mode=mode, how="", batch_size=size, status="ok")
-    lane = Lane(row)
+    run = ModeRun(row)
     try:
-        torch.manual_seed(subject.seed)
-        before = _allocated(subject.device)
-        built = build(mode, subject)
-        batch = moved(subject.source.batches[0], subject.device, built.dtype)
-        output = built.forward(batch)
+        torch.manual_seed(setup.seed)
+        before = _allocated(setup.device)
+        runner = build_mode(mode, setup)
+        batch = moved(setup.source.batches[0], setup.device, runner.dtype)
+        output = runner.forward(batch)
         for _ in range(2):
-            built.step(batch)
-        held = live_bytes(built.model, built.optimizer)
-        peak = measured_peak(lambda: built.step(batch), held, subject.device)
-        lane.built, lane.batch = built, batch
-        lane.output = tuple(t.detach().float().cpu() for t in _floats(output))
-        row = replace(row, how=built.how, peak_bytes=peak.total - before, workspace_bytes=peak.workspace)
-        row = replace(row, metric=_metric(subject, output))
-        lane.row = _with_prediction(row, built, subject)
+            runner.step(batch)
+        held = live_bytes(runner.model, runner.optimizer)
+        peak = measure_peak(lambda: runner.step(batch), held, setup.device)
+        run.runner, run.batch = runner, batch
+        run.output = tuple(t.detach().float().cpu() for t in _floats(output))
+        row = replace(row, how=runner.how, peak_bytes=peak.total - before, workspace_bytes=peak.workspace)
+        row = replace(row, metric=_metric(setup, output))
+        run.row = _with_prediction(row, runner, setup)
     except NotSupported as error:
-        lane.row = replace(row, status="not supported", note=str(error))
+        run.row = replace(row, status="not supported", note=str(error))
     except AuditError as error:
         if mode == "fp32":
             raise  # no mode can run then
-        lane.row = replace(row, status="failed", note=str(error.args[0]))
+        run.row = replace(row, status="failed", note=str(error.args[0]))
     except (MemoryError, RuntimeError, TypeError, ValueError) as error:
-        lane.row = _broken(row, error)
-    if lane.built is None:
-        release(subject.device)
-    return lane
+        run.row = _failed(row, error)
+    if run.runner is None:
+        release_memory(setup.device)
+    return run
 
 
-def _broken(row: BenchRow, error: Exception) -> BenchRow:
-    """A mode in which the model cannot be run: it goes into the table, and the others go on."""
+def _failed(row: BenchRow, error: Exception) -> BenchRow:
+    """Return the row of a mode that cannot be run; the others go on."""
     text = first_line(error)
     memory = isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text
-    return replace(
-        row, status="out of memory" if memory else "failed", note=f"{type(error).__name__}: {text}"
-    )
+    status: Literal["out of memory", "failed"] = "out of memory" if memory else "failed"
+    return replace(row, status=status, note=f"{type(error).__name__}: {text}")
 
 
 def _allocated(device: torch.device) -> int:
-    """Bytes of the other modes, which stay on a GPU."""
+    """Return the bytes that the other modes hold on a GPU."""
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
-def _with_prediction(row: BenchRow, built: ModeRunner, subject: BenchTarget) -> BenchRow:
+def _with_prediction(row: BenchRow, runner: ModeRunner, setup: BenchSetup) -> BenchRow:
     try:
-        memory, ops = predicted(built, subject)
+        memory, ops = predict_step(runner, setup)
     except Exception as error:  # an op that needs data, or that torch cannot take without
         return replace(row, note=f"no prediction: {type(error).__name__}: {first_line(error)}")
     tf32 = row.mode == "tf32"
-    best = seconds_at_best(ops, subject.target, tf32=tf32) if subject.target is not None else None
-    return replace(row, memory=memory, work=work_of(ops, tf32=tf32), at_best=best)
+    best = roofline_seconds(ops, setup.target, tf32=tf32) if setup.target is not None else None
+    return replace(row, memory=memory, work=total_work(ops, tf32=tf32), at_best=best)
 
 
-def _metric(subject: BenchTarget, output: Any) -> float | None:
-    """The model file's own measure of the output; none if it has none, or cannot take this one."""
-    if subject.source.metric is None:
+def _metric(setup: BenchSetup, output: Any) -> float | None:
+    """Compute the model file's metric of the output, if it has one that can take it."""
+    if setup.source.metric is None:
         return None
     try:
-        found = float(subject.source.metric(output, subject.source.batches[0].whole))
+        value = float(setup.source.metric(output, setup.source.batches[0].whole))
     except Exception:
         return None
-    return found if math.isfinite(found) else None
+    return value if math.isfinite(value) else None
 
 
-def timed(lane: Lane, device: torch.device) -> None:
+def time_step(run: ModeRun, device: torch.device) -> None:
     """Time one more step; a mode that fails now leaves its memory to the others."""
-    assert lane.built is not None
-    assert lane.batch is not None
+    assert run.runner is not None
+    assert run.batch is not None
     try:
-        lane.seconds = (*lane.seconds, _seconds(lane.built, lane.batch, device))
+        run.seconds = (*run.seconds, _seconds(run.runner, run.batch, device))
     except (MemoryError, RuntimeError) as error:  # the other modes may have left too little memory
-        lane.row = _broken(lane.row, error)
-        lane.built = None
-        release(device)
+        run.row = _failed(run.row, error)
+        run.runner = None
+        release_memory(device)
 
 
-def _seconds(built: ModeRunner, batch: Batch, device: torch.device) -> float:
+def _seconds(runner: ModeRunner, batch: Batch, device: torch.device) -> float:
     if device.type != "cuda":
         started = time.perf_counter()
-        built.step(batch)
+        runner.step(batch)
         return time.perf_counter() - started
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     first.record()
-    built.step(batch)
+    runner.step(batch)
     last.record()
     torch.cuda.synchronize(device)
     return float(first.elapsed_time(last)) / 1e3
 
 
-def release(device: torch.device) -> None:
-    """Give memory back that nothing holds."""
+def release_memory(device: torch.device) -> None:
+    """Return unreferenced memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -139,25 +139,25 @@ def _floats(output: Any) -> list[torch.Tensor]:
     return [t for t in tensor_leaves((output,), {}) if t.is_floating_point()]
 
 
-def finished(lane: Lane, exact: tuple[torch.Tensor, ...]) -> BenchRow:
-    """The row of a mode; ``exact`` are fp32's outputs."""
-    row = lane.row
+def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...]) -> BenchRow:
+    """Return the finished row; ``exact`` are fp32's outputs."""
+    row = run.row
     if row.status != "ok":
         return row
-    finite = all(bool(t.isfinite().all()) for t in lane.output)
+    finite = all(bool(t.isfinite().all()) for t in run.output)
     return replace(
         row,
-        seconds=statistics.median(lane.seconds),
-        least=min(lane.seconds),
-        most=max(lane.seconds),
+        seconds=statistics.median(run.seconds),
+        least=min(run.seconds),
+        most=max(run.seconds),
         finite=finite,
-        sqnr_db=_sqnr(exact, lane.output) if row.mode != "fp32" and finite and exact else None,
+        sqnr_db=_sqnr(exact, run.output) if row.mode != "fp32" and finite and exact else None,
     )
 
 
 def _sqnr(exact: tuple[torch.Tensor, ...], seen: tuple[torch.Tensor, ...]) -> float | None:
-    """10 log10 of the sum of squares over that of the errors, over all outputs; ``None`` if equal."""
+    """Compute the signal to noise ratio over all outputs; ``None`` if equal."""
     signal = sum(float(t.double().square().sum()) for t in exact)
     pairs = zip(exact, seen, strict=True)
     noise = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else None
+    return signal_to_noise_db(signal, noise)

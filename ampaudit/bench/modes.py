@@ -1,32 +1,38 @@
-"""The ways to run a model that are compared: each built from a copy of it, so that none disturbs another."""
+"""Builds the modes that are compared: each from a copy of the model, so that none disturbs another."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 from ampaudit.audit.plan import trace_under
 from ampaudit.bench.batches import moved, resized
 from ampaudit.bench.devices.catalogue import Device
+from ampaudit.core.errors import first_line
 from ampaudit.core.formats import NumberFormat
-from ampaudit.export.fold import deploy, weights_of
+from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.run.guards import exact_float32, tf32
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.converted import convert
-from ampaudit.trace.loss import WithLoss, item_apart
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.trace.structure import structural_copy
-from ampaudit.training.prepare import is_pure, prepare
-from ampaudit.training.variants import optimizer_of
+from ampaudit.training.prepare import is_master_free
+from ampaudit.training.step import (
+    TrainingStep,
+    make_optimizer,
+    model_with_loss,
+    prepare_step,
+)
 
-__all__ = ["BenchTarget", "ModeRunner", "NotSupported", "build", "sized"]
+__all__ = ["BenchSetup", "ModeRunner", "NotSupported", "build_mode", "with_batch_size"]
 
 _STORED = {"half": torch.float16, "bf16": torch.bfloat16}
 
@@ -36,7 +42,7 @@ class NotSupported(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class BenchTarget:
+class BenchSetup:
     """What is measured, and how.
 
     Attributes:
@@ -64,10 +70,10 @@ class BenchTarget:
         return dtype
 
 
-def sized(subject: BenchTarget, size: int) -> BenchTarget:
-    """The same with another batch size."""
-    batch = resized(subject.source.batches[0], size)
-    return replace(subject, source=replace(subject.source, batches=(batch,)))
+def with_batch_size(setup: BenchSetup, size: int) -> BenchSetup:
+    """Return the same with another batch size."""
+    batch = resized(setup.source.batches[0], size)
+    return replace(setup, source=replace(setup.source, batches=(batch,)))
 
 
 @dataclass
@@ -77,135 +83,127 @@ class ModeRunner:
     Attributes:
         how: what is run, for readers.
         model: with its weights, on the device.
-        around: a context of each forward pass.
+        context: entered around a forward pass that is not of training.
         dtype: of floating-point inputs; ``None`` leaves them.
-        optimizer: of a training step.
-        scaler: its GradScaler, if it has one.
+        training: the same model with its optimizer, where a step is a training step.
         masters: names of parameters that are FP32 masters of 16-bit copies.
     """
 
     how: str
     model: nn.Module
-    around: Callable[[], contextlib.AbstractContextManager[Any]]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
     dtype: torch.dtype | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    scaler: Any = None
+    training: TrainingStep | None = None
     masters: frozenset[str] = frozenset()
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of a training step."""
+        return self.training.optimizer if self.training is not None else None
+
     def forward(self, batch: Batch) -> Any:
-        """The model's outputs, without gradients."""
-        with torch.no_grad(), self.around():
-            if isinstance(getattr(self.model, "original", self.model), WithLoss):
-                return self.model(batch.args, batch.kwargs, _item(batch)).output
-            return self.model(*batch.args, **batch.kwargs)
+        """Compute the model's outputs, without gradients."""
+        with torch.no_grad():
+            if self.training is not None:
+                return self.training.forward(batch).output
+            with self.context():
+                return self.model(*batch.args, **batch.kwargs)
 
-    def step(self, batch: Batch) -> torch.Tensor | None:
-        """One forward pass; or with an optimizer forward, backward and update, and the loss."""
-        if self.optimizer is None:
+    def step(self, batch: Batch) -> None:
+        """Take one training step, or one forward pass where nothing is trained."""
+        if self.training is None:
             self.forward(batch)
-            return None
-        with self.around():
-            loss: torch.Tensor = self.model(batch.args, batch.kwargs, _item(batch)).loss
-        if self.scaler is not None:
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            loss.backward()
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+            return
+        self.training.backward(self.training.forward(batch).loss)
+        self.training.update()
+        self.training.optimizer.zero_grad(set_to_none=True)
 
 
-def _item(batch: Batch) -> Any:
-    return item_apart(batch.args, batch.kwargs, batch.whole)
-
-
-def build(mode: str, subject: BenchTarget) -> ModeRunner:
-    """A mode, ready to run.
+def build_mode(mode: str, setup: BenchSetup) -> ModeRunner:
+    """Build a mode, ready to run.
 
     Raises:
         NotSupported: the device does not have it.
         AuditError: the model cannot be traced, or has no loss.
     """
-    if mode in ("converted", "converted+compile"):
-        return _converted(subject, compiled=mode.endswith("compile"))
-    model, device = _copy(subject), subject.device
-    if mode == "tf32":
-        _check_tf32(device)
-        return _finished(ModeRunner("float32, products in TF32", model, lambda: tf32(allowed=True)), subject)
+    if mode == "converted":
+        return _converted(setup)
+    if mode == "converted+compile":
+        return _compiled(setup)
     if mode == "autocast":
-        return _autocast(model, subject)
+        return _autocast(setup)
+    if mode == "tf32":
+        _check_tf32(setup.device)
+        return _eager(setup, "float32, products in TF32", lambda: tf32(allowed=True))
     if mode in _STORED:
         dtype = _STORED[mode]
-        how = f"everything in {str(dtype).removeprefix('torch.')}"
-        return _finished(ModeRunner(how, model.to(dtype), contextlib.nullcontext, dtype), subject)
-    return _finished(ModeRunner("float32, TF32 off", model, exact_float32), subject)
+        return _eager(setup, f"everything in {str(dtype).removeprefix('torch.')}", dtype=dtype)
+    return _eager(setup, "float32, TF32 off", exact_float32)
 
 
-def _copy(subject: BenchTarget) -> nn.Module:
-    model = structural_copy(subject.source.model).to(subject.device)
-    return WithLoss(model, subject.source.loss).train() if subject.train else model.eval()
+def _eager(
+    setup: BenchSetup,
+    how: str,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    dtype: torch.dtype | None = None,
+    scaler: GradScaler | None = None,
+) -> ModeRunner:
+    """The model's own code, in a context or with weights of another dtype."""
+    if not setup.train:
+        model = structural_copy(setup.source.model).to(setup.device, dtype).eval()
+        return ModeRunner(how, model, context, dtype)
+    model = model_with_loss(setup.source, setup.device).to(dtype)
+    training = TrainingStep(model, make_optimizer(setup.source, model), scaler, context)
+    return ModeRunner(how, model, context, dtype, training)
 
 
-def _finished(built: ModeRunner, subject: BenchTarget) -> ModeRunner:
-    if subject.train:
-        built.optimizer = optimizer_of(subject.source, built.model)
-    return built
-
-
-def _autocast(model: nn.Module, subject: BenchTarget) -> ModeRunner:
-    kind, dtype = subject.device.type, subject.low_dtype
-    if subject.target is not None and subject.target.capability is not None and kind != "cuda":
-        built = _converted(replace(subject, rules=load_policy("torch-cuda")), compiled=False, folded=False)
-        built.how = (
-            f"the casts of torch.autocast('cuda', {subject.form.name}), in a graph: there is no GPU here"
+def _autocast(setup: BenchSetup) -> ModeRunner:
+    kind, dtype = setup.device.type, setup.low_dtype
+    if setup.target is not None and setup.target.capability is not None and kind != "cuda":
+        runner = _converted(replace(setup, rules=load_policy("torch-cuda")), folded=False)
+        runner.how = (
+            f"the casts of torch.autocast('cuda', {setup.form.name}), in a graph: there is no GPU here"
         )
-        return built
+        return runner
     try:
         torch.autocast(kind, dtype=dtype)
     except RuntimeError as error:
         raise NotSupported(str(error)) from error
-    built = ModeRunner(
-        f"torch.autocast({kind!r}, {subject.form.name})", model, lambda: torch.autocast(kind, dtype=dtype)
-    )
-    if subject.train and dtype is torch.float16:
-        built.scaler = torch.amp.GradScaler(kind)
-        built.how += " with GradScaler"
-    return _finished(built, subject)
+    scaler = GradScaler(kind) if setup.train and dtype is torch.float16 else None
+    how = f"torch.autocast({kind!r}, {setup.form.name}){' with GradScaler' if scaler is not None else ''}"
+    return _eager(setup, how, lambda: torch.autocast(kind, dtype=dtype), scaler=scaler)
 
 
-def _converted(subject: BenchTarget, *, compiled: bool, folded: bool = True) -> ModeRunner:
-    how = f"policy {subject.rules.name}, {subject.form.name}"
-    if subject.train:
-        model = _copy(subject)
-        optimizer = optimizer_of(subject.source, model)
-        weights = subject.rules.file.weights
-        lowered = {} if is_pure(subject.rules) else stored_dtypes(model, weights, subject.low_dtype)
-        made = prepare(model, optimizer, policy=subject.rules, dtype=subject.form.name, emulate=False)
-        built = ModeRunner(f"{how}, ampaudit.prepare", made.model, contextlib.nullcontext)
-        scaled = made.scaler.is_enabled() and not is_pure(subject.rules)  # torch unscales no 16-bit gradients
-        built.masters = frozenset(lowered)
-        built.optimizer, built.scaler = optimizer, made.scaler if scaled else None
-        if compiled:
-            raise NotSupported("a prepared model traces itself: it cannot be compiled again")
-        return built
-    batch = subject.source.batches[0]
-    traced, _ = trace_under(subject.source, subject.rules, subject.form, subject.device, subject.seed)
-    changed = convert(traced)
-    graph = deploy(changed, "inference" if folded else "train")
-    values = {name: t.to(subject.device) for name, t in weights_of(changed, graph, {}).items()}
+def _converted(setup: BenchSetup, *, folded: bool = True) -> ModeRunner:
+    """The model converted under the policy; one that is prepared, where a step is a training step."""
+    how = f"policy {setup.rules.name}, {setup.form.name}"
+    if setup.train:
+        training = prepare_step(setup.source, setup.device, setup.rules, setup.form.name)
+        masters: Mapping[str, torch.dtype] = {}
+        if not is_master_free(setup.rules):
+            masters = stored_dtypes(training.inner, setup.rules.file.weights, setup.low_dtype)
+        how = f"{how}, ampaudit.prepare"
+        return ModeRunner(how, training.model, training=training, masters=frozenset(masters))
+    traced, _ = trace_under(setup.source, setup.rules, setup.form, setup.device, setup.seed)
+    converted = convert(traced)
+    graph = fold_casts(converted, "inference" if folded else "train")
+    values = {name: t.to(setup.device) for name, t in folded_weights(converted, graph, {}).items()}
     model = GraphModel(graph, values, traced.outputs, train=False).eval()
-    built = ModeRunner(f"{how}, casts folded into the weights", model, contextlib.nullcontext)
-    if compiled:
-        built.model, built.how = torch.compile(model), f"{built.how}, torch.compile"  # type: ignore[assignment]
-        try:
-            built.forward(moved(batch, subject.device))
-        except Exception as error:
-            raise NotSupported(
-                f"torch.compile: {type(error).__name__}: {str(error).splitlines()[0]}"
-            ) from error
-    return built
+    return ModeRunner(f"{how}, casts folded into the weights", model)
+
+
+def _compiled(setup: BenchSetup) -> ModeRunner:
+    if setup.train:
+        raise NotSupported("a prepared model traces itself: it cannot be compiled again")
+    runner = _converted(setup)
+    compiled: Any = torch.compile(runner.model)
+    runner = replace(runner, model=compiled, how=f"{runner.how}, torch.compile")
+    try:
+        runner.forward(moved(setup.source.batches[0], setup.device))
+    except Exception as error:
+        raise NotSupported(f"torch.compile: {type(error).__name__}: {first_line(error)}") from error
+    return runner
 
 
 def _check_tf32(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The names of the modes; light, so that a mistake in one shows before torch is loaded."""
+"""Names the modes, without torch, so that a mistake in a name is reported at once."""
 
 from __future__ import annotations
 

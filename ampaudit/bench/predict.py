@@ -1,75 +1,75 @@
-"""Peak memory of a step before it is run: the step is taken on tensors that have shapes and no data.
+"""Predicts the peak memory of a step by taking it on tensors that have shapes and no data.
 
-Every allocation of the step then happens in its order, and is counted with its life (torch's own memory
-tracker), but nothing is computed. What kernels allocate inside themselves is not seen.
+Every allocation happens in its order and is counted with its life (torch's own memory tracker), but nothing
+is computed. What kernels allocate inside themselves is not seen.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampaudit.bench.batches import size_of_batch
-from ampaudit.bench.estimate import Counter, Op
+from ampaudit.bench.batches import batch_size_of
+from ampaudit.bench.estimate import OpCost, OpCounter
 from ampaudit.bench.memory import storage_bytes
-from ampaudit.bench.modes import BenchTarget, ModeRunner
+from ampaudit.bench.modes import BenchSetup, ModeRunner
 from ampaudit.report.bench import Memory
-from ampaudit.trace.fake_model import named_tensors, shadow_of
+from ampaudit.trace.fake_model import make_fake_model, named_tensors
 from ampaudit.trace.keys import TraceCache
-from ampaudit.training.variants import optimizer_of, state_of
+from ampaudit.training.step import make_optimizer, optimizer_state
 
-__all__ = ["holds_graph", "predicted"]
+__all__ = ["holds_graph", "predict_step"]
 
 _SHARED = ("_ampaudit_compiled", "_ampaudit")  # graphs that a copy may use as they are
 
 
-def predicted(built: ModeRunner, subject: BenchTarget, *, size: int | None = None) -> tuple[Memory, list[Op]]:
-    """The split at the peak of a step, and the ops of another one.
+def predict_step(
+    runner: ModeRunner, setup: BenchSetup, *, size: int | None = None
+) -> tuple[Memory, list[OpCost]]:
+    """Predict what memory holds at the peak of a step, and the cost of its ops.
 
     Args:
-        built: a mode, whose model has run once with inputs of this shape.
-        subject: what is measured.
-        size: of the batch; by default the subject's own.
+        runner: a mode, whose model has run once with inputs of this shape.
+        setup: what is measured.
+        size: of the batch; by default the setup's own.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = _shadow(built.model, mode)
-    own = subject.source.batches[0]
-    batch_size = size_of_batch(own)
+    model = _fake_copy(runner.model, mode)
+    own = setup.source.batches[0]
+    batch_size = batch_size_of(own)
 
     def shaped(tensor: torch.Tensor) -> torch.Tensor:
-        dtype = built.dtype if built.dtype is not None and tensor.is_floating_point() else tensor.dtype
+        dtype = runner.dtype if runner.dtype is not None and tensor.is_floating_point() else tensor.dtype
         shape = list(tensor.shape)
         if size is not None and shape and shape[0] == batch_size:
             shape[0] = size
         with mode:
-            return torch.empty(shape, dtype=dtype, device=subject.device)
+            return torch.empty(shape, dtype=dtype, device=setup.device)
 
     fake = own.mapped(shaped)
-    stand_in = copy.copy(built)
-    stand_in.model, stand_in.scaler = model, None
     with mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if built.optimizer is not None:
-            stand_in.optimizer = optimizer_of(subject.source, model)
-            stand_in.step(fake)  # the optimizer's state is made in its first step
+        fake_runner = _on_fake_model(runner, model, setup)
+        if runner.training is not None:
+            fake_runner.step(fake)  # the optimizer's state is made in its first step
         tracker = MemTracker()
-        tracker.track_external(model, *([stand_in.optimizer] if stand_in.optimizer else []))
+        tracker.track_external(model, *([fake_runner.optimizer] if fake_runner.optimizer else []))
         with tracker:
-            stand_in.step(fake)
+            fake_runner.step(fake)
         peak = tracker.get_tracker_snapshot("peak")
-        with Counter() as counter:
-            stand_in.step(fake)
+        with OpCounter() as counter:
+            fake_runner.step(fake)
     total, gradients = _sum(peak, "Total"), _sum(peak, "GRAD")
-    return _split(stand_in, built.masters, total, gradients), counter.ops
+    return _split(fake_runner, runner.masters, total, gradients), counter.ops
 
 
 def holds_graph(model: nn.Module) -> bool:
@@ -77,8 +77,17 @@ def holds_graph(model: nn.Module) -> bool:
     return any(name in vars(model) for name in _SHARED)
 
 
+def _on_fake_model(runner: ModeRunner, model: nn.Module, setup: BenchSetup) -> ModeRunner:
+    """Return the mode on another model, without the scaler, which would ask for values."""
+    training = runner.training
+    if training is not None:
+        optimizer = make_optimizer(setup.source, model)
+        training = replace(training, model=model, optimizer=optimizer, scaler=None)
+    return replace(runner, model=model, training=training)
+
+
 def _sum(snapshot: Any, kind: str) -> int:
-    """Over devices, of one kind of memory; kinds are members of an enumeration, but for the total."""
+    """Sum one kind of memory over devices; kinds are members of an enumeration, but for the total."""
     return sum(
         int(count)
         for device in snapshot.values()
@@ -87,19 +96,19 @@ def _sum(snapshot: Any, kind: str) -> int:
     )
 
 
-def _split(built: ModeRunner, masters: frozenset[str], total: int, gradients: int) -> Memory:
-    held = named_tensors(built.model)
+def _split(runner: ModeRunner, masters: frozenset[str], total: int, gradients: int) -> Memory:
+    held = named_tensors(runner.model)
     kept = storage_bytes(tensor for name, tensor in held.items() if name in masters)
     weights = storage_bytes(held.values()) - kept
-    optimizer = storage_bytes(state_of(built.optimizer)) if built.optimizer is not None else 0
+    optimizer = storage_bytes(optimizer_state(runner.optimizer)) if runner.optimizer is not None else 0
     rest = total - weights - kept - gradients - optimizer
     return Memory(weights, kept, gradients, optimizer, max(rest, 0))
 
 
-def _shadow(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The module with parameters that have no data, which ask for gradients as the real ones do."""
+def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Copy a module with parameters that have no data, and ask for gradients as the real ones do."""
     with _without(model) as shared:
-        made = shadow_of(model, mode, {}).model
+        made = make_fake_model(model, mode, {}).model
     for name, value in shared.items():
         setattr(made, name, value.fixed() if isinstance(value, TraceCache) else value)
     wants = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -115,7 +124,7 @@ def _shadow(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 @contextlib.contextmanager
 def _without(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """The module without what its copy may share with it."""
+    """Take out, while active, what a copy of the module may share with it."""
     shared = {name: vars(model)[name] for name in _SHARED if name in vars(model)}
     for name, value in shared.items():
         setattr(model, name, type(value)())

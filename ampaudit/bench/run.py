@@ -1,4 +1,4 @@
-"""``ampaudit bench``: modes in turns, warm-up apart, and what each costs."""
+"""Measures every mode at every batch size, in turns, and builds the report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Unpack
 from ampaudit.audit.config import rules_of
 from ampaudit.audit.inputs import Inputs, Model, as_source
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
-from ampaudit.bench.batches import size_of_batch
+from ampaudit.bench.batches import batch_size_of
 from ampaudit.bench.config import BenchConfig, BenchOptions
 from ampaudit.bench.devices.host import this_machine
 from ampaudit.bench.largest import largest
-from ampaudit.bench.mode_runs import Lane, finished, prepared, timed
-from ampaudit.bench.modes import BenchTarget, sized
+from ampaudit.bench.mode_runs import ModeRun, finish_run, start_run, time_step
+from ampaudit.bench.modes import BenchSetup, with_batch_size
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.formats import low_precision_format
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
@@ -24,7 +24,7 @@ from ampaudit.source import ModelSource
 
 __all__ = ["bench"]
 
-CPU_NOTE = "times and memory on a CPU say nothing about a GPU: its kernels, and what it keeps, are others"
+CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and caching differ"
 
 
 def bench(
@@ -34,7 +34,7 @@ def bench(
     config: BenchConfig | None = None,
     **options: Unpack[BenchOptions],
 ) -> BenchReport:
-    """Measure every mode with every batch size. If it is interrupted, what is finished is reported.
+    """Measure every mode at every batch size; an interrupted run reports what is finished.
 
     Args:
         model: it is not changed. Or where to load it from: a path, or ``package.module:factory``.
@@ -51,13 +51,13 @@ def bench(
     chosen = BenchConfig.given(config, options)
     source = as_source(model, inputs, options=SourceConfig.of(chosen))
     source = replace(source, loss=chosen.loss or source.loss)
-    subject = _subject(source, chosen)
+    setup = _setup(source, chosen)
     first = source.batches[0]
     rows: list[BenchRow] = []
     most: tuple[Largest, ...] = ()
     interrupted = False
-    for size in chosen.sizes or (size_of_batch(first),):
-        found, interrupted = _of_size(sized(subject, size), size, chosen)
+    for size in chosen.sizes or (batch_size_of(first),):
+        found, interrupted = _of_size(with_batch_size(setup, size), size, chosen)
         rows += found
         if interrupted:
             break
@@ -65,19 +65,19 @@ def bench(
         raise KeyboardInterrupt
     if chosen.max_batch and not interrupted:
         try:
-            most = tuple(largest(subject, chosen.modes, chosen.on_progress))
+            most = tuple(largest(setup, chosen.modes, chosen.on_progress))
         except KeyboardInterrupt:
             interrupted = True
     machine = this_machine()
-    kind = subject.device.type
+    kind = setup.device.type
     return BenchReport(
         schema=1,
         tool=THIS_TOOL,
         model=ModelInfo(source.location, source.kind, source.sha256),
         device=kind,
         device_name=next((found.name for found in machine.devices if found.kind == kind), kind),
-        dtype=subject.form.name,
-        policy=subject.rules.name,
+        dtype=setup.form.name,
+        policy=setup.rules.name,
         train=chosen.train,
         repeats=chosen.repeats,
         rows=tuple(rows),
@@ -89,10 +89,10 @@ def bench(
     )
 
 
-def _subject(source: ModelSource, config: BenchConfig) -> BenchTarget:
+def _setup(source: ModelSource, config: BenchConfig) -> BenchSetup:
     device, form = pick_device(config.device), low_precision_format(config.dtype)
     rules = rules_of(config.policy).for_environment(environment_of(device))
-    return BenchTarget(source, device, form, rules, config.train, config.seed, config.target)
+    return BenchSetup(source, device, form, rules, config.train, config.seed, config.target)
 
 
 def _notes(config: BenchConfig, kind: str) -> Iterator[str]:
@@ -105,21 +105,21 @@ def _notes(config: BenchConfig, kind: str) -> Iterator[str]:
         )
 
 
-def _of_size(subject: BenchTarget, size: int, config: BenchConfig) -> tuple[list[BenchRow], bool]:
-    """The rows of a size, and whether it was interrupted: then of modes that were timed at least once."""
-    lanes: list[Lane] = []
+def _of_size(setup: BenchSetup, size: int, config: BenchConfig) -> tuple[list[BenchRow], bool]:
+    """Measure one size; if interrupted, the rows are of modes that were timed at least once."""
+    runs: list[ModeRun] = []
     interrupted = False
     try:
         for index, mode in enumerate(config.modes):
             config.on_progress(f"preparing batch size {size}", index, len(config.modes))
-            lanes.append(prepared(mode, subject, size))
+            runs.append(start_run(mode, setup, size))
         for repeat in range(config.repeats):
             config.on_progress(f"timing batch size {size}", repeat, config.repeats)
-            for lane in lanes:
-                if lane.built is not None:
-                    timed(lane, subject.device)
+            for run in runs:
+                if run.runner is not None:
+                    time_step(run, setup.device)
     except KeyboardInterrupt:
         interrupted = True
-        lanes = [lane for lane in lanes if lane.seconds or lane.row.status != "ok"]
-    exact = next((lane.output for lane in lanes if lane.row.mode == "fp32" and lane.output), ())
-    return [finished(lane, exact) for lane in lanes], interrupted
+        runs = [run for run in runs if run.seconds or run.row.status != "ok"]
+    exact = next((run.output for run in runs if run.row.mode == "fp32" and run.output), ())
+    return [finish_run(run, exact) for run in runs], interrupted

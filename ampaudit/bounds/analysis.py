@@ -1,4 +1,4 @@
-"""Walks the graph once and bounds every value: what no input of the domain can leave."""
+"""Bounds every value of a graph over a whole domain of inputs, in one walk."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.bounds import elements, elementwise, functions, norms, products, reductions, shapes
+from ampaudit.bounds import elementwise, functions, norms, products, reductions, shapes
+from ampaudit.bounds import indexing as elements
 from ampaudit.bounds.interval import Interval, between, symmetric
 from ampaudit.bounds.memory import without_visible_writes, written_memory
-from ampaudit.bounds.stored import UNIT_ROUNDOFF, anything, format_of, stored
+from ampaudit.bounds.stored import UNIT_ROUNDOFF, any_value, format_of, stored
 from ampaudit.bounds.table import Bound, BoundTable
-from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered, arguments_of
+from ampaudit.bounds.transfers import TRANSFERS, OpCall, RegisteredTransfer, arguments_of
 from ampaudit.bounds.weights import KnownWeights
 from ampaudit.core.assumptions import Assumption
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.trace.functional import WriteThrough, overload_of
 from ampaudit.trace.graph import Placeholder, Role, Slot, TracedModel
-from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import CAST_OPS, base_name
-from ampaudit.trace.sizes import UNKNOWN_SIZE, sizes_of
+from ampaudit.trace.values import UNKNOWN_SIZE, SharedMemory, sizes_of
 
 __all__ = ["bound"]
 
@@ -33,7 +33,7 @@ _REGISTERED = (elements, elementwise, functions, norms, products, reductions, sh
 
 
 def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFormat) -> BoundTable:
-    """Bounds for every site of a graph.
+    """Bound every site of a graph.
 
     A value of an op in 16 bits that is not proved is taken to lie within the format from there on: were it
     not, it would be infinite, and that is the fault of its site alone. So a proof says: as long as nothing
@@ -45,10 +45,10 @@ def bound(traced: TracedModel, domain: Mapping[str, Assumption], form: NumberFor
         form: the 16-bit format of the run.
     """
     with torch.no_grad():
-        return _Pass(traced, domain, form).run()
+        return _BoundPass(traced, domain, form).run()
 
 
-class _Pass:
+class _BoundPass:
     """One walk through a graph without writes in place.
 
     Args:
@@ -64,7 +64,7 @@ class _Pass:
         self._form = form
         self._sites = traced.site_of_node
         self._weights = KnownWeights()
-        self._spans = _Spans(self._weights)
+        self._intervals = _Intervals(self._weights)
         self._bounds: dict[SiteId, Bound] = {}
         self._uncovered: dict[str, None] = {}
         self._failed: dict[str, None] = {}
@@ -81,7 +81,7 @@ class _Pass:
                 self._call(node)
         return BoundTable(
             self._bounds,
-            {node.name: found for node, found in self._spans.items()},
+            {node.name: found for node, found in self._intervals.items()},
             tuple(self._domain.values()),
             tuple(sorted(self._uncovered)),
             tuple(self._failed),
@@ -92,10 +92,10 @@ class _Pass:
         shape, dtype = sizes_of(value), value.dtype
         changed = self._hidden if place.slot is Slot.INPUT else self._written
         if changed and not changed.isdisjoint(self._memory.of(value)):
-            self._spans[node] = anything(shape, dtype)
+            self._intervals[node] = any_value(shape, dtype)
         elif place.slot is Slot.INPUT:
             given = self._domain[node.name]
-            self._spans[node] = stored(between(shape, given.low, given.high), dtype)
+            self._intervals[node] = stored(between(shape, given.low, given.high), dtype)
         else:
             tensor = self._traced.tensors[node.name].detach()
             self._weights.given(node, tensor, dtype, constant=place.slot is not Slot.PARAMETER)
@@ -104,9 +104,9 @@ class _Pass:
         value = node.meta.get("val")
         if node.target is operator.getitem:
             source, index = node.args
-            items = self._spans[source]  # type: ignore[index]
+            items = self._intervals[source]  # type: ignore[index]
             known = isinstance(items, list) and isinstance(index, int)
-            self._spans[node] = items[index] if known else _unknown(value)
+            self._intervals[node] = items[index] if known else _unknown(value)
             return
         op = overload_of(node.target)
         entry = TRANSFERS.get(op) if op is not None else None
@@ -120,10 +120,10 @@ class _Pass:
         if entry is None or not entry.moves:
             exact = entry is not None and entry.exact and base_name(op) not in CAST_OPS  # type: ignore[arg-type]
             intervals = [_kept(s, d, exact=exact) for s, d in zip(intervals, _dtypes(value), strict=False)]
-        self._spans[node] = intervals if isinstance(found, list) else intervals[0]
+        self._intervals[node] = intervals if isinstance(found, list) else intervals[0]
 
     def _transferred(
-        self, node: fx.Node, op: OpOverload | None, entry: Registered | None
+        self, node: fx.Node, op: OpOverload | None, entry: RegisteredTransfer | None
     ) -> Interval | list[Interval]:
         value = node.meta.get("val")
         if isinstance(node.target, WriteThrough):
@@ -140,7 +140,9 @@ class _Pass:
             return _unknown(value)
         if not entry.integers and not any(d is None or d.is_floating_point for d in _dtypes(value)):
             return _unknown(value)
-        call = OpCall(node, op, arguments_of(op, node), self._spans, self._weights, self._form.max, shapes)
+        call = OpCall(
+            node, op, arguments_of(op, node), self._intervals, self._weights, self._form.max, shapes
+        )
         try:
             found = entry.function(call)
         except (ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -154,7 +156,7 @@ class _Pass:
         return found
 
     def _sizes(self, node: fx.Node) -> Iterable[int]:
-        found = self._spans.get(node)
+        found = self._intervals.get(node)
         if isinstance(found, list):
             return [size for interval in found for size in interval.shape]
         return self._weights[node].tensor.shape if found is None else found.shape
@@ -166,11 +168,11 @@ class _Pass:
         return _unknown(value)
 
     def _hull(self, node: fx.Node) -> Interval:
-        """A value of which a part was written: within the ends of both."""
+        """Bound a value of which a part was written by the ends of both."""
         value = node.meta["val"]
         if any(source.meta["val"].dtype is not value.dtype for source in node.all_input_nodes):
-            return anything(sizes_of(value), value.dtype)  # bytes of numbers
-        both = [self._spans[source] for source in node.all_input_nodes]
+            return any_value(sizes_of(value), value.dtype)  # bytes of numbers
+        both = [self._intervals[source] for source in node.all_input_nodes]
         filled = [interval for interval in both if isinstance(interval, Interval) and 0 not in interval.shape]
         low = min((float(interval.low.amin()) for interval in filled), default=0.0)
         high = max((float(interval.high.amax()) for interval in filled), default=0.0)
@@ -194,15 +196,15 @@ class _Pass:
         name = base_name(op) if op is not None else ""
         if name not in norms.CENTRED and name not in norms.PLAIN:
             return None
-        x = self._spans[node.all_input_nodes[0]]
+        x = self._intervals[node.all_input_nodes[0]]
         if not isinstance(x, Interval) or 0 in x.shape:
             return None
         reach = float(x.high.amax() - x.low.amin()) if name in norms.CENTRED else x.peak
         return reach * reach * (1 + 2.0**-7)
 
 
-class _Spans(dict[fx.Node, Any]):
-    """Spans by node; those of weights are worked out when somebody asks."""
+class _Intervals(dict[fx.Node, Any]):
+    """Intervals by node; those of weights are computed when they are needed."""
 
     def __init__(self, weights: KnownWeights) -> None:
         super().__init__()
@@ -222,7 +224,7 @@ def _kept(interval: Interval, dtype: torch.dtype | None, *, exact: bool) -> Inte
 
 
 def _fits(found: Interval | list[Interval], shapes: list[tuple[int, ...]], *, several: bool) -> bool:
-    """Whether intervals are as many, and as large, as the values, and have ends in order."""
+    """Whether the intervals match the number and shapes of the values, and have ordered ends."""
     intervals = found if isinstance(found, list) else [found]
     if [interval.shape for interval in intervals] != shapes or isinstance(found, list) != several:
         return False
@@ -239,7 +241,7 @@ def _sound(interval: Interval) -> bool:
 
 
 def _unknown(value: Any) -> Interval | list[Interval]:
-    items = [anything(sizes_of(item), item.dtype) for item in _items(value)]
+    items = [any_value(sizes_of(item), item.dtype) for item in _items(value)]
     return items if isinstance(value, list | tuple) else (items or [symmetric((), math.inf)])[0]
 
 

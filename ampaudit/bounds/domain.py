@@ -1,4 +1,4 @@
-"""What is assumed about a model's inputs: stated, the rows of a table, or the batches' own range."""
+"""Determines the range of each input: as stated, an embedding's rows, or the range of the batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["assumptions", "contains"]
 def assumptions(
     traced: TracedModel, batches: Sequence[Sequence[torch.Tensor]], stated: Iterable[str]
 ) -> dict[str, Assumption]:
-    """The range of each input of the graph, by placeholder.
+    """Return the range of each input of the graph, by placeholder.
 
     Args:
         traced: the graph.

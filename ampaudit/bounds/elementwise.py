@@ -11,7 +11,7 @@ import torch
 from ampaudit.bounds.interval import Interval, between, unbounded
 from ampaudit.bounds.patterns import is_normalized, is_shifted_by_maximum
 from ampaudit.bounds.stored import UNIT_ROUNDOFF, rounding
-from ampaudit.bounds.transfers import ELEMENTARY, OpCall, shaped, transfer
+from ampaudit.bounds.transfers import ELEMENTARY, OpCall, output_interval, transfer
 from ampaudit.core.formats import FLOAT32
 
 __all__: list[str] = []
@@ -49,7 +49,7 @@ def _sum(call: OpCall, a: Interval, b: Interval, factor: float) -> Interval:
     axes = set(_aligned(call, a)) | set(_aligned(call, b))
     size = abs(factor)
     norms = {axis: _norm_of(call, a, axis) + size * _norm_of(call, b, axis) for axis in axes}
-    result = shaped(call, a.low + scaled[0], a.high + scaled[1], norms)
+    result = output_interval(call, a.low + scaled[0], a.high + scaled[1], norms)
     if (a.mean is not None or b.mean is not None) and call.shape:
         result = replace(result, mean=_mean_of(call, a) + size * _mean_of(call, b))
     return result
@@ -63,23 +63,14 @@ def sorted_ends(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor
 @transfer("add.Tensor", "add.Scalar", integers=True)
 def add(call: OpCall) -> Interval:
     """``self + alpha * other``."""
-    alpha = call.number("alpha")
-    if alpha is None:
-        return unbounded(call.shape)
-    return _scaled_rounding(
-        call, _sum(call, call.interval("self"), call.interval("other"), alpha), "other", alpha
-    )
+    return _weighted_sum(call, "self", "other", 1)
 
 
 @transfer("sub.Tensor", "sub.Scalar", "subtract.Tensor", integers=True)
 def subtract(call: OpCall) -> Interval:
     """``self - alpha * other``, which is at most 0 if other is self's maximum."""
-    alpha = call.number("alpha")
-    if alpha is None:
-        return unbounded(call.shape)
-    result = _sum(call, call.interval("self"), call.interval("other"), -alpha)
-    result = _scaled_rounding(call, result, "other", alpha)
-    if alpha == 1 and is_shifted_by_maximum(call.node, call.arg("self"), call.arg("other")):
+    result = _weighted_sum(call, "self", "other", -1)
+    if call.number("alpha") == 1 and is_shifted_by_maximum(call.node, call.arg("self"), call.arg("other")):
         result = replace(result, high=result.high.clamp(max=0.0))
     return result
 
@@ -87,11 +78,16 @@ def subtract(call: OpCall) -> Interval:
 @transfer("rsub.Tensor", "rsub.Scalar", integers=True)
 def reversed_subtract(call: OpCall) -> Interval:
     """``other - alpha * self``."""
+    return _weighted_sum(call, "other", "self", -1)
+
+
+def _weighted_sum(call: OpCall, first: str, second: str, sign: int) -> Interval:
+    """``first + sign * alpha * second``."""
     alpha = call.number("alpha")
     if alpha is None:
         return unbounded(call.shape)
-    result = _sum(call, call.interval("other"), call.interval("self"), -alpha)
-    return _scaled_rounding(call, result, "self", alpha)
+    result = _sum(call, call.interval(first), call.interval(second), sign * alpha)
+    return _scaled_rounding(call, result, second, alpha)
 
 
 def _scaled_rounding(call: OpCall, result: Interval, operand: str, alpha: float) -> Interval:
@@ -120,7 +116,7 @@ def multiply(call: OpCall) -> Interval:
     norms = {axis: product(norm, b.magnitude.amax()) for axis, norm in _aligned(call, a).items()}
     for axis, norm in _aligned(call, b).items():
         norms.setdefault(axis, product(norm, a.magnitude.amax()))
-    return shaped(call, low, high, norms)
+    return output_interval(call, low, high, norms)
 
 
 def extremes(a: Interval, *factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,10 +145,10 @@ def divide(call: OpCall) -> Interval:
         return unbounded(call.shape)
     low, high = extremes(a, 1.0 / b.low, 1.0 / b.high)
     if whole:
-        return shaped(call, low - 1.0, high + 1.0).widened(ELEMENTARY)
+        return output_interval(call, low - 1.0, high + 1.0).widened(ELEMENTARY)
     smallest = torch.minimum(b.low.abs(), b.high.abs()).amin()
     norms = {axis: product(norm, 1.0 / smallest) for axis, norm in _aligned(call, a).items()}
-    return shaped(call, low, high, norms)
+    return output_interval(call, low, high, norms)
 
 
 @transfer("pow.Tensor_Scalar")
@@ -173,7 +169,7 @@ def power(call: OpCall) -> Interval:
     slack = ELEMENTARY * max(abs(exponent), 1.0) + 4 * rounding(call.dtype)[0]
     if not exponent.is_integer():  # its own rounding counts as often as log(x), at most 104 in float32
         slack += 2 * 104 * UNIT_ROUNDOFF * abs(exponent)
-    return _kept_sign(shaped(call, low, high), slack)
+    return _kept_sign(output_interval(call, low, high), slack)
 
 
 @transfer("pow.Scalar")
@@ -186,7 +182,7 @@ def power_of_number(call: OpCall) -> Interval:
     low, high = sorted_ends(wide.pow(x.low), wide.pow(x.high))
     # the base is rounded to float32 at worst, which x powers make x times as much
     slack = ELEMENTARY * max(x.peak, 1.0) if x.bounded else 0.0
-    return _kept_sign(shaped(call, low, high), slack)
+    return _kept_sign(output_interval(call, low, high), slack)
 
 
 def _kept_sign(result: Interval, slack: float) -> Interval:
@@ -199,14 +195,14 @@ def square(call: OpCall) -> Interval:
     """x^2: from 0, where the input may be 0, to the larger square."""
     x = call.interval("self")
     low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, torch.minimum(x.low.square(), x.high.square()))
-    return shaped(call, low, x.magnitude.square())
+    return output_interval(call, low, x.magnitude.square())
 
 
 @transfer("neg", "negative", exact=True)
 def negate(call: OpCall) -> Interval:
     """Ends swap."""
     x = call.interval("self")
-    return shaped(call, -x.high, -x.low, x.norms)
+    return output_interval(call, -x.high, -x.low, x.norms)
 
 
 @transfer("abs", "absolute", exact=True)
@@ -214,7 +210,7 @@ def absolute(call: OpCall) -> Interval:
     """From the end nearer to zero, or zero, to the farther one."""
     x = call.interval("self")
     low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, torch.minimum(x.low.abs(), x.high.abs()))
-    return shaped(call, low, x.magnitude, x.norms)
+    return output_interval(call, low, x.magnitude, x.norms)
 
 
 _CLAMPS = "clamp clamp.Tensor clip clip.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor"
@@ -231,7 +227,7 @@ def clamp(call: OpCall) -> Interval:
     if call.has("max"):
         most = call.interval("max")
         low, high = torch.minimum(low, most.low), torch.minimum(high, most.high)
-    return shaped(call, low, high)
+    return output_interval(call, low, high)
 
 
 @transfer("hardtanh")
@@ -242,21 +238,21 @@ def hard_tanh(call: OpCall) -> Interval:
         return unbounded(call.shape)
     limits = call.interval("min_val"), call.interval("max_val")
     low, high = torch.maximum(x.low, limits[0].low), torch.maximum(x.high, limits[0].high)
-    return shaped(call, torch.minimum(low, limits[1].low), torch.minimum(high, limits[1].high))
+    return output_interval(call, torch.minimum(low, limits[1].low), torch.minimum(high, limits[1].high))
 
 
 @transfer("maximum", "max.other", exact=True)
 def maximum(call: OpCall) -> Interval:
     """The larger of both ends."""
     a, b = call.interval("self"), call.interval("other")
-    return shaped(call, torch.maximum(a.low, b.low), torch.maximum(a.high, b.high))
+    return output_interval(call, torch.maximum(a.low, b.low), torch.maximum(a.high, b.high))
 
 
 @transfer("minimum", "min.other", exact=True)
 def minimum(call: OpCall) -> Interval:
     """The smaller of both ends."""
     a, b = call.interval("self"), call.interval("other")
-    return shaped(call, torch.minimum(a.low, b.low), torch.minimum(a.high, b.high))
+    return output_interval(call, torch.minimum(a.low, b.low), torch.minimum(a.high, b.high))
 
 
 @transfer("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar", exact=True)
@@ -275,7 +271,7 @@ def masked_fill(call: OpCall) -> Interval:
 
 def _either(call: OpCall, first: str, second: str) -> Interval:
     a, b = call.interval(first), call.interval(second)
-    return shaped(call, torch.minimum(a.low, b.low), torch.maximum(a.high, b.high))
+    return output_interval(call, torch.minimum(a.low, b.low), torch.maximum(a.high, b.high))
 
 
 _COMPARISONS = [f"{op}.{kind}" for op in "eq ne lt le gt ge".split() for kind in ("Tensor", "Scalar")]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ampaudit.bounds.elementwise import sorted_ends
 from ampaudit.bounds.interval import Interval, symmetric, unbounded
 from ampaudit.bounds.stored import rounding
-from ampaudit.bounds.transfers import ELEMENTARY, OpCall, shaped, transfer
+from ampaudit.bounds.transfers import ELEMENTARY, OpCall, output_interval, transfer
 from ampaudit.core.formats import FLOAT32
 
 __all__: list[str] = []
@@ -51,7 +51,7 @@ def _monotone(
             return unbounded(call.shape)
         lowest = function(x.low).nan_to_num(low, math.inf, -math.inf).clamp(low, high)
         highest = function(x.high).nan_to_num(high, math.inf, -math.inf).clamp(low, high)
-        found = shaped(call, lowest, highest, x.norms if shrinks else {})
+        found = output_interval(call, lowest, highest, x.norms if shrinks else {})
         wide = found if exact else found.widened(ELEMENTARY, absolute)
         return replace(wide, low=wide.low.clamp(min=low), high=wide.high.clamp(max=_above(high)))
 
@@ -90,7 +90,7 @@ def softplus(call: OpCall) -> Interval:
         return unbounded(call.shape)
     x = call.interval("self")
     low, high = torch.log1p(x.low.exp()), torch.maximum(torch.log1p(x.high.exp()), x.high)
-    wide = shaped(call, torch.maximum(low.nan_to_num(0.0, math.inf), x.low.clamp(min=0.0)), high)
+    wide = output_interval(call, torch.maximum(low.nan_to_num(0.0, math.inf), x.low.clamp(min=0.0)), high)
     wide = wide.widened(ELEMENTARY, ELEMENTARY)
     return replace(wide, low=wide.low.clamp(min=0.0))
 
@@ -103,7 +103,7 @@ def reciprocal_root(call: OpCall) -> Interval:
         return unbounded(call.shape)
     # some kernels round the root to 16 bits before they divide
     slack = ELEMENTARY + 2 * rounding(call.dtype)[0]
-    return shaped(call, torch.rsqrt(x.high), torch.rsqrt(x.low)).widened(slack)
+    return output_interval(call, torch.rsqrt(x.high), torch.rsqrt(x.low)).widened(slack)
 
 
 @transfer("reciprocal")
@@ -112,7 +112,7 @@ def reciprocal(call: OpCall) -> Interval:
     x = call.interval("self")
     if bool(((x.low <= 0) & (x.high >= 0)).any()):
         return unbounded(call.shape)
-    return shaped(call, 1 / x.high, 1 / x.low).widened(ELEMENTARY)
+    return output_interval(call, 1 / x.high, 1 / x.low).widened(ELEMENTARY)
 
 
 # activations x * s(x) with 0 <= s <= 1: no larger than x, and with a least value of their own
@@ -127,7 +127,7 @@ def gated(call: OpCall) -> Interval:
     if x.peak > FLOAT32.max / 8:  # hardswish multiplies by 6 first
         return unbounded(call.shape)
     low = torch.maximum(x.low.clamp(max=0.0), torch.tensor(_MINIMA[call.name], dtype=torch.float64))
-    return shaped(call, low, x.high.clamp(min=0.0), x.norms).widened(ELEMENTARY, ELEMENTARY)
+    return output_interval(call, low, x.high.clamp(min=0.0), x.norms).widened(ELEMENTARY, ELEMENTARY)
 
 
 @transfer("leaky_relu")
@@ -158,7 +158,7 @@ def _bent(call: OpCall, x: Interval, least: float, most: float) -> Interval:
     passes = x.high > 0
     low = torch.where(x.low >= 0, x.low, torch.where(passes, low.clamp(max=0.0), low))
     high = torch.where(passes, torch.maximum(high, x.high), high)
-    return shaped(call, low, high).widened(ELEMENTARY)
+    return output_interval(call, low, high).widened(ELEMENTARY)
 
 
 @transfer("elu")
@@ -199,7 +199,7 @@ def _exponential(call: OpCall, alpha: float, inner: float, scale: float) -> Inte
     if alpha * inner < 0 or scale < 0:  # it may turn at 0
         low = torch.where((x.low < 0) & (x.high > 0), low.clamp(max=0.0), low)
         high = torch.where((x.low < 0) & (x.high > 0), high.clamp(min=0.0), high)
-    return shaped(call, low, high).widened(ELEMENTARY, abs(alpha) * ELEMENTARY)
+    return output_interval(call, low, high).widened(ELEMENTARY, abs(alpha) * ELEMENTARY)
 
 
 @transfer("sin", "cos")

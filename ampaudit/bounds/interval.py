@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ampaudit.trace.sizes import fits
+from ampaudit.trace.values import fits
 
-__all__ = ["Axes", "Interval", "between", "exactly", "finite", "symmetric", "unbounded"]
+__all__ = ["Axes", "Interval", "between", "finite", "from_tensor", "symmetric", "unbounded"]
 
 Axes = Mapping[int, torch.Tensor]
 # float64 arithmetic on ends is itself rounded; each result is widened by this much
@@ -175,7 +175,7 @@ def unbounded(shape: tuple[int, ...]) -> Interval:
     return symmetric(shape, math.inf)
 
 
-def exactly(value: torch.Tensor, largest: int = 1 << 16) -> Interval:
+def from_tensor(value: torch.Tensor, largest: int = 1 << 16) -> Interval:
     """A known tensor; of one with more elements than ``largest`` only the ends of its rows are kept."""
     shape = tuple(value.shape)
     wide = value.detach()

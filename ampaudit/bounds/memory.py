@@ -1,4 +1,4 @@
-"""Which values of a graph lie in memory that some op writes to."""
+"""Finds the values of a graph that lie in memory that some op writes to."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch._ops import OpOverload
 
 from ampaudit.trace.functional import OnCopy, functionalized, overload_of, writes_in_place
 from ampaudit.trace.graph import TracedModel
-from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import base_name, may_write, written_values
+from ampaudit.trace.values import SharedMemory
 
 _RESIZING = ("resize_", "resize_as_", "set_")  # what a view of such memory shows afterwards is not known
 
@@ -18,7 +18,7 @@ __all__ = ["without_visible_writes", "written_memory"]
 
 
 def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int], frozenset[int]]:
-    """Memory that some op of a graph writes to.
+    """Return the memory that some op of a graph writes to.
 
     Args:
         graph: with in-place ops, or with copies for them.
@@ -42,7 +42,7 @@ def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int
 
 
 def without_visible_writes(traced: TracedModel, memory: SharedMemory) -> TracedModel:
-    """The model with its in-place ops replaced, unless nobody would see a difference.
+    """Replace the model's in-place ops, unless that makes no visible difference.
 
     ``relu_(x)`` on an x that nobody else reads is as good as ``relu(x)``, and needs no copy of the graph.
     """

@@ -9,14 +9,21 @@ import torch
 
 from ampaudit.bounds.interval import Interval, unbounded
 from ampaudit.bounds.stored import UNIT_ROUNDOFF
-from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, Known, OpCall, accumulated, shaped, transfer
+from ampaudit.bounds.transfers import (
+    ELEMENTARY,
+    MAX_ROOT,
+    KnownTensor,
+    OpCall,
+    output_interval,
+    summation_error,
+    transfer,
+)
 from ampaudit.core.formats import FLOAT32
 
 __all__ = ["CENTRED", "PLAIN"]
 
 CENTRED = ("layer_norm", "group_norm", "var", "std", "var_mean", "std_mean")
 PLAIN = ("rms_norm", "linalg_vector_norm", "norm", "cosine_similarity")
-MIN_EPS = 2.0**-126  # below, it may be 0 in float32
 LOOSE = 2.0**-7  # of a float32 variance, where its row is not all but constant
 INNER = 1 + 2.0**-8 + ELEMENTARY  # a normalized value may be rounded to 16 bits before it is scaled
 
@@ -33,14 +40,14 @@ def layer_norm(call: OpCall) -> Interval:
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
     size, axes = math.prod(normalized), len(normalized)
     x = call.interval("input")
-    if eps is None or eps < MIN_EPS or not size or x.peak * math.sqrt(size) >= MAX_ROOT:
+    if eps is None or eps < FLOAT32.min_normal or not size or x.peak * math.sqrt(size) >= MAX_ROOT:
         return unbounded(call.shape)
     mean = x.row_mean if axes == 1 else x.peak
     length = math.sqrt(size) * (1 + LOOSE)
-    off = _cancelled(mean, eps)
+    off = _cancellation_error(mean, eps)
     if axes > 1:
         return _affine(call, length + off, None, axes)
-    row = _Row(length + off * math.sqrt(size), off + min(1.0, accumulated(size) * mean / math.sqrt(eps)))
+    row = _Row(length + off * math.sqrt(size), off + min(1.0, summation_error(size) * mean / math.sqrt(eps)))
     return _affine(call, length + off, row, axes)
 
 
@@ -50,9 +57,9 @@ def rms_norm(call: OpCall) -> Interval:
     call.ignore("input")
     normalized, eps = call.arg("normalized_shape"), call.number("eps")
     size, axes = math.prod(normalized), len(normalized)
-    if (eps is not None and eps < MIN_EPS) or not size:  # a row of zeros is NaN
+    if (eps is not None and eps < FLOAT32.min_normal) or not size:  # a row of zeros is NaN
         return unbounded(call.shape)
-    length = math.sqrt(size) * (1 + ELEMENTARY + accumulated(size + 4))
+    length = math.sqrt(size) * (1 + ELEMENTARY + summation_error(size + 4))
     return _affine(call, length, _Row(length) if axes == 1 else None, axes)
 
 
@@ -61,20 +68,20 @@ def group_norm(call: OpCall) -> Interval:
     """As a layer norm over the elements of a group; the affine part is per channel."""
     call.ignore("cudnn_enabled")
     groups, eps, x = call.number("num_groups"), call.number("eps"), call.interval("input")
-    if not groups or eps is None or eps < MIN_EPS or not math.prod(call.shape[1:]):
+    if not groups or eps is None or eps < FLOAT32.min_normal or not math.prod(call.shape[1:]):
         return unbounded(call.shape)
     size = math.prod(call.shape[1:]) // int(groups)
     if x.peak * math.sqrt(size) >= MAX_ROOT:
         return unbounded(call.shape)
     # computed as x * scale + (bias - mean * scale): each term, and each factor, is rounded by itself
-    core = math.sqrt(size) * (1 + LOOSE) + _cancelled(x.peak, eps, 5)
+    core = math.sqrt(size) * (1 + LOOSE) + _cancellation_error(x.peak, eps, 5)
     if not call.arg("input").meta["val"].is_contiguous():
         # a kernel for channels last takes the mean of squares less the square of the mean, which cancel
-        core *= math.sqrt(1 + 2 * accumulated(size + 4) * x.peak * x.peak / eps)
+        core *= math.sqrt(1 + 2 * summation_error(size + 4) * x.peak * x.peak / eps)
     return _per_channel(call, core)
 
 
-def _cancelled(mean: float, eps: float, roundings: int = 2) -> float:
+def _cancellation_error(mean: float, eps: float, roundings: int = 2) -> float:
     return roundings * UNIT_ROUNDOFF * mean / math.sqrt(eps)
 
 
@@ -99,7 +106,7 @@ def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Interval:
     )
     widest, reach, edge = _scaled(core, scale, shift, weight, bias)
     low, high = shift - reach - edge, shift + reach + edge
-    found = shaped(call, low, high)
+    found = output_interval(call, low, high)
     if row is None:
         return found
     repeated = 1.0 if bias.tensor.ndim else math.sqrt(call.shape[-1])
@@ -110,7 +117,7 @@ def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Interval:
 
 
 def _scaled(
-    core: float, scale: torch.Tensor, shift: torch.Tensor, weight: Known, bias: Known
+    core: float, scale: torch.Tensor, shift: torch.Tensor, weight: KnownTensor, bias: KnownTensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The largest scale that the graph may hold, what the core becomes, and how far the shift may be off."""
     widest = scale.abs() * (1 + weight.relative) + weight.absolute
@@ -127,10 +134,10 @@ def _mean(widest: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, row: _
     return uneven * row.length + rounded + steady + float(shift.mean().abs())
 
 
-def _known(call: OpCall, name: str, default: float) -> Known | None:
+def _known(call: OpCall, name: str, default: float) -> KnownTensor | None:
     """A weight's value; 1 or 0 where there is none."""
     if not call.has(name):
-        return Known(torch.tensor(default))
+        return KnownTensor(torch.tensor(default))
     return call.weight(name)
 
 
@@ -141,7 +148,7 @@ def _per_channel(call: OpCall, core: float) -> Interval:
     shape = (1, -1) + (1,) * (len(call.shape) - 2)
     scale, shift = (k.tensor.double().reshape(shape) for k in (weight, bias))
     _, reach, edge = _scaled(core, scale, shift, weight, bias)
-    return shaped(call, shift - reach - edge, shift + reach + edge)
+    return output_interval(call, shift - reach - edge, shift + reach + edge)
 
 
 @transfer("batch_norm")
@@ -149,7 +156,7 @@ def batch_norm(call: OpCall) -> Interval:
     """With stored statistics, a scale and a shift per channel; in training, a norm over the batch."""
     call.ignore("cudnn_enabled", "momentum")
     shape, eps, training = call.shape, call.number("eps"), call.arg("training")
-    if eps is None or eps < MIN_EPS or len(shape) < 2:
+    if eps is None or eps < FLOAT32.min_normal or len(shape) < 2:
         return unbounded(shape)
     x = call.interval("input")
     if not training:
@@ -159,7 +166,7 @@ def batch_norm(call: OpCall) -> Interval:
     # some kernels keep 1/sqrt(variance + eps) in the dtype of the input
     if x.peak * math.sqrt(size) >= MAX_ROOT or 1 / math.sqrt(eps) >= call.limit:
         return unbounded(shape)
-    return _per_channel(call, math.sqrt(size) * (1 + LOOSE) + _cancelled(x.peak, eps, 5))
+    return _per_channel(call, math.sqrt(size) * (1 + LOOSE) + _cancellation_error(x.peak, eps, 5))
 
 
 def _stored_statistics(call: OpCall, x: Interval, eps: float) -> Interval:
@@ -183,7 +190,7 @@ def _stored_statistics(call: OpCall, x: Interval, eps: float) -> Interval:
     if bool(((x.magnitude + mean.abs()) * scale >= FLOAT32.max / 2).any()):
         return unbounded(shape)
     reach = scale * distance
-    return shaped(call, bias - reach - edge, bias + reach + edge)
+    return output_interval(call, bias - reach - edge, bias + reach + edge)
 
 
 @transfer("softmax.int", "_softmax")
@@ -195,7 +202,7 @@ def softmax(call: OpCall) -> Interval:
     shape = call.shape
     axis = int(dim) % max(len(shape), 1)
     one = torch.ones((1,) * len(shape), dtype=torch.float64)
-    slack = 1 + accumulated(shape[axis] + 16 if shape else 1) + ELEMENTARY
+    slack = 1 + summation_error(shape[axis] + 16 if shape else 1) + ELEMENTARY
     return Interval(shape, one * 0, one * (1 + ELEMENTARY), sums={axis: one * slack} if shape else {})
 
 

@@ -1,4 +1,4 @@
-"""Norms and stable exponentials written out in several ops, proved from the graph around them.
+"""Recognizes norms and stable exponentials that are written out in several ops.
 
 A pattern matches only if the graph says so: the same value (behind casts that lose nothing), the same axes,
 kept as axes of size 1 so that broadcasting brings each row its own statistic, a factor of one, and eps
@@ -17,13 +17,14 @@ from torch._ops import OpOverload
 
 from ampaudit.bounds.interval import Interval, symmetric
 from ampaudit.bounds.stored import format_of
-from ampaudit.bounds.transfers import accumulated, arguments_of
-from ampaudit.trace.sizes import sizes_of
+from ampaudit.bounds.transfers import arguments_of, summation_error
+from ampaudit.trace.values import sizes_of
 
 __all__ = ["is_normalized", "is_shifted_by_maximum"]
 
 SLACK = 2.0**-6
-MIN_EPS = 1e-10  # what a float16 value is rounded by, 2^-25, times 1/sqrt(eps) must stay below the slack
+# what a float16 value is rounded by, 2^-25, times 1/sqrt(eps) must stay below the slack
+MIN_STABLE_EPS = 1e-10
 
 aten = torch.ops.aten
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
@@ -68,7 +69,7 @@ def is_normalized(node: fx.Node, value: Any, factor: Any, *, divided: bool = Fal
     kept = sizes_of(mean.meta["val"]) or (1,) * len(shape)
     axes = [axis for axis, size in enumerate(shape) if size != kept[axis]]
     terms = math.prod(shape[axis] for axis in axes)
-    reach = math.sqrt(terms) * (1.0 + SLACK + accumulated(terms + 4)) + SLACK
+    reach = math.sqrt(terms) * (1.0 + SLACK + summation_error(terms + 4)) + SLACK
     interval = symmetric(shape, reach)
     return Interval(
         interval.shape, interval.low, interval.high, {axes[0]: interval.high} if len(axes) == 1 else {}
@@ -138,7 +139,7 @@ def _plus_eps(node: fx.Node) -> fx.Node | None:
         return None
     given = _arguments(node)
     mean, eps = given["self"], given["other"]
-    small = isinstance(eps, float) and eps >= MIN_EPS and given["alpha"] == 1
+    small = isinstance(eps, float) and eps >= MIN_STABLE_EPS and given["alpha"] == 1
     return _exact(mean) if small and isinstance(mean, fx.Node) else None
 
 

@@ -10,7 +10,7 @@ import torch
 from ampaudit.bounds.elementwise import product as times
 from ampaudit.bounds.interval import Interval, finite, symmetric, unbounded
 from ampaudit.bounds.stored import rounding
-from ampaudit.bounds.transfers import VANISHING, Known, OpCall, accumulated, transfer
+from ampaudit.bounds.transfers import VANISHING, KnownTensor, OpCall, summation_error, transfer
 from ampaudit.core.formats import FLOAT32
 
 __all__: list[str] = []
@@ -39,49 +39,53 @@ def addmm(call: OpCall) -> Interval:
     return _affine_rows(call, x, replace(weight, tensor=weight.tensor.t()), bias)
 
 
-_NO_BIAS = Known(torch.zeros(()))
+_NO_BIAS = KnownTensor(torch.zeros(()))
 
 
-def _bias(call: OpCall, name: str) -> Known | None:
+def _bias(call: OpCall, name: str) -> KnownTensor | None:
     return call.weight(name) if call.has(name) else _NO_BIAS
 
 
-def _affine_rows(call: OpCall, x: Interval, weight: Known, bias: Known) -> Interval:
+def _affine_rows(call: OpCall, x: Interval, weight: KnownTensor, bias: KnownTensor) -> Interval:
     rows_of, size = weight.tensor, weight.tensor.shape[1]
     rows = torch.linalg.vector_norm(rows_of, dim=1).double()
-    rows = rows * (1 + accumulated(size) + weight.relative) + (weight.absolute + VANISHING) * math.sqrt(size)
+    rows = rows * (1 + summation_error(size) + weight.relative) + (weight.absolute + VANISHING) * math.sqrt(
+        size
+    )
     shift = bias.tensor.double()
     edge = shift.abs() * bias.relative + bias.absolute
     norm = x.norm(-1)
     reach = times(rows, norm)
-    result = Interval(call.shape, *_around(shift, reach * (1 + accumulated(size + 1)) + edge))
+    result = Interval(call.shape, *_around(shift, reach * (1 + summation_error(size + 1)) + edge))
     # end by end is sharper where nothing is known of norms but what the ends say themselves
     known = x.norms.get(len(x.shape) - 1)
     if known is None or (result.peak > call.limit and bool((x.only().norm(-1) <= known).all())):
         result = result.within(_by_ends(call, x, weight, shift, edge))
     repeated = 1.0 if bias is _NO_BIAS or bias.tensor.numel() == len(rows) else math.sqrt(len(rows))
     length = times(rows.square().sum().sqrt(), norm) + (shift.abs() + edge).square().sum().sqrt() * repeated
-    length = length * (1 + accumulated(size + 1))
+    length = length * (1 + summation_error(size + 1))
     mean = float((times(_average(weight, rows), norm) + shift.mean().abs() + edge.mean()).amax())
-    mean += float(length.amax()) * accumulated(size + 1) + weight.absolute * float(x.sum(-1).amax())
+    mean += float(length.amax()) * summation_error(size + 1) + weight.absolute * float(x.sum(-1).amax())
     return Interval(call.shape, result.low, result.high, {len(call.shape) - 1: length}, mean=mean)
 
 
-def _average(weight: Known, rows: torch.Tensor) -> torch.Tensor:
+def _average(weight: KnownTensor, rows: torch.Tensor) -> torch.Tensor:
     """The norm of the mean of a weight's rows, with the errors of float32 and of rounding the weight."""
     tensor, count = weight.tensor, len(rows)
     found = (tensor.t() @ tensor.new_ones(count)).double().norm() / count
-    found = found + accumulated(count) * rows.square().sum().sqrt() / math.sqrt(count)
+    found = found + summation_error(count) * rows.square().sum().sqrt() / math.sqrt(count)
     total: torch.Tensor = found + weight.relative * rows.mean()
     return total
 
 
 def _around(middle: torch.Tensor, reach: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    extra = accumulated(1) * middle.abs()
+    extra = summation_error(1) * middle.abs()
     return middle - reach - extra, middle + reach + extra
 
 
-def _by_ends(call: OpCall, x: Interval, weight: Known, shift: torch.Tensor, edge: torch.Tensor) -> Interval:
+def _by_ends(
+    call: OpCall, x: Interval, weight: KnownTensor, shift: torch.Tensor, edge: torch.Tensor
+) -> Interval:
     if not x.bounded:
         return unbounded(call.shape)
     size = weight.tensor.shape[1]
@@ -93,7 +97,7 @@ def _by_ends(call: OpCall, x: Interval, weight: Known, shift: torch.Tensor, edge
     reach = (radius @ magnitude.t()).double()
     total = (torch.maximum(low.abs(), high.abs()).to(dtype) @ magnitude.t()).double()
     # float32 products here and in the model, and the rounding of the weights
-    off = total * (3 * accumulated(size + 2) + weight.relative) + weight.absolute * x.sum(-1)
+    off = total * (3 * summation_error(size + 2) + weight.relative) + weight.absolute * x.sum(-1)
     off = torch.where(total < FLOAT32.max / 2, off, torch.inf)
     low_end, high_end = _around(middle + shift, reach + off + edge)
     return Interval(call.shape, finite(low_end, -1), finite(high_end, 1))
@@ -117,12 +121,12 @@ def _product_of(shape: tuple[int, ...], a: Interval, b: Interval) -> Interval:
     inner, last = a.shape[-1], len(b.shape) - 1
     by_norm = times(a.norm(-1), b.norm(-2))
     by_sum = times(a.sum(-1), b.magnitude.amax(-2, keepdim=True))
-    reach = torch.minimum(by_norm, by_sum) * (1 + accumulated(inner))
+    reach = torch.minimum(by_norm, by_sum) * (1 + summation_error(inner))
     result = symmetric(shape, reach)
     norms = {}
     if last in b.norms or (len(a.shape) - 1) in a.sums:
         longest = b.norm(-1).amax(-2, keepdim=True)
-        row = times(a.sum(-1), longest) * (1 + accumulated(inner))
+        row = times(a.sum(-1), longest) * (1 + summation_error(inner))
         if shape[-1] == b.shape[-1]:
             norms[len(shape) - 1] = row.reshape((1,) * (len(shape) - row.ndim) + tuple(row.shape))
     return Interval(shape, result.low, result.high, norms)
@@ -138,7 +142,7 @@ def attention(call: OpCall) -> Interval:
     if rank < 2 or len(value.shape) != rank or not usual or not _has_finite_scores(call):
         return unbounded(call.shape)
     rows = value.over(-2)
-    slack = 1 + accumulated(value.shape[-2] + 8)
+    slack = 1 + summation_error(value.shape[-2] + 8)
     longest = value.norm(-1).amax(-2, keepdim=True) * slack
     low, high = rows.low, rows.high
     if rank > 2 and value.shape[:-2] != call.shape[:-2]:  # grouped queries: a head of V serves several of Q
@@ -181,11 +185,11 @@ def convolution(call: OpCall) -> Interval:
     terms = math.prod(weight.tensor.shape[1:])
     largest = torch.maximum(low.abs(), high.abs())
     total = ((positive - negative) * largest).sum(1)
-    relative = 3 * accumulated(terms + 2) + weight.relative
+    relative = 3 * summation_error(terms + 2) + weight.relative
     off = total * relative + weight.absolute * largest.sum(1) * math.prod(weight.tensor.shape[2:])
     off = torch.where(total < FLOAT32.max / 2, off, torch.inf)
     shift = bias.tensor.double().expand(out)
-    off = off + shift.abs() * (accumulated(2) + bias.relative) + bias.absolute
+    off = off + shift.abs() * (summation_error(2) + bias.relative) + bias.absolute
     shape = (1, out) + (1,) * (len(call.shape) - 2)
     return Interval(call.shape, (bottom + shift - off).reshape(shape), (top + shift + off).reshape(shape))
 
@@ -207,7 +211,7 @@ def embedding(call: OpCall) -> Interval:
     low, high = torch.aminmax(table.tensor, dim=0)
     longest = torch.linalg.vector_norm(table.tensor, dim=1).amax().double()
     length = table.tensor.shape[1]
-    longest = longest * (1 + accumulated(length)) + VANISHING * math.sqrt(length)
+    longest = longest * (1 + summation_error(length)) + VANISHING * math.sqrt(length)
     axis = len(call.shape) - 1
     ends = (1,) * axis + (table.tensor.shape[1],)
     norm = {axis: longest.reshape((1,) * (axis + 1))}

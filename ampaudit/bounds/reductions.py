@@ -11,9 +11,9 @@ import torch
 
 from ampaudit.bounds.interval import Interval, between, unbounded
 from ampaudit.bounds.stored import rounding
-from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, accumulated, transfer
+from ampaudit.bounds.transfers import ELEMENTARY, MAX_ROOT, OpCall, summation_error, transfer
 from ampaudit.core.formats import FLOAT32
-from ampaudit.trace.sizes import sizes_of
+from ampaudit.trace.values import sizes_of
 
 __all__: list[str] = []
 
@@ -68,7 +68,7 @@ def total(call: OpCall) -> Interval:
         return rows.result(low, high)
     if x.peak * rows.terms >= FLOAT32.max:
         return unbounded(call.shape)
-    off = x.peak * rows.terms * accumulated(rows.terms)
+    off = x.peak * rows.terms * summation_error(rows.terms)
     return _signed(x, rows.result(low - off, high + off))
 
 
@@ -88,7 +88,7 @@ def mean(call: OpCall) -> Interval:
         low, high = low.mean(axis, keepdim=True), high.mean(axis, keepdim=True)
     if x.peak * rows.terms >= FLOAT32.max:
         return unbounded(call.shape)
-    off = x.peak * accumulated(rows.terms + 1)
+    off = x.peak * summation_error(rows.terms + 1)
     return _signed(x, rows.result(low - off, high + off))
 
 
@@ -185,10 +185,10 @@ def norm(call: OpCall) -> Interval:
 def _length(call: OpCall) -> Interval:
     rows = _rows(call)
     if len(rows.axes) == 1:
-        reach = rows.x.norm(rows.axes[0]) * (1 + accumulated(rows.terms))
+        reach = rows.x.norm(rows.axes[0]) * (1 + summation_error(rows.terms))
     else:
         reach = torch.full((1,) * len(rows.x.shape), rows.x.peak * math.sqrt(rows.terms), dtype=torch.float64)
-        reach = reach * (1 + accumulated(rows.terms))
+        reach = reach * (1 + summation_error(rows.terms))
     if not bool((reach < MAX_ROOT).all()):
         return unbounded(call.shape)
     return rows.result(reach * 0, reach)
@@ -206,7 +206,7 @@ def variance_and_mean(call: OpCall) -> list[Interval]:
     first, rows = _variance(call, call.shapes[0], root=call.name == "std_mean"), _rows(call, call.shapes[1])
     if not first.bounded:
         return [first, unbounded(rows.shape)]
-    off = rows.x.peak * accumulated(rows.terms + 1)
+    off = rows.x.peak * summation_error(rows.terms + 1)
     low, high = float(rows.x.low.amin()) - off, float(rows.x.high.amax()) + off
     return [first, between(rows.shape, low, high)]
 
@@ -221,8 +221,8 @@ def _variance(call: OpCall, shape: tuple[int, ...], *, root: bool) -> Interval:
     if freedom <= 0 or rows.x.peak * math.sqrt(rows.terms) >= MAX_ROOT:
         return unbounded(shape)
     # the mean is off by a few roundings, which is all that a constant row has
-    spread = float(rows.x.high.amax() - rows.x.low.amin()) / 2 + rows.x.peak * accumulated(rows.terms + 4)
-    reach = spread * math.sqrt(rows.terms / freedom) * (1 + accumulated(rows.terms + 4) + ELEMENTARY)
+    spread = float(rows.x.high.amax() - rows.x.low.amin()) / 2 + rows.x.peak * summation_error(rows.terms + 4)
+    reach = spread * math.sqrt(rows.terms / freedom) * (1 + summation_error(rows.terms + 4) + ELEMENTARY)
     return between(shape, 0.0, reach if root else reach * reach)
 
 
@@ -290,7 +290,7 @@ def mean_pool(call: OpCall) -> Interval:
     terms = math.prod(sizes) if len(sizes) == len(given) else int(sizes[0]) ** len(given)
     if x.peak * terms >= FLOAT32.max:
         return unbounded(call.shape)
-    off = x.peak * max(accumulated(terms + 2), 2.0**-12)
+    off = x.peak * max(summation_error(terms + 2), 2.0**-12)
     natural = bool((x.low >= 0).all())
     low = low.clamp(max=0.0) - off
     return Interval(call.shape, low.clamp(min=0.0) if natural else low, high.clamp(min=0.0) + off)

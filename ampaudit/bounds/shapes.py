@@ -10,7 +10,7 @@ import torch
 from ampaudit.bounds.interval import Axes, Interval
 from ampaudit.bounds.transfers import OpCall, transfer
 
-__all__ = ["reshaped"]
+__all__: list[str] = []
 
 
 def _permuted(x: Interval, order: Sequence[int]) -> Interval:
@@ -76,10 +76,10 @@ def reshape(call: OpCall) -> Interval:
     """Axes are split or merged, in the order of the elements."""
     # the output's shape shows what they say
     call.ignore("size", "shape", "sizes", "start_dim", "end_dim", "dim", "other")
-    return reshaped(call.interval("self"), call.shape)
+    return _reshaped(call.interval("self"), call.shape)
 
 
-def reshaped(x: Interval, shape: tuple[int, ...]) -> Interval:
+def _reshaped(x: Interval, shape: tuple[int, ...]) -> Interval:
     """The interval of a value whose axes are split and merged, group by group.
 
     Ends that are shared along a whole group of axes stay shared; others are written out over that group. The

@@ -1,4 +1,4 @@
-"""What becomes of an interval when its value is stored in a dtype, or converted to one."""
+"""Rounds intervals as values that are stored in a dtype, or converted to one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ampaudit.core.formats import FLOAT32, FORMATS, NumberFormat
 
 __all__ = [
     "UNIT_ROUNDOFF",
-    "anything",
+    "any_value",
     "as_number",
+    "can_represent",
     "converted",
     "format_of",
-    "holds",
-    "loosened",
     "rounding",
     "stored",
+    "widened_once",
 ]
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32: half of an ulp, relative
@@ -38,7 +38,7 @@ def as_number(value: float, dtype: torch.dtype) -> Interval:
     if dtype is torch.bool:
         return between((), 0.0, 1.0)
     if dtype.is_complex:
-        return anything((), dtype)
+        return any_value((), dtype)
     if not dtype.is_floating_point:
         whole = float(math.trunc(value)) if math.isfinite(value) else value
         return _as_integer(between((), whole, whole), dtype)
@@ -52,7 +52,7 @@ def as_number(value: float, dtype: torch.dtype) -> Interval:
     return between((), low, high)
 
 
-def anything(shape: tuple[int, ...], dtype: torch.dtype | None) -> Interval:
+def any_value(shape: tuple[int, ...], dtype: torch.dtype | None) -> Interval:
     """Any value of a dtype: an integer has ends all the same."""
     if dtype is None or dtype.is_floating_point or dtype.is_complex:
         return symmetric(shape, torch.inf)
@@ -76,15 +76,15 @@ def stored(interval: Interval, dtype: torch.dtype | None) -> Interval:
     finite values. Integers wrap around: a range that leaves the dtype is all of it.
     """
     if dtype is None or dtype.is_complex:
-        return anything(interval.shape, dtype)
+        return any_value(interval.shape, dtype)
     if not dtype.is_floating_point:
         return _as_integer(interval, dtype)
     form = format_of(dtype)
     if form is None:
-        return interval.widened(OUTWARD) if dtype is torch.float64 else anything(interval.shape, dtype)
+        return interval.widened(OUTWARD) if dtype is torch.float64 else any_value(interval.shape, dtype)
     relative = 8 * UNIT_ROUNDOFF if form is FLOAT32 else form.eps / 2
     absolute = form.min_subnormal / 2 + _UNDERFLOW
-    found = loosened(interval, relative, absolute)
+    found = widened_once(interval, relative, absolute)
     return found if interval.peak * (1 + 2 * relative) + 2 * absolute <= form.max else found.clipped(form.max)
 
 
@@ -99,20 +99,20 @@ def converted(interval: Interval, source: torch.dtype, dtype: torch.dtype) -> In
     if source is dtype:
         return interval
     if dtype.is_complex:
-        return anything(interval.shape, dtype)
+        return any_value(interval.shape, dtype)
     if not dtype.is_floating_point:
-        return anything(interval.shape, dtype) if source.is_floating_point else _as_integer(interval, dtype)
+        return any_value(interval.shape, dtype) if source.is_floating_point else _as_integer(interval, dtype)
     form = format_of(dtype)
-    if form is None or holds(dtype, source):
+    if form is None or can_represent(dtype, source):
         return interval.widened(OUTWARD) if form is None else interval
-    wide = loosened(interval, *rounding(dtype))
+    wide = widened_once(interval, *rounding(dtype))
     low = torch.where(wide.low <= -form.overflow_at, -torch.inf, wide.low)
     high = torch.where(wide.high >= form.overflow_at, torch.inf, wide.high)
     return Interval(interval.shape, low, high, wide.norms, wide.sums, wide.mean)
 
 
 @cache
-def holds(dtype: torch.dtype, source: torch.dtype | None) -> bool:
+def can_represent(dtype: torch.dtype, source: torch.dtype | None) -> bool:
     """Whether every value of a dtype is one of another."""
     form, other = format_of(dtype), format_of(source)
     if source is torch.bool:
@@ -122,8 +122,8 @@ def holds(dtype: torch.dtype, source: torch.dtype | None) -> bool:
     return other.eps >= form.eps and other.max <= form.max and other.min_subnormal >= form.min_subnormal
 
 
-def loosened(interval: Interval, relative: float, absolute: float) -> Interval:
-    """For values that are rounded once, which moves none of them across zero."""
+def widened_once(interval: Interval, relative: float, absolute: float) -> Interval:
+    """Widen for one rounding, which moves no value across zero."""
     wide = interval.widened(relative, absolute)
     low = torch.where(interval.low >= 0, wide.low.clamp(min=0.0), wide.low)
     high = torch.where(interval.high <= 0, wide.high.clamp(max=0.0), wide.high)
@@ -136,5 +136,5 @@ def _as_integer(interval: Interval, dtype: torch.dtype) -> Interval:
     limits = torch.iinfo(dtype)
     low, high = finite(interval.low, -1), finite(interval.high, 1)
     if not bool(((low >= limits.min) & (high <= limits.max)).all()) or interval.peak > _EXACT_INTEGERS:
-        return anything(interval.shape, dtype)
+        return any_value(interval.shape, dtype)
     return Interval(interval.shape, low, high, interval.norms, interval.sums, interval.mean)

@@ -1,4 +1,4 @@
-"""What a bound pass proves: a bound per site, and what that rests on."""
+"""The result of a bound pass: a bound per site, and what it assumes."""
 
 from __future__ import annotations
 

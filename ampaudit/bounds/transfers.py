@@ -26,12 +26,12 @@ __all__ = [
     "TRANSFERS",
     "VANISHING",
     "DuplicateTransfer",
-    "Known",
+    "KnownTensor",
     "OpCall",
-    "Registered",
-    "accumulated",
+    "RegisteredTransfer",
     "arguments_of",
-    "shaped",
+    "output_interval",
+    "summation_error",
     "transfer",
 ]
 
@@ -46,7 +46,7 @@ class DuplicateTransfer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownTensor:
     """A weight or constant whose value is known.
 
     Attributes:
@@ -63,11 +63,11 @@ class Known:
         """The value in float32, if it is stored in less: norms and products are to be computed of it."""
         return self.tensor.float() if self.tensor.dtype in (torch.float16, torch.bfloat16) else self.tensor
 
-    def rounded_to(self, dtype: torch.dtype) -> Known:
+    def rounded_to(self, dtype: torch.dtype) -> KnownTensor:
         """The same value after a cast to a floating-point dtype."""
         relative, absolute = rounding(dtype)
         grown = self.relative + relative + self.relative * relative
-        return Known(self.tensor, grown, self.absolute * (1 + relative) + absolute)
+        return KnownTensor(self.tensor, grown, self.absolute * (1 + relative) + absolute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class OpCall:
     op: OpOverload
     given: Mapping[str, Any]
     intervals: Mapping[fx.Node, Any]
-    known: Mapping[fx.Node, Known]
+    known: Mapping[fx.Node, KnownTensor]
     limit: float
     shapes: list[tuple[int, ...]]
     read: set[str] = field(default_factory=set)
@@ -106,9 +106,9 @@ class OpCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the op computes: what it is told, or that of its output."""
-        told = self.arg("dtype") if "dtype" in self.given else None
-        found: torch.dtype = told if told is not None else _first(self.node.meta["val"]).dtype
+        """The dtype in which the op computes: the one requested, or that of its output."""
+        requested = self.arg("dtype") if "dtype" in self.given else None
+        found: torch.dtype = requested if requested is not None else _first(self.node.meta["val"]).dtype
         return found
 
     def arg(self, name: str) -> Any:
@@ -117,7 +117,7 @@ class OpCall:
         return self.given.get(name)
 
     def ignore(self, *names: str) -> None:
-        """Say that the result holds whatever these arguments are."""
+        """Declare that the result holds whatever these arguments are."""
         self.read.update(names)
 
     def has(self, name: str) -> bool:
@@ -147,7 +147,7 @@ class OpCall:
         nodes = [item for item in self.arg(name) if isinstance(item, fx.Node)]
         return [converted(self.intervals[n], _first(n.meta["val"]).dtype, self.dtype) for n in nodes]
 
-    def weight(self, name: str) -> Known | None:
+    def weight(self, name: str) -> KnownTensor | None:
         """The value of an argument, where it is a known weight or constant."""
         value = self.arg(name)
         found = self.known.get(value) if isinstance(value, fx.Node) else None
@@ -194,7 +194,7 @@ Transfer = Callable[[OpCall], "Interval | list[Interval]"]
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class RegisteredTransfer:
     """A transfer function, and where else it applies.
 
     Attributes:
@@ -212,7 +212,7 @@ class Registered:
     empty: bool = False
 
 
-TRANSFERS: dict[OpOverload, Registered] = {}
+TRANSFERS: dict[OpOverload, RegisteredTransfer] = {}
 
 
 def transfer(
@@ -227,7 +227,7 @@ def transfer(
 
     def register(function: Transfer) -> Transfer:
         exactly_same = exact or moves
-        entry = Registered(function, integers or exactly_same, exactly_same, moves, empty)
+        entry = RegisteredTransfer(function, integers or exactly_same, exactly_same, moves, empty)
         for op in ops:
             name, _, overload = op.partition(".")
             target = getattr(getattr(torch.ops.aten, name), overload or "default")
@@ -247,13 +247,15 @@ def _in_place(op: OpOverload) -> list[OpOverload]:
     return [twin] if twin is not None and names[0] == names[1] else []
 
 
-def accumulated(terms: int) -> float:
+def summation_error(terms: int) -> float:
     """n*u / (1 - n*u): relative error of a float32 sum of n terms in any order (Higham 2002, 3.1)."""
     product = terms * UNIT_ROUNDOFF
     return product / (1.0 - product) if product < 0.5 else float("inf")
 
 
-def shaped(call: OpCall, low: torch.Tensor, high: torch.Tensor, norms: Axes | None = None) -> Interval:
+def output_interval(
+    call: OpCall, low: torch.Tensor, high: torch.Tensor, norms: Axes | None = None
+) -> Interval:
     """The interval of an op's output from ends that broadcast to it."""
     shape = call.shape
     rank = len(shape)

@@ -1,4 +1,4 @@
-"""Weights and constants: what the graph holds of them, exactly or up to its rounding."""
+"""Follows the values of weights and constants through a graph, up to its rounding."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ampaudit.bounds.interval import Interval, exactly
-from ampaudit.bounds.stored import anything, format_of, holds, loosened
-from ampaudit.bounds.transfers import VANISHING, Known, Registered
+from ampaudit.bounds.interval import Interval, from_tensor
+from ampaudit.bounds.stored import any_value, can_represent, format_of, widened_once
+from ampaudit.bounds.transfers import VANISHING, KnownTensor, RegisteredTransfer
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import CAST_OPS, base_name
-from ampaudit.trace.sizes import sizes_of
+from ampaudit.trace.values import sizes_of
 
 __all__ = ["KnownWeights"]
 
 MAX_COMPUTED = 1 << 22  # elements up to which a constant is computed
 
 
-class KnownWeights(dict[fx.Node, Known]):
+class KnownWeights(dict[fx.Node, KnownTensor]):
     """Known values by node, followed through copies, views and casts; constants through every exact op."""
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class KnownWeights(dict[fx.Node, Known]):
     def given(self, node: fx.Node, tensor: torch.Tensor, dtype: torch.dtype, *, constant: bool) -> None:
         """Note a placeholder's tensor, which the graph holds in a dtype that may be another."""
         if constant and tensor.numel() <= MAX_COMPUTED:
-            self[node] = Known(tensor.to(dtype))
+            self[node] = KnownTensor(tensor.to(dtype))
             self._constants.add(node)
         else:
-            self[node] = _cast(Known(tensor), tensor.dtype, dtype) or Known(tensor.to(dtype))
+            self[node] = _cast(KnownTensor(tensor), tensor.dtype, dtype) or KnownTensor(tensor.to(dtype))
 
-    def follow(self, node: fx.Node, entry: Registered) -> bool:
-        """Work out a node's value, if that can be done without error; say whether it is known."""
+    def follow(self, node: fx.Node, entry: RegisteredTransfer) -> bool:
+        """Compute a node's value, if that is possible without error; return whether it is known."""
         sources, value = node.all_input_nodes, node.meta.get("val")
         op = overload_of(node.target)
         if op is None or not isinstance(value, torch.Tensor) or not all(source in self for source in sources):
@@ -50,7 +50,7 @@ class KnownWeights(dict[fx.Node, Known]):
             return found is not None
         return entry.moves and len(sources) == 1 and self._move(node)
 
-    def _computable(self, node: fx.Node, entry: Registered) -> bool:
+    def _computable(self, node: fx.Node, entry: RegisteredTransfer) -> bool:
         """Whether it is a constant, and the same on every device."""
         if not all(source in self._constants for source in node.all_input_nodes):
             return False
@@ -61,7 +61,7 @@ class KnownWeights(dict[fx.Node, Known]):
         found = self._result(node)
         if found is None:
             return False
-        self[node] = Known(found)
+        self[node] = KnownTensor(found)
         self._constants.add(node)
         return True
 
@@ -96,21 +96,21 @@ class KnownWeights(dict[fx.Node, Known]):
         known, dtype = self[node], node.meta["val"].dtype
         tensor = known.tensor
         if tensor.is_complex():
-            return anything(tuple(tensor.shape), dtype)
-        found = exactly(tensor)
+            return any_value(tuple(tensor.shape), dtype)
+        found = from_tensor(tensor)
         if tensor.ndim == 2 and tensor.is_floating_point() and tensor.numel():
             lengths = {a: torch.linalg.vector_norm(known.wide, dim=a, keepdim=True) for a in (0, 1)}
             wide = {a: n.double() * (1 + 2.0**-10) + VANISHING * tensor.shape[a] for a, n in lengths.items()}
             found = replace(found, norms=wide)
         if known.relative or known.absolute:
-            found = loosened(found, known.relative, known.absolute)
+            found = widened_once(found, known.relative, known.absolute)
         form = format_of(dtype)
         return found.clipped(form.max) if form is not None else found
 
 
-def _cast(known: Known, source: torch.dtype, dtype: torch.dtype) -> Known | None:
+def _cast(known: KnownTensor, source: torch.dtype, dtype: torch.dtype) -> KnownTensor | None:
     """A weight after a cast between floating-point dtypes; ``None`` of other casts."""
-    if source is dtype or holds(dtype, source):
+    if source is dtype or can_represent(dtype, source):
         return known
     if not (source.is_floating_point and dtype.is_floating_point):
         return None

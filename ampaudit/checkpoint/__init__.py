@@ -1,3 +1,3 @@
-"""Checkpoints as streams of bytes: read tensor by tensor, in pieces, and written the same way."""
+"""Reads and writes checkpoints as streams, tensor by tensor and in pieces."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read with every claim in it checked against the file.
+"""Reads the header of a safetensors file, and validates it against the file.
 
 The format: eight bytes with the header's length (little-endian), the header in JSON, then the tensors'
 bytes without gaps (huggingface/safetensors, README, "Format").
@@ -14,10 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampaudit.checkpoint.strict import unique_json
 from ampaudit.core.errors import WeightsError, first_line
 
-__all__ = ["FLOAT_TYPES", "MAX_HEADER", "TORCH_NAMES", "Header", "TensorEntry", "laid_out", "read_header"]
+__all__ = [
+    "FLOAT_TYPES",
+    "MAX_HEADER",
+    "TORCH_NAMES",
+    "DuplicateName",
+    "Header",
+    "TensorEntry",
+    "laid_out",
+    "read_header",
+    "unique_json",
+]
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _METADATA = "__metadata__"
@@ -41,10 +50,10 @@ class TensorEntry:
     """One tensor of a file.
 
     Attributes:
-        name: the tensor's.
-        dtype: the format's name of its type, such as ``F32``.
+        name: the tensor's name.
+        dtype: the safetensors name of its type, such as ``F32``.
         shape: its sizes.
-        start: first byte, counted from the beginning of the data.
+        start: offset of its first byte in the data.
     """
 
     name: str
@@ -54,12 +63,12 @@ class TensorEntry:
 
     @property
     def size(self) -> int:
-        """Bytes of its values."""
+        """The number of bytes."""
         return math.prod(self.shape) * _BITS[self.dtype] // 8
 
     @property
     def elements(self) -> int:
-        """How many values it has."""
+        """The number of values."""
         return math.prod(self.shape)
 
 
@@ -73,10 +82,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file.
+    """Read the header of a file.
 
     Raises:
-        WeightsError: missing, no safetensors file, too long, a name twice, or it does not fit the file.
+        WeightsError: missing, not a safetensors file, too long, a repeated name, or it does not fit the file.
     """
     try:
         size = path.stat().st_size
@@ -98,7 +107,7 @@ def read_header(path: Path) -> Header:
 def laid_out(
     entries: Iterable[TensorEntry], metadata: dict[str, str]
 ) -> tuple[bytes, tuple[TensorEntry, ...]]:
-    """The first bytes of a new file, and its entries with their places, one after the other."""
+    """Make the header of a new file; returns its bytes, and the entries with their offsets."""
     placed: list[TensorEntry] = []
     table: dict[str, Any] = {_METADATA: metadata} if metadata else {}
     start = 0
@@ -159,3 +168,31 @@ def _check_layout(path: Path, entries: list[TensorEntry], available: int) -> Non
 
 def _broken(path: Path, what: str) -> WeightsError:
     return WeightsError(f"{path}: not a valid safetensors file: {what}", hint="download or save it again")
+
+
+class DuplicateName(ValueError):
+    """An object has one name twice; most readers take the last one silently."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the name {name!r} is in it twice")
+
+
+def unique_json(text: bytes | str) -> Any:
+    """Parse untrusted JSON in which every object has each name once.
+
+    Raises:
+        ValueError: not JSON, nested too deeply, or (``DuplicateName``) a repeated name.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise DuplicateName(name)
+        found[name] = value
+    return found

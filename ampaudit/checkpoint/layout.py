@@ -1,4 +1,4 @@
-"""What the files of a converted directory are called."""
+"""Names the files of a converted directory."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ REPORT = "report.json"
 REFERENCE = "reference.safetensors"
 MANIFEST = "manifest.json"
 
-# what a conversion makes beside the weights; torch writes large ONNX weights into a file of their own
+# files of a conversion besides the weights; torch writes large ONNX weights to a separate file
 BESIDE_WEIGHTS = frozenset({PROGRAM, ONNX, f"{ONNX}.data", PLAN, REPORT, REFERENCE})

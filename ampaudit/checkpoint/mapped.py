@@ -1,4 +1,4 @@
-"""Tensors that stay on disk: mapped into memory, read when touched, and dropped when told to."""
+"""Maps the tensors of a checkpoint into memory, and drops their pages on request."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _DROP_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
-    """Tensors by name; those of safetensors files lie in private mappings: writing changes no file."""
+    """Tensors by name; those of safetensors files are in private mappings: writes do not change the file."""
 
     tensors: dict[str, torch.Tensor]
     _mappings: dict[int, tuple[mmap.mmap, int, int]] = field(default_factory=dict)
     _files: list[mmap.mmap] = field(default_factory=list)
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Give the memory of a tensor's values back; they are read again when they are next used.
+        """Free the memory of a tensor, whose values are read again at their next use.
 
-        Nobody may have written to it: what was written would be lost.
+        Anything that was written to the tensor is lost.
         """
         found = self._mappings.get(tensor.data_ptr())
         if found is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         mapping, start, length = found
-        begin = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages that hold nothing else
+        begin = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # only whole pages of the tensor
         end = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin:
             mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     @contextlib.contextmanager
     def dropping(self) -> Iterator[None]:
-        """While somebody reads all of the tensors, in whatever order, keep giving their memory back."""
+        """Keep freeing the memory of all tensors while active, for code that reads them in any order."""
         done = threading.Event()
 
         def work() -> None:
@@ -65,10 +65,10 @@ class MappedWeights:
 
 
 def map_checkpoint(path: Path) -> MappedWeights:
-    """Every tensor of a checkpoint, without reading any.
+    """Map every tensor of a checkpoint without reading it.
 
     Raises:
-        WeightsError: see ``open_checkpoint``; or a type that torch does not have.
+        WeightsError: see ``open_checkpoint``; or a type that torch lacks.
     """
     checkpoint = open_checkpoint(path)
     weights = MappedWeights({})

@@ -1,4 +1,4 @@
-"""Opens a checkpoint: a safetensors file, an index of shards, a directory of either, or a state_dict."""
+"""Opens a checkpoint: a safetensors file, an index of shards, a directory, or a state_dict."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ampaudit.checkpoint.header import TensorEntry
+from ampaudit.checkpoint.header import TensorEntry, unique_json
 from ampaudit.checkpoint.layout import SINGLE
 from ampaudit.checkpoint.parts import InMemory, Part, SafetensorsFile
-from ampaudit.checkpoint.strict import unique_json
 from ampaudit.core.errors import WeightsError
 
 __all__ = ["INDEX_SUFFIX", "PICKLED", "Checkpoint", "open_checkpoint", "weights_in"]
@@ -21,13 +20,13 @@ PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All parts of a checkpoint.
+    """An opened checkpoint.
 
     Attributes:
-        path: what was opened.
+        path: its path.
         parts: its files, in the order of their names.
         index: name of the index file, if there is one.
-        metadata: the index's own metadata.
+        metadata: metadata of the index.
     """
 
     path: Path
@@ -45,7 +44,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Read the headers of a checkpoint; no tensor is read, and no code in it is run.
 
     Raises:
-        WeightsError: missing, corrupt, hostile, or a kind that is not read.
+        WeightsError: missing, corrupt, hostile, or of an unsupported kind.
     """
     if path.is_dir():
         return open_checkpoint(weights_in(path))
@@ -65,7 +64,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def weights_in(directory: Path) -> Path:
-    """The weights file of a model directory: ``model.safetensors`` or its index.
+    """Find the weights of a model directory: ``model.safetensors`` or its index.
 
     Raises:
         WeightsError: there is neither.

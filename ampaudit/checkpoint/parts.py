@@ -1,4 +1,4 @@
-"""One file of a checkpoint, or tensors in memory, read in pieces of a few megabytes."""
+"""Reads one file of a checkpoint, or tensors in memory, in pieces of a few megabytes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ampaudit.core.errors import WeightsError
 __all__ = ["PIECE", "RING", "InMemory", "Part", "SafetensorsFile", "dtype_of", "type_name"]
 
 PIECE = 1 << 19  # elements: 2 MiB of float32, which stay in the cache while they are cast and summed
-RING = 8  # buffers that are used in turn
+RING = 8  # buffers, used in turn
 _TYPE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
 
 class Part(Protocol):
-    """Tensors that belong to one file, in the order in which they are best read."""
+    """The tensors of one file, in the order of their bytes."""
 
     label: str
     metadata: dict[str, str]
     entries: dict[str, TensorEntry]
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """The tensor's values, flat, in pieces; each is good until ``RING`` more were asked for."""
+        """Yield the tensor's values in flat pieces; each is valid until ``RING`` more were requested."""
 
 
 class SafetensorsFile:
-    """A safetensors file; its bytes are read, not mapped, so that they never count as ours.
+    """A safetensors file; it is read, not mapped, so that its pages do not count as memory of the process.
 
     Raises:
         WeightsError: see ``read_header``.
@@ -48,7 +48,7 @@ class SafetensorsFile:
         self._turn = 0
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Pieces that lie in the buffers of a ring."""
+        """Yield pieces in the buffers of a ring."""
         entry = self.entries[name]
         dtype = dtype_of(entry.dtype)
         unit = 1 if dtype is None else dtype.itemsize
@@ -72,7 +72,7 @@ class SafetensorsFile:
 
 
 class InMemory:
-    """Tensors that are already there: a model's, or those of a ``.pt`` file that torch has mapped."""
+    """Tensors in memory: of a model, or of a ``.pt`` file that torch has mapped."""
 
     def __init__(self, label: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
         self.label = label
@@ -84,20 +84,20 @@ class InMemory:
         }
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Slices of the tensor; of one that is not contiguous, of a copy."""
+        """Yield slices of the tensor, or of a contiguous copy."""
         flat = self.tensors[name].detach().cpu().contiguous().view(-1)
         for start in range(0, flat.numel(), PIECE):
             yield flat[start : start + PIECE]
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """Dtype of torch for a type of the format; ``None`` where torch has none, and bytes are all there is."""
+    """The torch dtype of a safetensors type; ``None`` where torch has none."""
     dtype: torch.dtype | None = getattr(torch, TORCH_NAMES.get(name, ""), None)
     return None if name == "F4" else dtype
 
 
 def type_name(dtype: torch.dtype, what: str) -> str:
-    """The format's name of a torch dtype.
+    """The safetensors name of a torch dtype.
 
     Raises:
         WeightsError: safetensors has no such type.

@@ -1,4 +1,4 @@
-"""``.pt`` files: a state_dict, read without running any code in it."""
+"""Reads a state_dict from a ``.pt`` file without running code in it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["read_state_dict"]
 
 
 def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pickled checkpoint by name, on disk until they are used where torch can map them.
+    """Load the tensors of a pickled checkpoint by name, mapped into memory where torch can.
 
     Raises:
-        WeightsError: missing, corrupt, or a pickle that holds anything but tensors (it is not run).
+        WeightsError: missing, corrupt, or a pickle with anything but tensors (it is not run).
     """
     if not path.is_file():
         raise WeightsError(f"no such file: {path}", hint="check the path")

@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor: nothing but a few pieces is ever in memory."""
+"""Writes a safetensors file tensor by tensor, with a few pieces in memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _AHEAD = RING - 4  # pieces that wait for the disk, in buffers that are not used
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file that was written.
+    """Checksums of a file that was written.
 
     Attributes:
-        sha256: of the whole file.
-        size: its bytes.
-        crc32: of each tensor's bytes, to name the one that differs.
+        sha256: digest of the whole file.
+        size: its size in bytes.
+        crc32: checksum of each tensor, to name the one that differs.
     """
 
     sha256: str

@@ -57,7 +57,7 @@ def assert_safe(
         AuditError: the audit could not be carried out.
     """
     __tracebackhide__ = True  # pytest shows the test's line
-    from ampaudit.trace.random_state import preserved
+    from ampaudit.trace.isolation import preserved
 
     with preserved(), _quiet_trace():  # some of what is imported next draws random numbers
         from ampaudit.audit.scan import scan
@@ -93,8 +93,7 @@ def _quiet_trace() -> Iterator[None]:
 def _message(report: Report, found: list[Breach]) -> str:
     """The budgets that are exceeded, and the report as the terminal shows it."""
     from ampaudit.core.text import escape_control
-    from ampaudit.render.plaintext import as_text
-    from ampaudit.render.text import render
+    from ampaudit.render.terminal import to_text
 
     codes = {finding.code for finding in report.findings}
     lines = [
@@ -102,6 +101,5 @@ def _message(report: Report, found: list[Breach]) -> str:
         for b in found
         if b.budget not in codes
     ]
-    text = as_text(lambda console: console.print(render(report)), _WIDTH).rstrip("\n")
     head = f"the model is not safe in {report.run.dtype} under policy {escape_control(report.run.policy)}"
-    return "\n".join([head, *lines, "", text])
+    return "\n".join([head, *lines, "", to_text(report, _WIDTH).rstrip("\n")])

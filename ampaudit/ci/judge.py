@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ampaudit.core.errors import UsageError, did_you_mean
-from ampaudit.render.tables import least_headroom
 from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Report
@@ -45,13 +44,13 @@ def read_baseline(path: Path) -> Report:
 
 def measured_in(report: Report) -> Measurements:
     """What the budgets are about, out of a report."""
-    least = least_headroom(report)
+    least = report.least_headroom
     broken = report.broken_outputs
     accuracies = [o.sqnr_db for o in report.outputs if o.sqnr_db is not None and o not in broken]
     computing = [site for site in report.sites if site.role == "compute"]
     wide = sum(site.precision == "float32" for site in computing)
     return Measurements(
-        headroom_bits=least.forward.headroom_bits if least and least.forward else None,
+        headroom_bits=least.headroom_bits if least else None,
         headroom_site=least.site if least else None,
         sqnr_db=min(accuracies, default=None),
         broken=tuple(output.name for output in broken),

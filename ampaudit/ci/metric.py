@@ -13,8 +13,8 @@ from ampaudit.core.errors import InputError
 from ampaudit.report.budgets import Measurements
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
-from ampaudit.trace.calling import call_unchanged
 from ampaudit.trace.entry import flatten_outputs
+from ampaudit.trace.isolation import call_unchanged
 
 __all__ = ["Outputs", "with_metric"]
 

@@ -9,9 +9,9 @@ import click
 
 from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.cli.options import (
-    FILE,
     config_from,
     config_options,
+    configuration_option,
     debug_option,
     force_option,
     given,
@@ -26,7 +26,7 @@ __all__ = ["check_command"]
 @click.command("check")
 @click.argument("targets", nargs=-1)
 @config_options(CheckConfig)
-@click.option("--config", type=FILE, metavar="FILE", help="A pyproject.toml.  [default: the nearest]")
+@configuration_option
 @report_format_option()
 @output_option
 @force_option

@@ -16,7 +16,7 @@ from ampaudit.cli.options import (
     format_option,
     verbose_option,
 )
-from ampaudit.cli.output import deliver, deliver_document
+from ampaudit.cli.output import deliver_document
 from ampaudit.core.config import SourceConfig
 from ampaudit.export.config import ConvertConfig, VerifyConfig
 
@@ -58,7 +58,7 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
     config = config_from(ConvertConfig, options)
     config.check(output)
     made = _convert(model, output, config, options, context)
-    _show(made, options["form"])
+    deliver_document(made, options | {"output": None, "force": False})
     context.exit(made.exit_code)
 
 
@@ -93,14 +93,6 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
     click.echo(f"restored {len(made.tensors)} tensors ({size}) to {output}; each is what it was, bit for bit")
 
 
-def _show(made: Conversion, form: str) -> None:
-    from ampaudit.render.conversion_text import render_conversion
-    from ampaudit.render.json import to_json
-
-    json = to_json(made) if form == "json" else None
-    deliver(lambda console: console.print(render_conversion(made)), json, None, force=False)
-
-
 @click.command("verify")
 @click.argument("directory", type=FILE)
 @config_options(VerifyConfig)
@@ -116,12 +108,8 @@ def verify_command(context: click.Context, /, directory: Path, **options: Any) -
     """
     from ampaudit.cli.progress import ProgressBar
     from ampaudit.export.verify import verify
-    from ampaudit.render.json import to_json
-    from ampaudit.render.verification_text import render_verification
 
     with ProgressBar(str(directory)):
         found = verify(directory, config=config_from(VerifyConfig, options))
-    json = to_json(found) if options["form"] == "json" else None
-    shown = render_verification(found, verbose=options["verbose"])
-    deliver(lambda console: console.print(shown), json, None, force=False)
+    deliver_document(found, options)
     context.exit(found.exit_code)

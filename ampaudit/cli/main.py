@@ -25,7 +25,7 @@ COMMANDS = {
     "convert": ("convert_command:convert_command", "Write a converted checkpoint."),
     "verify": ("convert_command:verify_command", "Check a converted directory."),
     "check": ("check_command:check_command", "The pre-deployment gate."),
-    "lint": ("lint_command:lint_command", "Find mistakes in training scripts by reading them."),
+    "lint": ("lint_command:lint_command", "Find mixed-precision mistakes in training scripts."),
     "bench": ("bench_command:bench_command", "Measure what 16 bits buy: time, memory, accuracy."),
     "report": ("report_command:report_command", "Show a saved report again, in any format."),
     "diff": ("report_command:diff_command", "Say what got better or worse between two reports."),

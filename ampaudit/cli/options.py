@@ -17,6 +17,7 @@ __all__ = [
     "FILE",
     "config_from",
     "config_options",
+    "configuration_option",
     "debug_option",
     "force_option",
     "format_option",
@@ -32,6 +33,12 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 Record = TypeVar("Record", bound=Config)
 FILE = click.Path(path_type=Path)
 
+configuration_option = click.option(
+    "--config",
+    type=FILE,
+    metavar="FILE",
+    help="Configuration file.  [default: the nearest pyproject.toml]",
+)
 debug_option = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
 force_option = click.option("--force", is_flag=True, help="Replace files that exist.")
 format_option = click.option(

@@ -28,17 +28,14 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
         document: any report.
         options: of the command: ``form``, ``output``, ``force``, ``quiet``, ``verbose``.
     """
-    from ampaudit.render.render import as_file, for_terminal, is_lines
+    from ampaudit.render.render import as_file, for_terminal
 
     output: Path | None = options.get("output")
     verbosity = -1 if options.get("quiet") else int(options.get("verbose", 0))
     form = chosen_format(options["form"], output)
     text = None if form == "text" else as_file(document, form)
     deliver(
-        # a finding of lint is a line that editors read: the terminal may wrap it, we do not
-        lambda console: console.print(
-            for_terminal(document, verbosity), soft_wrap=is_lines(document), crop=False
-        ),
+        lambda console: console.print(for_terminal(document, verbosity), crop=False),
         text,
         output,
         force=bool(options.get("force")),

@@ -52,21 +52,18 @@ def plan_command(model: str, **options: Any) -> None:
         from ampaudit.audit.plan import plan
 
         made = plan(source, config=config)
+    from ampaudit.render.documents.plan import PlanView
     from ampaudit.render.json import to_json
-    from ampaudit.render.plan_text import matching_sites, render_plan
+    from ampaudit.render.terminal import printable
 
     layer = options["layer"]
-    if layer is not None and not matching_sites(made, layer):
+    if layer is not None and not made.matching(layer):
         raise click.BadParameter(
             _no_layer(layer, sorted({s.layer for s in made.sites})), param_hint="--layer"
         )
     json = to_json(made) if options["form"] == "json" else None
-    deliver(
-        lambda console: console.print(render_plan(made, layer=layer, verbose=options["verbose"])),
-        json,
-        options["output"],
-        force=options["force"],
-    )
+    shown = printable(PlanView(made, layer).sections(int(options["verbose"])))
+    deliver(lambda console: console.print(shown), json, options["output"], force=options["force"])
 
 
 def _no_layer(glob: str, layers: list[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ampaudit.cli.options import debug_option, output_option, report_format_option
-from ampaudit.cli.output import deliver, deliver_document
+from ampaudit.cli.output import deliver_document
 
 __all__ = ["diff_command", "report_command"]
 
@@ -21,7 +21,7 @@ _FILE = click.Path(path_type=Path)
 @output_option
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
-@click.option("-v", "--verbose", is_flag=True, help="Notes and every site, too.")
+@click.option("-v", "--verbose", is_flag=True, help="Notes and every site.")
 @debug_option
 def report_command(file: Path, **options: Any) -> None:
     """Show the report in FILE, which a command wrote with --format json; or that of a converted directory.
@@ -29,7 +29,7 @@ def report_command(file: Path, **options: Any) -> None:
     Nothing is run, and nothing in FILE is. The exit code is 0 whatever the report says.
     """
     from ampaudit.core.files import check_writable
-    from ampaudit.report.documents import read_document
+    from ampaudit.report.saved import read_document
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
@@ -49,12 +49,7 @@ def report_command(file: Path, **options: Any) -> None:
 @click.option(
     "--db", type=click.FloatRange(min=0), default=3.0, show_default=True, help="Smallest change of accuracy."
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "markdown"]),
-    help="[default: what the suffix of --output says; else text]",
-)
+@report_format_option()
 @output_option
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("-v", "--verbose", is_flag=True, help="Every layer and site.")
@@ -66,18 +61,11 @@ def diff_command(context: click.Context, /, old: Path, new: Path, **options: Any
     Exit codes: 0 nothing is worse, 1 something is, 2 bad input.
     """
     from ampaudit.core.files import check_writable
-    from ampaudit.render.difference_text import difference_markdown, render_differences
-    from ampaudit.render.formats import chosen_format
-    from ampaudit.render.json import to_json
-    from ampaudit.report.difference import differences
-    from ampaudit.report.documents import read_document
+    from ampaudit.report.compare import differences
+    from ampaudit.report.saved import read_document
 
-    output: Path | None = options["output"]
-    if output is not None:
-        check_writable(output, force=options["force"])
+    if options["output"] is not None:
+        check_writable(options["output"], force=options["force"])
     found = differences(read_document(old), read_document(new), options["bits"], options["db"])
-    form = chosen_format(options["form"], output)
-    text = {"json": to_json, "markdown": difference_markdown}[form](found) if form != "text" else None
-    shown = render_differences(found, verbose=options["verbose"])
-    deliver(lambda console: console.print(shown), text, output, force=options["force"])
+    deliver_document(found, options)
     context.exit(found.exit_code)

@@ -96,13 +96,14 @@ def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) 
         from ampaudit.audit.plan import plan
 
         plans = [plan(source, config=config, policy=policy) for policy in (a, b)]
+    from ampaudit.render.documents.plan import plans_compared
     from ampaudit.render.json import to_json
-    from ampaudit.render.plan_text import render_difference
+    from ampaudit.render.terminal import printable
 
     text = None
     if form == "json":
         text = json.dumps({p.policy: json.loads(to_json(p)) for p in plans}, indent=1) + "\n"
-    shown = render_difference(plans[0], plans[1], verbose=options["verbose"])
+    shown = printable(plans_compared(plans[0], plans[1], verbose=options["verbose"]))
     deliver(lambda console: console.print(shown), text, None, force=False)
 
 
@@ -110,7 +111,7 @@ def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) 
 @debug_option
 def schema_command(debug: bool) -> None:
     """The JSON Schema of a rule file, for editors that complete from one."""
-    from ampaudit.policy.jsonschema import schema_text
+    from ampaudit.policy.schema import schema_text
 
     click.echo(schema_text(), nl=False)
 

@@ -1,4 +1,4 @@
-"""The range of a model's input, as it is stated or was taken for granted."""
+"""Defines the assumed range of a model's input."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Assumption:
 
 
 def parse_assumption(text: str) -> tuple[str, float, float]:
-    """Of ``input[0]=-1:1``, or ``input=-1:1`` for every floating-point input.
+    """Parse ``input[0]=-1:1``, or ``input=-1:1`` for every floating-point input.
 
     Raises:
-        UsageError: it is not of that form.
+        UsageError: the text has another form.
     """
     name, _, ends = text.partition("=")
     low, _, high = ends.partition(":")
@@ -41,6 +41,6 @@ def parse_assumption(text: str) -> tuple[str, float, float]:
         numbers = math.nan, math.nan
     if not name or not numbers[0] <= numbers[1] or math.isinf(numbers[0]) or math.isinf(numbers[1]):
         raise UsageError(
-            f"--assume {text!r} is no range", hint="--assume 'input[0]=-1:1', or input=-1:1 for all"
+            f"--assume {text!r} is not a valid range", hint="--assume 'input[0]=-1:1', or input=-1:1 for all"
         )
     return name.strip(), *numbers

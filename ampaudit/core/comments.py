@@ -1,4 +1,4 @@
-"""Comments that hide findings: ``# ampaudit: ignore[AMP807] the reason``."""
+"""Finds comments that suppress findings: ``# ampaudit: ignore[AMP807] the reason``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _COMMENT = re.compile(r"#\s*ampaudit:\s*ignore\[(?P<codes>[^\]]*)\]\s*(?P<reason
 
 @dataclass(frozen=True, slots=True)
 class Comment:
-    """One such comment.
+    """One suppression comment.
 
     Attributes:
-        line: from 1.
-        codes: those it hides; empty means every one.
-        reason: what follows them, or that nothing does.
-        code: the line it stands on.
+        line: its line, counted from 1.
+        codes: the suppressed codes; empty for all.
+        reason: the text behind the codes.
+        code: the whole line.
     """
 
     line: int
@@ -30,9 +30,9 @@ class Comment:
 
 
 def comments_of(text: str) -> list[Comment]:
-    """Every such comment of a script; those before an error, where it is not Python."""
+    """Find the suppression comments of a script, up to the first syntax error."""
     found: list[Comment] = []
-    if "ampaudit:" not in text:  # libraries' files are long, and have none
+    if "ampaudit:" not in text:  # a shortcut for long files of libraries
         return found
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):

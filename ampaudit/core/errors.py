@@ -1,4 +1,4 @@
-"""Every error that a user can cause or meet, with its exit code and the next step to take.
+"""Defines every error that a user can meet, with its exit code and a hint.
 
 ::
 
@@ -13,7 +13,7 @@
         TraceFailed     3  torch.export refused the model
         RunFailed       3  the run broke (out of memory, an op without a kernel)
         ReferenceBroken 3  the FP32 model itself is not finite
-        ProofBroken     3  a run computed what was proved to be impossible: a defect of ampaudit
+        ProofBroken     3  a run contradicts a proof: a defect of ampaudit
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = [
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, or its type where it says nothing."""
+    """The first line of an error's text that is not empty, or else its type."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'? `` for a hint, or nothing where no known name is near."""
+    """Suggest a similar name for a hint, as in ``did you mean 'x'? ``; empty without one."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]!r}? " if near else ""
 
 
 class AuditError(Exception):
-    """What went wrong and where (the message), and what to do next (the hint)."""
+    """An error with a message, which says what failed and where, and a hint, which says what to do next."""
 
     exit_code = 2
     default_hint = "see 'ampaudit --help'"
@@ -94,13 +94,13 @@ class PolicyError(AuditError):
 
 
 class OutputError(AuditError):
-    """The report could not be written; nothing half-written is left behind."""
+    """An output could not be written; no partial file is left behind."""
 
     default_hint = "choose another path with -o, or free some space"
 
 
 class CouldNotAudit(AuditError):
-    """The input is in order, but the audit could not be carried out."""
+    """The input is valid, but the audit could not be carried out."""
 
     exit_code = 3
     default_hint = "run again with --debug for the full traceback"
@@ -115,10 +115,10 @@ class RunFailed(CouldNotAudit):
 
 
 class ReferenceBroken(CouldNotAudit):
-    """The FP32 model produces NaN or infinity by itself, so there is nothing to compare with."""
+    """The FP32 model itself produces NaN or infinity, so there is no reference to compare with."""
 
     default_hint = "repair the FP32 model or its inputs first; ampaudit compares 16 bits with FP32"
 
 
 class ProofBroken(CouldNotAudit):
-    """A run computed a value that a proof rules out: the proof is wrong, and so ampaudit is."""
+    """A run computed a value that a proof excludes: ampaudit has a defect."""

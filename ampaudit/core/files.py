@@ -1,4 +1,4 @@
-"""Writes files and directories so that they are either the old ones or the whole new ones, never a part."""
+"""Writes files and directories atomically: the old content stays until the new one is complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
 def check_writable(path: Path, *, force: bool) -> None:
-    """Refuse early what would fail after a long run.
+    """Check before a long run that a file can be written.
 
     Raises:
         OutputError: the file exists and ``force`` is not set, or its directory is missing.
@@ -72,13 +72,12 @@ def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
 
 
 def check_directory(path: Path, *, force: bool, ours: str) -> None:
-    """Refuse an output directory that could not, or should not, be replaced.
+    """Reject an output directory that cannot, or should not, be replaced.
 
     Args:
         path: the directory to be written.
         force: replace one that is there.
-        ours: name of a file that marks a directory as one that we wrote; only such a one, or an empty
-            one, is ever replaced.
+        ours: name of a file that marks directories of ours; only these, and empty ones, are replaced.
 
     Raises:
         OutputError: it exists and may not be replaced, is a link or a file, or has no parent directory.
@@ -100,11 +99,11 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
 
 @contextlib.contextmanager
 def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
-    """A new directory beside the target, to be filled, which becomes the target at the end.
+    """Fill a new directory beside the target while active, and make it the target at the end.
 
     The swap is one system call where Linux offers it, so that at any moment, also after a crash, the
     target is the whole old directory or the whole new one. If anything fails, the new one is removed.
-    What a killed process left behind is removed by the next one that writes the same target.
+    The next writer of the same target removes a staging directory left by a killed process.
 
     Raises:
         OutputError: see ``check_directory``; or the disk is full or read-only.
@@ -189,7 +188,7 @@ def _fsync(path: Path) -> None:
 
 
 def _locked(directory: Path) -> int | None:
-    """A lock on a directory, held while its writer lives; ``None`` where there are none."""
+    """Lock a directory while its writer lives; ``None`` where the lock is taken or unsupported."""
     if os.name == "nt":
         return None
     import fcntl
@@ -204,7 +203,7 @@ def _locked(directory: Path) -> int | None:
 
 
 def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Staging directories whose writer is gone: their lock is free."""
+    """Remove staging directories whose writer is gone, and whose lock is therefore free."""
     for found in parent.iterdir():
         ours = found.name.startswith(prefix) and found.is_dir() and not found.is_symlink()
         if ours and (lock := _locked(found)) is not None:

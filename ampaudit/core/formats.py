@@ -1,4 +1,4 @@
-"""The number formats that a value is tested against, with the limits that matter.
+"""Defines the number formats and their limits.
 
 Sources: IEEE 754-2019 for float16 and float32; the bfloat16 layout of 1+8+7 bits; the OCP "8-bit
 Floating Point Specification" 1.0 for the two 8-bit formats (E4M3 has no infinity: overflow is NaN).
@@ -19,6 +19,7 @@ __all__ = [
     "FLOAT32",
     "FORMATS",
     "LOW_PRECISION_FORMATS",
+    "LOW_PRECISION_NAMES",
     "WHAT_IF_FORMATS",
     "NumberFormat",
     "format_named",
@@ -61,7 +62,7 @@ class NumberFormat:
 
     @property
     def overflow_at(self) -> float:
-        """Smallest magnitude that round-to-nearest-even turns into infinity: max plus half an ulp."""
+        """Smallest magnitude that rounds to infinity: max plus half an ulp."""
         _, exponent = math.frexp(self.max)
         return self.max + math.ldexp(1.0, exponent - self.fraction_bits - 2)
 
@@ -85,6 +86,7 @@ FLOAT8_E5M2 = NumberFormat("float8_e5m2", 2, -14, 57344.0)
 
 FORMATS = {f.name: f for f in (FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)}
 LOW_PRECISION_FORMATS = (FLOAT16, BFLOAT16)
+LOW_PRECISION_NAMES = tuple(f.name for f in LOW_PRECISION_FORMATS)
 WHAT_IF_FORMATS = (FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -109,6 +111,6 @@ def low_precision_format(name: str) -> NumberFormat:
     """
     form = format_named(name)
     if form not in LOW_PRECISION_FORMATS:
-        names = ", ".join(f.name for f in LOW_PRECISION_FORMATS)
-        raise UsageError(f"--dtype {name}: not a 16-bit format", hint=f"one of: {names}")
+        hint = f"one of: {', '.join(LOW_PRECISION_NAMES)}"
+        raise UsageError(f"--dtype {name}: not a 16-bit format", hint=hint)
     return form

@@ -1,4 +1,4 @@
-"""A site is one op of one layer; its id joins everything that is said about it."""
+"""Identifies sites: one op of one layer, under an id that all results about it share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SiteId = NewType("SiteId", str)
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of somebody's Python code: where it is and what it says."""
+    """A line of Python code: its position and text."""
 
     file: str
     line: int
@@ -26,7 +26,7 @@ class SiteNumbering:
     """Hands out ids such as ``encoder.layer.3.output/linear``, with ``#2`` for the second of its kind.
 
     Args:
-        taken: ids that somebody else has handed out.
+        taken: ids that are in use already.
     """
 
     def __init__(self, taken: Iterable[SiteId | None] = ()) -> None:
@@ -34,7 +34,7 @@ class SiteNumbering:
         self._taken = frozenset(taken)
 
     def next_id(self, layer: str, op: str) -> SiteId:
-        """The next id for that op of that layer, in graph order."""
+        """Return the next id for that op of that layer, in graph order."""
         base = f"{layer or '(top)'}/{op}"
         while True:
             self._seen[base] += 1
@@ -45,5 +45,5 @@ class SiteNumbering:
 
 
 def pattern_of(name: str) -> str:
-    """A site or layer with a star for each number: what the layers of a stack have in common."""
+    """Replace each number in a site or layer by a star: layers of a stack have the same pattern."""
     return re.sub(r"(?<=\.)\d+(?=[./]|$)", "*", name)

@@ -1,14 +1,22 @@
-"""How names and numbers are written in every report for people."""
+"""Formats names and numbers for readers."""
 
 from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["escape_control", "format_bytes", "format_number", "format_power", "format_scale", "short_op"]
+__all__ = [
+    "escape_control",
+    "format_bytes",
+    "format_number",
+    "format_power",
+    "format_scale",
+    "plural",
+    "short_op",
+]
 
 
 def escape_control(name: str) -> str:
-    """A name from a model, safe to print: control and escape characters are shown, not obeyed."""
+    """Escape the control characters of a name, so that it is safe to print."""
     return "".join(
         char if unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode()
         for char in name
@@ -16,12 +24,18 @@ def escape_control(name: str) -> str:
 
 
 def short_op(op: str) -> str:
-    """An op without the parts that say nothing: ``aten.linear.default`` is ``linear``."""
+    """Shorten the name of an op: ``aten.linear.default`` is ``linear``."""
     return op.removeprefix("aten.").removesuffix(".default")
 
 
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: ``1 batch``, ``2 batches``, ``1,024 sites``."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
 def format_bytes(count: int) -> str:
-    """A byte count with three digits and a unit."""
+    """Format a byte count with three digits and a unit."""
     size = float(count)
     for unit in ("B", "kB", "MB"):
         if size < 1000:
@@ -31,7 +45,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_number(value: float) -> str:
-    """Four significant digits as every report prints them; whole numbers to ten million in full."""
+    """Format a number with four significant digits; whole numbers below 100,000 in full."""
     if 1e3 <= abs(value) < 1e7:
         exact = value if value == round(value) and abs(value) < 1e5 else float(f"{value:.4g}")
         return f"{exact:,.0f}"
@@ -39,10 +53,10 @@ def format_number(value: float) -> str:
 
 
 def format_scale(scale: float) -> str:
-    """A loss scale in full, as powers of two want to be read: ``131,072``."""
+    """Format a loss scale in full: ``131,072``."""
     return f"{scale:,.10g}"
 
 
 def format_power(exponent: int) -> str:
-    """A scale as reports print it: ``2^16 (65,536)``."""
+    """Format a power of two: ``2^16 (65,536)``."""
     return f"2^{exponent} ({2**exponent:,})" if 0 <= exponent < 30 else f"2^{exponent}"

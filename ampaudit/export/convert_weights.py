@@ -1,4 +1,4 @@
-"""``ampaudit convert`` of a checkpoint alone: no model, no graph, and nothing heavy to import."""
+"""Converts a checkpoint alone: without its model, without a graph, and with nothing heavy to import."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.formats import low_precision_format
 from ampaudit.export.config import ConvertConfig
-from ampaudit.export.directory import CheckpointSource, finish_directory
-from ampaudit.export.storage import choose_by_name
-from ampaudit.export.stream import Look, WeightFiles, write_weights
+from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
+from ampaudit.export.storage import decide_by_name
+from ampaudit.export.weight_files import WeightFiles, write_weights
 from ampaudit.report.conversion import Conversion
-from ampaudit.trace.clipping import clipped
 
 __all__ = ["conversion_of", "convert_weights", "is_checkpoint"]
 
@@ -40,26 +39,38 @@ def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Convers
     options = options.loaded()
     rules = options.rules
     form = low_precision_format(options.dtype)
-    choices = choose_by_name(checkpoint, rules, form)
-    look = Look(form, keep_overflowing=rules.file.weights.storage == "float32")
+    decisions = decide_by_name(checkpoint, rules, form)
+    policy = rules.file.weights
     notes = (
         "only weights were converted: no model was run, so nothing is known about overflow in its layers",
     )
-    limits = rules.file.weights.clip
     with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
-        change = None if limits is None else lambda piece: clipped(piece, limits)
-        files = write_weights(checkpoint, choices, stage, masters=options.masters, change=change, look=look)
-        origin = CheckpointSource(str(path), None, "weights", options, 0, limits)
-        manifest = finish_directory(stage, origin, files, notes, (), None)
-    made = conversion_of(output, checkpoint, files, options, str(path))
-    sizes = {name: record.size for name, record in manifest.files.items()}
-    return replace(made, files=sizes, notes=notes, exit_code=1 if made.overflow or made.broken else 0)
+        files = write_weights(
+            checkpoint,
+            decisions,
+            stage,
+            masters=options.masters,
+            clip=policy.clip,
+            measure=form,
+            keep_overflowing=policy.storage == "float32",
+        )
+        manifest = manifest_of(
+            options,
+            files,
+            kind="weights",
+            source=str(path),
+            source_sha256=None,
+            seed=0,
+            clip=policy.clip,
+            notes=notes,
+        )
+        manifest = write_manifest(stage, manifest)
+    made = conversion_of(output, checkpoint, files, manifest)
+    return replace(made, exit_code=1 if made.overflow or made.broken else 0)
 
 
-def conversion_of(
-    output: Path, checkpoint: Checkpoint, files: WeightFiles, options: ConvertConfig, location: str
-) -> Conversion:
-    """What the written weights come to; what only a run can tell is left empty."""
+def conversion_of(output: Path, checkpoint: Checkpoint, files: WeightFiles, manifest: Manifest) -> Conversion:
+    """Summarize a conversion; what only an audit or ONNX can tell is left empty."""
     entries = checkpoint.entries
     stored: dict[str, int] = {}
     kept: dict[str, tuple[int, int, str]] = {}
@@ -74,23 +85,23 @@ def conversion_of(
             kept[tensor.reason] = (count + 1, total + size, largest)
     rounded = {name for name, tensor in files.tensors.items() if tensor.master_dtype is not None}
     return Conversion(
-        source=location,
+        source=manifest.source,
         output=str(output),
-        policy=options.rules.name,
-        dtype=options.dtype,
-        mode=options.mode,
+        policy=manifest.policy,
+        dtype=manifest.dtype,
+        mode=manifest.mode,
         verdict=None,
         exit_code=0,
         bytes_before=sum(entry.size for entry in entries.values()),
         bytes_after=after,
         stored=stored,
         kept=kept,
-        overflow={n: s.overflow for n, s in files.surveys.items() if s.overflow and n in rounded},
-        broken={n: s.broken for n, s in files.surveys.items() if s.broken},
-        masters=options.masters,
-        outputs=(),
+        overflow={n: s.overflow for n, s in files.stats.items() if s.overflow and n in rounded},
+        broken={n: s.broken for n, s in files.stats.items() if s.broken},
+        masters=manifest.masters,
+        outputs=manifest.outputs,
         onnx_casts=None,
         onnx_error=None,
-        files={},
-        notes=(),
+        files={name: record.size for name, record in manifest.files.items()},
+        notes=manifest.notes,
     )

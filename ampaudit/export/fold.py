@@ -1,34 +1,35 @@
-"""The converted graph as it is deployed: casts of weights folded into the stored weights, or left in it."""
+"""Folds casts of weights into the stored weights, or leaves them in the graph over FP32 masters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._ops import OpOverload
 
+from ampaudit.checkpoint.parts import type_name
 from ampaudit.core.errors import UsageError
 from ampaudit.export.config import Mode
 from ampaudit.trace.converted import ConvertedModel, identity
+from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
 from ampaudit.trace.opnames import mutated_arguments
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["Deployed", "deploy", "weights_of"]
-
-_LOWER = (torch.float16, torch.bfloat16)
+__all__ = ["FoldedGraph", "fold_casts", "folded_weights", "planned_dtypes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Deployed:
+class FoldedGraph:
     """A graph, and for each of its weights how it is stored.
 
     Attributes:
         graph: its placeholders are those of the traced model, in the same order.
         placeholders: the same, each with the dtype in which its value is given.
         casts: conversions of weights that are left in the graph.
-        folded: those that the stored weights have made unnecessary.
+        folded: conversions of weights that are folded into what is stored.
     """
 
     graph: fx.Graph
@@ -37,8 +38,8 @@ class Deployed:
     folded: int
 
 
-def deploy(converted: ConvertedModel, mode: Mode) -> Deployed:
-    """For inference, a weight that every use takes in one 16-bit format is stored in it; for training, none.
+def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
+    """Fold, for inference, the casts of a weight that every use takes in one 16-bit format; else none.
 
     Raises:
         UsageError: training under a policy that clips weights: its masters would not be what it trains.
@@ -51,25 +52,23 @@ def deploy(converted: ConvertedModel, mode: Mode) -> Deployed:
     output = graph.graph_copy(traced.graph, made)
     graph.output(output)
     nodes = {old.name: new for old, new in made.items()}
-    stored = _stored(converted) if mode == "inference" else {}
+    stored: dict[str, torch.dtype] = {}
+    if mode == "inference":
+        stored = _stored_dtypes(converted)
+    else:
+        _cast_masters(graph, converted, nodes)
     folded = _fold(graph, nodes, stored)
-    if mode == "train":
-        _cast_stored(graph, converted, nodes)
     graph.lint()
     placeholders = tuple(
-        Placeholder(p.node, p.slot, p.name, stored.get(p.node, _own_dtype(p, traced.tensors)))
+        p if p.slot is Slot.INPUT else replace(p, dtype=stored.get(p.node, traced.tensors[p.node].dtype))
         for p in traced.placeholders
     )
     casts = sum(site.role is Role.WEIGHT_CAST for site in traced.sites) - folded
-    return Deployed(graph, placeholders, casts, folded)
+    return FoldedGraph(graph, placeholders, casts, folded)
 
 
-def _own_dtype(place: Placeholder, tensors: dict[str, torch.Tensor]) -> torch.dtype | None:
-    return place.dtype if place.slot is Slot.INPUT else tensors[place.node].dtype
-
-
-def _stored(converted: ConvertedModel) -> dict[str, torch.dtype]:
-    """Placeholders whose value is given in another dtype than the master's; tied ones alike."""
+def _stored_dtypes(converted: ConvertedModel) -> dict[str, torch.dtype]:
+    """Find placeholders whose value is stored in another dtype than the master's; tied ones alike."""
     traced = converted.traced
     wanted: dict[str, torch.dtype] = {}
     for node in traced.graph.find_nodes(op="placeholder"):
@@ -85,15 +84,15 @@ def _stored(converted: ConvertedModel) -> dict[str, torch.dtype]:
 
 
 def _only_cast(node: fx.Node, sites: Mapping[str, Site]) -> torch.dtype | None:
-    """The one narrower dtype to which every use of a weight converts it."""
-    found: set[torch.dtype] = set()
+    """Return the one 16-bit dtype to which every use of a weight converts it, if there is one."""
+    dtypes: set[torch.dtype] = set()
     for user in node.users:
         site = sites.get(user.name)
         if site is None or site.role is not Role.WEIGHT_CAST or any(map(_writes, user.users)):
             return None
-        found.add(user.meta["val"].dtype)
-    (dtype,) = found if len(found) == 1 else (None,)
-    return dtype if dtype in _LOWER and node.meta["val"].dtype is torch.float32 else None
+        dtypes.add(user.meta["val"].dtype)
+    (dtype,) = dtypes if len(dtypes) == 1 else (None,)
+    return dtype if dtype in LOW_PRECISION_DTYPES and node.meta["val"].dtype is torch.float32 else None
 
 
 def _writes(node: fx.Node) -> bool:
@@ -102,6 +101,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _fold(graph: fx.Graph, nodes: dict[str, fx.Node], stored: dict[str, torch.dtype]) -> int:
+    """Remove the casts of stored weights from a graph, and count them."""
     count = 0
     for name, dtype in stored.items():
         node = nodes[name]
@@ -115,37 +115,33 @@ def _fold(graph: fx.Graph, nodes: dict[str, fx.Node], stored: dict[str, torch.dt
     return count
 
 
-def _cast_stored(graph: fx.Graph, converted: ConvertedModel, nodes: dict[str, fx.Node]) -> None:
-    """Weights that the policy stores in 16 bits are masters here, so each is cast where it enters."""
+def _cast_masters(graph: fx.Graph, converted: ConvertedModel, nodes: dict[str, fx.Node]) -> None:
+    """Cast each weight that the policy stores in 16 bits where it enters: here it is a master."""
     for name, copy in converted.copies.items():
         if name != copy.placeholder:
             continue
         node = nodes[name]
-        with graph.inserting_before(_first_call(graph)):
+        first_call = next(node for node in graph.nodes if node.op != "placeholder")
+        with graph.inserting_before(first_call):
             cast = graph.call_function(torch.ops.aten.to.dtype, (node, copy.dtype))
         cast.meta = {**node.meta, "val": node.meta["val"].to(copy.dtype)}
         for user in [user for user in node.users if user is not cast]:
             user.replace_input_with(node, cast)
 
 
-def _first_call(graph: fx.Graph) -> fx.Node:
-    first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
-    return first
-
-
-def weights_of(
-    converted: ConvertedModel, deployed: Deployed, ready: Mapping[str, torch.Tensor]
+def folded_weights(
+    converted: ConvertedModel, folded: FoldedGraph, ready: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The weights by placeholder, each in the dtype in which it is given; a tied one is rounded once.
+    """Return the weights by placeholder, each in the dtype in which it is stored; round a tied one once.
 
     Args:
         converted: has the masters; one that is not rounded is used as it is.
-        deployed: says which are rounded.
-        ready: rounded ones that are there already, by placeholder: those of a file that was written.
+        folded: says which are rounded.
+        ready: rounded weights that exist already, by placeholder: those of a file that was written.
     """
     rounded: dict[tuple[object, ...], torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
-    for place in deployed.placeholders:
+    for place in folded.placeholders:
         if place.slot is Slot.INPUT or place.dtype is None:
             continue
         master = converted.masters[place.node].detach()
@@ -159,3 +155,18 @@ def weights_of(
             rounded[key] = converted.unrounded(place.node, master).to(place.dtype)
         values[place.node] = rounded[key]
     return values
+
+
+def planned_dtypes(model: nn.Module, folded: FoldedGraph) -> dict[str, tuple[str, str]]:
+    """Return how each parameter or buffer that the graph uses is stored, and why, under all of its names."""
+    stored: dict[int, tuple[str, str]] = {}
+    originals = named_tensors(model)
+    for place in folded.placeholders:
+        if place.slot in (Slot.INPUT, Slot.CONSTANT) or place.name not in originals:
+            continue
+        original = originals[place.name]
+        dtype = place.dtype or original.dtype
+        rounded = dtype != original.dtype
+        why = "every use takes it in 16 bits" if rounded else "the policy uses it in float32"
+        stored[id(original)] = (type_name(dtype, place.name), why)
+    return {name: stored[id(tensor)] for name, tensor in originals.items() if id(tensor) in stored}

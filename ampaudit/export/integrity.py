@@ -12,15 +12,15 @@ import torch
 from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
 from ampaudit.core.errors import AuditError
 from ampaudit.export.manifest import Manifest, digest_of, files_under
-from ampaudit.export.stream import StoredTensor
+from ampaudit.export.weight_files import StoredTensor
 from ampaudit.report.problem import Problem
-from ampaudit.trace.clipping import clipped
+from ampaudit.trace.converted import clipped
 
 __all__ = ["check_files", "check_rounding"]
 
 
 def check_files(directory: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Missing, truncated, changed and extra files; of changed weights, the tensors that differ."""
+    """Find missing, truncated, changed and extra files, and in changed weights the tensors that differ."""
     for name, record in manifest.files.items():
         path = directory / name
         if not path.is_file():
@@ -62,13 +62,13 @@ def _changed_tensors(path: Path, name: str, manifest: Manifest) -> Iterator[Prob
 
 
 def _tensors_of(file: str, manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    found: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for name, stored in manifest.tensors.items():
         if stored.file == file:
-            found[name] = (stored.dtype, stored.shape, stored.crc32)
+            tensors[name] = (stored.dtype, stored.shape, stored.crc32)
         elif stored.master == file and stored.master_dtype is not None and stored.master_crc32 is not None:
-            found[name] = (stored.master_dtype, stored.shape, stored.master_crc32)
-    return found
+            tensors[name] = (stored.master_dtype, stored.shape, stored.master_crc32)
+    return tensors
 
 
 def _crc32(part: SafetensorsFile, name: str) -> int:
@@ -79,7 +79,7 @@ def _crc32(part: SafetensorsFile, name: str) -> int:
 
 
 def check_rounding(directory: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Working weights that are not their masters, rounded: each file may be intact, but from elsewhere."""
+    """Find working weights that are not their masters, rounded: an intact file may be another model's."""
     parts: dict[str, SafetensorsFile] = {}
 
     def part(name: str) -> SafetensorsFile:
@@ -91,21 +91,21 @@ def check_rounding(directory: Path, manifest: Manifest) -> Iterator[Problem]:
         if stored.master is None:
             continue
         try:
-            wrong = _differ(part(stored.file), part(stored.master), name, stored, manifest)
+            wrong = _count_differences(part(stored.file), part(stored.master), name, stored, manifest)
         except (AuditError, KeyError):
-            continue  # named already: the file or the tensor is not there
+            continue  # reported already: the file or the tensor is missing
         if wrong:
             yield Problem(
                 "rounding", f"{stored.file}: {name}", f"{wrong:,} values are not their master's, rounded"
             )
 
 
-def _differ(
+def _count_differences(
     working: SafetensorsFile, master: SafetensorsFile, name: str, stored: StoredTensor, manifest: Manifest
 ) -> int:
     dtype, wrong = dtype_of(stored.dtype), 0
     if working.entries[name].dtype != stored.dtype or master.entries[name].dtype != stored.master_dtype:
-        return 0  # named already
+        return 0  # reported by the check of the files
     assert dtype is not None
     for ours, kept in zip_longest(working.pieces(name), master.pieces(name)):
         exact = kept if manifest.clip is None else clipped(kept, manifest.clip)

@@ -1,19 +1,24 @@
-"""``manifest.json``: the digest of every file, where it came from, and what it computed when it was made."""
+"""Reads and writes ``manifest.json``: digests of every file, where it came from, and what it computed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from ampaudit.checkpoint.header import unique_json
 from ampaudit.checkpoint.layout import MANIFEST
-from ampaudit.checkpoint.strict import unique_json
 from ampaudit.core.errors import WeightsError, first_line
-from ampaudit.export.stream import StoredTensor
+from ampaudit.core.version import __version__
+from ampaudit.export.config import ConvertConfig
+from ampaudit.export.weight_files import StoredTensor, WeightFiles
 from ampaudit.policy.schema import Constants
 from ampaudit.report.conversion import OutputRecord
 
@@ -22,9 +27,12 @@ __all__ = [
     "Manifest",
     "digest_of",
     "files_under",
+    "manifest_of",
     "read_manifest",
     "write_manifest",
 ]
+
+_PACKAGES = ("torch", "safetensors", "transformers", "onnx", "onnxscript")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class Manifest:
     """All that is known about a converted directory.
 
     Attributes:
-        self_sha256: of this file with this field empty, so that a flipped bit in it is found, too.
+        self_sha256: of this file with this field empty, so that a flipped bit in it is found.
         tool: name and version.
         kind: ``model``, traced and run; or ``weights``, a checkpoint alone.
         source: what was converted.
@@ -83,7 +91,7 @@ _ADAPTER = TypeAdapter(Manifest)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a directory.
+    """Read the manifest of a directory.
 
     Raises:
         WeightsError: missing, corrupt, changed since it was written, or with a path that leads elsewhere.
@@ -114,21 +122,74 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def manifest_of(
+    options: ConvertConfig,
+    weights: WeightFiles,
+    *,
+    kind: Literal["model", "weights"],
+    source: str,
+    source_sha256: str | None,
+    seed: int,
+    clip: Constants | None,
+    notes: Sequence[str],
+    inputs_sha256: str | None = None,
+    outputs: tuple[OutputRecord, ...] = (),
+) -> Manifest:
+    """Describe a conversion; files beside the weights are not listed yet."""
+    return Manifest(
+        schema=1,
+        self_sha256="",
+        tool={"name": "ampaudit", "version": __version__},
+        kind=kind,
+        source=source,
+        source_sha256=source_sha256,
+        mode=options.mode,
+        policy=options.rules.name,
+        dtype=options.dtype,
+        seed=seed,
+        versions=_versions(),
+        masters=options.masters,
+        clip=clip,
+        files={name: FileRecord(*record) for name, record in weights.files.items()},
+        tensors=weights.tensors,
+        inputs_sha256=inputs_sha256,
+        outputs=outputs,
+        notes=tuple(notes),
+    )
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
-    """Write it; its own digest is filled in."""
-    complete = replace(manifest, self_sha256=_own_digest(manifest))
+    """Write the manifest of a directory that is otherwise complete.
+
+    Returns:
+        The same with records of the files that it did not list, and with its own digest.
+    """
+    unlisted = [name for name in files_under(directory) if name not in manifest.files]
+    files = {**manifest.files, **{name: digest_of(directory / name) for name in unlisted}}
+    complete = replace(manifest, files=dict(sorted(files.items())))
+    complete = replace(complete, self_sha256=_own_digest(complete))
     (directory / MANIFEST).write_text(_text(complete), encoding="utf-8")
     return complete
 
 
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
 def files_under(directory: Path) -> list[str]:
-    """Every file of a directory but the manifest, as relative paths."""
+    """List every file of a directory but the manifest, as relative paths."""
     found = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
 
 def digest_of(path: Path) -> FileRecord:
-    """SHA-256 and size of a file, read in pieces."""
+    """Compute the SHA-256 of a file, read in pieces, and its size."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return FileRecord(digest, path.stat().st_size)

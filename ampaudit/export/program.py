@@ -1,4 +1,4 @@
-"""The deployed graph as an exported program (``.pt2``), called as the model is called."""
+"""Exports a folded graph as a program (``.pt2``) that is called as the model is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed, first_line
-from ampaudit.export.fold import Deployed
+from ampaudit.export.fold import FoldedGraph
 from ampaudit.trace.converted import identity
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder, Slot
@@ -23,7 +23,7 @@ _ITEM = re.compile(r"^output\[(\d+)\]$")
 
 
 class GraphModel(nn.Module):
-    """Runs a deployed graph; its parameters and buffers have the names that they have in the model.
+    """Runs a folded graph, with parameters and buffers under the names that they have in the model.
 
     It takes what the model takes. Tensors are found wherever they are in the arguments; other arguments
     are those of the batch that was traced, whatever is given. It returns a tensor if the model does, a
@@ -31,14 +31,19 @@ class GraphModel(nn.Module):
     """
 
     def __init__(
-        self, deployed: Deployed, values: Mapping[str, torch.Tensor], outputs: tuple[str, ...], *, train: bool
+        self,
+        folded: FoldedGraph,
+        values: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        *,
+        train: bool,
     ) -> None:
         super().__init__()
         homes: dict[str, tuple[str, str]] = {}
         # one attribute, so that no layer of a model is likely to have its name
-        self._ampaudit = (deployed.graph, deployed.placeholders, outputs, homes)
+        self._ampaudit = (folded.graph, folded.placeholders, outputs, homes)
         held: dict[tuple[object, ...], nn.Parameter] = {}
-        for place in deployed.placeholders:
+        for place in folded.placeholders:
             if place.slot is Slot.INPUT:
                 continue
             path = place.name if place.slot is not Slot.CONSTANT else place.node
@@ -53,7 +58,7 @@ class GraphModel(nn.Module):
                 module.register_buffer(leaf, value.detach())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs."""
+        """Compute the model's outputs."""
         graph, places, outputs, homes = self._ampaudit
         inputs = iter(tensor_leaves(args, kwargs))
         values = [
@@ -67,12 +72,12 @@ class GraphModel(nn.Module):
 
 
 def _given(tensor: torch.Tensor, place: Placeholder) -> torch.Tensor:
-    """An input in the dtype in which the policy takes it; what the graph does not change is not cast."""
+    """Cast an input to the dtype in which the policy takes it, if it takes another."""
     return tensor if place.dtype in (None, tensor.dtype) else tensor.to(place.dtype)
 
 
 def as_structure(names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
-    """Outputs as the caller of an exported program gets them: a tensor, a tuple, or a dict by path."""
+    """Arrange outputs as the caller of a program gets them: a tensor, a tuple, or a dict by path."""
     if names == ("output",):
         return values[0]
     items = [_ITEM.match(name) for name in names]
@@ -83,7 +88,7 @@ def as_structure(names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
 
 
 def export_program(
-    deployed: Deployed,
+    folded: FoldedGraph,
     values: Mapping[str, torch.Tensor],
     outputs: tuple[str, ...],
     args: tuple[Any, ...],
@@ -91,12 +96,12 @@ def export_program(
     *,
     train: bool = False,
 ) -> ExportedProgram:
-    """The program for inputs of these shapes, with layer and source line of the model on each node.
+    """Export a program for inputs of these shapes, with the model's layer and source line on each node.
 
     Raises:
         RunFailed: torch cannot export the converted graph.
     """
-    model = GraphModel(deployed, values, outputs, train=train)
+    model = GraphModel(folded, values, outputs, train=train)
     model.train(train)
     try:
         with torch.no_grad() if not train else torch.enable_grad():
@@ -107,12 +112,12 @@ def export_program(
             hint="run again with --debug, or leave the program out with --no-program",
         ) from error
     _drop_assertions(program.graph)
-    _copy_origins(deployed.graph, program.graph)
+    _copy_origins(folded.graph, program.graph)
     return program
 
 
 def _tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments that hold a tensor; the others are fixed in the graph."""
+    """Keep the keyword arguments that hold a tensor; the others are fixed in the graph."""
     return {
         name: value
         for name, value in kwargs.items()
@@ -121,14 +126,14 @@ def _tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Torch records the dtype that it saw before each conversion; under another policy it may be another."""
+    """Drop torch's checks of the dtype before each conversion, which another policy may change."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
 
 
 def _copy_origins(old: fx.Graph, new: fx.Graph) -> None:
-    """Layer and line of each op."""
+    """Copy layer and source line of each op."""
     for ours, theirs in same_nodes(old, new):
         for key in ("nn_module_stack", "stack_trace"):
             if key in ours.meta:
@@ -136,7 +141,7 @@ def _copy_origins(old: fx.Graph, new: fx.Graph) -> None:
 
 
 def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """The ops of a deployed graph with those of its program; none unless both are the same in order."""
+    """Pair the ops of a folded graph with those of its program; none unless both are the same in order."""
     before = [node for node in old.nodes if node.op == "call_function"]
     after = [node for node in new.nodes if node.op == "call_function"]
     after = after[len(after) - len(before) :]  # inputs that are cast come first

@@ -1,4 +1,4 @@
-"""What a converted program computes on recorded inputs, and how far that is from FP32."""
+"""Records what a converted program computes, and how far that is from FP32."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.errors import first_line
 from ampaudit.report.conversion import OutputRecord
-from ampaudit.trace.calling import call_unchanged
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
+from ampaudit.trace.isolation import call_unchanged
 
 __all__ = [
     "ReferenceOutputs",
-    "compared",
+    "compare_output",
     "digest_of_tensors",
     "flat_outputs",
     "record_reference",
@@ -32,7 +33,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutputs:
-    """Recorded tensors by name (``input[i]``, ``output[i]``, ``fp32[i]``), and what was found.
+    """Recorded tensors by name (``input[i]``, ``output[i]``, ``fp32[i]``), and a record of each output.
 
     ``note`` says why there is no output, if there is none.
     """
@@ -73,7 +74,10 @@ def record_reference(
     tensors |= {f"output[{i}]": t.clone().contiguous() for i, t in enumerate(found)}
     outputs = tuple(
         OutputRecord(
-            name, str(ours.dtype).removeprefix("torch."), digest_of_tensors([ours]), *compared(ours, ref)
+            name,
+            str(ours.dtype).removeprefix("torch."),
+            digest_of_tensors([ours]),
+            *compare_output(ours, ref),
         )
         for name, ours, ref in zip(names, found, exact, strict=True)
     )
@@ -81,21 +85,20 @@ def record_reference(
 
 
 def run_program(program: ExportedProgram, call: Call, seed: int) -> list[torch.Tensor] | str:
-    """The program's outputs on the CPU, flat; or, in a line, why this machine cannot run it."""
+    """Compute the program's outputs on the CPU, flat; or say in a line why this machine cannot."""
     try:
         return flat_outputs(call_unchanged(program.module(), *call, seed=seed))
     except (RuntimeError, NotImplementedError) as error:
         return f"this machine's CPU cannot run the program in its dtypes: {first_line(error)}"
 
 
-def flat_outputs(found: Any) -> list[torch.Tensor]:
-    """Output tensors in order, detached."""
-    leaves = torch.utils._pytree.tree_leaves(found)
-    return [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def flat_outputs(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output in order, detached and on the CPU."""
+    return [tensor.detach().cpu() for tensor in tensor_leaves((output,), {})]
 
 
-def compared(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
-    """Largest absolute error, and signal to noise in dB; ``None`` for what is not finite, or exact."""
+def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
+    """Return the largest absolute error, and signal to noise in dB; ``None`` where not finite, or exact."""
     if not ours.is_floating_point():
         return (0.0, None) if torch.equal(ours, reference) else (None, None)
     error = ours.double() - reference.double()
@@ -103,11 +106,12 @@ def compared(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None,
     noise, signal = float(error.square().sum()), float(reference.double().square().sum())
     if not math.isfinite(largest):
         return None, None
-    return largest, round(10 * math.log10(signal / noise), 2) if noise > 0 and signal > 0 else None
+    db = signal_to_noise_db(signal, noise)
+    return largest, None if db is None else round(db, 2)
 
 
 def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> str:
-    """SHA-256 over the tensors' dtypes, shapes and bytes."""
+    """Return the SHA-256 of the tensors' dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())

@@ -1,4 +1,4 @@
-"""Loads a converted program in this process, runs it, and says as JSON what it found: for a fresh process.
+"""Loads and runs a converted program, and prints problems as JSON: for a fresh process.
 
 Run as ``python -m ampaudit.export.rerun DIRECTORY``.
 """
@@ -19,7 +19,8 @@ from ampaudit.checkpoint.layout import PROGRAM, REFERENCE
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.export.manifest import Manifest, read_manifest
-from ampaudit.export.reference import compared, digest_of_tensors, run_program
+from ampaudit.export.reference import compare_output, digest_of_tensors, run_program
+from ampaudit.report.conversion import OutputRecord
 from ampaudit.report.problem import Problem
 from ampaudit.source.exported import load_program
 
@@ -27,7 +28,7 @@ __all__ = ["rerun"]
 
 
 def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
-    """Run the program on the recorded inputs; the problems, and a line on each output that is in order.
+    """Run the program on the recorded inputs; return the problems, and a line on each healthy output.
 
     Args:
         directory: a converted directory with a program.
@@ -43,38 +44,36 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
     problems = _other_weights(program, directory, manifest) if manifest.mode == "inference" else []
     call = _with_inputs(program, recorded)
     if call is None:
-        return [
-            *problems,
-            Problem("program", REFERENCE, "its inputs are not those that the program takes"),
-        ], []
+        problem = Problem("program", REFERENCE, "its inputs are not those that the program takes")
+        return [*problems, problem], []
     found = run_program(program, call, manifest.seed)
     if isinstance(found, str):
         return [*problems, Problem("program", PROGRAM, found)], []
-    lines: list[str] = []
-    for index, (record, ours) in enumerate(zip(manifest.outputs, found, strict=False)):
-        before = recorded.get(f"output[{index}]")
-        if digest_of_tensors([ours]) == record.sha256:
-            lines.append(f"{record.name}: the same bits")
-            continue
-        if before is None or before.shape != ours.shape or before.dtype != ours.dtype:
-            problems.append(
-                Problem("output", record.name, "has another shape or dtype than the recorded one")
-            )
-            continue
-        off, accuracy = compared(ours, before)
-        text = f"differs from the recorded one by up to {off:.3g}" if off is not None else "is not finite"
-        if accuracy is not None and accuracy >= tolerance_db:
-            lines.append(
-                f"{record.name}: {text} ({accuracy:.0f} dB): the kernels of another machine or version"
-            )
-        else:
-            shown = f", {accuracy:.0f} dB" if accuracy is not None else ""
-            problems.append(Problem("output", record.name, f"{text}{shown}"))
-    return problems, lines
+    compared = [
+        _compare_recorded(record, ours, recorded.get(f"output[{index}]"), tolerance_db)
+        for index, (record, ours) in enumerate(zip(manifest.outputs, found, strict=False))
+    ]
+    problems += [result for result in compared if isinstance(result, Problem)]
+    return problems, [result for result in compared if isinstance(result, str)]
+
+
+def _compare_recorded(
+    record: OutputRecord, ours: torch.Tensor, before: torch.Tensor | None, tolerance_db: float
+) -> str | Problem:
+    """Return a line on an output that agrees with the recorded one, or the problem."""
+    if digest_of_tensors([ours]) == record.sha256:
+        return f"{record.name}: the same bits"
+    if before is None or before.shape != ours.shape or before.dtype != ours.dtype:
+        return Problem("output", record.name, "has another shape or dtype than the recorded one")
+    error, accuracy = compare_output(ours, before)
+    text = f"differs from the recorded one by up to {error:.3g}" if error is not None else "is not finite"
+    if accuracy is not None and accuracy >= tolerance_db:
+        return f"{record.name}: {text} ({accuracy:.0f} dB): the kernels of another machine or version"
+    return Problem("output", record.name, f"{text}{f', {accuracy:.0f} dB' if accuracy is not None else ''}")
 
 
 def _with_inputs(program: ExportedProgram, recorded: dict[str, torch.Tensor]) -> Any:
-    """The program's example call with the recorded tensors in it."""
+    """Return the program's example call with the recorded tensors in it."""
     leaves, spec = pytree.tree_flatten(program.example_inputs or ((), {}))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     names = [f"input[{number}]" for number in range(len(places))]
@@ -86,14 +85,14 @@ def _with_inputs(program: ExportedProgram, recorded: dict[str, torch.Tensor]) ->
 
 
 def _other_weights(program: ExportedProgram, directory: Path, manifest: Manifest) -> list[Problem]:
-    """Parameters of the program that are not those of the checkpoint, bit for bit."""
+    """Find parameters of the program that are not those of the checkpoint, bit for bit."""
     problems: list[Problem] = []
     tensors: dict[str, torch.Tensor] = {}
     for file in dict.fromkeys(t.file for t in manifest.tensors.values()):
         try:
             tensors.update(map_checkpoint(directory / file).tensors)
         except AuditError:
-            continue  # named by the check of the files
+            continue  # reported by the check of the files
     for name, stored in manifest.tensors.items():
         ours = program.state_dict.get(stored.parameter or name)
         theirs = tensors.get(name)

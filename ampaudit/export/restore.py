@@ -1,4 +1,4 @@
-"""``ampaudit convert --to float32``: the checkpoint as it was, from a converted directory's masters."""
+"""Restores the original checkpoint from the masters of a converted directory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,8 @@ from ampaudit.checkpoint.parts import Part, SafetensorsFile
 from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
-from ampaudit.export.manifest import (
-    FileRecord,
-    Manifest,
-    digest_of,
-    files_under,
-    read_manifest,
-    write_manifest,
-)
-from ampaudit.export.stream import StoredTensor
+from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from ampaudit.export.weight_files import StoredTensor
 
 __all__ = ["restore"]
 
@@ -42,10 +35,12 @@ def restore(directory: Path, output: Path, *, force: bool) -> Manifest:
         OutputError: the output cannot be written; nothing is left behind.
     """
     manifest = read_manifest(directory)
-    lost = [name for name, t in manifest.tensors.items() if t.master_dtype is not None and t.master is None]
-    if lost:
+    missing = [
+        name for name, t in manifest.tensors.items() if t.master_dtype is not None and t.master is None
+    ]
+    if missing:
         raise UsageError(
-            f"{directory} has no masters: {lost[0]!r} and {len(lost) - 1} more cannot be restored",
+            f"{directory} has no masters: {missing[0]!r} and {len(missing) - 1} more cannot be restored",
             hint="convert again without --no-masters",
         )
     with staged_directory(output, force=force, ours=MANIFEST) as stage:
@@ -57,11 +52,9 @@ def restore(directory: Path, output: Path, *, force: bool) -> Manifest:
             files[label] = record
             tensors |= found
         _copy_rest(directory, stage, manifest)
-        for name in files_under(stage):
-            files.setdefault(name, digest_of(stage / name))
         made = replace(
             manifest, kind="weights", mode="inference", policy="none", dtype="float32", clip=None,
-            files=dict(sorted(files.items())), tensors=tensors, inputs_sha256=None, outputs=(),
+            files=files, tensors=tensors, inputs_sha256=None, outputs=(),
             source=str(directory), notes=("restored from the masters of a converted directory",),
         )  # fmt: skip
         return write_manifest(stage, made)
@@ -75,10 +68,10 @@ def _weight_files(manifest: Manifest) -> set[str]:
 def _restore_file(
     label: str, manifest: Manifest, parts: dict[str, SafetensorsFile], path: Path
 ) -> tuple[FileRecord, dict[str, StoredTensor]]:
-    """One file of the checkpoint, its tensors in the order in which they lie in the converted one."""
+    """Restore one file, its tensors in the order in which they lie in the converted one."""
     working = parts[label]
     stored = {name: manifest.tensors[name] for name in working.entries if name in manifest.tensors}
-    entries = [TensorEntry(name, t.master_dtype or t.dtype, t.shape) for name, t in stored.items()]
+    entries = [TensorEntry(name, t.original_dtype, t.shape) for name, t in stored.items()]
 
     def pieces() -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
         for name, t in stored.items():
@@ -96,23 +89,16 @@ def _restore_file(
                 f"{source}: tensor {name!r} was changed after the conversion", hint="run 'ampaudit verify'"
             )
     tensors = {
-        entry.name: StoredTensor(
-            label,
-            entry.dtype,
-            entry.shape,
-            written.crc32[entry.name],
-            "as it was",
-            stored[entry.name].parameter,
-        )
-        for entry in entries
+        name: StoredTensor(label, dtype, shape, written.crc32[name], "as it was", stored[name].parameter)
+        for name, dtype, shape in ((entry.name, entry.dtype, entry.shape) for entry in entries)
     }
     return FileRecord(written.sha256, written.size), tensors
 
 
 def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
-    """What is neither ours nor weights; config.json names the old dtype again, an index the old size."""
+    """Copy what is neither ours nor weights; config.json and an index get the old dtype and size."""
     weights = _weight_files(manifest)
-    before = [TensorEntry(name, t.master_dtype or t.dtype, t.shape) for name, t in manifest.tensors.items()]
+    before = [TensorEntry(name, t.original_dtype, t.shape) for name, t in manifest.tensors.items()]
     for name in manifest.files:
         if name in weights or name in BESIDE_WEIGHTS or name == f"{MASTER}{INDEX_SUFFIX}":
             continue

@@ -1,9 +1,12 @@
-"""In which dtype each tensor of a checkpoint is stored: as planned, or by name, shape and values."""
+"""Decides in which dtype each tensor of a checkpoint is stored: as planned, or by name and shape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+import torch
 
 from ampaudit.checkpoint.header import FLOAT_TYPES, TensorEntry
 from ampaudit.checkpoint.open import Checkpoint
@@ -14,7 +17,12 @@ from ampaudit.policy import OpFacts, RuleSet
 from ampaudit.policy.matching import matches_any
 from ampaudit.policy.schema import Cast, KeepFp32
 
-__all__ = ["CASTABLE_TYPES", "StorageDecision", "choose_by_name", "choose_planned", "type_of"]
+__all__ = [
+    "CASTABLE_TYPES",
+    "StorageDecision",
+    "decide_as_planned",
+    "decide_by_name",
+]
 
 CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
 
@@ -34,19 +42,12 @@ class StorageDecision:
     parameter: str | None = None
 
 
-def type_of(form: NumberFormat) -> str:
-    """The safetensors name of a format."""
-    import torch
-
-    return type_name(getattr(torch, form.name), form.name)
-
-
-def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:
-    """Choices for a checkpoint whose model is not there.
+def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:
+    """Decide for a checkpoint whose model is not there.
 
     A policy that stores 16 bits is followed, but for what it says about modules. One that casts at each
-    use, such as autocast, lowers what matrix products take: tensors of two or more dimensions are stored
-    in 16 bits; vectors (biases, norms, statistics) stay. One that lowers no matrix product changes nothing.
+    use, such as autocast, casts what matrix products take: tensors of two or more dimensions are stored in
+    16 bits; vectors (biases, norms, statistics) stay. One that casts no matrix product changes nothing.
 
     Raises:
         UsageError: the policy asks for something that only a model can tell.
@@ -58,55 +59,50 @@ def choose_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
             f"policy {rules.name!r} stores weights by the class of their module, and a checkpoint has none",
             hint="convert the model, or choose --policy half",
         )
-    style = _style(rules, form)
-    cast = CASTABLE_TYPES if weights.storage != "lower" or weights.casts == "float32" else FLOAT_TYPES
-    choices: dict[str, StorageDecision] = {}
-    for part in checkpoint.parts:
-        for name, entry in part.entries.items():
-            choices[name] = (
-                _by_rule(entry, style, keep, type_of(form))
-                if entry.dtype in cast
-                else StorageDecision(entry.dtype, "not a floating-point type that is cast")
-            )
-    return choices
+    low_dtype = type_name(getattr(torch, form.name), form.name)
+    scope = _scope(rules, form)
+    castable = CASTABLE_TYPES if weights.storage != "lower" or weights.casts == "float32" else FLOAT_TYPES
+    return {
+        name: _by_rule(entry, scope, keep, low_dtype)
+        if entry.dtype in castable
+        else StorageDecision(entry.dtype, "not a floating-point type that is cast")
+        for name, entry in checkpoint.entries.items()
+    }
 
 
-def _style(rules: RuleSet, form: NumberFormat) -> str:
-    """What a policy means for weights known by name only: ``all`` are lowered, ``matrices``, or ``none``."""
+def _scope(rules: RuleSet, form: NumberFormat) -> Literal["all", "matrices", "none"]:
+    """What a policy casts of weights that are known by name only."""
     if rules.file.weights.storage == "lower":
         return "all"
     product = rules.decide(OpFacts("linear", "", form.name))
     return "matrices" if product.cast in (Cast.LOWER, Cast.ALLOW) else "none"
 
 
-def _by_rule(entry: TensorEntry, style: str, keep: Iterable[KeepFp32], lower: str) -> StorageDecision:
+def _by_rule(entry: TensorEntry, scope: str, keep: Iterable[KeepFp32], low_dtype: str) -> StorageDecision:
     if any(matches_any(rule.parameter, entry.name) for rule in keep):
         return StorageDecision(entry.dtype, "the policy keeps it")
-    if style == "none":
-        return StorageDecision(entry.dtype, "the policy lowers no matrix product")
-    if style == "matrices" and len(entry.shape) < 2:
+    if scope == "none":
+        return StorageDecision(entry.dtype, "the policy casts no matrix product")
+    if scope == "matrices" and len(entry.shape) < 2:
         return StorageDecision(entry.dtype, "a vector: biases, norms and statistics stay")
-    return StorageDecision(lower, "the policy stores it in 16 bits")
+    return StorageDecision(low_dtype, "the policy stores it in 16 bits")
 
 
-def choose_planned(
+def decide_as_planned(
     checkpoint: Checkpoint, planned: Mapping[str, tuple[str, str]], names: Mapping[str, str]
 ) -> dict[str, StorageDecision]:
-    """Choices that a plan has made.
+    """Decide as a plan does.
 
     Args:
         checkpoint: the tensors.
         planned: type and reason by parameter; what is not in it stays as it is.
         names: the model's name of each tensor, where that is another one.
     """
-    choices: dict[str, StorageDecision] = {}
-    for part in checkpoint.parts:
-        for name, entry in part.entries.items():
-            parameter = names.get(name, name)
-            dtype, reason = planned.get(parameter, (entry.dtype, "the graph does not use it"))
-            if entry.dtype not in FLOAT_TYPES or dtype not in CASTABLE_TYPES:
-                dtype = entry.dtype
-            if dtype == "F32":
-                dtype = entry.dtype  # a file is never made wider than it was
-            choices[name] = StorageDecision(dtype, reason, parameter=parameter)
-    return choices
+    decisions: dict[str, StorageDecision] = {}
+    for name, entry in checkpoint.entries.items():
+        parameter = names.get(name, name)
+        dtype, reason = planned.get(parameter, (entry.dtype, "the graph does not use it"))
+        if entry.dtype not in FLOAT_TYPES or dtype not in CASTABLE_TYPES or dtype == "F32":
+            dtype = entry.dtype  # a file is never made wider than it was
+        decisions[name] = StorageDecision(dtype, reason, parameter=parameter)
+    return decisions

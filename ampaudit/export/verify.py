@@ -1,4 +1,4 @@
-"""``ampaudit verify``: whether a converted directory is what was written, and still computes the same."""
+"""Verifies that a converted directory is what was written, and still computes the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["verify"]
 
 # kernels that add up in another order agree to about 60 dB in float16 and 42 dB in bfloat16
 _TOLERANCE_DB = {"float16": 40.0, "bfloat16": 25.0}
-_PATIENCE = 3600.0
+_TIMEOUT = 3600.0
 
 
 def verify(
@@ -64,10 +64,10 @@ def verify(
 def _in_fresh_process(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
     command = [sys.executable, "-m", "ampaudit.export.rerun", str(directory.resolve()), str(tolerance_db)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
         found = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return [Problem("program", PROGRAM, f"did not end within {_PATIENCE:.0f} s")], []
+        return [Problem("program", PROGRAM, f"did not finish within {_TIMEOUT:.0f} s")], []
     except (ValueError, IndexError):
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return [Problem("program", PROGRAM, f"could not be run in a fresh process: {last[0]}")], []

@@ -18,8 +18,8 @@ class LintConfig(Config):
 
     select: Annotated[Texts, Option("Codes or prefixes to enable (repeatable).", metavar="CODES")] = ()
     ignore: Annotated[Texts, Option("Codes or prefixes to disable (repeatable).", metavar="CODES")] = ()
-    exclude: Annotated[Texts, Option("Files or directories to leave out (repeatable).", metavar="GLOB")] = ()
-    fail_on: Annotated[FailOn, Option("Severity from which the exit code is 1.")] = "warning"
+    exclude: Annotated[Texts, Option("Files or directories to skip (repeatable).", metavar="GLOB")] = ()
+    fail_on: Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")] = "warning"
 
 
 class LintOptions(TypedDict, total=False):

@@ -8,7 +8,7 @@ from typing import Unpack
 
 from ampaudit.core.version import __version__
 from ampaudit.lint.config import LintConfig, LintOptions
-from ampaudit.lint.linting import Choice, LintedFile, lint_files
+from ampaudit.lint.linting import LintedFile, RuleSelection, lint_files
 from ampaudit.report.finding import FailOn
 from ampaudit.report.lint import LintReport
 
@@ -36,8 +36,8 @@ def lint(
     """
     chosen = LintConfig.given(config, options)
     asked = [paths] if isinstance(paths, str | Path) else paths
-    choice = Choice.of(chosen.select, chosen.ignore)
-    linted = list(lint_files([str(path) for path in asked], choice, exclude=chosen.exclude))
+    selection = RuleSelection.parse(chosen.select, chosen.ignore)
+    linted = list(lint_files([str(path) for path in asked], selection, exclude=chosen.exclude))
     return lint_report(linted, chosen.fail_on)
 
 

@@ -1,4 +1,4 @@
-"""Lints texts and files: reads them, keeps what was asked for, hides what is suppressed, repairs."""
+"""Lints texts and files: analyzes them, selects and suppresses diagnostics, applies fixes."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampaudit.core.comments import comments_of
 from ampaudit.core.errors import first_line
-from ampaudit.lint.choice import Choice
-from ampaudit.lint.discovery import find
-from ampaudit.lint.flow.script import may_matter, parse, read_script
+from ampaudit.lint.code_blocks import CodeBlock, blank_cell, extract_code_blocks, replace_code_blocks
+from ampaudit.lint.diagnostic import Diagnostic
+from ampaudit.lint.discovery import find_files
+from ampaudit.lint.flow.script import is_worth_reading, parse, read_script
 from ampaudit.lint.flow.values import Value
-from ampaudit.lint.found import Found
-from ampaudit.lint.pieces import Unit, Unreadable, decode, pieces_of, rebuilt, without_cell
-from ampaudit.lint.telling import Hidden, findings_of
+from ampaudit.lint.reporting import Suppressions, to_findings
+from ampaudit.lint.selection import RuleSelection
+from ampaudit.lint.source_text import Unreadable, decode
 from ampaudit.report.lint import LintFinding, UnreadFile
 
-__all__ = ["Choice", "LintedFile", "lint_bytes", "lint_file", "lint_files", "lint_text"]
+__all__ = ["LintedFile", "RuleSelection", "lint_bytes", "lint_file", "lint_files", "lint_text"]
 
-_ROUNDS = 10  # of repairs; each may uncover the next
+_MAX_FIX_ROUNDS = 10  # a fix may uncover the next
+_PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 @dataclass(slots=True)
 class LintedFile:
-    """One file.
+    """The result of linting one file.
 
     Attributes:
-        path: as it was given.
-        findings: what is wrong with it, after repairs.
-        unread: what of it could not be read.
-        before: its text as it was.
-        after: its text with repairs.
-        encoding: of the file.
-        fixed: how many mistakes were repaired.
+        path: path as it was given.
+        findings: findings that remain after fixes.
+        unread: parts that could not be read.
+        before: original text.
+        after: text with fixes applied.
+        encoding: encoding of the file.
+        fixed: number of findings that were fixed.
     """
 
     path: str
@@ -47,108 +48,95 @@ class LintedFile:
 
 
 def lint_files(
-    paths: Sequence[str], choice: Choice, *, exclude: Sequence[str] = (), fix: bool = False
+    paths: Sequence[str], selection: RuleSelection, *, exclude: Sequence[str] = (), fix: bool = False
 ) -> Iterator[LintedFile]:
-    """Each file that is meant by the paths, one after the other."""
-    for path in find(paths, exclude):
-        yield lint_file(path, choice, fix=fix)
+    """Lint every file that files, directories and globs name."""
+    for path in find_files(paths, exclude):
+        yield lint_file(path, selection, fix=fix)
 
 
-def lint_file(path: Path, choice: Choice, *, fix: bool = False) -> LintedFile:
-    """One file; what keeps it from being read is in the result."""
+def lint_file(path: Path, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
+    """Lint one file; an error of reading it becomes part of the result."""
     name = str(path)
     try:
         data = path.read_bytes()
     except OSError as error:
         return LintedFile(name, unread=[UnreadFile(name, 1, error.strerror or str(error))])
-    return lint_bytes(data, name, choice, fix=fix)
+    return lint_bytes(data, name, selection, fix=fix)
 
 
-def lint_bytes(data: bytes, name: str, choice: Choice, *, fix: bool = False) -> LintedFile:
-    """What is in a file, or came from stdin."""
+def lint_bytes(data: bytes, name: str, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
+    """Lint the content of a file or of standard input."""
     try:
         text, encoding = decode(data)
     except Unreadable as error:
         return LintedFile(name, unread=[UnreadFile(name, error.line, str(error))])
-    linted = lint_text(text, name, choice, fix=fix)
+    linted = lint_text(text, name, selection, fix=fix)
     linted.encoding = encoding
     return linted
 
 
-def lint_text(text: str, name: str, choice: Choice, *, fix: bool = False) -> LintedFile:
-    """A file's text; ``name`` is what findings call it, and its suffix says what it is."""
+def lint_text(text: str, name: str, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
+    """Lint a text; the suffix of ``name`` selects the parser."""
     linted = LintedFile(name, before=text, after=text)
     suffix = Path(name).suffix.lower()
     try:
-        units = pieces_of(text, suffix)
+        blocks = extract_code_blocks(text, suffix)
     except Unreadable as error:
         linted.unread.append(UnreadFile(name, error.line, str(error)))
         return linted
-    known: dict[str, Value] = {}
-    changed: list[tuple[Unit, str]] = []
-    for unit in units:
-        known |= _lint_unit(linted, unit, choice, fix, known, changed)
+    names: dict[str, Value] = {}
+    changed: list[tuple[CodeBlock, str]] = []
+    for original in blocks:
+        diagnostics, defined, block = _analyze(linted, original, names)
+        if fix and diagnostics:
+            after, diagnostics, count = _apply_fixes(block, diagnostics, names, selection)
+            linted.fixed += count
+            if after != block.text:
+                changed.append((original, after))
+                block = block.with_text(after)
+        linted.findings += to_findings(linted.path, block, diagnostics, selection)
+        names |= defined  # a later block may use them
     if changed:
-        linted.after = rebuilt(text, suffix, changed)
+        linted.after = replace_code_blocks(text, suffix, changed)
     return linted
 
 
-def _lint_unit(
-    linted: LintedFile,
-    unit: Unit,
-    choice: Choice,
-    fix: bool,
-    known: dict[str, Value],
-    changed: list[tuple[Unit, str]],
-) -> dict[str, Value]:
-    """Read, and if asked repair and read again; the names that the next unit may use."""
-    original = unit
-    found, names, unit = _read(linted, unit, known)
-    if fix and found:
-        text, found, count = _repair(unit, found, known, choice)
-        linted.fixed += count
-        if text != unit.text:
-            changed.append((original, text))
-            unit = unit.changed(text)
-    linted.findings += findings_of(linted.path, unit, found, choice)
-    return names
+def _analyze(
+    linted: LintedFile, block: CodeBlock, names: dict[str, Value]
+) -> tuple[list[Diagnostic], dict[str, Value], CodeBlock]:
+    """Return the diagnostics, the names at the end, and the block without cells that do not parse."""
+    from ampaudit.lint.analysis import analyze
 
-
-def _read(
-    linted: LintedFile, unit: Unit, known: dict[str, Value]
-) -> tuple[list[Found], dict[str, Value], Unit]:
-    from ampaudit.lint.reading import read
-
-    while may_matter(unit.text):
+    while is_worth_reading(block.text):
         try:
-            found, names = read(read_script(unit.text), known)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            line, cell = unit.place(getattr(error, "lineno", None) or 1)
-            if not unit.lenient:
-                where = f"cell {cell}: " if cell is not None else ""
-                linted.unread.append(UnreadFile(linted.path, line, where + _reason(error)))
-            if cell is None or unit.text == (less := without_cell(unit, cell)).text:
-                return [], {}, unit
-            unit = less
-        except Exception as error:  # a mistake of ours must not hide what is found in other files
+            diagnostics, defined = analyze(read_script(block.text), names)
+        except _PARSE_ERRORS as error:
+            cell = _record_parse_error(linted, block, error)
+            if cell is None or block.text == (rest := blank_cell(block, cell)).text:
+                return [], {}, block
+            block = rest
+        except Exception as error:  # a bug of ours must not hide what is found in other files
             reason = f"internal error: {type(error).__name__}: {first_line(error)}; please report it"
             linted.unread.append(UnreadFile(linted.path, 1, reason))
-            return [], {}, unit
+            return [], {}, block
         else:
-            return found, names, unit
-    _check_syntax(linted, unit)
-    return [], {}, unit
+            return diagnostics, defined, block
+    if not block.marks:  # a file that is not worth reading is still reported if it does not parse
+        try:
+            parse(block.text)
+        except _PARSE_ERRORS as error:
+            _record_parse_error(linted, block, error)
+    return [], {}, block
 
 
-def _check_syntax(linted: LintedFile, unit: Unit) -> None:
-    """A file without anything to look at is still said to be broken if it is."""
-    if unit.lenient or unit.marks:
-        return
-    try:
-        parse(unit.text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line, _ = unit.place(getattr(error, "lineno", None) or 1)
-        linted.unread.append(UnreadFile(linted.path, line, _reason(error)))
+def _record_parse_error(linted: LintedFile, block: CodeBlock, error: Exception) -> int | None:
+    """Record why a block cannot be read, unless it is an example in prose; return the cell it is in."""
+    line, cell = block.locate(getattr(error, "lineno", None) or 1)
+    if not block.is_example:
+        where = f"cell {cell}: " if cell is not None else ""
+        linted.unread.append(UnreadFile(linted.path, line, where + _reason(error)))
+    return cell
 
 
 def _reason(error: Exception) -> str:
@@ -161,35 +149,35 @@ def _reason(error: Exception) -> str:
     return f"not valid Python: {reason}" + (" (Python 2?)" if old else "")
 
 
-def _repair(
-    unit: Unit, found: list[Found], known: dict[str, Value], choice: Choice
-) -> tuple[str, list[Found], int]:
-    """Repair until nothing is left that can be; the text, what is left, and how many were repaired."""
+def _apply_fixes(
+    block: CodeBlock, diagnostics: list[Diagnostic], names: dict[str, Value], selection: RuleSelection
+) -> tuple[str, list[Diagnostic], int]:
+    """Fix until nothing fixable remains; return the text, what remains, and how many were fixed."""
     import libcst
 
-    from ampaudit.lint.reading import read
-    from ampaudit.lint.repairs import repaired
+    from ampaudit.lint.analysis import analyze
+    from ampaudit.lint.fixes import apply_fixes
 
-    text, start = unit.text, len(found)
+    text, start = block.text, len(diagnostics)
     if re.search(r"\r(?!\n)", text):
-        return text, found, 0  # line ends of another age, which libcst does not keep
+        return text, diagnostics, 0  # libcst does not preserve line ends of classic Mac OS
     seen = {text}
-    for _ in range(_ROUNDS):
-        hidden = Hidden(comments_of(text))
-        wanted = [
-            item
-            for item in found
-            if item.repair is not None and choice.wants(item.code) and hidden.by(item) is None
+    for _ in range(_MAX_FIX_ROUNDS):
+        suppressions = Suppressions(text)
+        fixes = [
+            item.fix
+            for item in diagnostics
+            if item.fix is not None and selection.includes(item.code) and not suppressions.matching(item)
         ]
-        if not wanted:
+        if not fixes:
             break
         try:
-            new = repaired(text, [item.repair for item in wanted if item.repair is not None])
-            script = read_script(new)
+            fixed = apply_fixes(text, fixes)
+            script = read_script(fixed)
         except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError):
             break
-        if new in seen:  # nothing was found again; or one repair undoes another
+        if fixed in seen:  # no fix could be applied, or one undoes another
             break
-        seen.add(new)
-        text, (found, _) = new, read(script, known)
-    return text, found, max(start - len(found), 0) if text != unit.text else 0
+        seen.add(fixed)
+        text, (diagnostics, _) = fixed, analyze(script, names)
+    return text, diagnostics, max(start - len(diagnostics), 0) if text != block.text else 0

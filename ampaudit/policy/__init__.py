@@ -1,4 +1,4 @@
-"""Cast policies: rule files as data, and the decision they give for one op. No torch in here."""
+"""Cast policies: rule files as data, and the decisions that they make. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ATen's op names, without torch: what a rule file may name, and what its shorthands stand for."""
+"""Knows ATen's op names without torch: which names a rule file may use, and which ops they stand for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["UnknownOp", "aten_arguments", "aten_names", "expand", "inner_op"]
 
-# Names that ATen gives to one function. In-place twins (add_) are found by their name.
+# Names that ATen gives to one function. In-place variants (add_) are found by their name.
 _SYNONYMS = [
     line.split()
     for line in """
@@ -63,8 +63,8 @@ _SYNONYMS = [
 _GROUP_OF = {name: group for group in _SYNONYMS for name in group}
 
 
-# Composite ops that stay whole, and the op inside them that decides for them: a rule about the second is
-# a rule about the first, as it is under autocast, which sees the inner call.
+# Composite ops that stay whole, and the op inside them that decides for them: a rule about the inner op
+# applies to the outer one, as it does under autocast, which sees the inner call.
 _DECIDED_BY = {
     **{f"conv{n}d.padding": f"conv{n}d" for n in (1, 2, 3)},
     **{
@@ -81,7 +81,7 @@ _DECIDED_BY = {
 
 
 class UnknownOp(ValueError):
-    """A name that no op has; ``near`` is what was probably meant."""
+    """A name that no op has; ``near`` is a similar name."""
 
     def __init__(self, name: str, near: str | None) -> None:
         super().__init__(name)
@@ -103,12 +103,12 @@ def _overloads() -> dict[str, tuple[str, ...]]:
 
 
 def inner_op(name: str) -> str | None:
-    """The op inside a composite one that a rule may mention instead."""
+    """The op inside a composite one whose rules apply to it."""
     return _DECIDED_BY.get(name)
 
 
 def aten_names() -> frozenset[str]:
-    """Every ATen op, ``base`` or ``base.overload``, of the torch that the list was made with."""
+    """Every ATen op, ``base`` or ``base.overload``, of the torch release that the list was made with."""
     return frozenset(_table())
 
 
@@ -119,7 +119,7 @@ def aten_arguments(name: str) -> tuple[str, ...] | None:
 
 @cache
 def expand(name: str) -> tuple[str, ...]:
-    """The ops that a name in a rule stands for.
+    """List the ops that a name in a rule stands for.
 
     ``linear`` is the default overload, ``softmax.int`` one overload, ``softmax.*`` all of them,
     ``@softmax`` all overloads of the function under each of ATen's names for it, in place or not.

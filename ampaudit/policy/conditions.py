@@ -1,4 +1,4 @@
-"""Tests of numbers and argument values that rules are made of."""
+"""Defines the tests of numbers and arguments in rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Scalar = bool | int | float | str | None
 
 
 class _Unset:
-    """An argument that was left at its default."""
+    """Marks an argument that was left at its default."""
 
     def __repr__(self) -> str:
         return "unset"
@@ -44,7 +44,7 @@ class NumericCondition(BaseModel):
         return self
 
     def holds(self, value: float) -> bool:
-        """Whether the number is inside; NaN never is."""
+        """Whether a number is within the limits; NaN never is."""
         return (
             (self.min is None or value >= self.min)
             and (self.max is None or value <= self.max)
@@ -90,7 +90,7 @@ class ArgTest(BaseModel):
 
 
 def _same(value: Any, expected: Scalar) -> bool:
-    """Equality that keeps True and 1 apart."""
+    """Compare two values, with True and 1 unequal."""
     return isinstance(value, bool) is isinstance(expected, bool) and bool(value == expected)
 
 

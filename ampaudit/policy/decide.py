@@ -1,4 +1,4 @@
-"""One op in, one decision with its reason out."""
+"""Decides for one op by the rules of a policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Decision", "NeighborSide", "RuleSet"]
 
 NeighborSide = Literal["producer", "consumer"]
 _NOBODY: frozenset[NeighborSide] = frozenset()
-# how much of float32 a cast keeps; measured rules may only go up
+# casts by the precision that they keep, lowest first; measured rules may only raise it
 _RANK = (
     (Cast.LOWER, Cast.ALLOW),
     (Cast.NARROWEST, Cast.INFER, Cast.CLEAR),
@@ -31,7 +31,7 @@ RANK = {cast: rank for rank, casts in enumerate(_RANK) for cast in casts}
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is done to an op, which rule said so (``None``: no rule), and why."""
+    """The cast of an op, the rule that asks for it (``None`` for no rule), and the reason."""
 
     cast: Cast
     rule: str | None
@@ -47,12 +47,12 @@ class Decision:
 
 
 class RuleSet:
-    """A loaded policy, indexed so that a decision costs one look-up and the few rules it finds.
+    """A loaded policy, indexed by op so that a decision looks at few rules.
 
     Args:
         file: the rules.
-        ops: ATen names of each rule that names ops, by rule id, where they were found in a vocabulary.
-        environment: where the model will run; rules about another device or version are left out.
+        ops: the ATen names of each rule that names ops, by rule id, if they are known already.
+        environment: where the model will run; rules about another device or version do not apply.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RuleSet:
         self._measured = _Index([rule for rule in rules if rule.measured], self.ops)
         self._fallback = Decision(file.defaults.cast, None, "default", file.defaults.why)
         self.measured = any(rule.measured for rule in rules)
-        self.needs_graph = any(r.painted or r.when.producer or r.when.consumer for r in rules)
+        self.needs_graph = any(r.colored or r.when.producer or r.when.consumer for r in rules)
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class RuleSet:
         return frozenset().union(*self.ops.values())
 
     def promotes(self, facts: OpFacts) -> bool:
-        """Whether what was measured changes the decision about an op."""
+        """Whether the measurement of an op changes its decision."""
         return self.decide(facts) != self.decide(replace(facts, measurement=None))
 
     def for_environment(self, environment: TargetEnvironment) -> RuleSet:
@@ -90,11 +90,11 @@ class RuleSet:
         return RuleSet(self.file, self.ops, environment)
 
     def decide(self, facts: OpFacts, near: frozenset[NeighborSide] = _NOBODY) -> Decision:
-        """The first rule in order that applies, or the fallback; then what measurements demand.
+        """Apply the first rule that matches, or the default, and then measured rules.
 
         Args:
-            facts: about the op.
-            near: the sides on which it has a float32 neighbour, for rules that ask.
+            facts: the facts about the op.
+            near: the sides on which it has a float32 neighbor.
         """
         found = self._first(self._static, facts, near)
         decision = self._decision(found, facts) if found else self._fallback
@@ -111,7 +111,7 @@ class RuleSet:
         return next((rule for rule in self._about(index, facts) if applies(rule, facts, near)), None)
 
     def _about(self, index: _Index, facts: OpFacts) -> tuple[Rule, ...]:
-        """Rules about the op; if none names it, those about the op inside it."""
+        """The rules about an op; if none names it, those about the op inside it."""
         inner = inner_op(facts.op)
         if inner is None or index.names(facts.op):
             return index.about(facts.op)
@@ -124,7 +124,7 @@ class RuleSet:
 
 
 class _Index:
-    """Rules by op, in order; those that name no op are about every one."""
+    """The rules about each op, in order; rules that name no op are about every op."""
 
     def __init__(self, rules: list[Rule], ops: Mapping[str, frozenset[str]]) -> None:
         self._rules = [(rule, ops.get(rule.id)) for rule in rules]

@@ -1,4 +1,4 @@
-"""What a rule may look at: an op, what was measured there, and where the model will run."""
+"""Defines what rules look at: an op, its measurement, and the target environment."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Measurement", "OpFacts", "TargetEnvironment"]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a run saw at one op, largest absolute finite values in FP32; ``None`` where it saw nothing.
+    """Peaks at one op: largest absolute finite values of an FP32 run, ``None`` where there were none.
 
     Attributes:
-        weight_peak: of the parameters and buffers that it takes.
-        input_peak: of its other inputs.
-        output_peak: of its output.
-        consumer_peak: of the outputs of the ops that use its output.
-        mask: whether an input or the output is, or holds, an attention mask, large by design.
+        weight_peak: peak of its parameters and buffers.
+        input_peak: peak of its other inputs.
+        output_peak: peak of its output.
+        consumer_peak: peak of the outputs of the ops that use its output.
+        mask: whether an input or the output contains an attention mask, large by design.
     """
 
     weight_peak: float | None = None
@@ -28,7 +28,7 @@ class Measurement:
     mask: bool = False
 
     def joined(self, other: Measurement) -> Measurement:
-        """What both runs saw together: the larger peaks, and a mask if either saw one."""
+        """Join the measurements of two runs: the larger peaks, and a mask if either has one."""
         peaks = {
             name: max((p for p in (getattr(self, name), getattr(other, name)) if p is not None), default=None)
             for name in ("weight_peak", "input_peak", "output_peak", "consumer_peak")
@@ -38,7 +38,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class TargetEnvironment:
-    """Where the converted model will run. ``capability`` is CUDA's, such as 9.0; ``None`` without a GPU."""
+    """Where the converted model will run; ``capability`` is CUDA's, such as 9.0, or ``None``."""
 
     capability: float | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -46,19 +46,19 @@ class TargetEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """Everything that a rule may look at.
+    """The facts about an op that rules look at.
 
     Attributes:
         op: the ATen name, such as ``softmax.int``.
         layer: path of the module whose forward calls it.
         dtype: the 16-bit format of the run.
-        site: its id in reports.
+        site: the op's id in reports.
         classes: qualified class names of the layer's module and its bases, most derived first.
-        module: the module itself, to read attributes from; ``None`` where there is none.
-        parameters: names of the parameters and buffers that it takes directly.
+        module: the module itself, for its attributes.
+        parameters: names of the parameters and buffers among its inputs.
         arguments: scalar and list arguments by name; those left at their default are absent.
-        depth: terms that are summed for one element of its output.
-        measurement: what a run saw, in the second phase.
+        depth: how many terms it adds up for one element of its output.
+        measurement: its measurement, after the first run.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""Finds a policy by name or path, joins it with those it extends, and points at mistakes."""
+"""Loads a policy by name or path, with the policies that it extends."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["PLAIN_FP32", "Loaded", "load_file", "load_policy", "plain_fp32"]
 
 _SUFFIXES = (".yaml", ".yml")
 _MAX_PARENTS = 8
-# a child keeps what it says itself of these, and takes the rest from the first that it extends
+# keys that a policy inherits from the first of its parents that has them
 _INHERITED = ("level", "autocast", "weights", "loss_scale", "defaults")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A policy with its parents' rules, the ATen names of each rule, and what looks wrong in it."""
+    """A policy with its parents' rules, the ATen names of each rule, and warnings."""
 
     path: Path
     file: RuleFile
@@ -59,15 +59,15 @@ def load_policy(name_or_path: str | Path) -> RuleSet:
 
 
 def load_file(name_or_path: str) -> Loaded:
-    """The same with its origin and its warnings; the errors are those of ``load_policy``."""
+    """Load a policy with its path and warnings; raises what ``load_policy`` raises."""
     return _load(_find(name_or_path, Path()), ())
 
 
-PLAIN_FP32 = "fp32"  # the name of no policy at all
+PLAIN_FP32 = "fp32"  # names the absence of a policy
 
 
 def plain_fp32(whole: frozenset[str] = frozenset()) -> RuleSet:
-    """No casts at all: what the model does as it is. Composite ops in ``whole`` are not split."""
+    """Make a policy without casts; composite ops in ``whole`` are not split."""
     return RuleSet(RuleFile(name=PLAIN_FP32, title="no casts", level="calls"), {"": whole} if whole else None)
 
 
@@ -90,7 +90,7 @@ def _load(path: Path, children: tuple[Path, ...]) -> Loaded:
 
 @cache
 def _shipped(path: Path) -> Loaded:
-    """Rule sets are never changed, and a scan needs the one of CUDA autocast beside its own."""
+    """Load a shipped policy once: each scan needs CUDA autocast's rules besides its own."""
     return _read(path, ())
 
 
@@ -189,7 +189,7 @@ def _located(document: YamlDocument, error: ValidationError) -> PolicyError:
 
 
 def _without_branches(location: Sequence[Any], data: Any) -> tuple[Any, ...]:
-    """The parts of an error's path that are in the file; pydantic adds which type of a union it tried."""
+    """Remove the union branches that pydantic adds to an error's path."""
     kept: list[Any] = []
     for position, part in enumerate(location):
         inside = isinstance(data, dict) and part in data

@@ -1,4 +1,4 @@
-"""Whether a rule applies to an op."""
+"""Matches rules against the facts about an op."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MISSING = object()
 
 
 def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
-    """Whether a rule that is about this op's name is about this op, here and now."""
+    """Whether the other conditions of a rule that names this op hold."""
     when = rule.when
     if when.dtype and facts.dtype not in when.dtype:
         return False
@@ -43,7 +43,7 @@ def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
 
 
 def fits_environment(when: When, environment: TargetEnvironment) -> bool:
-    """Whether the device and the libraries are those that a rule is about; unknown ones are not."""
+    """Whether a rule's device and library versions are those of an environment; unknown ones are not."""
     if when.capability is not None and (
         environment.capability is None or not when.capability.holds(environment.capability)
     ):
@@ -76,7 +76,7 @@ def matches_any(globs: Collection[str], text: str) -> bool:
 
 
 def matches_class(wanted: Collection[str], classes: Collection[str]) -> bool:
-    """Whether one of the class names, bare or qualified, is among a module's own and its bases'."""
+    """Whether a module's class or one of its bases has one of the names, bare or qualified."""
     return any(name in wanted or name.rpartition(".")[2] in wanted for name in classes)
 
 
@@ -111,10 +111,10 @@ def _measured(wanted: EvidenceCondition, seen: Measurement | None, dtype: str) -
 
 @cache
 def compiled(pattern: str) -> Any:
-    """A pattern of RE2, whose time grows with the text and not with the pattern's ambiguity.
+    """Compile a pattern with RE2, which matches in linear time.
 
     Raises:
-        ValueError: not a pattern of RE2, which has no back-references and no look-around.
+        ValueError: not a pattern of RE2, which lacks back-references and look-around.
     """
     import re2
 

@@ -1,4 +1,4 @@
-"""Where the shipped rule files are."""
+"""Finds the shipped rule files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["policy_names", "rules_directory"]
 
 @cache
 def rules_directory() -> Path:
-    """The shipped rule files: inside the wheel, or beside the package in a checkout.
+    """The directory of the shipped rule files: inside the wheel, or beside the package in a checkout.
 
     Raises:
-        PolicyError: neither place has them; the installation is broken.
+        PolicyError: the installation is broken.
     """
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "_rules", package.parent / "rules"):

@@ -1,4 +1,4 @@
-"""Decides for a whole graph: colours, and rules that look at an op's neighbours."""
+"""Decides for a whole graph, with colors and with rules about an op's neighbors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ampaudit.policy.coloring import paint
+from ampaudit.policy.coloring import color
 from ampaudit.policy.decide import Decision, NeighborSide, RuleSet
 from ampaudit.policy.facts import OpFacts
-from ampaudit.policy.schema import PAINTED, Cast
+from ampaudit.policy.schema import COLORS, Cast
 
 __all__ = ["PlanSite", "plan_graph"]
 
@@ -19,42 +19,42 @@ _BY_INPUTS = (Cast.FOLLOW, Cast.WIDEST)
 
 @dataclass(frozen=True, slots=True)
 class PlanSite:
-    """An op of a graph: what rules may look at, and which earlier ops it takes floating-point values from."""
+    """The facts about an op of a graph, and the indices of ops that it takes floating-point values from."""
 
     facts: OpFacts
     inputs: tuple[int, ...]
 
 
 def plan_graph(rules: RuleSet, sites: Sequence[PlanSite]) -> list[Decision]:
-    """One decision per site, in order. Time grows with sites plus edges."""
+    """Decide for each site, in order, in time linear in sites plus edges."""
     decisions = [rules.decide(site.facts) for site in sites]
     if not rules.needs_graph:
         return decisions
-    decisions = _painted(decisions, sites)
-    return _with_neighbours(rules, decisions, sites)
+    decisions = _colored(decisions, sites)
+    return _with_neighbors(rules, decisions, sites)
 
 
-def _painted(decisions: list[Decision], sites: Sequence[PlanSite]) -> list[Decision]:
-    if not any(d.cast in PAINTED for d in decisions):
+def _colored(decisions: list[Decision], sites: Sequence[PlanSite]) -> list[Decision]:
+    if not any(d.cast in COLORS for d in decisions):
         return decisions
-    low = paint([d.cast for d in decisions], [site.inputs for site in sites])
+    low = color([d.cast for d in decisions], [site.inputs for site in sites])
     return [_resolved(d, is_low) for d, is_low in zip(decisions, low, strict=True)]
 
 
 def _resolved(decision: Decision, low: bool) -> Decision:
-    colour = decision.cast
-    if colour not in PAINTED:
+    color = decision.cast
+    if color not in COLORS:
         return decision
-    if colour in (Cast.ALLOW, Cast.DENY):
-        how = "always" if colour is Cast.ALLOW else "denied"
+    if color in (Cast.ALLOW, Cast.DENY):
+        how = "always" if color is Cast.ALLOW else "denied"
     else:
-        how = "painted 16-bit by its neighbours" if low else "painted float32 by its neighbours"
+        how = "colored 16-bit by its neighbors" if low else "colored float32 by its neighbors"
     cast = Cast.LOWER if low else Cast.FLOAT32
-    return replace(decision, cast=cast, why=f"{decision.why} ({colour}: {how})")
+    return replace(decision, cast=cast, why=f"{decision.why} ({color}: {how})")
 
 
-def _with_neighbours(rules: RuleSet, decisions: list[Decision], sites: Sequence[PlanSite]) -> list[Decision]:
-    """Apply rules about neighbours until nothing changes; a site only ever goes up to float32."""
+def _with_neighbors(rules: RuleSet, decisions: list[Decision], sites: Sequence[PlanSite]) -> list[Decision]:
+    """Apply rules about neighbors until nothing changes; a site is only ever promoted to float32."""
     users: list[list[int]] = [[] for _ in sites]
     for index, site in enumerate(sites):
         for source in site.inputs:
@@ -81,7 +81,7 @@ def _with_neighbours(rules: RuleSet, decisions: list[Decision], sites: Sequence[
 
 
 def _widths(decisions: Sequence[Decision], sites: Sequence[PlanSite]) -> list[bool]:
-    """Whether each op's result is float32, as far as the decisions alone say."""
+    """Whether each op's result is float32 by the decisions alone."""
     wide: list[bool] = []
     for decision, site in zip(decisions, sites, strict=True):
         by_inputs = decision.cast in _BY_INPUTS and any(wide[i] for i in site.inputs)

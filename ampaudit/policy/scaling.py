@@ -1,4 +1,4 @@
-"""Loss-scale profiles of the systems that train in 16 bits."""
+"""Loads the loss-scale profiles of systems that train in 16 bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LossScaleProfile", "StartingScale", "loss_scale_for", "profile", "pr
 
 
 class LossScaleProfile(BaseModel):
-    """A system's loss scale, and where its numbers come from."""
+    """A system's loss scale, and the source of its numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,10 +31,10 @@ class StartingScale:
     """The loss scale that training starts with.
 
     Attributes:
-        value: what the loss is multiplied by.
-        dynamic: whether it is lowered when a gradient overflows.
-        source: who says so, for readers.
-        least: where it stops being lowered; 0 if nowhere.
+        value: the factor of the loss.
+        dynamic: whether it is reduced when a gradient overflows.
+        source: what determines it, for readers.
+        least: its lower limit; 0 for none.
     """
 
     value: float
@@ -44,9 +44,9 @@ class StartingScale:
 
 
 def loss_scale_for(loss_scale: str | LossScale, number_format: NumberFormat) -> tuple[LossScale, str]:
-    """What a policy's loss scale is for a format, and who says so.
+    """The loss scale of a policy for a format, and what determines it.
 
-    bfloat16 has float32's range, and no system scales the loss for it.
+    bfloat16 has the range of float32: no system scales the loss for it.
     """
     if number_format is BFLOAT16:
         return profile("none").scale, "no loss scaling in bfloat16"
@@ -57,7 +57,7 @@ def loss_scale_for(loss_scale: str | LossScale, number_format: NumberFormat) -> 
 
 
 def starting_scale(loss_scale: str | LossScale, number_format: NumberFormat) -> StartingScale:
-    """Where a policy's loss scale starts."""
+    """The first loss scale of a policy."""
     scale, source = loss_scale_for(loss_scale, number_format)
     return StartingScale(scale.start, scale.kind == "dynamic", source, scale.min or 0.0)
 
@@ -80,7 +80,7 @@ def profile(name: str, where: str = "") -> LossScaleProfile:
     """The profile of that name.
 
     Raises:
-        PolicyError: there is none; ``where`` says who asked.
+        PolicyError: there is none; ``where`` is the place that names it.
     """
     if name in profiles():
         return profiles()[name]

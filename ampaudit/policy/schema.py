@@ -1,7 +1,8 @@
-"""The shape of a rule file; unknown keys are errors."""
+"""Defines the schema of a rule file; unknown keys are errors."""
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -24,11 +25,12 @@ __all__ = [
     "Text",
     "WeightPolicy",
     "When",
+    "schema_text",
 ]
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
-LowerDtype = Literal["float16", "bfloat16"]
+LowPrecisionDtype = Literal["float16", "bfloat16"]
 Placement = Literal["unchanged", "lower", "float32"]
 
 
@@ -43,19 +45,19 @@ class Cast(StrEnum):
     APPEND_DTYPE = "append-dtype"  # leave them; call the overload that takes dtype, with float32
     FOLLOW = "follow"  # add no cast: ordinary type promotion
     FORBID = "forbid"  # refuse the op in 16 bits
-    # colours of a graph painting (docs/rules.md), resolved to lower or float32 before anything is cast
+    # colors of a graph coloring (docs/rules.md), resolved to lower or float32 before anything is cast
     ALLOW = "allow"  # always lower
     INFER = "infer"  # lower between lower ops, unless downstream of a denied one
     CLEAR = "clear"  # like infer, and never the end of a denied path
     DENY = "deny"  # always float32
 
 
-PAINTED = (Cast.ALLOW, Cast.INFER, Cast.CLEAR, Cast.DENY)
+COLORS = (Cast.ALLOW, Cast.INFER, Cast.CLEAR, Cast.DENY)
 ArgumentCast = Literal["lower", "float32", "keep"]
 
 
 class Reason(StrEnum):
-    """Why an op is where it is."""
+    """The kind of reason for a rule."""
 
     RANGE = "range"
     PRECISION = "precision"
@@ -108,7 +110,7 @@ class EvidenceCondition(_Strict):
 class When(_Strict):
     """Circumstances under which a rule applies."""
 
-    dtype: tuple[LowerDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
+    dtype: tuple[LowPrecisionDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
     arguments: dict[str, ArgTest] = Field(default={}, description="tests of the op's arguments, by name")
     depth: NumericCondition | None = Field(
         default=None, description="terms per output element: product of the reduced axes, or fan-in"
@@ -144,9 +146,9 @@ class Rule(_Strict):
         return self.when.evidence is not None
 
     @property
-    def painted(self) -> bool:
-        """Whether the rule names a colour."""
-        return self.cast in PAINTED
+    def colored(self) -> bool:
+        """Whether the rule assigns a color."""
+        return self.cast in COLORS
 
 
 class KeepFp32(_Strict):
@@ -156,7 +158,7 @@ class KeepFp32(_Strict):
     model: tuple[Text, ...] = Field(default=(), description="class, or a base, of a model that holds them")
     attributes: dict[str, bool | int | float | str | None] = {}
     parameter: tuple[Text, ...] = Field(default=(), description="globs over parameter and buffer names")
-    dtype: tuple[LowerDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
+    dtype: tuple[LowPrecisionDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
 
 
 class Constants(_Strict):
@@ -248,3 +250,10 @@ class RuleFile(_Strict):
     loss_scale: Name | LossScale = Field(default="torch", description="a profile's name, or the numbers")
     defaults: Defaults = Defaults()
     rules: tuple[Rule, ...] = ()
+
+
+def schema_text() -> str:
+    """The JSON Schema (2020-12) of a rule file, as in docs/rules.schema.json."""
+    schema = RuleFile.model_json_schema(by_alias=True)
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps(head | schema, indent=1, sort_keys=True) + "\n"

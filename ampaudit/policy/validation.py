@@ -1,4 +1,4 @@
-"""What can be wrong with rules that are well-formed, found without a model."""
+"""Checks well-formed rules for mistakes, without a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from ampaudit.core.errors import PolicyError
+from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.policy.aten_ops import UnknownOp, aten_arguments
 from ampaudit.policy.matching import compiled
 from ampaudit.policy.schema import Cast, Match, Rule, RuleFile, When
@@ -15,13 +16,13 @@ from ampaudit.policy.yamlfile import YamlDocument
 __all__ = ["check_rules", "suspicious", "unknown_op"]
 
 Ops = Mapping[str, frozenset[str]]
-_BOTH = frozenset({"float16", "bfloat16"})
+_BOTH = frozenset(LOW_PRECISION_NAMES)
 _APPENDABLE = frozenset({"norm.Scalar", "norm.ScalarOpt_dim"})
 _LOOKS_LIKE_REGEX = re.compile(r"[\\^$|]|\.\*|\.\+")
 
 
 def check_rules(document: YamlDocument, file: RuleFile, ops: Ops) -> None:
-    """Refuse duplicate ids, conflicts, rules that can never match, and conditions that cannot hold.
+    """Reject duplicate ids, conflicts, rules that never match, and conditions that cannot hold.
 
     Raises:
         PolicyError: with file, line and column.
@@ -43,10 +44,10 @@ def check_rules(document: YamlDocument, file: RuleFile, ops: Ops) -> None:
 
 def _problems(rule: Rule, ops: frozenset[str] | None, level: str) -> Iterator[tuple[tuple[str, ...], str]]:
     when = rule.when
-    if (rule.painted or when.producer or when.consumer) and level != "graph":
-        yield ("cast",), f"rule {rule.id!r} looks at neighbours: that needs 'level: graph'"
-    if rule.measured and rule.painted:
-        yield ("cast",), "a measured rule cannot name a colour"
+    if (rule.colored or when.producer or when.consumer) and level != "graph":
+        yield ("cast",), f"rule {rule.id!r} looks at neighbors: that needs 'level: graph'"
+    if rule.measured and rule.colored:
+        yield ("cast",), "a measured rule cannot assign a color"
     if rule.measured and rule.cast in (Cast.LOWER, Cast.NARROWEST) and not rule.force:
         yield ("cast",), "a measured rule may only raise the precision, unless it says 'force: true'"
     if rule.force and not rule.measured:
@@ -93,7 +94,7 @@ def _is_specifier(text: str) -> bool:
 
 
 def _check_order(document: YamlDocument, file: RuleFile, ops: Ops, measured: bool) -> None:
-    """An op that an unconditional rule has decided cannot be decided again further down."""
+    """Reject rules about ops that an unconditional rule above them decides."""
     decided: dict[tuple[str, str], Rule] = {}
     everything: dict[str, Rule] = {}
     for number, rule in enumerate(file.rules):
@@ -136,7 +137,7 @@ def _never(where: str, rule: Rule, earlier: Rule) -> PolicyError:
 
 
 def suspicious(document: YamlDocument, file: RuleFile, ops: Ops, joined: RuleFile) -> Iterator[str]:
-    """Things that are allowed and probably not meant, one line each with the place."""
+    """Warn of what is allowed but probably not meant, one line each with its place."""
     for number, rule in enumerate(file.rules):
         place = document.at(("rules", number, "match"))
         for glob in rule.match.layer:

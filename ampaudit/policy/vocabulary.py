@@ -1,4 +1,4 @@
-"""Other systems' op names, and the ATen ops that do the same."""
+"""Maps other systems' op names to ATen ops."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Vocabulary:
     """A system's op names.
 
     Attributes:
-        ops: ATen names of each; empty for an op that has no counterpart among ATen's.
+        ops: the ATen names of each; empty for an op without a counterpart.
     """
 
     ops: dict[str, tuple[str, ...]]
 
     def expand(self, name: str) -> tuple[str, ...]:
-        """The ATen ops of a name of this vocabulary, or of ``aten::`` and a name of ATen's.
+        """List the ATen ops of a name of this vocabulary, or of ATen's behind ``aten::``.
 
         Raises:
             UnknownOp: neither knows it.

@@ -1,4 +1,4 @@
-"""Reads YAML that nobody vouches for: plain data only, bounded in size and depth, every value located."""
+"""Reads untrusted YAML: plain data, bounded in size and depth, with the position of each value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True, slots=True)
 class YamlDocument:
-    """A YAML mapping and the places of its values."""
+    """A YAML mapping with the positions of its values."""
 
     path: Path
     data: dict[str, Any]
     root: yaml.Node
 
     def at(self, location: Sequence[Any], of_key: bool = False) -> str:
-        """``file:line:column``, from 1, of the deepest value on the path, or of its key."""
+        """``file:line:column`` of the deepest value on the path, or of its key; counted from 1."""
         node: yaml.Node = self.root
         mark = node.start_mark
         for part in location:
@@ -46,7 +46,7 @@ class YamlDocument:
 
 
 def read_yaml(path: Path) -> YamlDocument:
-    """The mapping in a file.
+    """Read the mapping in a file.
 
     Raises:
         PolicyError: not readable, too large, too deep, not YAML, not a mapping, aliases, tags, or a key
@@ -81,9 +81,9 @@ def _text_of(path: Path) -> str:
 
 
 def _refuse_tricks(text: str, path: Path) -> None:
-    """Aliases make a small file a huge value, depth exhausts the stack, tags name Python objects.
+    """Reject aliases, which expand, tags, which name Python objects, and nesting that exhausts the stack.
 
-    The parser is asked event by event, so that nothing is built before it is known to be harmless.
+    These are found among the parser's events, before any value is built.
     """
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
@@ -108,7 +108,7 @@ def _refuse_tricks(text: str, path: Path) -> None:
 
 
 def _refuse_repeated_keys(root: yaml.Node, path: Path) -> None:
-    """YAML would silently keep the last one."""
+    """Reject keys that are given twice: YAML keeps the last one silently."""
     pending = [root]
     while pending:
         node = pending.pop()

@@ -8,7 +8,7 @@ from typing import Any
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_writable
 from ampaudit.core.text import escape_control
-from ampaudit.render.bench_tables import BROKEN
+from ampaudit.render.documents.bench import BROKEN
 from ampaudit.render.training_plot import figure_of
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 

@@ -1,22 +1,39 @@
-"""The names of the formats, and which one a file's name asks for. Light: the command line reads it first."""
+"""The formats, and which one a file's name asks for. Light: the command line reads it first."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["OUTPUT_FORMATS", "chosen_format"]
+__all__ = ["FORMATS", "OUTPUT_FORMATS", "Format", "chosen_format"]
 
-# suffixes of files that are written in a format if nobody names one
-OUTPUT_FORMATS: dict[str, tuple[str, ...]] = {
-    "text": (),
-    "json": (".json",),
-    "html": (".html", ".htm"),
-    "markdown": (".md", ".markdown"),
-    "sarif": (".sarif",),
-    "junit": (".xml",),
-    "github": (),
-    "csv": (".csv",),
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format.
+
+    Attributes:
+        writer: module and function that turn a document into text.
+        needs: the part of a ``View`` that it is made from.
+        suffixes: of files that are written in it if nobody names a format.
+    """
+
+    writer: str
+    needs: str
+    suffixes: tuple[str, ...] = ()
+
+
+FORMATS = {
+    "text": Format("ampaudit.render.terminal:to_text", "sections"),
+    "json": Format("ampaudit.render.json:to_json", "document", (".json",)),
+    "html": Format("ampaudit.render.html.page:to_html", "page", (".html", ".htm")),
+    "markdown": Format("ampaudit.render.markdown:to_markdown", "digest", (".md", ".markdown")),
+    "sarif": Format("ampaudit.render.sarif:to_sarif", "suites", (".sarif",)),
+    "junit": Format("ampaudit.render.junit:to_junit", "suites", (".xml",)),
+    "github": Format("ampaudit.render.github:to_github", "suites"),
+    "csv": Format("ampaudit.render.csv:to_csv", "rows", (".csv",)),
 }
+OUTPUT_FORMATS = {name: form.suffixes for name, form in FORMATS.items()}
 
 
 def chosen_format(named: str | None, output: Path | None) -> str:
@@ -24,4 +41,4 @@ def chosen_format(named: str | None, output: Path | None) -> str:
     if named is not None or output is None:
         return named or "text"
     suffix = output.suffix.lower()
-    return next((form for form, suffixes in OUTPUT_FORMATS.items() if suffix in suffixes), "text")
+    return next((name for name, suffixes in OUTPUT_FORMATS.items() if suffix in suffixes), "text")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ampaudit.render.evidence import relative_path
-from ampaudit.render.subjects import Alert, Subject, subjects_of
+from ampaudit.core.text import plural
+from ampaudit.render.documents import view_of
+from ampaudit.render.findings import Alert, Suite
+from ampaudit.render.paths import relative_path
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Severity
 
@@ -17,30 +19,30 @@ _SHOWN = 10  # of each command in one step; a runner drops the others
 
 def to_github(document: Document) -> str:
     """A line per annotation, the gravest first, and one that counts those that would not be shown."""
-    return "".join(f"{line}\n" for subject in subjects_of(document) for line in _lines(subject))
+    return "".join(f"{line}\n" for suite in view_of(document).suites() for line in _lines(suite))
 
 
-def _lines(subject: Subject) -> Iterable[str]:
-    for case, text in subject.errors.items():
+def _lines(suite: Suite) -> Iterable[str]:
+    for case, text in suite.errors.items():
         yield f"::error title={_property(f'ampaudit: {case}')}::{_message(text)}"
     for level, command in _COMMANDS.items():
-        alerts = [a for a in subject.alerts if a.level is level and a.suppressed is None]
+        alerts = [alert for alert in suite.active if alert.level is level]
         for alert in alerts[:_SHOWN]:
-            yield _annotation(subject, alert, command)
+            yield _annotation(suite, alert, command)
         if len(alerts) > _SHOWN:
-            yield f"{len(alerts) - _SHOWN} more of level {command} are in the report of {subject.name}"
-    verdict = "PASS" if subject.passed else "FAIL"
-    yield f"ampaudit: {verdict} {subject.name} ({subject.label}), {len(subject.alerts)} findings"
+            yield f"{len(alerts) - _SHOWN} more of level {command} are in the report of {suite.name}"
+    verdict = "PASS" if suite.passed else "FAIL"
+    yield f"ampaudit: {verdict} {suite.name} ({suite.label}), {plural(len(suite.alerts), 'finding')}"
 
 
-def _annotation(subject: Subject, alert: Alert, command: str) -> str:
+def _annotation(suite: Suite, alert: Alert, command: str) -> str:
     fields = {"title": f"{alert.code} {alert.title}"}
     if alert.line is not None:
         fields = {"file": relative_path(alert.line.file), "line": str(max(alert.line.line, 1)), **fields}
     if alert.region is not None:
         fields["col"] = str(alert.region[0])
     properties = ",".join(f"{name}={_property(value)}" for name, value in fields.items())
-    text = f"{alert.site} ({subject.label})\n{alert.text}\n{alert.advice}".rstrip()
+    text = f"{alert.site} ({suite.label})\n{alert.text}\n{alert.advice}".rstrip()
     return f"::{command} {properties}::{_message(text)}"
 
 

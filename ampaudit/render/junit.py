@@ -6,52 +6,53 @@ from collections import defaultdict
 from xml.etree import ElementTree
 
 from ampaudit.core.text import escape_control
-from ampaudit.render.subjects import Alert, Subject, subjects_of
+from ampaudit.render.documents import view_of
+from ampaudit.render.findings import Alert, Suite
 from ampaudit.report.documents import Document
 
 __all__ = ["to_junit"]
 
 
 def to_junit(document: Document) -> str:
-    """A suite per subject, a case per layer, run or target; findings below the threshold are only noted."""
+    """A suite per audit, a case per layer, run or target; findings below the threshold are only noted."""
     root = ElementTree.Element("testsuites", name="ampaudit")
     totals = {"tests": 0, "failures": 0, "errors": 0}
-    for subject in subjects_of(document):
-        suite = _suite(subject)
-        root.append(suite)
+    for suite in view_of(document).suites():
+        element = _element(suite)
+        root.append(element)
         for name in totals:
-            totals[name] += int(suite.get(name, "0"))
+            totals[name] += int(element.get(name, "0"))
     root.attrib |= {name: str(count) for name, count in totals.items()}
     ElementTree.indent(root, " ")
     text = ElementTree.tostring(root, encoding="unicode")
     return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'
 
 
-def _suite(subject: Subject) -> ElementTree.Element:
+def _element(suite: Suite) -> ElementTree.Element:
     by_case: defaultdict[str, list[Alert]] = defaultdict(list)
-    for alert in subject.alerts:
+    for alert in suite.alerts:
         by_case[alert.case].append(alert)
-    failed = {case for case, found in by_case.items() if any(a.fails for a in found)} - subject.errors.keys()
-    suite = ElementTree.Element(
+    failed = {case for case, found in by_case.items() if any(a.fails for a in found)} - suite.errors.keys()
+    element = ElementTree.Element(
         "testsuite",
-        name=_legal(f"{subject.name} ({subject.label})"),
-        tests=str(len(subject.cases)),
+        name=_legal(f"{suite.name} ({suite.label})"),
+        tests=str(len(suite.cases)),
         failures=str(len(failed)),
-        errors=str(len(subject.errors)),
+        errors=str(len(suite.errors)),
         skipped="0",
-        time=f"{sum(subject.seconds.values()):.3f}",
+        time=f"{sum(suite.seconds.values()):.3f}",
     )
-    for case in subject.cases:
-        seconds = f"{subject.seconds.get(case, 0.0):.3f}"
-        attributes = {"classname": _legal(subject.name), "name": _legal(case), "time": seconds}
-        made = ElementTree.SubElement(suite, "testcase", attributes)
-        if case in subject.errors:
-            first = subject.errors[case].partition("\n")[0]
+    for case in suite.cases:
+        seconds = f"{suite.seconds.get(case, 0.0):.3f}"
+        attributes = {"classname": _legal(suite.name), "name": _legal(case), "time": seconds}
+        made = ElementTree.SubElement(element, "testcase", attributes)
+        if case in suite.errors:
+            first = suite.errors[case].partition("\n")[0]
             inner = ElementTree.SubElement(made, "error", type="error", message=_legal(first))
-            inner.text = _legal(subject.errors[case])
+            inner.text = _legal(suite.errors[case])
         else:
             _fill(made, by_case[case])
-    return suite
+    return element
 
 
 def _fill(case: ElementTree.Element, alerts: list[Alert]) -> None:

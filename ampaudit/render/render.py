@@ -1,116 +1,50 @@
-"""A report in any of its formats; each function is imported when its format is asked for."""
+"""A document in any of its formats; each format's module is imported when it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ampaudit.report.bench import BenchReport
-from ampaudit.report.check import CheckResults
-from ampaudit.report.comparison import Comparison
+from ampaudit.core.errors import UsageError
+from ampaudit.render.documents import view_of
+from ampaudit.render.formats import FORMATS
 from ampaudit.report.documents import Document
-from ampaudit.report.lint import LintReport
-from ampaudit.report.model import Report
-from ampaudit.report.plan import PlanReport
-from ampaudit.report.training import TrainingReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ampaudit.report.conversion import Conversion
-    from ampaudit.report.verification import Verification
-
-__all__ = ["as_file", "for_terminal", "is_lines"]
+__all__ = ["as_file", "for_terminal", "formats_of"]
 
 
 def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
-    """The report for people, as something that rich can print; ``verbosity`` -1 is the verdict alone."""
-    if isinstance(document, Comparison):
-        from ampaudit.render.comparison_text import render_comparison
+    """The document for people, as something that rich can print; ``verbosity`` -1 is the verdict alone."""
+    from ampaudit.render.terminal import printable
 
-        return render_comparison(document.reports)
-    if isinstance(document, TrainingReport):
-        from ampaudit.render.training_text import render_training
-
-        return render_training(document, verbosity=verbosity)
-    if isinstance(document, BenchReport):
-        from ampaudit.render.bench_text import render_bench
-
-        return render_bench(document)
-    if isinstance(document, PlanReport):
-        from ampaudit.render.plan_text import render_plan
-
-        return render_plan(document, layer=None, verbose=verbosity > 0)
-    if isinstance(document, CheckResults):
-        from ampaudit.render.check_text import render_results
-
-        return render_results(document)
-    if isinstance(document, LintReport):
-        from ampaudit.render.lint_text import render_lint
-
-        return render_lint(document, verbosity=verbosity)
-    if isinstance(document, Report):
-        from ampaudit.render.text import render
-
-        return render(document, verbosity=verbosity)
-    return _of_directory(document, verbosity)
+    return printable(view_of(document).sections(verbosity))
 
 
-def is_lines(document: Document) -> bool:
-    """Whether the text is made of lines that are not to be wrapped."""
-    return isinstance(document, LintReport)
-
-
-def _of_directory(document: Conversion | Verification, verbosity: int) -> RenderableType:
-    """What was converted or verified; these modules need torch."""
-    from ampaudit.render.conversion_text import render_conversion
-    from ampaudit.render.verification_text import render_verification
-    from ampaudit.report.conversion import Conversion
-
-    if isinstance(document, Conversion):
-        return render_conversion(document)
-    return render_verification(document, verbose=verbosity > 0)
+def formats_of(document: Document) -> tuple[str, ...]:
+    """The names of the formats that a document has."""
+    view = view_of(document)
+    return tuple(name for name, form in FORMATS.items() if view.offers(form.needs))
 
 
 def as_file(document: Document, form: str) -> str:
-    """The report in a format for machines, browsers or reviews.
+    """The document in a format.
 
     Args:
-        document: any report.
-        form: a name of ``choice.FORMATS`` other than ``text``.
+        document: of any kind.
+        form: a name of ``FORMATS``.
 
     Raises:
-        UsageError: this kind of report has no such format.
+        UsageError: this kind of document has no such format; the message lists those that it has.
     """
-    if form == "json":
-        from ampaudit.render.json import comparison_json, to_json
-
-        return comparison_json(document.reports) if isinstance(document, Comparison) else to_json(document)
-    made: Callable[[Document], str]
-    if form == "html":
-        from ampaudit.render.html.page import to_html
-
-        made = to_html
-    elif form == "markdown":
-        from ampaudit.render.markdown import to_markdown
-
-        made = to_markdown
-    elif form == "sarif":
-        from ampaudit.render.sarif import to_sarif
-
-        made = to_sarif
-    elif form == "junit":
-        from ampaudit.render.junit import to_junit
-
-        made = to_junit
-    elif form == "github":
-        from ampaudit.render.github import to_github
-
-        made = to_github
-    elif form == "csv":
-        from ampaudit.render.csv import to_csv
-
-        made = to_csv
-    else:
-        raise ValueError(f"no format {form!r}")
-    return made(document)
+    known = formats_of(document)
+    if form not in known:
+        raise UsageError(
+            f"a document of kind {document.kind!r} has no format {form!r}",
+            hint=f"use --format {', '.join(known[:-1])} or {known[-1]}",
+        )
+    module, _, function = FORMATS[form].writer.partition(":")
+    text: str = getattr(import_module(module), function)(document)
+    return text

@@ -14,8 +14,9 @@ from typing import Any
 from urllib.parse import quote
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.render.evidence import relative_path
-from ampaudit.render.subjects import Alert, Subject, subjects_of
+from ampaudit.render.documents import view_of
+from ampaudit.render.findings import Alert, Suite
+from ampaudit.render.paths import relative_path
 from ampaudit.report.documents import Document
 from ampaudit.report.pages import Page, all_pages
 
@@ -28,37 +29,37 @@ _ROOT = "%SRCROOT%"
 
 
 def to_sarif(document: Document) -> str:
-    """One run per subject; findings that are suppressed are there and marked so."""
-    runs = [_run(subject) for subject in subjects_of(document)]
+    """One run per suite; findings that are suppressed are there and marked so."""
+    runs = [_run(suite) for suite in view_of(document).suites()]
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": runs}
     return json.dumps(log, indent=1, ensure_ascii=False) + "\n"
 
 
-def _run(subject: Subject) -> dict[str, Any]:
-    alerts = subject.alerts[:_MAX_RESULTS]
+def _run(suite: Suite) -> dict[str, Any]:
+    alerts = suite.alerts[:_MAX_RESULTS]
     codes = sorted({alert.code for alert in alerts})
     titles = {alert.code: alert.title for alert in alerts}
-    left = len(subject.alerts) - len(alerts)
+    left = len(suite.alerts) - len(alerts)
     told = [f"{left} more findings are in the JSON report"] if left else []
-    told += [f"{case}: {text}" for case, text in subject.errors.items()]
+    told += [f"{case}: {text}" for case, text in suite.errors.items()]
     return {
         "tool": {
             "driver": {
                 "name": "ampaudit",
-                "version": subject.tool_version,
+                "version": suite.tool_version,
                 "rules": [_rule(code, titles[code]) for code in codes],
             }
         },
-        "automationDetails": {"id": f"ampaudit/{subject.name}/{subject.label}/"},
+        "automationDetails": {"id": f"ampaudit/{suite.name}/{suite.label}/"},
         "invocations": [
             {
-                "executionSuccessful": not subject.errors,
+                "executionSuccessful": not suite.errors,
                 "toolExecutionNotifications": [
                     {"level": "error", "message": {"text": _text(text)}} for text in told
                 ],
             }
         ],
-        "results": [_result(subject, alert, codes.index(alert.code)) for alert in alerts],
+        "results": [_result(suite, alert, codes.index(alert.code)) for alert in alerts],
         "columnKind": "unicodeCodePoints",
     }
 
@@ -83,37 +84,37 @@ def _documented(page: Page) -> dict[str, Any]:
     }
 
 
-def _result(subject: Subject, alert: Alert, rule: int) -> dict[str, Any]:
+def _result(suite: Suite, alert: Alert, rule: int) -> dict[str, Any]:
     text = f"{alert.site}: {alert.text}\n{alert.advice}".rstrip()
     result: dict[str, Any] = {
         "ruleId": alert.code,
         "ruleIndex": rule,
         "level": alert.level.value,
         "message": {"text": _text(text)},
-        "locations": [_location(_shown_at(subject, alert), alert)],
-        "partialFingerprints": {"ampauditSite/v1": _fingerprint(subject, alert)},
+        "locations": [_location(_shown_at(suite, alert), alert)],
+        "partialFingerprints": {"ampauditSite/v1": _fingerprint(suite, alert)},
     }
     if alert.related is not None:
         result["relatedLocations"] = [_location(alert.related, None, "the line that computes the value")]
     if alert.path:
-        result["codeFlows"] = [{"threadFlows": [{"locations": list(_flow(subject, alert))}]}]
+        result["codeFlows"] = [{"threadFlows": [{"locations": list(_flow(suite, alert))}]}]
     if alert.suppressed is not None:
         how = "inSource" if alert.suppressed.startswith("comment:") else "external"
         result["suppressions"] = [{"kind": how, "justification": alert.suppressed}]
     return result
 
 
-def _flow(subject: Subject, alert: Alert) -> Iterable[dict[str, Any]]:
+def _flow(suite: Suite, alert: Alert) -> Iterable[dict[str, Any]]:
     """From where it breaks to what it poisons."""
-    yield {"location": _location(_shown_at(subject, alert), alert, f"{alert.site} breaks")}
+    yield {"location": _location(_shown_at(suite, alert), alert, f"{alert.site} breaks")}
     for site in alert.path[:_PATH_SHOWN]:
         message = {"message": {"text": _text(f"{site} is poisoned")}}
         yield {"location": {"logicalLocations": [_logical(site)], **message}}
 
 
-def _shown_at(subject: Subject, alert: Alert) -> SourceLine:
+def _shown_at(suite: Suite, alert: Alert) -> SourceLine:
     """A code host shows nothing without a line: where none is known, the first of the model's file."""
-    return alert.line or SourceLine(subject.name.partition(":")[0], 1)
+    return alert.line or SourceLine(suite.name.partition(":")[0], 1)
 
 
 def _location(line: SourceLine, alert: Alert | None, message: str = "") -> dict[str, Any]:
@@ -149,10 +150,10 @@ def _text(text: str) -> str:
     return doubled.replace("](", "\\](")
 
 
-def _fingerprint(subject: Subject, alert: Alert) -> str:
+def _fingerprint(suite: Suite, alert: Alert) -> str:
     """The same for the same finding in the next run, also when lines have moved."""
     of_lint = alert.region is not None and alert.line is not None
     # lint's label counts files, and a function may have the same mistake twice
-    which = (alert.line.code,) if of_lint and alert.line is not None else (subject.label,)
+    which = (alert.line.code,) if of_lint and alert.line is not None else (suite.label,)
     said = "\n".join((*which, alert.case, alert.code, alert.site))
     return hashlib.sha256(said.encode()).hexdigest()[:32]

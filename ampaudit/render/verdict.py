@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.core.text import escape_control, short_op
-from ampaudit.render.tables import least_headroom
-from ampaudit.report.accuracy import accuracy_word, worst_output
+from ampaudit.core.text import escape_control, plural, short_op
+from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.finding import Severity
-from ampaudit.report.model import OutputAccuracy, Report
+from ampaudit.report.model import Report
 
-__all__ = ["verdict_words"]
+__all__ = ["VERDICT_STYLES", "verdict_words"]
 
+VERDICT_STYLES = {"PASS": "bold green", "FAIL": "bold red", "WARN": "bold yellow"}
 _OPS = 3  # names of ops that were not audited
 
 
@@ -21,7 +21,7 @@ def verdict_words(report: Report) -> tuple[str, str]:
     word = "FAIL" if errors or report.verdict == "fail" else "PASS"
     if word == "PASS" and report.run.level == "ranges" and warnings:
         word = "WARN"
-    extra = f" ({_counted(warnings, 'warning')})" if warnings and (errors or word == "FAIL") else ""
+    extra = f" ({plural(warnings, 'warning')})" if warnings and (errors or word == "FAIL") else ""
     if errors:
         what = "; ".join((*_broken(report), *_gaps(report)))
     elif report.run.level == "static" and report.proofs is not None:
@@ -29,29 +29,29 @@ def verdict_words(report: Report) -> tuple[str, str]:
         what = f"{report.proofs.proved} of {report.proofs.sites} sites are proved safe in {report.run.dtype}"
         what += f"; a scan must observe the other {left}" if left else ""
     elif report.run.level == "ranges" and warnings:
-        what = f"{_counted(warnings, 'site')} would overflow in {report.run.dtype}"
+        what = f"{plural(warnings, 'site')} would overflow in {report.run.dtype}"
     else:
         what = "; ".join((*_sound(report), *_gaps(report)))
     return word, f"{what}{extra}"
 
 
 def _broken(report: Report) -> Iterator[str]:
-    errors = [f for f in report.findings if f.severity is Severity.ERROR and f.suppressed is None]
+    errors = [f for f in report.active if f.severity is Severity.ERROR]
     places = sum(not f.finite for f in errors)
     if places:
-        yield f"{_counted(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}"
+        yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}"
     if places == len(errors):
         return
-    worst = worst_output(report)
+    worst = report.worst_output
     if worst is None:
-        yield f"{_counted(len(errors), 'buffer')} no longer changes in {report.run.dtype}"
+        yield f"{plural(len(errors), 'buffer')} no longer changes in {report.run.dtype}"
         return
     if worst.problem:
         wrong = worst.problem
     elif worst.kind == "integer":
         wrong = f"differs from FP32 in {worst.differing:,} elements"
     else:
-        wrong = f"has {accuracy_word(worst)} against FP32"
+        wrong = f"has {worst.in_words} against FP32"
     yield f"finite but wrong in {report.run.dtype}: {escape_control(worst.name)} {escape_control(wrong)}"
 
 
@@ -60,14 +60,12 @@ def _sound(report: Report) -> Iterator[str]:
     yield f"nothing breaks in {report.run.dtype}"
     if report.run.level == "scan":
         yield from _accuracy(report)
-    nearest = least_headroom(report)
-    if nearest is not None and nearest.forward is not None:
-        yield (
-            f"the least headroom is {nearest.forward.headroom_bits:.1f} bits, "
-            f"at {escape_control(nearest.site)}"
-        )
+    nearest = report.least_headroom
+    if nearest is not None:
+        bits = f"{nearest.headroom_bits:.1f} bits"
+        yield f"the least headroom is {bits}, at {escape_control(nearest.site)}"
     if report.promoted:
-        yield f"{_counted(len(report.promoted), 'site')} promoted to float32"
+        yield f"{plural(len(report.promoted), 'site')} promoted to float32"
     if report.proofs is not None:
         yield f"{report.proofs.proved} of {report.proofs.sites} sites proved"
 
@@ -75,16 +73,16 @@ def _sound(report: Report) -> Iterator[str]:
 def _accuracy(report: Report) -> Iterator[str]:
     """The least accurate output, and outputs of which no accuracy can be told."""
     blank = [o for o in report.outputs if o.empty or o.constant is not None]
-    worst = worst_output(report)
+    worst = report.worst_output
     if worst is not None and worst not in blank:
         among = f", the least of {len(report.outputs)}" if len(report.outputs) > 1 else ""
         against = "" if worst.kind == "integer" else " against FP32"
-        yield f"{escape_control(worst.name)} {_has(worst)}{accuracy_word(worst)}{against}{among}"
+        yield f"{escape_control(worst.name)} {_has(worst)}{worst.in_words}{against}{among}"
     elif len(blank) < len(report.outputs):
         yield "outputs are exact"
     for output in blank[:1]:
         more = f", and so are {len(blank) - 1} more" if len(blank) > 1 else ""
-        yield f"{escape_control(output.name)} is {accuracy_word(output)}{more}"
+        yield f"{escape_control(output.name)} is {output.in_words}{more}"
 
 
 def _has(output: OutputAccuracy) -> str:
@@ -97,7 +95,3 @@ def _gaps(report: Report) -> Iterator[str]:
     if ops:
         more = f" and {len(ops) - _OPS} more" if len(ops) > _OPS else ""
         yield f"not audited: {', '.join(ops[:_OPS])}{more}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count != 1 else ''}"

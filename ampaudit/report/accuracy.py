@@ -1,42 +1,66 @@
-"""How accurate the outputs are, in a word."""
+"""How accurate an output is."""
 
 from __future__ import annotations
 
-from ampaudit.core.text import format_number
-from ampaudit.report.model import OutputAccuracy, Report
+import math
+from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["LOST_DB", "accuracy_word", "output_word", "worst_output"]
+from ampaudit.core.sites import SiteId
+from ampaudit.core.text import format_number
+
+__all__ = ["LOST_DB", "OutputAccuracy"]
 
 LOST_DB = 10.0  # the error is a third or more of what varies in an output
 
 
-def worst_output(report: Report) -> OutputAccuracy | None:
-    """The least accurate output; ``None`` if all are exact, or there is none."""
-    known = [output for output in report.outputs if output.accuracy_db is not None]
-    return min(known, key=lambda output: output.accuracy_db or 0.0, default=None)
+@dataclass(frozen=True, slots=True)
+class OutputAccuracy:
+    """One output tensor of the model, in its worst batch.
 
+    Attributes:
+        name: where it was found.
+        site: the site that makes it.
+        sqnr_db: signal to error ratio against FP32; of integers, 20 log10(1 / share that differs). Null
+            where both agree exactly, or where ``problem`` says why there is no number.
+        kind: ``float``, ``complex`` (two floats per element) or ``integer`` (booleans, too).
+        differing: integers that differ.
+        problem: why no accuracy can be given although the output is wrong; empty otherwise.
+        variation_db: signal to error ratio of what varies in it, its mean taken out; null for integers, for
+            fewer than 16 elements, and where nothing varies or both agree.
+        constant: the value that FP32 gives everywhere, of floats; its accuracy says nothing of other inputs.
+        empty: whether it has no elements.
+    """
 
-def output_word(report: Report) -> str:
-    """How accurate the least accurate output is: ``63 dB``, ``exact`` or ``broken``."""
-    if report.broken_outputs:
-        return "broken"
-    worst = worst_output(report)
-    return accuracy_word(worst) if worst is not None else "exact"
+    name: str
+    site: SiteId | None
+    sqnr_db: float | None
+    kind: Literal["float", "complex", "integer"] = "float"
+    differing: int = 0
+    problem: str = ""
+    variation_db: float | None = None
+    constant: float | None = None
+    empty: bool = False
 
+    @property
+    def accuracy_db(self) -> float | None:
+        """``sqnr_db``; -inf where there is none because of a problem."""
+        return -math.inf if self.problem else self.sqnr_db
 
-def accuracy_word(output: OutputAccuracy) -> str:
-    """The accuracy of one output, as tables have it."""
-    if output.problem:
-        return "wrong"
-    if output.kind == "integer" and output.differing:
-        return f"{output.differing:,} differ"
-    if output.empty:
-        return "empty"
-    if output.constant is not None:
-        return f"{format_number(output.constant)} everywhere in FP32, which says nothing of its accuracy"
-    if output.sqnr_db is None:
-        return "exact"
-    varies = output.variation_db
-    lost = varies is not None and varies < min(LOST_DB, output.sqnr_db - LOST_DB)
-    aside = f" ({varies:.0f} dB without its mean)" if lost else ""
-    return f"{output.sqnr_db:.0f} dB{aside}"
+    @property
+    def in_words(self) -> str:
+        """The accuracy, as tables have it."""
+        if self.problem:
+            return "wrong"
+        if self.kind == "integer" and self.differing:
+            return f"{self.differing:,} differ"
+        if self.empty:
+            return "empty"
+        if self.constant is not None:
+            return f"{format_number(self.constant)} everywhere in FP32, which says nothing of its accuracy"
+        if self.sqnr_db is None:
+            return "exact"
+        varies = self.variation_db
+        lost = varies is not None and varies < min(LOST_DB, self.sqnr_db - LOST_DB)
+        aside = f" ({varies:.0f} dB without its mean)" if lost else ""
+        return f"{self.sqnr_db:.0f} dB{aside}"

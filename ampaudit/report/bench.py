@@ -130,6 +130,7 @@ class BenchReport(Shown):
     interrupted: bool
     notes: tuple[str, ...]
     environment: Environment
+    kind: Literal["bench"] = "bench"
 
     @property
     def exit_code(self) -> int:

@@ -74,6 +74,13 @@ class Measurements:
     fp32_share: float = 0.0
 
     @property
+    def accuracy(self) -> str:
+        """How accurate the least accurate output is: ``63 dB``, ``exact`` or ``broken``."""
+        if self.broken:
+            return "broken"
+        return f"{self.sqnr_db:.0f} dB" if self.sqnr_db is not None else "exact"
+
+    @property
     def metric_drop(self) -> float | None:
         """FP32's metric less that in 16 bits."""
         if self.metric_fp32 is None or self.metric_lower is None:

@@ -67,6 +67,7 @@ class CheckResults(Shown):
     schema: Literal[1]
     verdict: Literal["pass", "fail"]
     targets: tuple[TargetResult, ...]
+    kind: Literal["check"] = "check"
 
     @property
     def exit_code(self) -> int:

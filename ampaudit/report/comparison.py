@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from ampaudit.report.card import Rows, Shown
 from ampaudit.report.model import Report
@@ -14,7 +15,9 @@ __all__ = ["Comparison"]
 class Comparison(Shown):
     """Reports of one model under several policies."""
 
+    schema: Literal[1] = field(default=1, kw_only=True)
     reports: tuple[Report, ...]
+    kind: Literal["comparison"] = "comparison"
 
     @property
     def exit_code(self) -> int:

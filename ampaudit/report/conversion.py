@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ampaudit.core.text import format_bytes
 from ampaudit.report.card import Rows, Shown
@@ -75,6 +76,8 @@ class Conversion(Shown):
     onnx_error: float | None
     files: dict[str, int]
     notes: tuple[str, ...]
+    schema: Literal[1] = 1
+    kind: Literal["conversion"] = "conversion"
 
     @property
     def headline(self) -> str:

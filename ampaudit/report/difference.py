@@ -1,23 +1,14 @@
-"""What got better or worse from one report to another, site by site."""
+"""What got better or worse from one report to another, as values."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.core.errors import InputError
-from ampaudit.core.text import escape_control, format_number
 from ampaudit.report.card import Shown
-from ampaudit.report.comparison import Comparison
-from ampaudit.report.documents import Document
-from ampaudit.report.finding import Finding, Severity
-from ampaudit.report.model import Report, SiteReport
 
-__all__ = ["Difference", "Differences", "ReportSummary", "SiteChange", "differences"]
+__all__ = ["Difference", "Differences", "Direction", "ReportSummary", "SiteChange"]
 
-BITS, DECIBELS = 0.5, 3.0
 Direction = Literal["worse", "better", "other"]
 
 
@@ -88,6 +79,7 @@ class Differences(Shown):
     bits: float
     decibels: float
     pairs: tuple[Difference, ...]
+    kind: Literal["diff"] = "diff"
 
     @property
     def exit_code(self) -> int:
@@ -98,189 +90,3 @@ class Differences(Shown):
     def headline(self) -> str:
         """The verdict, and what it is about."""
         return "something is worse" if self.exit_code else "nothing is worse"
-
-
-def differences(old: Document, new: Document, bits: float = BITS, decibels: float = DECIBELS) -> Differences:
-    """What changed.
-
-    Args:
-        old: report of a scan, of one or several policies.
-        new: the same, later.
-        bits: changes of headroom below this are left out.
-        decibels: the same of accuracy.
-
-    Raises:
-        InputError: one is no report of a scan, or they have no policy in common.
-    """
-    before, after = _by_policy(old), _by_policy(new)
-    if len(before) == len(after) == 1:  # the policy itself may be what was changed
-        pairs = [(next(iter(before.values())), next(iter(after.values())))]
-    else:
-        pairs = [(before[name], report) for name, report in after.items() if name in before]
-    if not pairs:
-        names = f"{', '.join(before)} and {', '.join(after)}"
-        raise InputError(
-            f"the two files have no policy in common: {names}", hint="scan under the same policy"
-        )
-    return Differences(1, bits, decibels, tuple(_difference(a, b, bits, decibels) for a, b in pairs))
-
-
-def _by_policy(document: Document) -> dict[str, Report]:
-    if isinstance(document, Report):
-        return {document.run.policy: document}
-    if isinstance(document, Comparison):
-        return {report.run.policy: report for report in document.reports}
-    raise InputError(
-        "only reports of scans can be compared", hint="ampaudit scan MODEL --format json -o FILE"
-    )
-
-
-def _difference(old: Report, new: Report, bits: float, decibels: float) -> Difference:
-    before = {site.site: site for site in old.sites}
-    after = {site.site: site for site in new.sites}
-    both = [(before[name], site) for name, site in after.items() if name in before]
-    repaired = _repaired(old, new)
-    by_site = [list(_site(a, b, bits, decibels, b.site not in repaired)) for a, b in both]
-    changes = [
-        *_findings(old, new),
-        *(c for found in by_site for c in found),
-        *_outputs(old, new, decibels, repaired),
-    ]
-    order: dict[str, int] = {name: index for index, name in enumerate(after)}
-    return Difference(
-        old=_side(old),
-        new=_side(new),
-        changes=tuple(sorted(changes, key=lambda change: order.get(change.site, len(order)))),
-        same=sum(not found for found in by_site),
-        added=tuple(name for name in after if name not in before),
-        removed=tuple(name for name in before if name not in after),
-        notes=tuple(_notes(old, new)),
-    )
-
-
-def _side(report: Report) -> ReportSummary:
-    run = report.run
-    return ReportSummary(report.model.source, run.policy, run.dtype, report.verdict, report.tool.version)
-
-
-def _notes(old: Report, new: Report) -> Iterator[str]:
-    names = ("policy", "dtype", "device", "backend", "batches", "seed", "level", "mode", "contract")
-    pairs = [(name, getattr(old.run, name), getattr(new.run, name)) for name in names]
-    pairs += [
-        ("model", old.model.source, new.model.source),
-        ("torch", old.environment.torch, new.environment.torch),
-    ]
-    for name, first, second in pairs:
-        if first != second:
-            yield f"{name} was {escape_control(str(first))}, is {escape_control(str(second))}"
-
-
-def _findings(old: Report, new: Report) -> Iterator[SiteChange]:
-    before, after = _active(old), _active(new)
-    for key, finding in after.items():
-        was = before.get(key)
-        title = f"{finding.severity.value} {finding.code}"
-        if was is None:
-            way: Direction = "other" if finding.severity is Severity.NOTE else "worse"
-            yield _about(finding, way, f"new {title}: {escape_control(finding.cause)}")
-        elif was.severity is not finding.severity:
-            way = "worse" if finding.severity.rank > was.severity.rank else "better"
-            yield _about(finding, way, f"{title} was of severity {was.severity.value}")
-    for key, finding in before.items():
-        if key not in after:
-            way = "other" if finding.severity is Severity.NOTE else "better"
-            yield _about(
-                finding,
-                way,
-                f"gone: {finding.severity.value} {finding.code}: {escape_control(finding.cause)}",
-            )
-
-
-def _active(report: Report) -> dict[tuple[str, str], Finding]:
-    return {(f.code, f.site): f for f in report.findings if f.suppressed is None}
-
-
-def _about(finding: Finding, way: Direction, what: str) -> SiteChange:
-    return SiteChange(way, finding.layer, finding.site, what)
-
-
-def _site(
-    old: SiteReport, new: SiteReport, bits: float, decibels: float, sound: bool
-) -> Iterator[SiteChange]:
-    def made(
-        way: Direction, what: str, first: float | None = None, second: float | None = None
-    ) -> SiteChange:
-        return SiteChange(way, new.layer, new.site, what, first, second)
-
-    if old.precision != new.precision:
-        yield made("other", f"{old.precision} became {new.precision}")
-    if (old.verdict == "proved") != (new.verdict == "proved") and None not in (old.bound, new.bound):
-        way: Direction = "better" if new.verdict == "proved" else "worse"
-        yield made(way, f"{old.verdict} became {new.verdict}")
-    was, now = old.forward, new.forward
-    comparable = old.precision == new.precision and not new.by_design and sound
-    if was is not None and now is not None and comparable:
-        first, second = was.headroom_bits, now.headroom_bits
-        if (way_ := _moved(first, second, bits)) is not None:
-            peaks = f"peak {format_number(was.peak)} became {format_number(now.peak)}"
-            yield made(
-                way_,
-                f"headroom {_said(first, 'bits')} became {_said(second, 'bits')}; {peaks}",
-                first,
-                second,
-            )
-        if (way_ := _moved(was.sqnr_db, now.sqnr_db, decibels)) is not None:
-            said = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(now.sqnr_db, 'dB')}"
-            yield made(way_, said, was.sqnr_db, now.sqnr_db)
-    before, after = old.gradient, new.gradient
-    if before is not None and after is not None and before.precision == after.precision != "float32":
-        first, second = before.headroom_bits, after.headroom_bits
-        if (way_ := _moved(first, second, bits)) is not None:
-            said = f"headroom of its gradient {_said(first, 'bits')} became {_said(second, 'bits')}"
-            yield made(way_, said, first, second)
-
-
-def _repaired(old: Report, new: Report) -> set[str]:
-    """Sites whose numbers cannot be compared.
-
-    After a fault, numbers are those of a run in which it was repaired. So nothing is compared at a fault or
-    at what it poisons, nor after the first fault that only one of the two runs has.
-    """
-    found: set[str] = set()
-    faults = [{s.site for s in report.sites if s.verdict == "overflows"} for report in (old, new)]
-    for report in (old, new):
-        after = False
-        for site in report.sites:
-            after = after or site.site in faults[0] ^ faults[1]
-            if after or site.verdict in ("overflows", "poisoned"):
-                found.add(site.site)
-    return found
-
-
-def _moved(old: float | None, new: float | None, slack: float) -> Literal["worse", "better"] | None:
-    """Nothing means that there is no limit: all zeros have every headroom, an exact result any accuracy."""
-    first, second = (math.inf if value is None else value for value in (old, new))
-    if first == second or abs(second - first) < slack:
-        return None
-    return "worse" if second < first else "better"
-
-
-def _said(value: float | None, unit: str) -> str:
-    return "unlimited" if value is None else f"{value:.1f} {unit}"
-
-
-def _outputs(old: Report, new: Report, decibels: float, repaired: set[str]) -> Iterable[SiteChange]:
-    before = {output.name: output for output in old.outputs}
-    broken, fixed = ({o.name for o in report.broken_outputs} for report in (new, old))
-    for output in new.outputs:
-        was = before.get(output.name)
-        if was is None or output.name in broken | fixed:
-            if was is not None and (output.name in broken) != (output.name in fixed):
-                worse = output.name in broken
-                said = "now holds infinity or NaN" if worse else "no longer holds infinity or NaN"
-                yield SiteChange("worse" if worse else "better", "", output.name, said)
-            continue
-        way = None if output.site in repaired else _moved(was.sqnr_db, output.sqnr_db, decibels)
-        if way is not None:
-            said = f"accuracy {_said(was.sqnr_db, 'dB')} became {_said(output.sqnr_db, 'dB')}"
-            yield SiteChange(way, "", output.name, said, was.sqnr_db, output.sqnr_db)

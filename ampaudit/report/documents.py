@@ -1,77 +1,59 @@
-"""The kinds of report that there are, and which one a file holds."""
+"""The kinds of document that there are: a new one is a line here, and a module in ``render/documents``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeAlias, get_args
 
 from ampaudit.report.bench import BenchReport
 from ampaudit.report.check import CheckResults
 from ampaudit.report.comparison import Comparison
+from ampaudit.report.conversion import Conversion
+from ampaudit.report.difference import Differences
 from ampaudit.report.lint import LintReport
 from ampaudit.report.model import Report
 from ampaudit.report.plan import PlanReport
-from ampaudit.report.saved import REPORT_FIELDS, parse_saved, read_saved
 from ampaudit.report.training import TrainingReport
+from ampaudit.report.verification import Verification
 
-if TYPE_CHECKING:
-    from ampaudit.report.conversion import Conversion
-    from ampaudit.report.verification import Verification
-
-__all__ = ["Document", "parse_document", "read_document"]
+__all__ = ["DOCUMENTS", "Document", "kind_of"]
 
 Document: TypeAlias = (
-    "Report | Comparison | TrainingReport | BenchReport | PlanReport | CheckResults"
-    " | Conversion | Verification | LintReport"
+    Report
+    | Comparison
+    | PlanReport
+    | Conversion
+    | Verification
+    | CheckResults
+    | TrainingReport
+    | BenchReport
+    | LintReport
+    | Differences
 )
-
-
-def _conversion() -> Any:
-    from ampaudit.report.conversion import Conversion  # needs torch
-
-    return Conversion
-
-
-def _verification() -> Any:
-    from ampaudit.report.verification import Verification  # needs torch
-
-    return Verification
-
-
-# each is known by fields that only it has
-_KINDS: dict[frozenset[str], Callable[[], Any]] = {
-    frozenset({"reports"}): lambda: Comparison,
-    frozenset({"variants", "steps"}): lambda: TrainingReport,
-    REPORT_FIELDS: lambda: Report,
-    frozenset({"rows", "repeats", "device_name"}): lambda: BenchReport,
-    frozenset({"targets"}): lambda: CheckResults,
-    frozenset({"linted", "unread"}): lambda: LintReport,
-    frozenset({"policy", "rules", "cast_bytes"}): lambda: PlanReport,
-    frozenset({"bytes_before", "stored"}): _conversion,
-    frozenset({"problems", "directory"}): _verification,
+DOCUMENTS: dict[str, type[Document]] = {
+    str(field.default): document
+    for document in get_args(Document)
+    for field in fields(document)
+    if field.name == "kind"
+}
+# documents saved before they had a field for their kind are known by fields that only they have
+_FIELDS = {
+    "comparison": {"reports"},
+    "training": {"variants", "steps"},
+    "scan": {"findings", "coverage", "run"},
+    "bench": {"rows", "repeats", "device_name"},
+    "check": {"targets"},
+    "lint": {"linted", "unread"},
+    "plan": {"policy", "rules", "cast_bytes"},
+    "conversion": {"bytes_before", "stored"},
+    "verification": {"problems", "directory"},
+    "diff": {"pairs", "decibels"},
 }
 
 
-def read_document(path: Path) -> Document:
-    """The report in a file, or in a directory that ``ampaudit convert`` wrote.
-
-    Raises:
-        InputError: see ``ampaudit.report.saved.read_saved``.
-    """
-    if path.is_dir():
-        from ampaudit.checkpoint.layout import MANIFEST, REPORT  # needs torch
-
-        path = path / REPORT if (path / MANIFEST).is_file() else path
-    found: Document = read_saved(path, _KINDS)
-    return found
-
-
-def parse_document(text: str, name: str) -> Document:
-    """The report in a text, which errors call ``name``.
-
-    Raises:
-        InputError: see ``ampaudit.report.saved.read_saved``.
-    """
-    found: Document = parse_saved(text, name, _KINDS)
-    return found
+def kind_of(data: Mapping[str, Any]) -> str | None:
+    """The kind of document that some JSON holds; ``None`` if it is not one of ours."""
+    if "kind" in data:
+        return next((kind for kind in DOCUMENTS if kind == data["kind"]), None)
+    return next((kind for kind, fields in _FIELDS.items() if fields <= data.keys()), None)

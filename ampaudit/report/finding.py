@@ -8,10 +8,12 @@ from enum import StrEnum
 from typing import Literal
 
 from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.text import format_number
 from ampaudit.report.pages.page import Kind
 
 __all__ = [
     "CRASHED",
+    "INSTALLED",
     "Evidence",
     "FailOn",
     "Finding",
@@ -23,6 +25,7 @@ __all__ = [
     "threshold",
 ]
 CRASHED = "AMP990"  # the finding that a check itself failed
+INSTALLED = "site-packages/"
 
 
 class Severity(StrEnum):
@@ -55,6 +58,13 @@ class Source:
     code: str = ""
     caller: SourceLine | None = None
 
+    @property
+    def evident(self) -> SourceLine:
+        """The line to show in the user's own project: the caller where a library makes the value."""
+        if self.caller is not None and INSTALLED in self.file:
+            return self.caller
+        return SourceLine(self.file, self.line, self.code)
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
@@ -85,6 +95,19 @@ class Evidence:
     max_error: float | None = None
     flushed: float | None = None
     subnormal: float | None = None
+
+    @property
+    def in_words(self) -> str:
+        """Peak against limit, headroom, and how many elements broke; empty where there are no numbers."""
+        parts: list[str] = []
+        if self.peak is not None and self.limit is not None:
+            parts.append(f"peak {format_number(self.peak)}, limit {format_number(self.limit)}")
+        if self.headroom_bits is not None:
+            parts.append(f"headroom {self.headroom_bits:+.2f} bits")
+        for count, name in ((self.inf, "inf"), (self.nan, "NaN")):
+            if count:
+                parts.append(f"{count} of {self.elements} elements became {name}")
+        return "; ".join(parts)
 
 
 TrialKind = Literal["rewrite", "rescale", "rule", "dtype"]
@@ -119,6 +142,14 @@ class Trial:
     before_db: float | None = None
     after_db: float | None = None
     diff: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """What to do; where it is no cure, what it leaves."""
+        if self.outcome == "cure":
+            return self.change
+        are = "1 error is" if self.left == 1 else f"{self.left} errors are"
+        return f"{self.change}; fixes this finding, {are} left elsewhere"
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,12 +82,18 @@ class LintReport(Shown):
     findings: tuple[LintFinding, ...]
     unread: tuple[UnreadFile, ...]
     fixed: int = 0
+    kind: Literal["lint"] = "lint"
+
+    @property
+    def active(self) -> tuple[LintFinding, ...]:
+        """Findings that are not suppressed."""
+        return tuple(finding for finding in self.findings if finding.suppressed is None)
 
     @property
     def exit_code(self) -> int:
         """1 if a finding counts; else 2 if a file could not be read; else 0."""
         least = threshold(self.fail_on)
-        if any(f.suppressed is None and f.severity.rank >= least for f in self.findings):
+        if any(finding.severity.rank >= least for finding in self.active):
             return 1
         return 2 if self.unread else 0
 

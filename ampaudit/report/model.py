@@ -5,28 +5,28 @@ Other tools parse it, so fields are only ever added. Numbers that do not exist a
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ampaudit.core.sites import SiteId
+from ampaudit.core.text import plural
+from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.card import Rows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
-from ampaudit.report.finding import CRASHED, Finding, Severity, Source
-from ampaudit.report.gradients import BackwardReport, Gradient
+from ampaudit.report.finding import CRASHED, Finding, Severity
+from ampaudit.report.gradients import BackwardReport
+from ampaudit.report.site import SiteReport
 
 __all__ = [
     "Coverage",
     "Environment",
-    "Forward",
     "ModelInfo",
-    "OutputAccuracy",
     "Report",
     "RunInfo",
-    "SiteReport",
     "ToolInfo",
     "WeightMemory",
-    "WhatIf",
 ]
 
 SCHEMA: Literal[1] = 1
@@ -68,6 +68,13 @@ class RunInfo:
     mode: Literal["eval", "train"]
     contract: str = ""
 
+    @property
+    def extent(self) -> str:
+        """How many batches ran, and where; or that nothing did."""
+        if self.level == "static":
+            return "nothing was run"
+        return f"{plural(self.batches, 'batch')} on {self.device} ({self.backend})"
+
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
@@ -96,127 +103,6 @@ class Coverage:
     casts: int
     author_casts: int
     uncovered_ops: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """One number format against a site's FP32 values.
-
-    Attributes:
-        headroom_bits: log2(format's max / peak), ``None`` where all values are zero.
-        overflows: whether the peak rounds to infinity (or NaN) in that format.
-        vanish: share of the sampled non-zero values that round to zero.
-    """
-
-    headroom_bits: float | None
-    overflows: bool
-    vanish: float
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """What was measured at a site.
-
-    Attributes:
-        peak: largest magnitude: FP32's, or the 16-bit run's where that was measured and is larger.
-        headroom_bits: log2(max of the run's format / peak).
-        inf: elements infinite in 16 bits only.
-        nan: elements NaN in 16 bits only.
-        elements: elements looked at for peak, inf and nan: all of them.
-        sqnr_db: accumulated signal to quantization-noise ratio against FP32; null for a weight that fits.
-            On a CPU, over every eighth block of 262,144 elements of what is larger than that.
-        local_sqnr_db: the same for this op alone on exact inputs, over local_elements of its output.
-        local_elements: see local_sqnr_db.
-        sampled: elements looked at for the fields that follow.
-        min_nonzero: smallest non-zero magnitude.
-        flushed: share that is zero in 16 bits and not in FP32.
-        subnormal: share that is subnormal in the run's format.
-        max_error: largest absolute error.
-        max_relative_error: largest relative error.
-        exponents: count of FP32 values per floor(log2|x|).
-    """
-
-    peak: float
-    headroom_bits: float | None
-    inf: int
-    nan: int
-    elements: int
-    sqnr_db: float | None
-    local_sqnr_db: float | None
-    local_elements: int
-    sampled: int
-    min_nonzero: float | None
-    flushed: float
-    subnormal: float
-    max_error: float
-    max_relative_error: float
-    exponents: dict[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SiteReport:
-    """One site.
-
-    ``forward`` is null where it hands on the values of its input (role view or select). ``by_design``:
-    it is near the limit because it takes in a mask, or is a value that no parameter has touched. ``bound``:
-    no input of the proof's domain makes a larger magnitude here; null without a proof, or if unbounded.
-    ``gradient`` is that of its output (``--backward``). ``inside`` is the largest square seen inside a norm
-    that is given 16 bits, ``bound_inside`` a bound on it.
-    """
-
-    site: SiteId
-    layer: str
-    layer_type: str
-    op: str
-    role: str
-    precision: str
-    shape: tuple[int, ...]
-    rule: str | None
-    reason: str
-    why: str
-    source: Source | None
-    verdict: Literal["proved", "observed", "overflows", "poisoned", "not observed"]
-    by_design: bool
-    forward: Forward | None
-    gradient: Gradient | None = None
-    bound: float | None = None
-    bound_inside: float | None = None
-    inside: float | None = None
-    what_if: dict[str, WhatIf] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OutputAccuracy:
-    """One output tensor of the model, in its worst batch.
-
-    Attributes:
-        name: where it was found.
-        site: the site that makes it.
-        sqnr_db: signal to error ratio against FP32; of integers, 20 log10(1 / share that differs). Null
-            where both agree exactly, or where ``problem`` says why there is no number.
-        kind: ``float``, ``complex`` (two floats per element) or ``integer`` (booleans, too).
-        differing: integers that differ.
-        problem: why no accuracy can be given although the output is wrong; empty otherwise.
-        variation_db: signal to error ratio of what varies in it, its mean taken out; null for integers, for
-            fewer than 16 elements, and where nothing varies or both agree.
-        constant: the value that FP32 gives everywhere, of floats; its accuracy says nothing of other inputs.
-        empty: whether it has no elements.
-    """
-
-    name: str
-    site: SiteId | None
-    sqnr_db: float | None
-    kind: Literal["float", "complex", "integer"] = "float"
-    differing: int = 0
-    problem: str = ""
-    variation_db: float | None = None
-    constant: float | None = None
-    empty: bool = False
-
-    @property
-    def accuracy_db(self) -> float | None:
-        """``sqnr_db``; -inf where there is none because of a problem."""
-        return -math.inf if self.problem else self.sqnr_db
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +148,7 @@ class Report(Shown):
     stressed: tuple[Stressed, ...] = ()
     tails: tuple[Tail, ...] = ()
     backward: BackwardReport | None = None
+    kind: Literal["scan"] = "scan"
 
     @property
     def exit_code(self) -> int:
@@ -271,9 +158,52 @@ class Report(Shown):
         return 0 if self.verdict == "pass" else 1
 
     @property
+    def active(self) -> tuple[Finding, ...]:
+        """Findings that are not suppressed."""
+        return tuple(finding for finding in self.findings if finding.suppressed is None)
+
+    def count(self, severity: Severity) -> int:
+        """Findings of one severity, without those that are suppressed."""
+        return sum(finding.severity is severity for finding in self.active)
+
+    @property
+    def codes_by_site(self) -> Mapping[str, list[str]]:
+        """The codes of the findings that count, by site; an empty list where there are none."""
+        codes: defaultdict[str, list[str]] = defaultdict(list)
+        for finding in self.active:
+            codes[finding.site].append(finding.code)
+        return codes
+
+    @property
     def promoted(self) -> tuple[SiteId, ...]:
         """Sites kept in float32 because of what a first pass measured."""
         return self.raised
+
+    @property
+    def low_precision_sites(self) -> tuple[SiteReport, ...]:
+        """Sites in the run's 16-bit format."""
+        return tuple(site for site in self.sites if site.precision == self.run.dtype)
+
+    @property
+    def by_headroom(self) -> tuple[SiteReport, ...]:
+        """Measured sites in any precision, the largest values first; masks and constants left out."""
+        measured = (s for s in self.sites if s.headroom_bits is not None and not s.by_design)
+        return tuple(sorted(measured, key=lambda site: site.headroom_bits or 0.0))
+
+    @property
+    def least_headroom(self) -> SiteReport | None:
+        """The 16-bit site nearest the limit."""
+        return next((site for site in self.by_headroom if self._is_low(site)), None)
+
+    @property
+    def nearest_sites(self) -> tuple[SiteReport, ...]:
+        """Healthy 16-bit sites, the one with the least headroom first."""
+        bad = {f.site for f in self.findings if f.severity is not Severity.NOTE}
+        low = (site for site in self.by_headroom if self._is_low(site))
+        return tuple(site for site in low if site.healthy and site.site not in bad)
+
+    def _is_low(self, site: SiteReport) -> bool:
+        return site.precision == self.run.dtype and site.role != "weight-cast"
 
     @property
     def broken_outputs(self) -> tuple[OutputAccuracy, ...]:
@@ -284,9 +214,18 @@ class Report(Shown):
         wrong = {site.site for site in self.sites if site.verdict in ("overflows", "poisoned")}
         return tuple(output for output in self.outputs if output.site in wrong or output.problem)
 
-    def count(self, severity: Severity) -> int:
-        """Findings of one severity, without those that are suppressed."""
-        return sum(f.severity is severity and f.suppressed is None for f in self.findings)
+    @property
+    def worst_output(self) -> OutputAccuracy | None:
+        """The least accurate output; ``None`` if all are exact, or there is none."""
+        known = [output for output in self.outputs if output.accuracy_db is not None]
+        return min(known, key=lambda output: output.accuracy_db or 0.0, default=None)
+
+    @property
+    def accuracy(self) -> str:
+        """How accurate the least accurate output is: ``63 dB``, ``exact`` or ``broken``."""
+        if self.broken_outputs:
+            return "broken"
+        return self.worst_output.in_words if self.worst_output is not None else "exact"
 
     @property
     def headline(self) -> str:

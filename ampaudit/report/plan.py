@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
 
 from ampaudit.report.card import Rows, Shown, counted
 
@@ -81,6 +83,12 @@ class PlanReport(Shown):
     author_casts: int
     weights: PlannedWeights
     notes: tuple[str, ...]
+    schema: Literal[1] = 1
+    kind: Literal["plan"] = "plan"
+
+    def matching(self, layer: str | None) -> tuple[PlannedSite, ...]:
+        """Sites in the layers that a glob matches; all without a glob."""
+        return tuple(site for site in self.sites if layer is None or fnmatchcase(site.layer, layer))
 
     @property
     def headline(self) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ampaudit.report.compare import BITS, DECIBELS, differences
 from ampaudit.report.comparison import Comparison
-from ampaudit.report.difference import BITS, DECIBELS, Differences, differences
-from ampaudit.report.documents import Document, read_document
+from ampaudit.report.difference import Differences
+from ampaudit.report.documents import Document
 from ampaudit.report.model import Report
+from ampaudit.report.saved import read_document
 
 __all__ = ["diff", "read_report"]
 

@@ -3,65 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.text import escape_control
+from ampaudit.report.documents import DOCUMENTS, Document, kind_of
 from ampaudit.report.model import SCHEMA, Report
 
-__all__ = ["parse_saved", "read_report", "read_saved"]
+__all__ = ["parse_document", "read_document", "read_report"]
 
 _MAX_BYTES = 1 << 30
 _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
-Saved = TypeVar("Saved")
-Kinds = Mapping[frozenset[str], Callable[[], type[Saved]]]
-REPORT_FIELDS = frozenset({"findings", "coverage", "run"})
 
 
 def read_report(path: Path, name: str = "") -> Report:
     """The report of one scan; ``name`` is what errors call the file.
 
     Raises:
-        InputError: see ``read_saved``.
+        InputError: see ``parse_document``.
     """
-    return read_saved(path, {REPORT_FIELDS: lambda: Report}, name)
+    found = parse_document(_text(path, name or str(path)), name or str(path))
+    if not isinstance(found, Report):
+        raise _not_ours(name or str(path))
+    return found
 
 
-def read_saved(path: Path, kinds: Kinds[Saved], name: str = "") -> Saved:
-    """What a file holds; nothing in it is ever run.
-
-    Args:
-        path: of the file.
-        kinds: what may be in it, by fields that only it has; the first all of whose fields are there.
-        name: what errors call it, if not by its path.
+def read_document(path: Path) -> Document:
+    """The document in a file, or in a directory that ``ampaudit convert`` wrote.
 
     Raises:
-        InputError: it is missing, not text, cut off, of a newer schema, or none of the kinds.
+        InputError: the file cannot be read; see also ``parse_document``.
     """
-    name = name or str(path)
-    try:
-        size = path.stat().st_size
-        if size > _MAX_BYTES:
-            raise InputError(f"{name}: {size:,} bytes is no report", hint=_HOW)
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{name}: {error.strerror or error}", hint="check the path") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name}: not UTF-8 text, so no JSON report", hint=_HOW) from error
-    return parse_saved(text, name, kinds)
+    if path.is_dir():
+        from ampaudit.checkpoint.layout import MANIFEST, REPORT
+
+        path = path / REPORT if (path / MANIFEST).is_file() else path
+    return parse_document(_text(path, str(path)), str(path))
 
 
-def parse_saved(text: str, name: str, kinds: Kinds[Saved]) -> Saved:
-    """The same of a text.
+def parse_document(text: str, name: str) -> Document:
+    """The document in a text, which errors call ``name``; nothing in it is ever run.
 
     Raises:
-        InputError: see ``read_saved``.
+        InputError: it is cut off, of a newer schema, or none of our documents.
     """
     found = _json(text, name)
     schema = found.get("schema", SCHEMA)
@@ -70,13 +57,29 @@ def parse_saved(text: str, name: str, kinds: Kinds[Saved]) -> Saved:
             f"{name}: written by a newer ampaudit (schema {schema}; this one reads {SCHEMA})",
             hint="update ampaudit, or write the report again with this version",
         )
-    loader = next((kind for fields, kind in kinds.items() if fields <= found.keys()), None)
-    if loader is None:
-        raise InputError(f"{name}: JSON, but no report of ampaudit that can be used here", hint=_HOW)
+    kind = kind_of(found)
+    if kind is None:
+        raise _not_ours(name)
     try:
-        return TypeAdapter(loader()).validate_python(found, strict=False)
+        return TypeAdapter(DOCUMENTS[kind]).validate_python(found, strict=False)
     except ValidationError as error:
         raise InputError(f"{name}: {_first_fault(error)}", hint=_HOW) from error
+
+
+def _text(path: Path, name: str) -> str:
+    try:
+        size = path.stat().st_size
+        if size > _MAX_BYTES:
+            raise InputError(f"{name}: {size:,} bytes is no report", hint=_HOW)
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{name}: {error.strerror or error}", hint="check the path") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: not UTF-8 text, so no JSON report", hint=_HOW) from error
+
+
+def _not_ours(name: str) -> InputError:
+    return InputError(f"{name}: JSON, but no report of ampaudit that can be used here", hint=_HOW)
 
 
 def _json(text: str, name: str) -> dict[str, Any]:

@@ -55,6 +55,11 @@ class ParameterHealth:
     lost: float | None
     state_flushed: float | None
 
+    @property
+    def largest_gradient(self) -> float | None:
+        """The largest peak that is finite."""
+        return max((peak for peak in self.gradient_peaks if peak is not None), default=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Health:
@@ -130,6 +135,7 @@ class TrainingReport(Shown):
     variants: tuple[Variant, ...]
     notes: tuple[str, ...]
     environment: Environment
+    kind: Literal["training"] = "training"
 
     @property
     def exit_code(self) -> int:

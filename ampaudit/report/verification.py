@@ -1,8 +1,9 @@
-"""What ``ampaudit verify`` found, and how it is printed."""
+"""What ``ampaudit verify`` found."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ampaudit.report.card import Rows, Shown, counted
 from ampaudit.report.problem import Problem
@@ -22,6 +23,8 @@ class Verification(Shown):
     problems: tuple[Problem, ...]
     outputs: tuple[str, ...]
     notes: tuple[str, ...]
+    schema: Literal[1] = 1
+    kind: Literal["verification"] = "verification"
 
     @property
     def exit_code(self) -> int:

@@ -1,4 +1,4 @@
-"""Sums whose every addition rounds: what atomic additions into a 16-bit tensor do on a GPU.
+"""Emulates sums in which every addition rounds, as atomic additions into a 16-bit tensor do on a GPU.
 
 The CPU adds some of them up in float32. Here all of them go through ``index_put_``, whose CPU kernel adds one
 element after the other in the tensor's own type. A GPU adds in another order from run to run: the size of the
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.opnames import base_name, mutated_arguments, named_arguments
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["accumulated", "accumulates", "multiplies"]
+__all__ = ["accumulate", "accumulates", "multiplies"]
 
 Named = dict[str, Any]
 # the values of ``reduce`` with which an op adds
@@ -42,8 +42,8 @@ def multiplies(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
     return reduces and named_arguments(op, args, kwargs).get("reduce") in ("prod", "multiply")
 
 
-def accumulated(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> torch.Tensor:
-    """The result of such a call, in its first argument if the op writes there."""
+def accumulate(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> torch.Tensor:
+    """Compute such a call, in its first argument if the op writes there."""
     named = named_arguments(op, args, kwargs)
     result = named["self"].clone()
     into = result.reshape(1) if result.ndim == 0 else result

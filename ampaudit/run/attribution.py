@@ -1,4 +1,4 @@
-"""Finds where the error of an output enters: parts of the model run in 16 bits while the rest stays in FP32.
+"""Finds where the error of an output enters, by running parts of the model in 16 bits and the rest in FP32.
 
 A site's own error says little about an output: every op of a healthy model rounds. What counts is how much
 of an output's error is there when that op alone rounds. Errors of independent ops add up as squares, so a
@@ -34,7 +34,7 @@ from ampaudit.run.partial import PartialLockStep
 from ampaudit.run.probe import Probe
 from ampaudit.run.units import RoundingUnit, rounding_units
 
-__all__ = ["Attribution", "Culprit", "accumulates", "find_culprits"]
+__all__ = ["Attribution", "Culprit", "find_culprits"]
 
 MAX_OUTPUTS = 3  # of a batch, whose errors are traced back; the culprit of one is mostly that of the others
 MAX_RUNS = 96
@@ -153,7 +153,7 @@ class Attribution:
             rest.accuracy_db,
             deciding.get(decision) if decision is not None else None,
             probe.detail,
-            probe.stalled if accumulates(nodes) else 0.0,
+            probe.stalled if _is_running_sum(nodes) else 0.0,
         )
 
     def _search(self, energy: Energy, everything: frozenset[int], *, first: bool) -> frozenset[int]:
@@ -254,7 +254,7 @@ class Attribution:
         return _Run(compare_outputs(named, 0), probe.flips())
 
 
-def accumulates(nodes: Collection[fx.Node]) -> bool:
+def _is_running_sum(nodes: Collection[fx.Node]) -> bool:
     """Whether these are a running sum: each takes in what another has made, or one op sums along an axis."""
     if any(str(node.target).startswith("aten.cumsum") for node in nodes):
         return True

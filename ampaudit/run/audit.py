@@ -13,15 +13,16 @@ from ampaudit.core.config import Progress
 from ampaudit.core.errors import InputError
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
+from ampaudit.run.config import RunConfig
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.guards import guarded
 from ampaudit.run.record import RunRecord
-from ampaudit.run.runner import RunConfig, Runner
+from ampaudit.run.runner import Runner
 from ampaudit.run.sharing import SharedReference, interleave
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site
 from ampaudit.trace.converted import ConvertedModel
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["Audit", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits"]
 
@@ -48,11 +49,11 @@ class Audit:
 
 
 def run_audits(
-    model: nn.Module, batches: Sequence[Batch], plans: Sequence[RunConfig], progress: Progress
+    model: nn.Module, batches: Sequence[Batch], configs: Sequence[RunConfig], progress: Progress
 ) -> list[Audit]:
     """Audit a model under several policies, with one run of the reference for all of them.
 
-    The plans differ in their rules only. A policy whose measured rules found something to raise is run
+    The configurations differ in their rules only. A policy whose measured rules promote something is run
     again under what they decided; those are run together, too.
 
     Raises:
@@ -63,17 +64,19 @@ def run_audits(
     """
     if not batches:
         raise InputError("there is no batch to run", hint="make batches() yield at least one batch")
-    runners = _run_all(model, batches, plans, progress, "auditing")
+    runners = _run_all(model, batches, configs, progress, "auditing")
     again: dict[int, tuple[RunConfig, tuple[SiteId, ...]]] = {}
-    for index, (plan, runner) in enumerate(zip(plans, runners, strict=True)):
-        if plan.rules is not None and plan.rules.measured:
+    for index, (config, runner) in enumerate(zip(configs, runners, strict=True)):
+        if config.rules is not None and config.rules.measured:
             seen = runner.measurements()
-            promoted = promoted_sites(plan.rules, runner.sites.values(), seen)
+            promoted = promoted_sites(config.rules, runner.executors.sites.values(), seen)
             if promoted:
-                again[index] = (replace(plan, measured=seen), promoted)
+                again[index] = (replace(config, measured=seen), promoted)
     if again:
         spent = {index: sum(runners[index].record.seconds.values()) for index in again}
-        repeated = _run_all(model, batches, [plan for plan, _ in again.values()], progress, "auditing again")
+        repeated = _run_all(
+            model, batches, [config for config, _ in again.values()], progress, "auditing again"
+        )
         for index, runner in zip(again, repeated, strict=True):
             runner.record.seconds = {"first pass": spent[index], **runner.record.seconds}
             runners[index] = runner
@@ -83,55 +86,59 @@ def run_audits(
 
 
 def _audit(runner: Runner, promoted: tuple[SiteId, ...]) -> Audit:
-    sites, (first, *others) = tuple(runner.sites.values()), runner.converted
-    return Audit(runner.record, sites, first, frozenset(runner.parameter_free), promoted, tuple(others))
+    sites, (first, *others) = tuple(runner.executors.sites.values()), runner.executors.converted
+    return Audit(
+        runner.record, sites, first, frozenset(runner.executors.parameter_free), promoted, tuple(others)
+    )
 
 
 def _run_all(
-    model: nn.Module, batches: Sequence[Batch], plans: Sequence[RunConfig], progress: Progress, phase: str
+    model: nn.Module, batches: Sequence[Batch], configs: Sequence[RunConfig], progress: Progress, phase: str
 ) -> list[Runner]:
-    eager = EagerModel(plans[0].device, plans[0].seed, plans[0].release)
-    runners = [Runner(model, plan, RunRecord(device=plan.device.type, backend=""), eager) for plan in plans]
+    eager = EagerModel(configs[0].device, configs[0].seed, configs[0].release)
+    runners = [
+        Runner(model, config, RunRecord(device=config.device.type, backend=""), eager) for config in configs
+    ]
     for number, batch in enumerate(batches):
         progress(phase, number, len(batches))
         if len(runners) == 1:
             runners[0].run(batch, number)
         else:
-            _run_together(runners, plans[0], batch, number)
+            _run_together(runners, configs[0], batch, number)
     progress(phase, len(batches), len(batches))
     return runners
 
 
-def _run_together(runners: Sequence[Runner], plan: RunConfig, batch: Batch, number: int) -> None:
-    """One batch under every plan, side by side; one after the other for gradients, or random numbers."""
+def _run_together(runners: Sequence[Runner], config: RunConfig, batch: Batch, number: int) -> None:
+    """Run a batch under every policy side by side; one after the other for gradients, or random numbers."""
     ready = [runner.prepare(batch, number) for runner in runners]
     programs = [item.executor.program for item in ready]
-    alone = any(plan.differentiator is not None for plan in (runner.plan for runner in runners))
+    alone = any(runner.config.differentiator is not None for runner in runners)
     if alone or any(step.random for program in programs for step in program.steps):
         for runner, item in zip(runners, ready, strict=True):
             runner.execute(item)
         return
     shared = SharedReference(programs)
     started = time.perf_counter()
-    with guarded(plan.device), torch.no_grad():
+    with guarded(config.device), torch.no_grad():
         runs = [item.executor.steps(item.tensors, item.meter, shared) for item in ready]
         outputs = interleave(runs, shared)
     share = (time.perf_counter() - started) / len(runners)
     for runner, item, found in zip(runners, ready, outputs, strict=True):
-        runner.record.seconds["run"] = runner.record.seconds.get("run", 0.0) + share
+        runner.record.add_seconds("run", share)
         runner.finish(item, found)
 
 
 def measure(
-    model: nn.Module, batches: Sequence[Batch], plan: RunConfig, progress: Progress
+    model: nn.Module, batches: Sequence[Batch], config: RunConfig, progress: Progress
 ) -> tuple[dict[SiteId, Measurement], tuple[Site, ...]]:
     """What the batches show to the policy's measured rules, and the sites that it is about.
 
     Raises:
         AuditError: the same as ``run_audits``.
     """
-    runner = _run_all(model, batches, [plan], progress, "measuring")[0]
-    return runner.measurements(), tuple(runner.sites.values())
+    runner = _run_all(model, batches, [config], progress, "measuring")[0]
+    return runner.measurements(), tuple(runner.executors.sites.values())
 
 
 def promoted_sites(

@@ -1,4 +1,4 @@
-"""How the converted graph is computed: natively in its dtypes, or emulated in float32.
+"""Computes the converted graph: natively in its dtypes, or emulated in float32.
 
 A backend decides three things: how a tensor of some dtype is held, how one step is called, and how a
 held tensor is read as float32. Adding one means implementing this protocol and naming it in ``choose``.
@@ -13,14 +13,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ampaudit.run.components import rounded_components
-from ampaudit.run.flat import flat_pair
 from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, BlockMeasure
 from ampaudit.run.program import widened
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step, widened_tensor
+from ampaudit.run.step import Step, widened_tensor
+from ampaudit.run.views import flat_pair, rounded_components
 from ampaudit.trace.functional import OnCopy, overload_of
-from ampaudit.trace.sizes import fits, sizes_of
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of
 
 __all__ = ["Backend", "Emulated", "Float32Backend", "Native", "choose_backend"]
 
@@ -153,7 +152,7 @@ class Emulated(Float32Backend):
         )
 
 
-class Native:
+class Native(Float32Backend):
     """The converted graph exactly as it would be deployed: true dtypes, the device's own kernels."""
 
     name = "native"
@@ -179,13 +178,6 @@ class Native:
         wide = [widened_tensor(a) if isinstance(a, torch.Tensor) else a for a in wide]
         result = step.target(*wide, **wide_kwargs)
         return result.to(step.dtypes[0]) if isinstance(result, torch.Tensor) else result
-
-    def represented_result(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None, given: Iterable[Any]
-    ) -> torch.Tensor:
-        """As ``represent``."""
-        del given
-        return self.represent(tensor, dtype)
 
     def differentiable(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op in its dtypes, whose backward is autograd's own."""

@@ -1,4 +1,4 @@
-"""Buffers that a model writes: whether what it adds to them arrives."""
+"""Finds buffers whose updates round away in 16 bits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import fx
 
 from ampaudit.core.sites import SiteId
 from ampaudit.run.lockstep import LockStep
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["BufferUpdate", "buffer_updates"]
 
@@ -37,7 +37,7 @@ class BufferUpdate:
 
 
 def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
-    """The updates of the last run that stalled somewhere."""
+    """Return the updates of the last run that stalled somewhere."""
     found: list[BufferUpdate] = []
     places = {place.node: place for place in executor.program.traced.placeholders}
     for node, (reference, value) in executor.buffers.items():

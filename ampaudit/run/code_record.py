@@ -1,13 +1,13 @@
-"""Where a model's code does something else in 16 bits than in FP32, and what that does to its outputs."""
+"""Records where a model's code differs between 16 bits and FP32, and what that does to its outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ampaudit.core.decibels import ratio_db
 from ampaudit.core.sites import SourceLine
-from ampaudit.run.observation import ratio_db
-from ampaudit.trace.compare import CodePlace
+from ampaudit.trace.compare import CodeDifference
 
 __all__ = ["AGREEMENT_DB", "CodeRecord", "OutputDifference"]
 
@@ -76,11 +76,11 @@ class CodeRecord:
     failure: str | None = None
     untraced: bool = False
     reads: tuple[SourceLine, ...] = ()
-    place: CodePlace | None = None
+    place: CodeDifference | None = None
     outputs: dict[str, OutputDifference] = field(default_factory=dict)
 
     def note(
-        self, found: Iterable[OutputDifference], place: CodePlace | None, reads: tuple[SourceLine, ...]
+        self, found: Iterable[OutputDifference], place: CodeDifference | None, reads: tuple[SourceLine, ...]
     ) -> None:
         """Add a batch whose outputs are not those of the FP32 model."""
         self.place = self.place or place

@@ -1,4 +1,4 @@
-"""What to run: a policy, a format, a device, and what goes along."""
+"""The configuration of a run: a policy, a format, a device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ KeepOutputs = Callable[[int, dict[str, Pair]], None]
 
 
 class Differentiator(Protocol):
-    """Follows a run and then goes back through it: the gradients' side of an audit."""
+    """Follows a run and then runs its backward pass: the gradients' side of an audit."""
 
     record: GradientRecord
 
-    def following(self, watch: Observer, program: Program) -> Observer:
-        """A watch that does what another does, and remembers what the way back needs."""
+    def following(self, observer: Observer, program: Program) -> Observer:
+        """Wrap an observer so that what the backward pass needs is kept."""
 
     def run(self, executor: LockStep, outputs: list[Pair], number: int) -> None:
-        """Go back through the run that was followed last; the last output is the loss."""
+        """Run the backward pass of the run that was followed last; the last output is the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +71,8 @@ class RunConfig:
     release: Release | None = None
     differentiator: Callable[[RunConfig], Differentiator] | None = None
     min_sqnr: float | None = None
+
+    @property
+    def fp32_only(self) -> bool:
+        """Whether nothing runs in 16 bits."""
+        return self.rules is None or self.reference_only

@@ -1,4 +1,4 @@
-"""How the target computes: what an audit takes for granted, and other ways that devices and runtimes have."""
+"""Emulates targets that compute differently: 16-bit accumulation, saturation, flushing, decomposed norms."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch._ops import OpOverload
 from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.run.backends import Emulated, rounded
 from ampaudit.run.measure import BlockMeasure
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
+from ampaudit.run.step import Step
 from ampaudit.trace.opnames import base_name, named_arguments
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["CONTRACTS", "Contract", "Contracted", "contract_of"]
+__all__ = ["CONTRACTS", "Contract", "ContractBackend", "parse_contract"]
 
 CONTRACTS = {
     "lower-accumulate": "sums and products add up in the 16-bit format",
@@ -53,8 +54,8 @@ class Contract:
         return "; ".join(CONTRACTS[w] if w in self.words else text for w, text in usual.items())
 
 
-def contract_of(text: str) -> Contract:
-    """Of ``saturate,decomposed``.
+def parse_contract(text: str) -> Contract:
+    """Parse a contract such as ``saturate,decomposed``.
 
     Raises:
         UsageError: a word is none of ``CONTRACTS``.
@@ -66,7 +67,7 @@ def contract_of(text: str) -> Contract:
     return Contract(words)
 
 
-class Contracted(Emulated):
+class ContractBackend(Emulated):
     """The emulated backend under another contract."""
 
     def __init__(self, contract: Contract) -> None:
@@ -100,7 +101,7 @@ class Contracted(Emulated):
         return value.clamp(-limits.max, limits.max) if "saturate" in self.contract.words else value
 
     def _own_way(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The op in steps that round, if the contract takes it apart."""
+        """Compute the op in steps that round, if the contract decomposes it."""
         dtype = step.dtypes[0]
         if not isinstance(step.target, OpOverload) or dtype not in LOW_PRECISION_DTYPES or step.mutates:
             return None
@@ -154,7 +155,8 @@ def _conv2d(named: Named, r: Rounding) -> torch.Tensor | None:
 def _total(named: Named, r: Rounding) -> torch.Tensor:
     """A sum in pieces, one after the other."""
     x, axes, keep = named["self"], named.get("dim"), bool(named.get("keepdim", False))
-    chosen = list(range(x.ndim)) if axes in (None, []) else [a % max(x.ndim, 1) for a in _listed(axes)]
+    axes = axes if isinstance(axes, list | tuple) else [] if axes is None else [axes]
+    chosen = [a % max(x.ndim, 1) for a in axes] or list(range(x.ndim))
     others = [a for a in range(x.ndim) if a not in chosen]
     shape = [1 if a in chosen else n for a, n in enumerate(x.shape)]
     flat = x.permute(*others, *chosen).reshape(*[x.shape[a] for a in others], -1)
@@ -163,10 +165,6 @@ def _total(named: Named, r: Rounding) -> torch.Tensor:
     for start in range(0, flat.shape[-1], piece):
         total = r(total + r(flat[..., start : start + piece].sum(-1)))
     return total.reshape(shape) if keep else total
-
-
-def _listed(axes: Any) -> list[int]:
-    return list(axes) if isinstance(axes, list | tuple) else [axes]
 
 
 def _mean(named: Named, r: Rounding) -> torch.Tensor:

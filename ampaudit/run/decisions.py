@@ -18,7 +18,7 @@ from ampaudit.run.step import Step
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name, named_arguments
 
-__all__ = ["DecisionDetail", "DecisionStats", "differing_choices", "pinned", "spacing"]
+__all__ = ["DecisionDetail", "DecisionStats", "differing_choices", "spacing", "with_fp32_choices"]
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _ALONG_AN_AXIS = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "mode"})
@@ -44,12 +44,21 @@ class DecisionStats:
 
 def differing_choices(reference: Any, value: Any) -> tuple[torch.Tensor, int] | None:
     """How many choices differ, as a tensor on their device, of how many; ``None`` if shapes differ."""
+    choices = _choices(reference, value)
+    return None if choices is None else (_flipped(*choices).sum(), choices[0].numel())
+
+
+def _choices(reference: Any, value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The choices of both runs, if they can be compared."""
     first, second = _choice(reference), _choice(value)
     if first is None or second is None or first.shape != second.shape:
         return None
-    if first.is_floating_point():  # results of round, floor, sign: whole numbers
-        return ((first - second).abs() >= 0.5).sum(), first.numel()
-    return (first != second).sum(), first.numel()
+    return first, second
+
+
+def _flipped(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Where choices differ; results of round, floor and sign are whole numbers in floats."""
+    return (first - second).abs() >= 0.5 if first.is_floating_point() else first != second
 
 
 def _choice(value: Any) -> torch.Tensor | None:
@@ -60,8 +69,8 @@ def _choice(value: Any) -> torch.Tensor | None:
     return next((t for t in tensors if not t.is_floating_point()), None)
 
 
-def pinned(step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-    """The result of a decision with FP32's choices, and with the 16-bit run's values where there are some."""
+def with_fp32_choices(step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+    """Return a decision's result with FP32's choices, and the 16-bit run's values where there are some."""
     if isinstance(value, torch.Tensor):
         return reference
     scores, axis = call.args[0], _axis(step, call)
@@ -110,13 +119,14 @@ class DecisionDetail:
     error: float | None = None
     magnitude: float | None = None
 
-    def look(self, step: Step, reference: Any, value: Any, call: StepCall) -> None:
+    def inspect(self, step: Step, reference: Any, value: Any, call: StepCall) -> None:
         """Measure the margins of the node's choices."""
-        first, second = _choice(reference), _choice(value)
-        if first is None or second is None or first.shape != second.shape:
+        choices = _choices(reference, value)
+        if choices is None:
             return
+        first, second = choices
         self.elements = first.numel()
-        flipped = (first - second).abs() >= 0.5 if first.is_floating_point() else first != second
+        flipped = _flipped(first, second)
         self.differing = int(flipped.sum())
         pairs = _candidates(step, first, second, call)
         if pairs is None or not self.differing:

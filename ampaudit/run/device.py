@@ -1,4 +1,4 @@
-"""Where a workflow runs, and what a policy may know about that place."""
+"""Picks the device to run on, and describes it to policies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["environment_of", "pick_device"]
 
 
 def pick_device(name: str) -> torch.device:
-    """The device for ``auto``, ``cuda`` or ``cpu``.
+    """Return the device for ``auto``, ``cuda`` or ``cpu``.
 
     Raises:
         UsageError: another name, or CUDA where there is none.
@@ -26,7 +26,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def environment_of(device: torch.device) -> TargetEnvironment:
-    """What rules about devices and versions ask for; without CUDA, no capability is known."""
+    """Return what rules about devices and versions ask for; without CUDA, no capability is known."""
     versions = {"torch": torch.__version__.partition("+")[0]}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda

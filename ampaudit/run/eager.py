@@ -8,14 +8,14 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import RunFailed
 from ampaudit.run.guards import guarded
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source.interface import Batch
 from ampaudit.trace.capture import quiet
 from ampaudit.trace.converted import Release
 from ampaudit.trace.entry import flatten_outputs
 from ampaudit.trace.fake_model import named_tensors, without_cache
-from ampaudit.trace.random_state import seeded
+from ampaudit.trace.isolation import seeded
 from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["EagerModel"]
 
@@ -39,7 +39,7 @@ class EagerModel:
 
     @torch.no_grad()
     def outputs(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:
-        """What the model returns for a batch, by the names that a trace gives."""
+        """Return the model's outputs for a batch, by the names that a trace gives."""
         if self._last is None or self._last[0] != number:
             self._last = None
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._own, (batch.args, batch.kwargs))

@@ -1,4 +1,4 @@
-"""Expected overflows beyond the data: an extreme-value distribution fitted to the peaks of batches."""
+"""Estimates overflows beyond the data, from an extreme-value distribution fitted to the peaks of batches."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def fit(maxima: Sequence[float] | Floats) -> ExtremeValues | None:
 
 
 def tail_risk(maxima: Sequence[float], limit: float, samples: int, seed: int = 0) -> TailRisk | None:
-    """The risk at one site; ``None`` where the batches are too few, or all alike, to say.
+    """Estimate the risk at one site; ``None`` where the batches are too few or all alike.
 
     Args:
         maxima: the peak of each batch.

@@ -15,13 +15,16 @@ from ampaudit.run.code_record import CodeRecord, OutputDifference
 from ampaudit.run.config import RunConfig
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.lockstep import Pair
+from ampaudit.run.outputs import kind_of
 from ampaudit.run.program import Program
 from ampaudit.source.interface import Batch
 from ampaudit.trace import TracedModel, trace
-from ampaudit.trace.compare import CodePlace, first_difference
+from ampaudit.trace.compare import CodeDifference, first_difference
 from ampaudit.trace.functional import functionalized
 
 __all__ = ["Fp32Check", "is_broken"]
+
+_ELEMENTS = {"complex": "complex numbers", "float": "floating-point numbers", "integer": "integers"}
 
 
 class Fp32Check:
@@ -31,16 +34,16 @@ class Fp32Check:
     the model is run eagerly.
 
     Args:
-        plan: under which the traces were made.
+        config: under which the traces were made.
         eager: runs the model; shared by the policies of an audit.
         record: where differences are noted.
     """
 
-    def __init__(self, plan: RunConfig, eager: EagerModel, record: CodeRecord) -> None:
-        self._plan = plan
+    def __init__(self, config: RunConfig, eager: EagerModel, record: CodeRecord) -> None:
+        self._config = config
         self._eager = eager
         self._record = record
-        self._places: dict[int, tuple[TracedModel, CodePlace | None]] = {}
+        self._places: dict[int, tuple[TracedModel, CodeDifference | None]] = {}
 
     def outputs(
         self, model: nn.Module, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
@@ -104,16 +107,18 @@ class Fp32Check:
         self._record.failure = self._record.failure or f"{type(cause).__name__}: {first_line(cause)}"
         self._record.reads = self._record.reads or traced.reads
 
-    def _place(self, model: nn.Module, traced: TracedModel, batch: Batch, number: int) -> CodePlace | None:
+    def _place(
+        self, model: nn.Module, traced: TracedModel, batch: Batch, number: int
+    ) -> CodeDifference | None:
         """Where the code differs from FP32's, by the traces; ``None`` where it does not, or has no trace."""
         if id(traced) not in self._places:
-            plan = self._plan
-            uncast = plain_fp32(whole=plan.rules.op_names if plan.rules is not None else frozenset())
-            differentiated = plan.differentiator is not None
-            setting = (uncast, uncast, plan.number_format, None, plan.edits, differentiated)
-            seed = plan.seed + number
+            config = self._config
+            uncast = plain_fp32(whole=config.rules.op_names if config.rules is not None else frozenset())
+            differentiated = config.differentiator is not None
+            setting = (uncast, uncast, config.number_format, None, config.edits, differentiated)
+            seed = config.seed + number
             try:
-                fp32 = trace(model, batch.args, batch.kwargs, *setting, seed, ways_back=differentiated)
+                fp32 = trace(model, batch.args, batch.kwargs, *setting, seed, trace_backward=differentiated)
             except AuditError:
                 self._record.untraced = True
                 self._places[id(traced)] = traced, None
@@ -146,21 +151,16 @@ def _difference(name: str, pair: Pair, fp32: torch.Tensor | None) -> OutputDiffe
     if reference.shape != fp32.shape:
         here, there = ("x".join(map(str, t.shape)) or "a scalar" for t in (reference, fp32))
         return replace(found, problem=f"is {here}, and {there} in FP32")
-    if _kind(reference) != _kind(fp32):
-        return replace(found, problem=f"holds {_kind(reference)}, and {_kind(fp32)} in FP32")
+    if kind_of(reference) != kind_of(fp32):
+        here, there = (_ELEMENTS[kind_of(tensor)] for tensor in (reference, fp32))
+        return replace(found, problem=f"holds {here}, and {there} in FP32")
     if torch.equal(reference, fp32):
         return found
-    if _kind(fp32) == "integers":
+    if kind_of(fp32) == "integer":
         wrong = (float((side != fp32).sum()) for side in (value, reference))
         return OutputDifference(name, None, True, float(fp32.numel()), *wrong)
     wrong = (_squares(_error(side, fp32)) for side in (value, reference))
     return OutputDifference(name, None, False, _squares(torch.where(fp32.isfinite(), fp32, 0)), *wrong)
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    if tensor.is_complex():
-        return "complex numbers"
-    return "floating-point numbers" if tensor.is_floating_point() else "integers"
 
 
 def _error(value: torch.Tensor, fp32: torch.Tensor) -> torch.Tensor:

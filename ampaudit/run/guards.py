@@ -1,4 +1,4 @@
-"""What a run needs around it: exact float32, its own random numbers, errors with a next step."""
+"""Sets up what a run needs: exact float32, its own random numbers, errors with a next step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from ampaudit.core.errors import InputError, RunFailed, first_line
 
-__all__ = ["exact_float32", "guarded", "memory_errors", "refuse_broken_inputs", "tf32"]
+__all__ = ["exact_float32", "guarded", "refuse_broken_inputs", "tf32"]
 
 
 @contextlib.contextmanager
 def guarded(device: torch.device) -> Iterator[None]:
-    """All of it; random numbers drawn inside do not change what is drawn after."""
+    """Set up all of it; random numbers drawn inside do not change what is drawn after."""
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), exact_float32(), memory_errors(device):
+    with torch.random.fork_rng(devices=devices), exact_float32(), _memory_errors(device):
         yield
 
 
@@ -40,7 +40,7 @@ def tf32(*, allowed: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def memory_errors(device: torch.device) -> Iterator[None]:
+def _memory_errors(device: torch.device) -> Iterator[None]:
     """Out of memory, and ops that the device has no kernel for, as errors with a next step."""
     try:
         yield

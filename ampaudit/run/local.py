@@ -1,4 +1,4 @@
-"""The error that one op adds by itself: it is called again on the reference's inputs, rounded to 16 bits.
+"""Measures the error that one op adds by itself, on the reference's inputs rounded to 16 bits.
 
 Calling every op a third time in full would cost a third forward pass, so a large op is called on a few
 rows of its input, which come out exactly as they would in the whole. Ops for which no such cut is known
@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from ampaudit.run.backends import Backend
-from ampaudit.run.components import components
 from ampaudit.run.lockstep import StepCall
 from ampaudit.run.step import Step
+from ampaudit.run.views import components
 from ampaudit.trace.graph import Role
 
 __all__ = ["local_error"]

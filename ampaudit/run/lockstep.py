@@ -1,9 +1,9 @@
-"""Runs reference and converted graph together, node by node, and shows every pair of values to a watch."""
+"""Runs reference and converted graph together, node by node, for an observer to see each pair of values."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,23 +12,30 @@ from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.sharing import MISSING, SharedReference
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
+from ampaudit.run.step import Step
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Placeholder, Slot
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["LockStep", "Observer", "Pair", "StepCall", "restore_random_state"]
 
 Pair = tuple[Any, Any]
 
 
-class Observer(Protocol):
-    """Sees each step's values as they are made."""
+class Observer:
+    """Sees each step's values as they are made; this one ignores them."""
 
-    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Asked before the converted run's step: something that wants to see its blocks, or nothing."""
+    __slots__ = ()
+
+    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Return what is to measure the converted run's step block by block, if anything."""
+        del step, reference
+        return None
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Look at a pair; what is returned goes on in the converted run (normally ``value`` itself)."""
+        del step, reference, call
+        return value
 
 
 class StepCall:
@@ -87,32 +94,32 @@ class LockStep:
         self._masters = {n: t if streamed else t.to(device) for n, t in converted.masters.items()}
 
     @torch.no_grad()
-    def run(self, inputs: list[torch.Tensor], watch: Observer) -> list[Pair]:
+    def run(self, inputs: list[torch.Tensor], observer: Observer) -> list[Pair]:
         """One batch; the pairs of outputs in graph order.
 
         A value is dropped after its last use. Where both runs would do the same thing to the same
         tensors in float32, it is done once.
         """
-        return _last(self.steps(inputs, watch))
+        return _last(self.steps(inputs, observer))
 
     def steps(
-        self, inputs: list[torch.Tensor], watch: Observer, shared: SharedReference | None = None
+        self, inputs: list[torch.Tensor], observer: Observer, shared: SharedReference | None = None
     ) -> Generator[tuple[Step, ...], None, list[Pair]]:
         """``run``, stopping before each group of steps, which it yields; gradients must be off."""
-        return self._steps(self._start(inputs), watch, shared)
+        return self._steps(self._start(inputs), observer, shared)
 
     @torch.no_grad()
-    def run_pairs(self, pairs: list[Pair], watch: Observer) -> list[Pair]:
+    def run_pairs(self, pairs: list[Pair], observer: Observer) -> list[Pair]:
         """``run`` for a graph whose inputs are already held, and differ between the runs."""
         given = zip(self.program.inputs, pairs, strict=True)
-        values = {node: self._own(pair) if node in self.program.written else pair for node, pair in given}
-        return _last(self._steps(values, watch, None))
-
-    def _own(self, pair: Pair) -> Pair:
-        return pair[0].clone(), pair[1].clone()
+        values: dict[fx.Node, Pair] = {}
+        for node, pair in given:
+            written = node in self.program.written
+            values[node] = (pair[0].clone(), pair[1].clone()) if written else pair
+        return _last(self._steps(values, observer, None))
 
     def _steps(
-        self, values: dict[fx.Node, Pair], watch: Observer, shared: SharedReference | None
+        self, values: dict[fx.Node, Pair], observer: Observer, shared: SharedReference | None
     ) -> Generator[tuple[Step, ...], None, list[Pair]]:
         self.buffers = {n: v for n, v in values.items() if self._places[n.name].slot is Slot.BUFFER}
         for group in self.program.groups:
@@ -121,7 +128,7 @@ class LockStep:
             references = self._references(group, values, shared)
             for step, reference in zip(group, references, strict=True):
                 inputs_of = {node: self._value(node, values) for node in step.node.all_input_nodes}
-                values[step.node] = self._advance(step, inputs_of, reference, state, watch)
+                values[step.node] = self._advance(step, inputs_of, reference, state, observer)
                 del inputs_of
                 for node in step.frees:
                     self._free(node, values)
@@ -177,7 +184,7 @@ class LockStep:
         inputs: dict[fx.Node, Pair],
         reference: Any,
         state: torch.Tensor | None,
-        watch: Observer,
+        observer: Observer,
     ) -> Pair:
         shared = self._reference_only or (
             not self._rounds(step)
@@ -193,10 +200,10 @@ class LockStep:
         else:
             if state is not None:
                 restore_random_state(state, self.device)
-            call.measure = watch.expects(step, reference)
+            call.measure = observer.block_measure(step, reference)
             result = self._call(step, call)
             value = self._unaliased(step, call, result)
-        return reference, watch.observe(step, reference, value, call)
+        return reference, observer.observe(step, reference, value, call)
 
     def _call(self, step: Step, call: StepCall) -> Any:
         """The converted run's result; an error of torch's gets the line of the model's code."""

@@ -1,4 +1,4 @@
-"""Calls ops on 16-bit tensors where one float32 call and one rounding is not what a device does.
+"""Calls ops on 16-bit tensors where a device does more than compute in float32 and round once.
 
 Three kinds of op are like that. A composite op calls others, and each of these rounds: ``logsumexp`` holds a
 sum of exponentials in 16 bits. An accumulating op (``scatter_add``) rounds after each addition. And some ops
@@ -7,6 +7,7 @@ depend on the format itself: ``nan_to_num`` replaces infinity by the format's la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,20 +18,20 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampaudit.run.accumulation import accumulated, accumulates
-from ampaudit.run.fourier import half_fourier
-from ampaudit.run.step import LOW_PRECISION_DTYPES
-from ampaudit.trace.fourier import is_fourier
-from ampaudit.trace.inner import on_meta
+from ampaudit.run.accumulation import accumulate, accumulates
+from ampaudit.run.views import rounded_components
+from ampaudit.trace.fourier import TRANSFORMS, is_fourier, signal_sizes
 from ampaudit.trace.opnames import (
     base_name,
     composite_kernel,
     is_view,
     mutated_arguments,
     named_arguments,
+    on_meta,
     rounds_once,
     selects,
 )
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["call_in_low_precision", "differs_from_one_rounding"]
 
@@ -69,13 +70,42 @@ def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dic
 
 
 def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op's result on tensors in their true dtypes, each op inside computed in float32 and rounded.
+    """Call an op on tensors in their true dtypes, each op inside computed in float32 and rounded.
 
     Complex numbers are complex64 here whatever they are in the graph.
     """
     if is_fourier(op):
-        return half_fourier(op, args, kwargs)
+        return _half_fourier(op, args, kwargs)
     return _InnerOps().call(op, args, kwargs)
+
+
+def _half_fourier(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Transform real numbers, or complex ones, in float16; the result is in float32 or complex64.
+
+    What cuFFT gives is float16 before it is scaled. The zero frequency is the sum of all elements; a scale of
+    1/n comes after it, when it may be infinite.
+    """
+    wide = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_complex() else t.float(), (args, kwargs))
+    with _RoundedTransforms():
+        result = op(*wide[0], **wide[1])
+    return rounded_components(result)
+
+
+class _RoundedTransforms(TorchDispatchMode):
+    """Rounds the result of every transform, and again after it was scaled."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """One inner op."""
+        del types
+        if base_name(func) not in TRANSFORMS:
+            return func(*args, **(kwargs or {}))
+        values, dims, normalization, *rest = args
+        raw = rounded_components(func(values, dims, 0, *rest))
+        size = math.prod(signal_sizes(func, args, {}))
+        scale = (1.0, 1 / math.sqrt(size), 1 / size)[normalization]
+        return raw if scale == 1 else rounded_components(raw * scale)
 
 
 class _InnerOps(TorchDispatchMode):
@@ -99,10 +129,10 @@ class _InnerOps(TorchDispatchMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An op, by its parts where it has some; a kernel that calls itself again is a leaf."""
+        """Call an op by its parts, if it has some; a kernel that calls itself again is a leaf."""
         args = _with_tensors(op, args)
         if self._run and accumulates(op, args, kwargs):
-            return accumulated(op, args, kwargs)
+            return accumulate(op, args, kwargs)
         parts = None if op in self._within else _parts(op)
         on_meta_only = not self._run and base_name(op) in _SHARED_KERNELS
         self.roundings += on_meta_only
@@ -165,7 +195,7 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _with_tensors(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments in which numbers are tensors where the op wants these: a kernel hands numbers on so."""
+    """Turn numbers into tensors where the op takes tensors; kernels pass numbers on that way."""
     wants = _tensor_arguments(op)
     low = next((t.dtype for t in _tensors(args) if t.dtype in LOW_PRECISION_DTYPES), None)
     return tuple(

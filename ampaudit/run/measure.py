@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ampaudit.run.flat import flat_pair
+from ampaudit.run.views import flat_pair
 
 __all__ = ["BLOCK", "FIELDS", "BlockMeasure", "measure_any", "measure_cpu"]
 
@@ -75,7 +75,7 @@ def measure_cpu(reference: torch.Tensor, value: torch.Tensor, near: float = math
 
 
 class BlockMeasure:
-    """Measures a CPU value block by block while somebody else writes it, so that it is read once.
+    """Measures a CPU value block by block while it is written, so that it is read once.
 
     Every block is searched for its peak, inf and NaN. Errors are summed over every eighth block: the
     reference has left the cache by then, and reading all of it would cost as much as all the rest. A

@@ -1,4 +1,4 @@
-"""What a run saw, as the second phase of a policy wants it: per site, the peaks around its op."""
+"""Collects what a policy's measured rules need: per site, the peaks around its op."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["measurements", "weight_peaks"]
 def measurements(
     program: Program, record: RunRecord, given: Mapping[str, float], weights: Mapping[str, float]
 ) -> dict[SiteId, Measurement]:
-    """FP32 peaks at every op that a rule decided about.
+    """Return the FP32 peaks at every op that a rule decided about.
 
     Args:
         program: what was run.

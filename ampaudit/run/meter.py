@@ -1,4 +1,4 @@
-"""The watch of an ordinary run: measures every floating-point value and changes nothing."""
+"""Measures every floating-point value of a run and changes nothing."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.run.accumulation import multiplies
 from ampaudit.run.backends import Backend
-from ampaudit.run.components import components
 from ampaudit.run.decisions import differing_choices
-from ampaudit.run.flat import flat_pair
 from ampaudit.run.local import local_error
-from ampaudit.run.lockstep import StepCall
+from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.norm_internals import inside_peak
 from ampaudit.run.samples import Samples
 from ampaudit.run.step import Step
+from ampaudit.run.views import components, flat_pair
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.graph import Role
 
@@ -44,7 +43,7 @@ class MeasuredValue:
         return self.fields["pos_inf"] + self.fields["neg_inf"] + self.fields["nan"] > 0
 
 
-class Meter:
+class Meter(Observer):
     """Measures pairs. On a CPU the numbers are there at once; on a GPU they stay until ``results``.
 
     Attributes:
@@ -65,8 +64,8 @@ class Meter:
         self._inside_rows: list[tuple[SiteId, torch.Tensor]] = []
         self._choices: list[tuple[SiteId, torch.Tensor, int]] = []
 
-    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Single CPU outputs are measured while they are rounded."""
+    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Measure single CPU outputs while they are rounded."""
         if self.deferred or not isinstance(reference, torch.Tensor):
             return None
         if step.observed and reference.device.type == "cpu" and not reference.is_complex():
@@ -87,14 +86,14 @@ class Meter:
             if second.is_floating_point():
                 self._updated[len(self._rows)] = position
                 bad |= self._measure_pair(step, first, second, None)
-        self._look_inside(step, call)
+        self._measure_inside(step, call)
         if self._local and step.low_precision and not call.shared and not bad:
             error = local_error(step, self._backend, call, reference)
             if error is not None:
                 self._local_rows.append((step.site.id, *error))
         return value
 
-    def _look_inside(self, step: Step, call: StepCall) -> None:
+    def _measure_inside(self, step: Step, call: StepCall) -> None:
         assert step.site is not None
         if self._local and (peak := inside_peak(step, call.ref_args, self._near * 2)) is not None:
             self._inside_rows.append((step.site.id, peak))
@@ -127,7 +126,7 @@ class Meter:
         return fields[2] + fields[3] + fields[4] > 0
 
     def _measure_weight(self, master: torch.Tensor, copy: torch.Tensor) -> list[float]:
-        """A weight that fits is only rounded, which needs no exact error: half of the reading is saved."""
+        """Measure a weight; one that fits is only rounded, so its exact error is not computed."""
         fields = measure_cpu(master, master)
         return fields if fields[0] < self._near else measure_cpu(master, copy, self._near)
 
@@ -149,7 +148,7 @@ class Meter:
         if op is not None and step.low_precision and multiplies(op, step.args, step.kwargs):
             self.uncovered[step.site.op] = "16 bits round after each factor; here the product is rounded once"
         if isinstance(step.target, HigherOrderOperator):
-            self.uncovered[step.site.op] = "control flow: only its outputs are looked at, not its branches"
+            self.uncovered[step.site.op] = "control flow: only its outputs are checked, not its branches"
 
     def results(self) -> Iterator[MeasuredValue]:
         """Everything measured since the start, fetched from the device at once."""

@@ -1,4 +1,4 @@
-"""The largest square inside a norm or a variance: what a kernel that is not fused would hold in 16 bits."""
+"""Computes the largest square inside a norm or variance, which an unfused kernel holds in 16 bits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
+from ampaudit.run.step import Step
 from ampaudit.trace.opnames import base_name, named_arguments
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["NORMS", "inside_peak"]
 
@@ -25,7 +26,9 @@ def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Te
     if not isinstance(step.target, OpOverload):
         return None
     centred = NORMS.get(base_name(step.target))
-    if centred is None or not ref_args or not isinstance(ref_args[0], torch.Tensor) or not _given_lower(step):
+    if centred is None or not _takes_low_precision(step):
+        return None
+    if not ref_args or not isinstance(ref_args[0], torch.Tensor):
         return None
     x = ref_args[0].float()
     if not x.numel():
@@ -37,7 +40,7 @@ def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Te
     return centred(x, named_arguments(step.target, ref_args, dict(step.kwargs))).abs().amax().square()
 
 
-def _given_lower(step: Step) -> bool:
+def _takes_low_precision(step: Step) -> bool:
     dtypes = [getattr(n.meta.get("val"), "dtype", None) for n in step.node.all_input_nodes[:1]]
     return any(dtype in LOW_PRECISION_DTYPES for dtype in (*dtypes, *step.dtypes))
 

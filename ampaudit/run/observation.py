@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
+from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.run.measure import FIELDS
 from ampaudit.run.samples import SampleStatistics
 
-__all__ = ["Observation", "decibel", "ratio_db"]
+__all__ = ["Observation"]
 
 _MAXIMA = ("ref_peak", "peak", "bad_ref_peak")
 
@@ -61,28 +61,12 @@ class Observation:
     @property
     def sqnr_db(self) -> float | None:
         """Accumulated signal to error ratio, 10 log10(sum ref^2 / sum err^2); None without error."""
-        return decibel(self.ref_sq, self.err_sq)
+        return signal_to_noise_db(self.ref_sq, self.err_sq)
 
     @property
     def local_sqnr_db(self) -> float | None:
         """The same for this op alone, fed with the reference's inputs rounded to 16 bits."""
-        return decibel(self.local_ref_sq, self.local_err_sq)
-
-
-def decibel(signal: float, error: float) -> float | None:
-    """10 log10(signal / error); ``None`` without error, or without signal."""
-    found = ratio_db(signal, error)
-    return found if math.isfinite(found) else None
-
-
-def ratio_db(signal: float, error: float) -> float:
-    """The same; infinite without error, -inf without signal, or where the error is not finite."""
-    if error == 0.0:
-        return math.inf
-    ratio = signal / error if math.isfinite(error) else 0.0
-    if ratio == 0.0:
-        return -math.inf
-    return 10.0 * math.log10(ratio) if math.isfinite(ratio) else math.inf
+        return signal_to_noise_db(self.local_ref_sq, self.local_err_sq)
 
 
 assert set(FIELDS) <= set(Observation.__dataclass_fields__), "an observation holds every measured field"

@@ -1,4 +1,4 @@
-"""Compares the outputs of the 16-bit run with FP32's: what a user of the model gets."""
+"""Compares the outputs of the 16-bit run with those of FP32."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any, Literal
 
 import torch
 
-from ampaudit.run.flat import flat_pair
+from ampaudit.core.decibels import ratio_db
 from ampaudit.run.measure import FIELDS, measure_any, measure_cpu
-from ampaudit.run.observation import ratio_db
+from ampaudit.run.views import flat_pair
 
 __all__ = [
     "OutputComparison",
     "OutputKind",
-    "against_fp32",
     "compare_outputs",
+    "kind_of",
     "merge_outputs",
+    "paired_with_fp32",
 ]
 
 OutputKind = Literal["float", "complex", "integer"]
@@ -91,7 +92,7 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     found: dict[str, OutputComparison] = {}
     waiting: dict[str, tuple[OutputKind, int, torch.Tensor]] = {}
     for name, (reference, value) in pairs.items():
-        kind = _kind(value if reference is None else reference)
+        kind = kind_of(value if reference is None else reference)
         mismatch = _mismatch(reference, value)
         if mismatch or not reference.numel():
             found[name] = OutputComparison(kind, batch, 0, mismatch=mismatch)
@@ -104,10 +105,10 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     return {name: found[name] for name in pairs}
 
 
-def against_fp32(
+def paired_with_fp32(
     pairs: Mapping[str, tuple[Any, Any]], fp32: Mapping[str, torch.Tensor] | None
 ) -> dict[str, tuple[Any, Any]]:
-    """The pairs with the FP32 model's own outputs in them, where the reference is not that model.
+    """Replace the reference by the FP32 model's own outputs, where it is not that model.
 
     An output that the FP32 model does not return is paired with ``None``.
     """
@@ -117,7 +118,7 @@ def against_fp32(
 
 
 def merge_outputs(into: dict[str, OutputComparison], batch: Mapping[str, OutputComparison]) -> list[str]:
-    """Keep the worst batch of each output; the names of those for which it is this one."""
+    """Keep the worst batch of each output; return the names of those for which it is this one."""
     worse = [n for n, seen in batch.items() if n not in into or _rank(seen) < _rank(into[n])]
     into.update({name: batch[name] for name in worse})
     return worse
@@ -131,7 +132,8 @@ def _rank(comparison: OutputComparison) -> tuple[float, float]:
     )
 
 
-def _kind(value: torch.Tensor) -> OutputKind:
+def kind_of(value: torch.Tensor) -> OutputKind:
+    """Return what an output's elements are."""
     if value.is_complex():
         return "complex"
     return "float" if value.is_floating_point() else "integer"
@@ -142,7 +144,7 @@ def _mismatch(reference: Any, value: Any) -> str:
         return "no counterpart in FP32"
     if tuple(reference.shape) != tuple(value.shape):
         return f"shape {tuple(value.shape)}, in FP32 {tuple(reference.shape)}"
-    if _kind(reference) != _kind(value):
+    if kind_of(reference) != kind_of(value):
         return f"dtype {value.dtype}, in FP32 {reference.dtype}".replace("torch.", "")
     return ""
 

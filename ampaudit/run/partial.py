@@ -1,4 +1,4 @@
-"""Runs a model with 16 bits at some places only: everything else follows FP32."""
+"""Runs a model in 16 bits at some places only, and in FP32 everywhere else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _PartialBackend(Emulated):
 
 
 class PartialLockStep(LockStep):
-    """The same program, rounded only where it is told.
+    """A lock-step of the same program that rounds only at given places.
 
     Args:
         whole: the executor of the whole program.

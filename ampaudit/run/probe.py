@@ -1,4 +1,4 @@
-"""The watch of a run that looks for a cause: counts flipped decisions, pins some, sees sums that stall."""
+"""Looks for the cause of an error: counts flipped decisions, pins some, finds sums that stall."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ampaudit.run.decisions import DecisionDetail, differing_choices, pinned
-from ampaudit.run.lockstep import StepCall
-from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.decisions import DecisionDetail, differing_choices, with_fp32_choices
+from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.step import Step
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name, named_arguments
@@ -20,8 +19,8 @@ _SUMS = frozenset({"add", "sub", "add_", "sub_", "__iadd__", "__isub__"})
 
 
 @dataclass(slots=True)
-class Probe:
-    """Measures nothing that is not asked for.
+class Probe(Observer):
+    """Measures only what it is asked for.
 
     Attributes:
         pins: nodes of decisions that follow FP32's choices.
@@ -47,11 +46,6 @@ class Probe:
         counts = torch.stack(list(self._flips.values())).tolist() if self._flips else []
         return dict(zip(self._flips, map(int, counts), strict=True))
 
-    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Nothing."""
-        del step, reference
-        return None
-
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Count, pin, or look closely."""
         name = step.node.name
@@ -60,14 +54,14 @@ class Probe:
             if counted is not None:
                 self._flips[name] = counted[0]
             if self.detail is not None and name == self.detail.node:
-                self.detail.look(step, reference, value, call)
+                self.detail.inspect(step, reference, value, call)
             if name in self.pins:
-                return pinned(step, reference, value, call)
+                return with_fp32_choices(step, reference, value, call)
         if self.additions:
-            self._look_at_sum(step, value, call)
+            self._inspect_sum(step, value, call)
         return value
 
-    def _look_at_sum(self, step: Step, value: Any, call: StepCall) -> None:
+    def _inspect_sum(self, step: Step, value: Any, call: StepCall) -> None:
         """An in-place sum has overwritten what it started from, so that is kept from where it was made."""
         if not isinstance(value, torch.Tensor):
             return

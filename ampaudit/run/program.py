@@ -1,8 +1,8 @@
-"""The graph as a list of steps, with everything that can be known before the first batch worked out."""
+"""Compiles a graph into steps, with everything that is known before the first batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from ampaudit.run.aliases import written_nodes
 from ampaudit.run.low_precision import differs_from_one_rounding
-from ampaudit.run.step import LOW_PRECISION_DTYPES, WIDE, Step
+from ampaudit.run.step import Step
 from ampaudit.trace.functional import OnCopy, overload_of
 from ampaudit.trace.graph import Role, Site, Slot, TracedModel
 from ampaudit.trace.opnames import (
@@ -24,6 +23,7 @@ from ampaudit.trace.opnames import (
     returned_arguments,
     written_arguments,
 )
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE, SharedMemory
 
 __all__ = ["Program", "compile_program", "widened"]
 
@@ -60,7 +60,7 @@ class Program:
 
 
 def compile_program(traced: TracedModel, device: torch.device) -> Program:
-    """Steps in graph order; each value is freed after its last use.
+    """Compile a graph into steps in graph order; each value is freed after its last use.
 
     The trace was made on the model's own device; constants that name it now name the run's.
     """
@@ -74,7 +74,7 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         for node in graph.nodes
         if node.op == "call_function"
     )
-    written = written_nodes(steps)
+    written = _written_nodes(steps)
     return Program(
         traced=traced,
         inputs=tuple(graph.find_nodes(op="placeholder")),
@@ -84,6 +84,46 @@ def compile_program(traced: TracedModel, device: torch.device) -> Program:
         written=written,
         parameter_free=_parameter_free(traced),
     )
+
+
+def _written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
+    """Return every node that may share memory with one that is written."""
+    parent: dict[fx.Node, fx.Node] = {}
+
+    def root(node: fx.Node) -> fx.Node:
+        while parent.setdefault(node, node) is not node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    written: list[fx.Node] = []
+    if not any(map(_write_targets, steps)):
+        return frozenset()
+    memory = SharedMemory(steps[0].node.graph)
+    for step in steps:
+        root(step.node)
+        own = memory.of(step.node.meta.get("val"))
+        for source in step.node.all_input_nodes:
+            root(source)
+            # an op that is no view by its schema may be one all the same, such as atleast_3d
+            if not own.isdisjoint(memory.of(source.meta.get("val"))):
+                parent[root(step.node)] = root(source)
+        # views share memory by definition; a cast returns its own input where the dtypes agree, and in the
+        # float32 reference they always do; lists of views are taken apart by nodes that are no site
+        if step.site is None or step.site.role is Role.VIEW or step.site.role.converts:
+            for source in step.node.all_input_nodes[:1]:
+                parent[root(step.node)] = root(source)
+        for target in _write_targets(step):
+            parent[root(step.node)] = root(target)
+            written.append(target)
+    roots = {root(node) for node in written}
+    return frozenset(node for node in list(parent) if root(node) in roots)
+
+
+def _write_targets(step: Step) -> list[fx.Node]:
+    """The nodes that a step writes to."""
+    found = step.written(step.node.args, dict(step.node.kwargs))
+    return [value for value in found if isinstance(value, fx.Node)]
 
 
 def _grouped(steps: tuple[Step, ...], written: frozenset[fx.Node]) -> tuple[tuple[Step, ...], ...]:
@@ -107,7 +147,8 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
     on_copy = isinstance(target, OnCopy)
     mutates = written_arguments(overload, node.args, dict(node.kwargs)) if overload and not on_copy else ()
     dtypes = tuple(getattr(item, "dtype", None) for item in outputs)
-    random = overload is not None and _draws(overload, args, kwargs) and not _shows(site)
+    is_view = site is not None and site.role is Role.VIEW
+    random = overload is not None and _draws(overload, args, kwargs) and not is_view
     return Step(
         node=node,
         target=_Zeroed(overload)
@@ -169,7 +210,7 @@ def widened(value: Any) -> Any:
 
 
 class _Zeroed:
-    """An op that leaves memory as it finds it: both runs find zeros, or they would differ by chance."""
+    """An op that returns uninitialized memory: zeros, so that both runs find the same."""
 
     def __init__(self, op: OpOverload) -> None:
         self._op = op
@@ -202,10 +243,6 @@ def _draws(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return False
     given = named_arguments(target, args, kwargs)
     return given.get("dropout_p", 0.0) != 0.0 if "dropout_p" in argument_names(target) else True
-
-
-def _shows(site: Site | None) -> bool:
-    return site is not None and site.role is Role.VIEW
 
 
 def _last_uses(graph: fx.Graph, kept: frozenset[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:

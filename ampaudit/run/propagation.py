@@ -1,4 +1,4 @@
-"""Reads an unrepaired run: what is a harmless mask, what is poisoned, and by whom."""
+"""Follows faults through an unrepaired run: which are harmless masks, and what each origin poisons."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
+from ampaudit.core.decibels import signal_to_noise_db
 from ampaudit.core.sites import SiteId
 from ampaudit.run.meter import MeasuredValue
-from ampaudit.run.observation import decibel
 from ampaudit.run.program import Program
 from ampaudit.run.record import Fate, Origin
 from ampaudit.run.step import Step
 from ampaudit.trace.graph import Slot
 
-__all__ = ["Faults"]
+__all__ = ["FaultPropagation"]
 
 # ops through which an additive mask reaches its softmax
 _MASKING = ("add", "where", "masked_fill", "mul", "sub", "full", "to", "_to_copy", "full_like", "minimum")
 _FILLING = ("masked_fill", "where", "full", "full_like", "fill")
 
 
-class Faults:
+class FaultPropagation:
     """The wrong sites of one unrepaired batch, and the paths between them.
 
     A view is wrong where its source is. ``masks`` are sites whose only fault is -inf in a value that
@@ -79,7 +79,7 @@ class Faults:
         return any(not self._harmless(step) for step in self._wrong_steps())
 
     def origin(self, site: SiteId, batch: int) -> Origin:
-        """What became of an origin: what it poisons, and whether an output shows it."""
+        """Return what an origin poisons, and whether an output shows it."""
         start = next(s.node for s in self._program.steps if s.site and s.site.id == site)
         reached = self._reach(start)
         shown = any(node in reached for node in self._program.outputs)
@@ -118,7 +118,7 @@ class Faults:
     def _sqnr(self, site: SiteId) -> float | None:
         """Accuracy in the unrepaired run; where nothing of the signal is left, 0."""
         signal, error = self._seen[site]
-        return decibel(signal, error) if signal else (0.0 if error else None)
+        return signal_to_noise_db(signal, error) if signal else (0.0 if error else None)
 
     def _wrong_nodes(self) -> set[fx.Node]:
         wrong: set[fx.Node] = set()

@@ -1,4 +1,4 @@
-"""What a run saw, as values: one observation per site, the origins, and what each would have poisoned."""
+"""Records a run: one observation per site, the origins, and what each would have poisoned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fate = Literal["reaches the output", "recovered"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A site that went wrong by itself: its inputs were in order and its output was not.
+    """A site that went wrong by itself: its inputs are right and its output is not.
 
     Attributes:
         site: where.
@@ -63,7 +63,7 @@ class RunRecord:
         by_design: sites near the limit because they take in a mask, harmless or not.
         uncovered: op names that could not be observed, with the reason.
         seconds: wall time per phase.
-        gradients: what was seen on the way back, if that was asked for.
+        gradients: what the backward pass showed, if there was one.
         outputs: by name, the worst batch of each output, as it is when nothing is repaired.
         edited: by name, what edited code gives in FP32 against the user's FP32 model; empty without edits.
         decisions: by site, for ops that turn floats into integers, booleans or whole numbers.
@@ -88,6 +88,10 @@ class RunRecord:
     buffers: dict[str, BufferUpdate] = field(default_factory=dict)
     culprits: list[Culprit] = field(default_factory=list)
     code: CodeRecord = field(default_factory=CodeRecord)
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """Add wall time to a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def observation(self, site: SiteId) -> Observation:
         """The observation of a site, made if there is none."""

@@ -1,4 +1,4 @@
-"""The watch of a second look: every value that goes wrong is recorded, then repaired, and the run goes on.
+"""Repairs every value that goes wrong as a run goes on, to find all origins in one pass.
 
 A repaired element gets the reference's value, limited to the format's range. What is computed from it
 follows the reference, too, so that later sites are audited as if the fault had not happened, and every
@@ -15,16 +15,17 @@ import torch
 from torch import fx
 
 from ampaudit.core.sites import SiteId
-from ampaudit.run.components import as_complex, components
-from ampaudit.run.lockstep import StepCall
+from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.meter import Meter, float_outputs
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
+from ampaudit.run.step import Step
+from ampaudit.run.views import as_complex, components
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["RepairingMeter"]
 
 
-class RepairingMeter:
+class RepairingMeter(Observer):
     """Measures like a ``Meter``, repairs what is wrong and notes which sites are origins.
 
     Attributes:
@@ -38,9 +39,9 @@ class RepairingMeter:
         # which elements of a node's value were repaired
         self._repaired: dict[fx.Node, torch.Tensor] = {}
 
-    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """What the meter expects."""
-        return self.meter.expects(step, reference)
+    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Let the meter measure blocks."""
+        return self.meter.block_measure(step, reference)
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure; where elements are wrong, decide whose fault it is and repair them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ampaudit.run.flat import sample
+from ampaudit.run.views import sample
 
 __all__ = ["SampleStatistics", "Samples"]
 

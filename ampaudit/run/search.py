@@ -58,7 +58,7 @@ class Search:
         self._device = device
 
     def ascend(self, site: SiteId, start: Sequence[torch.Tensor], steps: int, seed: int) -> SearchResult:
-        """The input with the largest value at a site, after so many evaluations, starting at a batch."""
+        """Search for the input with the largest value at a site, starting at a batch."""
         generator = torch.Generator().manual_seed(seed)
         best = SearchResult([t.clone() for t in start], -1.0)
         each = max(steps // STARTS, 1)

@@ -1,4 +1,4 @@
-"""One FP32 reference for several policies: what one run has computed, the others need not compute again.
+"""Shares one FP32 reference between policies: what one run has computed, the others take.
 
 Different policies put different casts into one model, and what the casts do is the only difference between
 their graphs, mostly. So the runs go side by side, the first a step ahead; an op whose inputs in a later run
@@ -56,7 +56,7 @@ class SharedReference:
                 self._wanted[site] = self._wanted.get(site, 0) + 1
 
     def offer(self, step: Step, program: Program, args: Any, kwargs: Any, value: Any) -> None:
-        """The first run has computed a step."""
+        """Keep what the first run has computed."""
         if step.site is None:
             return
         self._done.add(step.site.id)
@@ -66,7 +66,7 @@ class SharedReference:
             self._results[step.site.id] = _Result(step.target, leaves, value, wanted)
 
     def take(self, step: Step, program: Program, args: Any, kwargs: Any) -> Any:
-        """The first run's result of the same op on the same tensors, or ``MISSING``."""
+        """Return the first run's result of the same op on the same tensors, or ``MISSING``."""
         found = self._results.get(step.site.id) if step.site is not None else None
         if found is None or step.site is None:
             return MISSING
@@ -86,7 +86,7 @@ class SharedReference:
         return all(site in self._done or site not in self._leading for site in sites)
 
     def finish(self) -> None:
-        """The first run is over: nobody waits any longer."""
+        """Mark all steps of the first run as done."""
         self._done |= self._leading
 
 

@@ -1,4 +1,4 @@
-"""One node of the graph, ready to be called."""
+"""One node of the graph, prepared to be called."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.trace.caster import META_KEY
 from ampaudit.trace.graph import Role, Site
 from ampaudit.trace.opnames import written_values
+from ampaudit.trace.replay import META_KEY
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
 
-__all__ = ["LOW_PRECISION_DTYPES", "WIDE", "Step", "differentiable", "widened_tensor"]
-
-# the 16-bit dtypes (per component), and what carries them in emulation
-WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
-LOW_PRECISION_DTYPES = tuple(WIDE)
+__all__ = ["Step", "differentiable", "widened_tensor"]
 
 
 def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The places where a program rounds to 16 bits, each op together with the casts that are made for it."""
+"""Lists the places where a program rounds to 16 bits, each op with the casts made for it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from torch import fx
 
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.program import Program
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
+from ampaudit.run.step import Step
 from ampaudit.trace.graph import Role, Site, Slot
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["RoundingUnit", "rounding_units"]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingUnit:
-    """What a rule would keep in float32 together.
+    """Nodes that a rule would keep in float32 together.
 
     Attributes:
         site: the op that it is reported as.
@@ -31,7 +32,7 @@ class RoundingUnit:
 
 
 def rounding_units(executor: LockStep) -> tuple[RoundingUnit, ...]:
-    """All of them in graph order.
+    """Return the rounding units of a program in graph order.
 
     A weight belongs to the first op that reads it, and a cast of the policy's to its only reader. An input,
     and a cast that several ops read, stand for themselves, under the first of their readers.

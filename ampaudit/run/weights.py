@@ -1,4 +1,4 @@
-"""Ranges of the weights that the converted model holds in 16 bits, and what rounding does to them."""
+"""Measures the weights that the converted model holds in 16 bits, and what rounding does to them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from ampaudit.core.formats import NumberFormat, format_named
 from ampaudit.run.measure import BLOCK
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Slot
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["WeightRange", "weight_ranges"]
 
@@ -74,7 +74,7 @@ def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[W
             copy.name,
             copy.placeholder in parameters,
             master.numel(),
-            peak if finite else _finite_peak(master),
+            peak if finite else float(master.float().abs().nan_to_num(0.0, 0.0, 0.0).amax()),
             not finite,
             nonzero,
             overflow,
@@ -84,10 +84,6 @@ def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[W
         if converted.release is not None:
             converted.release(master)
     return tuple(ranges.values())
-
-
-def _finite_peak(master: torch.Tensor) -> float:
-    return float(master.float().abs().nan_to_num(0.0, 0.0, 0.0).amax())
 
 
 def _counts(

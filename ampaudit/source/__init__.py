@@ -1,4 +1,4 @@
-"""Where a model comes from: a Python file, an import path, a Hugging Face directory, a .pt2 archive."""
+"""Loads models: from a Python file, an import path, a Hugging Face directory or a .pt2 archive."""
 
 from __future__ import annotations
 

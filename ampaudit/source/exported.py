@@ -1,4 +1,4 @@
-"""An exported program (``.pt2``), replayed so that a policy can be traced over it."""
+"""Loads an exported program (``.pt2``) as a model that can be traced again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import pickle
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -16,16 +15,17 @@ from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError, first_line
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource
-from ampaudit.trace.replay import REPLAYED, replaying
+from ampaudit.trace.internals import Replacement, patched
+from ampaudit.trace.replay import REPLAYED, Replayer
 
 __all__ = ["from_exported", "load_program"]
 
 
 def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSource:
-    """The program of a ``.pt2`` file; inputs from --inputs, or the example inputs stored in it.
+    """Load the program of a ``.pt2`` file, with inputs from --inputs or its own example inputs.
 
     Raises:
-        SourceError: missing, corrupt, without inputs, or with pickled objects in it (they are not run).
+        SourceError: missing, corrupt, without inputs, or with pickled objects (which are not loaded).
     """
     if not path.is_file():
         raise SourceError(f"no such file: {path}", hint="check the path of the .pt2 file")
@@ -41,12 +41,12 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
         raise SourceError(f"{path} holds no example inputs", hint="pass --inputs FILE.py")
     assert isinstance(module, fx.GraphModule)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    replay = Replay(module, _keyword_order(program))
-    return ModelSource(location, "pt2", replay, batches, digest, **functions)
+    model = ExportedModel(module, _keyword_order(program))
+    return ModelSource(location, "pt2", model, batches, digest, **functions)
 
 
 def _module_of(program: ExportedProgram) -> nn.Module:
-    """The program as a module, without the guards on its inputs where torch lets one leave them out."""
+    """The program as a module, without guards on its inputs where torch can omit them."""
     try:
         return program.module(check_guards=False)
     except TypeError:
@@ -59,10 +59,10 @@ def _keyword_order(program: ExportedProgram) -> tuple[str, ...]:
 
 
 def load_program(path: Path) -> ExportedProgram:
-    """Load with every pickle restricted to tensors: torch falls back to running what the file says.
+    """Load a program with every pickle restricted to tensors; torch itself would run code in them.
 
     Raises:
-        SourceError: corrupt, or with pickled objects in it.
+        SourceError: corrupt, or with pickled objects.
     """
     load = torch.load
 
@@ -73,9 +73,11 @@ def load_program(path: Path) -> ExportedProgram:
         raise pickle.UnpicklingError("a custom object")
 
     try:
-        with (
-            mock.patch.object(torch, "load", tensors_only),
-            mock.patch.object(torch._C, "_pickle_load_obj", refused),
+        with patched(
+            (
+                Replacement(torch, "load", tensors_only),
+                Replacement(torch._C, "_pickle_load_obj", refused),
+            )
         ):
             return torch.export.load(path)
     except pickle.UnpicklingError as error:
@@ -90,8 +92,8 @@ def load_program(path: Path) -> ExportedProgram:
         ) from error
 
 
-class Replay(nn.Module):
-    """Runs an exported graph node by node, so that a new trace keeps each op's layer and source line."""
+class ExportedModel(nn.Module):
+    """Replays an exported program with the signature of its model."""
 
     def __init__(self, program: fx.GraphModule, order: tuple[str, ...]) -> None:
         super().__init__()
@@ -99,17 +101,11 @@ class Replay(nn.Module):
         self._order = order
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The program's outputs; keyword inputs are put into the order of the export."""
+        """Run the program, with keyword inputs in the order of the export."""
         ordered = [kwargs[name] for name in self._order]
-        return _TracingInterpreter(getattr(self, REPLAYED)).run(*args, *ordered)
+        return Replayer(getattr(self, REPLAYED)).run(*args, *ordered)
 
-    def train(self, mode: bool = True) -> Replay:
-        """Set this wrapper's flag only: an exported graph has its mode built in."""
+    def train(self, mode: bool = True) -> ExportedModel:
+        """Set the flag of this module only: the mode of an exported graph is fixed."""
         self.training = mode
         return self
-
-
-class _TracingInterpreter(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
-        with replaying(n.meta):
-            return super().run_node(n)

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory on disk: config.json and safetensors, no network, no remote code."""
+"""Loads a Hugging Face model directory: config.json and safetensors, without network or remote code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BATCH, _LENGTH = 2, 32
 
 
 def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSource:
-    """The model of a directory, in FP32; inputs from --inputs, or random ones that fit its configuration.
+    """Load the model of a directory in FP32, with inputs from --inputs or random ones that fit it.
 
     Raises:
         SourceError: transformers is not installed, or the directory holds no loadable model.
@@ -79,7 +79,7 @@ def _load(path: Path, architecture: Any) -> nn.Module:
 
 
 def _empty(path: Path, architecture: Any) -> nn.Module:
-    """The model of a configuration, for weights that stay on disk."""
+    """Build the model of a configuration, for weights that stay on disk."""
     import transformers
 
     with calling_user_code(f"{path}"):
@@ -93,7 +93,7 @@ def _empty(path: Path, architecture: Any) -> nn.Module:
 
 
 def _random_batch(model: Any) -> Batch:
-    """Token ids, pixels or spectrogram frames of the sizes that the configuration states."""
+    """Make random token ids or pixels of the sizes in the configuration."""
     config, name = model.config, getattr(model, "main_input_name", "input_ids")
     if name == "input_ids":
         vocabulary = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size

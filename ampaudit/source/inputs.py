@@ -1,4 +1,4 @@
-"""The input half of a model file: example_inputs(), example_kwargs(), batches(), model_inputs()."""
+"""Reads a model's inputs: from the functions of a Python file, or from a safetensors file."""
 
 from __future__ import annotations
 
@@ -10,26 +10,36 @@ from types import ModuleType
 from typing import Any, TypedDict
 
 import torch
+from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import InputError
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch
+from ampaudit.core.errors import InputError, first_line
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code, module_from_file
 
-__all__ = ["Functions", "batches_of", "functions_of", "has_inputs", "inputs_from"]
+__all__ = [
+    "Functions",
+    "batches_of",
+    "functions_of",
+    "has_inputs",
+    "inputs_from",
+    "save_inputs",
+    "with_inputs",
+    "with_tensors",
+]
 
 _MISSING = object()
 
 
 def has_inputs(module: ModuleType) -> bool:
-    """Whether the file says what its model takes."""
+    """Whether a file defines inputs."""
     return callable(getattr(module, "batches", None)) or callable(getattr(module, "example_inputs", None))
 
 
 def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
-    """Up to ``count`` batches: from batches() where the file has it, else example_inputs() again and again.
+    """Make up to ``count`` batches with batches(), or else with repeated calls of example_inputs().
 
     Raises:
-        InputError: neither function exists, or what it returns is no input.
+        InputError: neither function exists, or what it returns is not an input.
     """
     kwargs = _call(module, "example_kwargs", {})
     if not isinstance(kwargs, Mapping):
@@ -54,7 +64,7 @@ def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
 
 
 class Functions(TypedDict):
-    """What a file may say about its model besides what it takes; ``None`` where it does not."""
+    """Further functions of a model file; ``None`` where it lacks one."""
 
     loss: Callable[..., Any] | None
     metric: Callable[..., Any] | None
@@ -62,7 +72,7 @@ class Functions(TypedDict):
 
 
 def functions_of(*modules: ModuleType) -> Functions:
-    """Each from the first of the files that has it."""
+    """Take each function from the first module that has it."""
 
     def first(name: str) -> Callable[..., Any] | None:
         found = (getattr(module, name, None) for module in modules)
@@ -72,7 +82,7 @@ def functions_of(*modules: ModuleType) -> Functions:
 
 
 def inputs_from(path: Path, count: int, seed: int) -> tuple[tuple[Batch, ...], Functions]:
-    """The batches of a file that replaces a source's own inputs, and its loss(), metric() and optimizer().
+    """Read the batches of a file for --inputs, and its loss(), metric() and optimizer().
 
     Raises:
         InputError, SourceError: see ``batches_of`` and ``module_from_file``.
@@ -115,3 +125,51 @@ def _inputs(value: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
     if isinstance(value, tuple | list):
         return Batch(tuple(value), dict(kwargs))
     raise InputError(f"{what} gave {type(value).__name__}")
+
+
+def with_inputs(source: ModelSource, path: Path) -> ModelSource:
+    """Replace a source's batches by one with the tensors ``input[0]``, ``input[1]`` ... of a file.
+
+    Raises:
+        InputError: the file cannot be read, or its tensors do not fit the model.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        given = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read: {first_line(error)}", hint="check the path") from error
+    batch = source.batches[0]
+    leaves = pytree.tree_leaves((batch.args, batch.kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    names = [f"input[{index}]" for index in range(len(tensors))]
+    if set(given) != set(names):
+        raise InputError(
+            f"{path} holds {', '.join(sorted(given)) or 'nothing'}",
+            hint=f"the model takes {', '.join(names)}",
+        )
+    for name, tensor in zip(names, tensors, strict=True):
+        if given[name].dtype != tensor.dtype:
+            hint = f"{name} must be {tensor.dtype}"
+            raise InputError(f"{path}: {name} is {given[name].dtype}", hint=hint)
+    return replace(source, batches=(with_tensors(batch, [given[name] for name in names]),))
+
+
+def with_tensors(batch: Batch, tensors: list[torch.Tensor]) -> Batch:
+    """Replace the tensors of a batch."""
+    leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
+    fresh = iter(tensors)
+    changed = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(changed, spec)
+    return Batch(args, kwargs)
+
+
+def save_inputs(tensors: list[torch.Tensor], path: Path) -> None:
+    """Write a batch's tensors for ``with_inputs``."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    save_file({f"input[{i}]": t.detach().cpu().contiguous() for i, t in enumerate(tensors)}, part)
+    part.replace(path)

@@ -1,27 +1,24 @@
-"""What every source gives: a model, batches of inputs, and where they came from."""
+"""Defines what every source returns: a model, batches of inputs, and their origin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 __all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource"]
 
-# inputs must not be the very numbers that the weights were made from
+# inputs must differ from the random numbers of the weights
 INPUT_SEED_OFFSET = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call of the model; ``item`` is the batch as the user's code gave it, if that is something else."""
+    """One call of the model; ``item`` is the user's batch, if that differs from the arguments."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -29,7 +26,7 @@ class Batch:
 
     @property
     def whole(self) -> Any:
-        """What the user's ``loss`` and ``metric`` are given as the batch."""
+        """The batch for the user's ``loss`` and ``metric``."""
         if self.item is not None:
             return self.item
         if self.kwargs and not self.args:
@@ -37,7 +34,7 @@ class Batch:
         return self.args[0] if len(self.args) == 1 else self.args
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """With each tensor changed, once: what ``item`` and the model's inputs share stays shared."""
+        """Change each tensor once, so that ``item`` and the model's inputs still share tensors."""
         made: dict[int, torch.Tensor] = {}
 
         def once(value: torch.Tensor) -> torch.Tensor:
@@ -56,12 +53,12 @@ class ModelSource:
     """A loaded model.
 
     Attributes:
-        location: what the user typed.
+        location: the location that the user gave.
         kind: ``python``, ``import``, ``huggingface``, ``pt2``, ``converted`` or ``object``.
-        sha256: digest of the file, or of the configuration, that the model was made from.
+        sha256: digest of the model's file or configuration.
         loss: the file's loss(output) or loss(output, batch), for audits of gradients.
         dtype: the 16-bit format of a converted directory.
-        release: gives the memory of a weight back until it is needed again, where weights are streamed.
+        release: frees the memory of a streamed weight until its next use.
         optimizer: the file's optimizer(params), for ``ampaudit train``.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
     """

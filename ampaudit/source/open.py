@@ -1,4 +1,4 @@
-"""Looks at what the user typed and opens the source that it names.
+"""Opens the source that a location names.
 
 Adding a source: write ``from_xyz(...) -> ModelSource`` in its own file, and a branch here.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ampaudit.checkpoint.header import unique_json
 from ampaudit.checkpoint.layout import MANIFEST, PROGRAM
 from ampaudit.checkpoint.open import weights_in
-from ampaudit.checkpoint.strict import unique_json
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError, UsageError, first_line
+from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.source.interface import ModelSource
 
 __all__ = ["open_source"]
@@ -27,13 +28,13 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
         options: batches, seed, weights, inputs.
 
     Raises:
-        SourceError, InputError, WeightsError: each says what, where, and what to do next.
+        SourceError, InputError, WeightsError: the model, its inputs or weights cannot be loaded.
     """
     saved = options.inputs if options.inputs is not None and options.inputs.suffix == ".safetensors" else None
     opened = options if saved is None else options.changed(inputs=None, batches=1)
     source = _streamed(location, opened) if options.stream else _open(location, opened)
     if saved is not None:
-        from ampaudit.source.tensors import with_inputs
+        from ampaudit.source.inputs import with_inputs
 
         source = with_inputs(source, saved)
     source.model.train(options.train)
@@ -45,17 +46,17 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
 
 
 def _converted_dtype(manifest: Path) -> str | None:
-    """The format that a manifest names; whether it is intact is for ``ampaudit verify`` to say."""
+    """Read the 16-bit format in a manifest, which ``ampaudit verify`` checks for integrity."""
     try:
         table = unique_json(manifest.read_bytes())
     except (OSError, ValueError) as error:
         raise SourceError(f"{manifest}: not readable: {first_line(error)}", hint="convert again") from error
     dtype = table.get("dtype") if isinstance(table, dict) else None
-    return dtype if dtype in ("float16", "bfloat16") else None
+    return dtype if dtype in LOW_PRECISION_NAMES else None
 
 
 def _streamed(location: str, options: SourceConfig) -> ModelSource:
-    """The source with its weights left on disk."""
+    """Load a source, and leave its weights on disk."""
     from ampaudit.source.streamed import with_mapped, without_weights
 
     with without_weights():

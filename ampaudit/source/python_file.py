@@ -1,4 +1,4 @@
-"""Models from Python: ``file.py``, ``file.py:factory`` and ``package.module:factory``."""
+"""Loads models from Python: ``file.py``, ``file.py:factory`` and ``package.module:factory``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["from_import_path", "from_python_file"]
 
 
 def from_python_file(path: Path, factory: str | None, options: SourceConfig, location: str) -> ModelSource:
-    """The model that a Python file makes.
+    """Load the model of a Python file.
 
     Raises:
         SourceError: no file, no model in it, or its code raises.
-        InputError: it does not say what the model takes.
+        InputError: it defines no inputs.
     """
     torch.manual_seed(options.seed)
     module = module_from_file(path)
@@ -33,7 +33,7 @@ def from_python_file(path: Path, factory: str | None, options: SourceConfig, loc
 
 
 def from_import_path(name: str, factory: str, options: SourceConfig, location: str) -> ModelSource:
-    """The model that ``package.module:factory`` makes; inputs come from that module or from --inputs."""
+    """Load the model of ``package.module:factory``, with inputs from that module or --inputs."""
     torch.manual_seed(options.seed)
     module = import_module_named(name)
     file = getattr(module, "__file__", None)

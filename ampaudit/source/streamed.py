@@ -1,4 +1,4 @@
-"""Models whose weights stay on disk: built without any, then given tensors mapped from a checkpoint."""
+"""Builds models without weights, and maps the tensors of a checkpoint into them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import nn
@@ -18,8 +17,8 @@ from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import WeightsError
-from ampaudit.source.checkpoint_names import model_names
-from ampaudit.source.weights import check_names
+from ampaudit.source.weights import check_names, model_names
+from ampaudit.trace.internals import Replacement, patched
 
 __all__ = ["with_mapped", "without_weights"]
 
@@ -28,7 +27,7 @@ _WIDENED = frozenset({"F16", "BF16"})
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """While modules are made in here, their parameters have a shape and no memory; buffers are as usual."""
+    """Create parameters on the meta device while active; buffers are created as usual."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -36,12 +35,12 @@ def without_weights() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    with mock.patch.object(nn.Module, "register_parameter", on_meta):
+    with patched((Replacement(nn.Module, "register_parameter", on_meta),)):
         yield
 
 
 def with_mapped(model: nn.Module, checkpoint: Path, *, renamed: bool) -> Callable[[torch.Tensor], None]:
-    """Give a model without weights those of a checkpoint, left on disk.
+    """Give a model the weights of a checkpoint, which stay on disk.
 
     Args:
         model: made under ``without_weights``.
@@ -49,10 +48,10 @@ def with_mapped(model: nn.Module, checkpoint: Path, *, renamed: bool) -> Callabl
         renamed: whether its names are those of a Hugging Face file, which may differ from the model's.
 
     Returns:
-        Tells the system that a weight's memory is not needed for now.
+        A function that frees the memory of a weight until its next use.
 
     Raises:
-        WeightsError: a weight is missing, unexpected, of another shape, or put together from several.
+        WeightsError: a weight is missing, unexpected, of another shape, or joined from several tensors.
     """
     mapped = map_checkpoint(_in_float32(checkpoint))
     names = model_names(model, mapped.tensors) if renamed else {name: name for name in mapped.tensors}
@@ -70,9 +69,9 @@ def with_mapped(model: nn.Module, checkpoint: Path, *, renamed: bool) -> Callabl
 
 
 def _in_float32(checkpoint: Path) -> Path:
-    """The checkpoint, or, where it holds 16-bit tensors, one beside the temporary files that is widened.
+    """Write a float32 copy of a checkpoint with 16-bit tensors to a temporary directory.
 
-    The audit wants FP32 weights; this way they are on disk, too, and not in memory.
+    The audit needs FP32 weights; as a file they need no memory.
     """
     opened = open_checkpoint(checkpoint)
     if not any(entry.dtype in _WIDENED for entry in opened.entries.values()):
@@ -91,7 +90,7 @@ def _in_float32(checkpoint: Path) -> Path:
 
 
 def _assign(model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
-    """Parameters become the mapped tensors, tied ones together; buffers are copied into."""
+    """Replace parameters by the mapped tensors, tied ones together, and copy into buffers."""
     own = dict(model.named_parameters(remove_duplicate=False))
     fresh = {
         id(own[name]): nn.Parameter(tensor, requires_grad=False)

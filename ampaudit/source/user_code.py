@@ -1,4 +1,4 @@
-"""Runs a user's Python file or import and turns what goes wrong in it into one clear line."""
+"""Runs a user's Python file or import, and turns its errors into one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["calling_user_code", "import_module_named", "module_from_file"]
 
 
 def module_from_file(path: Path) -> ModuleType:
-    """Import a Python file as a module of its own, with its directory importable while it loads.
+    """Import a Python file, with its directory on the import path while it loads.
 
     Raises:
         SourceError: it does not exist, is not Python, or raises.
@@ -43,7 +43,7 @@ def module_from_file(path: Path) -> ModuleType:
 
 
 def import_module_named(name: str) -> ModuleType:
-    """Import a module by its dotted name, the current directory included.
+    """Import a module by its dotted name, also from the current directory.
 
     Raises:
         SourceError: it cannot be found or raises.
@@ -61,7 +61,7 @@ def import_module_named(name: str) -> ModuleType:
 
 
 def _exists(name: str) -> bool:
-    """Whether a dotted name can be found; a parent that is missing means no."""
+    """Whether a module of that dotted name exists."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
@@ -72,7 +72,7 @@ def _exists(name: str) -> bool:
 
 @contextlib.contextmanager
 def calling_user_code(what: str) -> Iterator[None]:
-    """Send the user's prints to stderr, and say where their code failed instead of showing a traceback."""
+    """Redirect the user's prints to stderr, and replace tracebacks by the line that failed."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield

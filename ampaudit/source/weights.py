@@ -1,9 +1,10 @@
-"""Loads a checkpoint into a model: safetensors, whole or in shards, or a .pt state_dict."""
+"""Loads a checkpoint into a model, and matches its names to the model's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import WeightsError
 
-__all__ = ["check_names", "load_weights"]
+__all__ = ["check_names", "load_weights", "model_names"]
 
 _SHOWN = 3
 
@@ -30,13 +31,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def check_names(
     model: nn.Module, state: Mapping[str, torch.Tensor], path: Path, *, strict: bool = True
 ) -> None:
-    """Refuse tensors that are not those of the model; tied ones may be there under one name.
+    """Reject tensors that do not match the model's; tied ones may have one of their names only.
 
     Args:
         model: the model.
         state: tensors by the model's names.
-        path: where they come from, for the message.
-        strict: refuse tensors that the model does not have, too.
+        path: the checkpoint, for the message.
+        strict: also reject tensors that the model lacks.
 
     Raises:
         WeightsError: names or shapes differ.
@@ -59,8 +60,44 @@ def check_names(
 
 
 def _untied(model: nn.Module, missing: list[str]) -> list[str]:
-    """Missing names whose tensor is not loaded under another name either."""
+    """The missing names whose tensor is not loaded under another name either."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     absent = set(missing)
     given = {id(t) for name, t in tensors.items() if name not in absent}
     return [name for name in missing if id(tensors.get(name)) not in given]
+
+
+def model_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Map the tensor names of a Hugging Face checkpoint to the model's, as Transformers does.
+
+    Prefixes differ (``bert.encoder`` in one file, ``encoder`` in another), names changed over the years, and
+    some parameters are joined from several tensors, which then all get its name. A tensor that the model
+    lacks keeps its own name.
+    """
+    own = model.state_dict()
+    rename = _renaming(model, own)
+    return {name: rename(name) for name in names}
+
+
+def _renaming(model: nn.Module, own: dict[str, Any]) -> Any:
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        mapping = get_model_conversion_mapping(cast(Any, model))
+    except Exception:  # another version of transformers, or a model of somebody else
+        return lambda name: _by_prefix(name, prefix, own)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+
+    def rename(name: str) -> str:
+        found = str(rename_source_key(name, renamings, converters, prefix, own)[0])
+        return found if found in own else _by_prefix(name, prefix, own)
+
+    return rename
+
+
+def _by_prefix(name: str, prefix: str, own: dict[str, Any]) -> str:
+    candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+    return next((candidate for candidate in candidates if candidate in own), name)

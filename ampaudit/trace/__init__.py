@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ampaudit.trace.graph import Role, Site, TracedModel
-from ampaudit.trace.planned import trace
+from ampaudit.trace.tracing import trace
 
 __all__ = ["Role", "Site", "TracedModel", "trace"]

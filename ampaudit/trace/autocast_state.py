@@ -1,6 +1,6 @@
-"""Makes the model's own Python code see autocast as the policy says, without autocast acting.
+"""Shows the model's code the autocast state of the policy, without autocast taking effect.
 
-Authors ask ``torch.is_autocast_enabled()`` and switch regions off with ``torch.autocast(enabled=False)``.
+Models call ``torch.is_autocast_enabled()`` and disable regions with ``torch.autocast(enabled=False)``.
 Both must behave as they would on the target device, also on a machine without CUDA.
 """
 
@@ -10,23 +10,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from unittest import mock
 
 import torch
+from torch.cuda.amp import common
+
+from ampaudit.trace.internals import Replacement, patched
 
 __all__ = ["Region", "RegionKind", "autocast_visible", "current_region", "region_switched_on"]
 
 _DEVICES = ("cpu", "cuda")
-# torch's own, also while those that the model's code calls are watched
+# torch's own functions, also while those that the model's code calls are replaced
 _enabled, _dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+# autocast for CUDA can be switched on, and in bfloat16, also on a machine without CUDA
+_AVAILABLE = (
+    Replacement(common, "amp_definitely_not_available", lambda: False),
+    Replacement(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
+)
 
 
 class RegionKind(StrEnum):
-    """Which code is being traced."""
+    """Whose autocast setting applies to the code that is traced."""
 
     POLICY = "policy"  # the policy decides
     DISABLED = "disabled"  # inside the author's autocast(enabled=False)
-    OWN = "own"  # inside the author's own autocast(enabled=True, dtype=...)
+    OWN = "own"  # inside the author's autocast(enabled=True, dtype=...)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +46,15 @@ class Region:
 
 @contextmanager
 def autocast_visible(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
-    """Set the autocast flags that Python code can read, for every device type, and restore them."""
+    """Set the autocast flags that Python code can read while active, for every device type."""
     before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
     cache = torch.is_autocast_cache_enabled()
-    available = mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False)
-    bf16 = mock.patch("torch.cuda.is_bf16_supported", return_value=True)
     try:
         for device in _DEVICES:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(False)
-        with available, bf16:
+        with patched(_AVAILABLE):
             yield
     finally:
         for device, was_enabled, was_dtype in before:
@@ -59,7 +64,7 @@ def autocast_visible(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
 
 
 def region_switched_on(policy_enabled: bool, policy_dtype: torch.dtype) -> Region | None:
-    """The region where the author's code switches autocast on for one device; ``None`` where it is off."""
+    """The region where the model's code enables autocast for a device; ``None`` outside such a region."""
     found = [_dtype(device) for device in _DEVICES if _enabled(device)]
     if not found:
         return None
@@ -68,7 +73,7 @@ def region_switched_on(policy_enabled: bool, policy_dtype: torch.dtype) -> Regio
 
 
 def current_region(policy_enabled: bool, policy_dtype: torch.dtype) -> Region:
-    """Compare the flags with what ``autocast_visible`` set; a difference is the author's doing."""
+    """Find the innermost region: flags that differ from those of ``autocast_visible`` are the author's."""
     for device in _DEVICES:
         enabled, dtype = _enabled(device), _dtype(device)
         if policy_enabled and not enabled:

@@ -13,29 +13,28 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision, Measurement, RuleSet
 from ampaudit.trace.autocast_state import autocast_visible
-from ampaudit.trace.backward_capture import WaysBack
+from ampaudit.trace.backward.patches import AFTER_ACCUMULATION, watch_custom_backwards
+from ampaudit.trace.backward.tracer import BackwardTracer
 from ampaudit.trace.caster import Caster
-from ampaudit.trace.custom_autograd import AFTER_ACCUMULATION, custom_backwards
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
-from ampaudit.trace.fake_model import constant_masters, fake_like, named_tensors, shadow_of
+from ampaudit.trace.fake_model import constant_masters, fake_like, make_fake_model, named_tensors
 from ampaudit.trace.flatten import flat_graph
 from ampaudit.trace.graph import Placeholder, Slot, TracedModel
-from ampaudit.trace.interpose import current_layer, interposed, same_module
+from ampaudit.trace.internals import FakeTensorMode, ShapeEnv
+from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
+from ampaudit.trace.isolation import seeded
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
-from ampaudit.trace.random_state import seeded
 from ampaudit.trace.site_table import build_sites
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.storage import is_cast, own_conversion, split_ties, storage_notes, stored_dtypes
@@ -52,18 +51,18 @@ _SLOTS = {
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """What a trace is made under.
+    """The configuration of one trace.
 
     Attributes:
         rules: the policy.
-        author_rules: what an autocast region of the author's own means (CUDA autocast's rules).
+        author_rules: the rules inside an autocast region of the model's code (CUDA autocast's rules).
         number_format: the 16-bit format of the run.
-        measured: what a run saw, by site; empty before there was one.
-        planned: decisions that were made on the whole graph, by site.
+        measured: measurements of a run, by site; empty before the first run.
+        planned: decisions made on the whole graph, by site.
         edits: ops to rewrite, by site, to try a change of the model's code.
-        differentiated: whether it is noted where the model's code switches gradients off.
-        follows: whether the author's own ways back are traced: ``None`` where nobody asks for them.
-        seed: of the random numbers that the model's code draws; ``None`` for those that come next.
+        differentiated: whether to note where the model's code switches gradients off.
+        follow_backward: whether custom backwards are traced; ``None`` where nobody asks for gradients.
+        seed: seeds the random numbers that the model's code draws; ``None`` to continue the generators.
     """
 
     rules: RuleSet
@@ -73,7 +72,7 @@ class TraceConfig:
     planned: Mapping[SiteId, Decision] = field(default_factory=dict)
     edits: Mapping[SiteId, Edit] = field(default_factory=dict)
     differentiated: bool = False
-    follows: bool | None = None
+    follow_backward: bool | None = None
     seed: int | None = None
 
     @property
@@ -84,92 +83,94 @@ class TraceConfig:
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], setting: TraceConfig
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], config: TraceConfig
 ) -> TracedModel:
-    """The model's graph for inputs like these, with the casts of the setting in it.
+    """Export a model for inputs like these, with the casts that the configuration decides.
 
     The export runs under the casts themselves, on fake tensors that have the stored dtypes: code such as
     ``x.to(weight.dtype)`` or ``if x.dtype == torch.float16`` does what it will do after conversion.
 
     Args:
-        model: in the mode (train or eval) that is to be audited; not changed.
+        model: in the mode (train or eval) to audit; not changed.
         args: positional inputs; only shapes and dtypes of tensors matter.
         kwargs: keyword inputs.
-        setting: what decides.
+        config: the policy, and what else decides.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
     """
-    file, low_dtype = setting.rules.file, setting.low_dtype
+    file, low_dtype = config.rules.file, config.low_dtype
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     reads = PrecisionReads()
     with quiet():
         convert = own_conversion(file.weights, low_dtype)
-        ways = None if setting.follows is None else WaysBack(setting.follows)
+        tracer = None if config.follow_backward is None else BackwardTracer(config.follow_backward)
         dtypes = stored_dtypes(model, file.weights, low_dtype)
-        shadow, hooks = shadow_of(model, mode, dtypes, convert, trained=ways is not None)
+        fake_model, hooks = make_fake_model(model, mode, dtypes, convert, trained=tracer is not None)
         entry = Entry(
-            *(shadow, args, kwargs, _placed(file.weights.outputs, low_dtype), reads.watching),
-            None if ways is None else lambda traced, output: _go_back(ways, caster, traced, output, hooks),
+            *(fake_model, args, kwargs, _placed(file.weights.outputs, low_dtype), reads.watching),
+            None
+            if tracer is None
+            else lambda traced, output: _trace_backward(tracer, caster, traced, output, hooks),
         )
     entry.train(model.training)
-    _copy_modes(model, shadow)
+    _copy_modes(model, fake_model)
     given = _placed(file.weights.inputs, low_dtype)
     inputs = tuple(
         fake_like(t, mode, given if given is not None and is_cast(t.dtype, file.weights) else t.dtype)
         for t in tensor_leaves(args, kwargs)
     )
-    facts = FactFinder(entry, setting.number_format.name, setting.measured)
-    caster = Caster(setting.rules, setting.author_rules, low_dtype, facts, setting.planned, setting.edits)
+    facts = FactFinder(entry, config.number_format.name, config.measured)
+    caster = Caster(config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits)
     try:
         with (
             quiet(),
-            contextlib.nullcontext() if setting.seed is None else seeded(setting.seed),
-            torch.set_grad_enabled(setting.differentiated),
+            contextlib.nullcontext() if config.seed is None else seeded(config.seed),
+            torch.set_grad_enabled(config.differentiated),
             autocast_visible(file.autocast, low_dtype),
-            interposed(caster),
-            custom_backwards(ways, current_layer) as custom_functions,
+            DispatchHook(caster).installed(),
+            watch_custom_backwards(tracer, current_layer) as custom_code,
         ):
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:
         raise
     except Exception as error:
-        if ways is not None and ways.follows and ways.found:
-            return capture(model, args, kwargs, replace(setting, follows=False))
-        raise trace_failure(error, type(model).__name__, setting.rules.name) from error
+        if tracer is not None and tracer.follow and tracer.found:
+            return capture(model, args, kwargs, replace(config, follow_backward=False))
+        raise trace_failure(error, type(model).__name__, config.rules.name) from error
     notes = storage_notes(model, file.weights, low_dtype)
-    made = _assemble(program, entry, model, setting, input_signature(args, kwargs), notes)
+    made = _assemble(program, entry, model, config, input_signature(args, kwargs), notes)
     reads.lines += [] if convert is None else conversions_of(model)
     return replace(
         made,
-        custom_functions=tuple(custom_functions.names),
-        ways=() if ways is None else tuple(ways.ways),
-        way_notes=(*custom_functions.notes, *(_unseen_hooks(model) if ways is not None else ())),
+        custom_functions=tuple(custom_code.names),
+        custom_backwards=() if tracer is None else tuple(tracer.backwards),
+        backward_notes=(*custom_code.notes, *(_unseen_hooks(model) if tracer is not None else ())),
         reads=tuple(reads.lines),
     )
 
 
-def _go_back(
-    ways: WaysBack, caster: Caster, model: nn.Module, output: Any, hooks: Mapping[str, Sequence[Any]]
+def _trace_backward(
+    tracer: BackwardTracer, caster: Caster, model: nn.Module, output: Any, hooks: Mapping[str, Sequence[Any]]
 ) -> None:
-    """Trace the author's own ways back from the loss, outside autocast, as training code goes back."""
+    """Trace custom backwards from the loss, outside autocast, as training code runs them."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, functions in hooks.items():
         for function in functions:
-            ways.hook(parameters[name], function, layer_path(name).rpartition(".")[0])
+            tracer.hook(parameters[name], function, layer_path(name).rpartition(".")[0])
 
     @contextlib.contextmanager
     def within(name: str) -> Iterator[None]:
-        with caster.going_back(name), same_module():
+        with caster.in_backward(name), same_module():
             yield
 
     loss = flatten_outputs(output)[-1][1]
     with autocast_visible(False, caster.dtype):
-        ways.trace(loss, list(parameters.values()), within)
+        tracer.trace(loss, list(parameters.values()), within)
 
 
 def _unseen_hooks(model: nn.Module) -> Iterator[str]:
-    """Hooks that autograd's nodes have, or that run after it: no trace sees them."""
+    """Name hooks of autograd's nodes, and hooks that run after it, which no trace sees."""
     if any(module._backward_hooks and module._is_full_backward_hook is False for module in model.modules()):
         yield "backward hooks of modules that are not full ones are not followed"
     if any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()):
@@ -181,7 +182,7 @@ def _placed(placement: str, low_dtype: torch.dtype) -> torch.dtype | None:
 
 
 def input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Shapes and dtypes of a batch: two batches with equal signatures can share a trace."""
+    """The shapes and dtypes of a batch: batches with equal signatures can share a trace."""
     return tuple((tuple(t.shape), t.dtype) for t in tensor_leaves(args, kwargs))
 
 
@@ -189,7 +190,7 @@ def _assemble(
     program: ExportedProgram,
     entry: Entry,
     model: nn.Module,
-    setting: TraceConfig,
+    config: TraceConfig,
     signature: tuple[Any, ...],
     notes: tuple[str, ...],
 ) -> TracedModel:
@@ -205,20 +206,20 @@ def _assemble(
         structure=entry.outputs.structure,
         signature=signature,
         changes=changes,
-        drew=entry.outputs.drew,
-        policy=setting.rules.name,
-        dtype=setting.low_dtype,
-        notes=(*notes, *_state_notes(changes, entry.outputs.drew)),
-        clip=setting.rules.file.weights.clip,
-        split_ties=split_ties(model, setting.rules.file.weights, setting.low_dtype),
+        random_constants=entry.outputs.random_constants,
+        policy=config.rules.name,
+        dtype=config.low_dtype,
+        notes=(*notes, *_state_notes(changes, entry.outputs.random_constants)),
+        clip=config.rules.file.weights.clip,
+        split_ties=split_ties(model, config.rules.file.weights, config.low_dtype),
     )
 
 
 def _placeholders(
-    program: ExportedProgram, graph: fx.Graph, model: nn.Module, shadow: nn.Module
+    program: ExportedProgram, graph: fx.Graph, model: nn.Module, fake_model: nn.Module
 ) -> tuple[tuple[Placeholder, ...], dict[str, torch.Tensor]]:
     real = {layer_path(name): tensor for name, tensor in named_tensors(model).items()}
-    masters = constant_masters(model, shadow)
+    masters = constant_masters(model, fake_model)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     slots: list[Placeholder] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -239,7 +240,7 @@ def _placeholders(
 def _lasting(
     changes: Sequence[StateChange], program: ExportedProgram, graph: fx.Graph
 ) -> Iterator[StateChange]:
-    """Changes that a later call may read; a tensor that each call works out anew is none."""
+    """Changes that a later call may read, without tensors that each call computes anew."""
     used = {node.name for node in graph.find_nodes(op="placeholder") if node.users}
     specs = [spec for spec in program.graph_signature.input_specs if spec.arg.name in used]
     read = {id(program.constants.get(str(spec.target))) for spec in specs}
@@ -250,12 +251,12 @@ def _lasting(
             yield StateChange(change.number, change.name, None, None, plain=False)
 
 
-def _state_notes(changes: Sequence[StateChange], drew: bool) -> tuple[str, ...]:
-    """What makes the trace one of this call alone."""
+def _state_notes(changes: Sequence[StateChange], random_constants: bool) -> tuple[str, ...]:
+    """Explain what makes the trace valid for this call only."""
     plain = ", ".join(change.name for change in changes if change.plain)
     stored = ", ".join(change.name for change in changes if not change.plain)
     notes = [f"forward changes {plain}: traced anew for each of its values"] if plain else []
-    if drew:
+    if random_constants:
         notes.append("forward draws Python's or NumPy's random numbers: each call is traced anew")
     if stored:
         notes.append(f"forward stores tensors or objects in {stored}: each call is traced without them")
@@ -267,16 +268,16 @@ def _real(constant: Any) -> torch.Tensor:
     return constant
 
 
-def _copy_modes(model: nn.Module, shadow: nn.Module) -> None:
-    for ours, theirs in zip(shadow.modules(), model.modules(), strict=True):
+def _copy_modes(model: nn.Module, fake_model: nn.Module) -> None:
+    for ours, theirs in zip(fake_model.modules(), model.modules(), strict=True):
         ours.training = theirs.training
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep stdout for the report. What the model's code prints goes to stderr when tracing succeeds.
+    """Redirect what the model's code prints to stderr, and silence logs and warnings.
 
-    When it fails, torch prints its half-made graph and logs a traceback; the error we raise says it once.
+    When tracing fails, torch prints an unfinished graph and a traceback; the raised error says it once.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

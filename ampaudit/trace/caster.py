@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +14,20 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.sites import SiteId, SiteNumbering
 from ampaudit.policy import Decision, OpFacts, RuleSet
-from ampaudit.policy.schema import PAINTED, Cast
-from ampaudit.trace import arguments
+from ampaudit.policy.schema import COLORS, Cast
 from ampaudit.trace.autocast_state import Region, RegionKind, current_region, region_switched_on
-from ampaudit.trace.edits import Edit, History, OpCalled
+from ampaudit.trace.edits import Edit, History
 from ampaudit.trace.facts import FactFinder
-from ampaudit.trace.inner import InnerOps
+from ampaudit.trace.op_calls import (
+    OpCalled,
+    refuse_mixed_product,
+    with_clipped_numbers,
+    with_dtype,
+    with_dtype_overload,
+    with_low_precision_dtype,
+)
 from ampaudit.trace.opnames import (
-    CASTABLE,
+    InnerOps,
     argument_names,
     is_composite,
     kept_whole,
@@ -29,11 +35,10 @@ from ampaudit.trace.opnames import (
     short_name,
     written_values,
 )
-from ampaudit.trace.replay import OPAQUE, replayed_meta
+from ampaudit.trace.replay import OPAQUE, OpRecord, replayed_meta, replayed_record
+from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, storage_id
 
-__all__ = ["HALF_FOURIER", "META_KEY", "NO_KERNEL", "Call", "Caster", "OpRecord"]
-
-META_KEY = "ampaudit"  # of a node's metadata: its OpRecord
+__all__ = ["HALF_FOURIER", "NO_KERNEL", "Call", "Caster"]
 
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
@@ -45,37 +50,12 @@ NO_KERNEL = Decision(
     Cast.FORBID, None, "no-kernel", "torch has no 16-bit kernel for it; the audit went on in float32"
 )
 HALF_FOURIER = Decision(
-    Cast.FOLLOW, None, "no-kernel", "a CPU has no float16 kernel for it; the audit does what CUDA's does"
+    Cast.FOLLOW, None, "no-kernel", "CPUs have no float16 kernel for it; the audit does what CUDA's does"
 )
-BACKWARD = Decision(Cast.FOLLOW, None, "default", "on the way back, where autocast is off")
+BACKWARD = Decision(Cast.FOLLOW, None, "default", "in the backward pass, where autocast is off")
 IMPLICIT_CAST = Decision(Cast.FOLLOW, None, "cast", "inserted for the op that uses it")
 
 Call = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class OpRecord:
-    """What was decided about one recorded op.
-
-    Attributes:
-        decision: what was done to it and why.
-        site: its id; ``None`` for what the policy added.
-        facts: what the decision was made from.
-        inserted: whether it is a cast that the policy added.
-        original_args: arguments that the policy changed, by position or name, as the FP32 model has them.
-        replayed: metadata of the exported node that it replays, if the model is an exported program.
-        no_grad: whether the model's code switches gradients off here.
-        going_back: whether it is an op of the author's own way back.
-    """
-
-    decision: Decision
-    site: SiteId | None = None
-    facts: OpFacts | None = None
-    inserted: bool = False
-    original_args: Mapping[int | str, Any] = field(default_factory=dict)
-    replayed: Mapping[str, Any] | None = None
-    no_grad: bool = False
-    going_back: bool = False
 
 
 class Caster:
@@ -86,11 +66,14 @@ class Caster:
 
     Args:
         rules: the policy.
-        author_rules: what an autocast region of the author's own means.
+        author_rules: the rules inside an autocast region of the model's code.
         dtype: the 16-bit format of the run.
         facts: reads an op call.
-        planned: decisions that were made on the whole graph, by site.
-        edits: ops that are to be rewritten, by site.
+        planned: decisions made on the whole graph, by site.
+        edits: ops to rewrite, by site.
+
+    Attributes:
+        backward_name: name of the custom backward that is being traced, or ``None``.
     """
 
     def __init__(
@@ -115,28 +98,26 @@ class Caster:
         # writes so far by storage: fake tensors do not count versions while they are traced
         self._writes: Counter[int] = Counter()
         self._region: Region | None = None
-        self.way: str | None = None
+        self.backward_name: str | None = None
         self._alive: list[Any] = []
 
     @contextmanager
-    def going_back(self, way: str) -> Iterator[None]:
-        """While active, ops belong to a way back, whose name is their layer; their results are kept."""
-        self.way = way
+    def in_backward(self, name: str) -> Iterator[None]:
+        """While active, ops belong to a custom backward, whose name is their layer; results stay alive."""
+        self.backward_name = name
         try:
             yield
         finally:
-            self.way = None
+            self.backward_name = None
             self._alive.clear()
 
     def layer(self, layer: tuple[str, str]) -> tuple[str, str]:
-        """The layer whose op is traced, or the way back."""
-        return layer if self.way is None else (self.way, layer[1])
+        """The layer whose op is traced, or the custom backward."""
+        return layer if self.backward_name is None else (self.backward_name, layer[1])
 
-    @property
-    def is_going_back(self) -> bool:
-        """Whether the op that is traced is one of a way back."""
-        record = (replayed_meta() or {}).get(META_KEY)
-        return self.way is not None or (isinstance(record, OpRecord) and record.going_back)
+    def _is_in_backward(self) -> bool:
+        record = replayed_record()
+        return self.backward_name is not None or (record is not None and record.in_backward)
 
     def region(self) -> Region:
         """The autocast region of the model's code, or of the op around ``vmap``."""
@@ -155,11 +136,12 @@ class Caster:
         """Remember that an op wrote to its arguments: casts made of them before are out of date."""
         for written in written_values(called.op, called.args, called.kwargs):
             if isinstance(written, torch.Tensor):
-                self._writes[_storage(written)] += 1
+                self._writes[storage_id(written)] += 1
 
-    def splits(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def splits(self, called: OpCalled) -> bool:
         """Whether to trace an op's parts: autocast casts what a kernel calls, as ``bmm`` in ``einsum``."""
-        if self.way is not None and torch.is_grad_enabled():
+        op = called.op
+        if self.backward_name is not None and torch.is_grad_enabled():
             return is_composite(op)  # what autograd keeps of a part must be a value of the trace
         region = self.region()
         rules = self.author_rules if region.kind is RegionKind.OWN else self.rules
@@ -167,11 +149,12 @@ class Caster:
             return op_name(op) not in rules.op_names
         if not rules.file.autocast or region.kind is RegionKind.DISABLED or op_name(op) in rules.op_names:
             return False
-        return self._inner.mentioned(op, args, kwargs, rules.op_names)
+        return self._inner.mentioned(op, called.args, called.kwargs, rules.op_names)
 
     def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
         """The id of the op that is traced next."""
-        return _replayed_site() or self._numbering[tracer_id].next_id(layer, short_name(op))
+        replayed = replayed_record()
+        return (replayed and replayed.site) or self._numbering[tracer_id].next_id(layer, short_name(op))
 
     def edited(self, site: SiteId, called: OpCalled, emit: Call) -> OpCalled:
         """The op to trace at a site: the model's own, or what an edit makes of it."""
@@ -181,7 +164,7 @@ class Caster:
     def note(self, result: Any, made: OpCalled, called: OpCalled) -> None:
         """Remember what an op wrote to and made and, for edits, how the model called it, without casts."""
         self.note_writes(made)
-        if self.way is not None:
+        if self.backward_name is not None:
             self._alive.append(result)  # autograd may have saved what the code itself has dropped
         if any(edit.looks_back for edit in self._edits.values()):
             self.history.note(result, called)
@@ -191,17 +174,19 @@ class Caster:
         op, args, kwargs = called.op, called.args, called.kwargs
         region = self.region()
         facts = self._facts.of(op, args, kwargs, *layer, site)
-        back = self.is_going_back
-        decision, dtype = self._decision_back(facts, called) if back else self._decision(facts, region)
-        return OpRecord(decision, site, None if back else facts, going_back=back), dtype
+        backward = self._is_in_backward()
+        decision, dtype = (
+            self._backward_decision(facts, called) if backward else self._decision(facts, region)
+        )
+        return OpRecord(decision, site, None if backward else facts, in_backward=backward), dtype
 
-    def _decision_back(self, facts: OpFacts, called: OpCalled) -> tuple[Decision, torch.dtype]:
+    def _backward_decision(self, facts: OpFacts, called: OpCalled) -> tuple[Decision, torch.dtype]:
         """Ops take the dtypes of what they are given, unless the author's code switches autocast on."""
         region = region_switched_on(self.rules.file.autocast, self.dtype)
         if region is not None:
             return self._decision(facts, region)
-        if self.way is not None:
-            arguments.refuse_mixed_product(called.op, called.args)
+        if self.backward_name is not None:
+            refuse_mixed_product(called)
         return BACKWARD, self.dtype
 
     def _decision(self, facts: OpFacts, region: Region) -> tuple[Decision, torch.dtype]:
@@ -214,42 +199,41 @@ class Caster:
         rules, dtype = self.rules, self.dtype
         if region.kind is RegionKind.OWN and region.dtype is not None:
             rules, dtype = self.author_rules, region.dtype
-            facts = replace(facts, dtype=str(dtype).removeprefix("torch."))
+            facts = replace(facts, dtype=dtype_name(dtype))
         return rules.decide(facts), dtype
 
     def apply(
         self,
         decision: Decision,
         dtype: torch.dtype,
-        op: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        called: OpCalled,
         cast: Call,
         tracer_id: int,
-    ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
-        """The op and the arguments to trace instead, with casts made through ``cast(tensor, dtype)``.
+    ) -> OpCalled:
+        """The call to trace instead, with casts made through ``cast(tensor, dtype)``.
 
         An argument that the op writes to is never cast: the write would be lost. The others of such an op
         take its dtype where the rule asks for a cast.
         """
         kind = decision.cast
         if kind is Cast.SET_DTYPE:
-            return op, args, arguments.with_dtype(op, args, kwargs)
+            return with_dtype(called)
         if kind is Cast.APPEND_DTYPE:
-            return arguments.appended(op), args, kwargs | {"dtype": torch.float32}
-        target = self._target(kind, dtype, args, kwargs)
-        written = [value for value in written_values(op, args, kwargs) if _castable(value)]
+            return with_dtype_overload(called)
+        target = self._target(kind, dtype, called)
+        values = written_values(called.op, called.args, called.kwargs)
+        written = [value for value in values if _castable(value)]
         if target is not None and written:
             target = written[0].dtype
         if kind is Cast.LOWER and self.rules.file.level == "graph":
-            kwargs = arguments.lowered_dtype(op, kwargs, dtype)
+            called = with_low_precision_dtype(called, dtype)
 
         def convert(value: Any, to: torch.dtype | None) -> Any:
             if kind is Cast.FORBID and getattr(value, "dtype", None) is torch.complex32:
                 return cast(value, torch.complex64)
             if to is None or not _castable(value) or value.dtype == to or any(value is w for w in written):
                 return value
-            key = (id(value), self._writes[_storage(value)], to, tracer_id)
+            key = (id(value), self._writes[storage_id(value)], to, tracer_id)
             if key not in self._casts:
                 self._casts[key] = (value, cast(value, to))
             return self._casts[key][1]
@@ -261,48 +245,33 @@ class Caster:
             to = exceptions.get(name, target)
             return pytree.tree_map(lambda leaf: convert(leaf, to), value)
 
-        pairs = zip(argument_names(op), args, strict=False)
+        pairs = zip(argument_names(called.op), called.args, strict=False)
         args = tuple(convert_all(name, value) for name, value in pairs)
-        return op, args, {name: convert_all(name, value) for name, value in kwargs.items()}
+        kwargs = {name: convert_all(name, value) for name, value in called.kwargs.items()}
+        return OpCalled(called.op, args, kwargs)
 
-    def clipped(
-        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], decision: Decision
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int | str, Any]]:
-        """Python numbers that are operands are constants of the graph, which some converters clip.
-
-        Returns:
-            The arguments to trace, and what those that changed were before, by position or name.
-        """
+    def clipped(self, called: OpCalled, decision: Decision) -> tuple[OpCalled, dict[int | str, Any]]:
+        """Clip Python numbers as some converters do: operands are constants of the graph."""
         limits = self.rules.file.weights.clip
         if limits is None or decision.cast is not Cast.LOWER:
-            return args, kwargs, {}
-        return arguments.with_clipped_numbers(op, args, kwargs, limits)
+            return called, {}
+        return with_clipped_numbers(called, limits)
 
-    def _target(
-        self, kind: Cast, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.dtype | None:
+    def _target(self, kind: Cast, dtype: torch.dtype, called: OpCalled) -> torch.dtype | None:
         if kind is Cast.LOWER:
             return dtype
         if kind in (Cast.FLOAT32, Cast.FORBID):
             return torch.float32
         if kind in (Cast.WIDEST, Cast.NARROWEST):
-            found = {value.dtype for value in pytree.tree_leaves((args, kwargs)) if _castable(value)}
+            found = {
+                value.dtype for value in pytree.tree_leaves((called.args, called.kwargs)) if _castable(value)
+            }
             if kind is Cast.WIDEST:
                 return torch.float32 if torch.float32 in found else None
             return dtype if found - {torch.float32} else None
-        assert kind not in PAINTED, "colours are resolved before anything is cast"
+        assert kind not in COLORS, "colors are resolved before anything is cast"
         return None
 
 
-def _replayed_site() -> SiteId | None:
-    """The id that an op had in the graph that is being replayed; its numbers may have gaps."""
-    record = (replayed_meta() or {}).get(META_KEY)
-    return record.site if isinstance(record, OpRecord) else None
-
-
-def _storage(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
-
-
 def _castable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in CASTABLE
+    return isinstance(value, torch.Tensor) and value.dtype in CASTABLE_DTYPES

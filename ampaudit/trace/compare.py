@@ -1,4 +1,4 @@
-"""Finds where the code of a model does something else in 16 bits than in FP32, by its two traces."""
+"""Finds where a model's code computes something else in 16 bits than in FP32, by comparing two traces."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from torch import fx
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.text import format_number, short_op
 from ampaudit.trace.graph import Site, Slot, TracedModel
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["CodePlace", "first_difference"]
+__all__ = ["CodeDifference", "first_difference"]
 
 _NUMBERS = 3  # how many constants of an op are named
 _SMALL = 16  # elements up to which a constant tensor is compared
-_ROUNDED = 2.0**-7  # relative: a constant tensor of 16 bits is FP32's, rounded
-# ops that take the lowest number of a dtype to mask with: what it is, does not matter
+_ROUNDED = 2.0**-7  # relative: a constant tensor in 16 bits is FP32's, rounded
+# ops that mask with the lowest number of a dtype, whose value does not matter
 _MASKING = ("masked_fill", "full", "where", "scalar_tensor", "full_like", "new_full", "mul", "rsub", "sub")
 
 
 @dataclass(frozen=True, slots=True)
-class CodePlace:
-    """Where two traces differ first.
+class CodeDifference:
+    """The first difference between two traces.
 
     Attributes:
-        site: the op, in the 16-bit trace or, where it is not in there, in FP32's.
-        layer: of that op.
-        source: its line; ``caller`` the user's own line where that is another one.
-        low: the op in 16 bits with its constants, ``None`` where there is none.
+        site: the op, in the 16-bit trace or, where it is missing there, in FP32's.
+        layer: the op's layer.
+        source: its line.
+        caller: the user's own line, if that is another one.
+        low: the op in 16 bits with its constants, ``None`` where it is missing.
         fp32: the same in FP32.
         lines: how many lines differ.
     """
@@ -48,7 +50,7 @@ class CodePlace:
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """An op of the model's code, without what a precision alone changes."""
+    """An op of the model's code, without what the precision alone changes."""
 
     site: Site
     base: str
@@ -65,11 +67,11 @@ class _Op:
         return f"{self.base}({', '.join(numbers[:_NUMBERS])})" if numbers else self.base
 
 
-def first_difference(low: TracedModel, fp32: TracedModel) -> CodePlace | None:
-    """The first op that only one of two traces has, or whose constants differ; ``None`` where none does.
+def first_difference(low: TracedModel, fp32: TracedModel) -> CodeDifference | None:
+    """Find the first op that only one trace has, or whose constants differ.
 
-    Casts are left out: the FP32 run widens them. Numbers that mask come last: what they are does not matter,
-    as long as they are low.
+    Casts are left out: the FP32 run widens them. Mask values come last: any number is right that is low
+    enough.
     """
     first, second = _ops(low), _ops(fp32)
     found = list(_differences(first, second))
@@ -80,7 +82,7 @@ def first_difference(low: TracedModel, fp32: TracedModel) -> CodePlace | None:
     assert shown is not None
     site = shown.site
     lines = {(op.site.source, op.site.layer) for pair in found if (op := pair[0] or pair[1]) is not None}
-    return CodePlace(
+    return CodeDifference(
         site=site.id,
         layer=site.layer,
         source=site.source,
@@ -113,12 +115,12 @@ def _masks(pair: _Pair) -> bool:
 
 
 def _low_number(constants: tuple[Any, ...]) -> bool:
-    extremes = {torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16)}
+    extremes = {torch.finfo(dtype).min for dtype in LOW_PRECISION_DTYPES}
     return any(isinstance(value, float) and value in extremes for value in constants)
 
 
 def _ops(traced: TracedModel) -> list[_Op]:
-    """The ops that the model's code calls, in order."""
+    """List the ops that the model's code calls, in order."""
     tensors = _constant_tensors(traced)
     nodes = {node.name: node for node in traced.graph.nodes}
     return [
@@ -129,13 +131,13 @@ def _ops(traced: TracedModel) -> list[_Op]:
 
 
 def _constant_tensors(traced: TracedModel) -> Mapping[str, tuple[torch.Tensor]]:
-    """The small tensors that a trace made constants of, by node."""
-    constants = [place.node for place in traced.placeholders if place.slot is Slot.CONSTANT]
+    """The small tensors that became constants of a trace, by node."""
+    constants = [p.node for p in traced.placeholders if p.slot is Slot.CONSTANT]
     return {name: (t,) for name in constants if (t := traced.tensors[name]).numel() <= _SMALL}
 
 
 def _constants(node: fx.Node, tensors: Mapping[str, tuple[torch.Tensor]]) -> Iterator[Any]:
-    """Numbers and words among the arguments of an op; dtypes and devices are no difference."""
+    """Numbers and strings among the arguments of an op, without dtypes and devices."""
     stack: list[Any] = [node.args, dict(sorted(node.kwargs.items()))]
     while stack:
         value = stack.pop(0)

@@ -1,4 +1,4 @@
-"""Joins a traced model with its weights: the FP32 masters stay, 16-bit working copies stand beside them."""
+"""Joins a traced model with its FP32 master weights and their 16-bit working copies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.trace.clipping import clipped
+from ampaudit.policy.schema import Constants
 from ampaudit.trace.graph import Role, Slot, TracedModel
 
-__all__ = ["ConvertedModel", "Release", "WeightCopy", "convert", "identity"]
+__all__ = ["ConvertedModel", "Release", "WeightCopy", "clipped", "convert", "identity"]
 
 Release = Callable[[torch.Tensor], None]
 
@@ -22,7 +22,7 @@ class WeightCopy:
     """A tensor that the converted model holds in another dtype than its master.
 
     Attributes:
-        node: node of the graph whose value it is: a placeholder (stored so) or a weight cast.
+        node: node of the graph with its value: a placeholder (stored in 16 bits) or a weight cast.
         placeholder: the placeholder of the master.
         name: the parameter's, buffer's or constant's name.
         dtype: dtype of the working copy.
@@ -38,7 +38,7 @@ class WeightCopy:
 class ConvertedModel:
     """A graph with casts, its FP32 masters (the model's own tensors) and its working copies.
 
-    ``release`` gives a master's memory back until it is used again, where masters are left on disk.
+    ``release`` frees a master's memory until its next use, where masters stay on disk.
     """
 
     traced: TracedModel
@@ -47,14 +47,14 @@ class ConvertedModel:
     release: Release | None = None
 
     def working(self, node: str) -> torch.Tensor:
-        """The working copy for a node, made from its master by round-to-nearest-even."""
+        """Make the working copy for a node from its master, by rounding to nearest even."""
         copy = self.copies[node]
         return self.unrounded(copy.placeholder, self.masters[copy.placeholder].detach()).to(copy.dtype)
 
     def unrounded(self, placeholder: str, master: torch.Tensor) -> torch.Tensor:
-        """What a working copy is rounded from: its master, on whatever device, or the master clipped.
+        """The master that a working copy is rounded from, clipped where the policy says so.
 
-        Some converters clip finite weights first; that is part of their policy, and only done for them.
+        Some converters clip finite weights first.
         """
         clip = self.traced.clip if placeholder in self.copies else None
         return clipped(master, clip) if clip is not None else master
@@ -64,7 +64,7 @@ class ConvertedModel:
         return fx.GraphModule({}, self.traced.graph)
 
     def arguments(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Values for every placeholder: stored weights in their dtype, then the batch's tensors."""
+        """Values for every placeholder: weights in their stored dtype, then the batch's tensors."""
         remaining = iter(inputs)
         values: list[torch.Tensor] = []
         for place in self.traced.placeholders:
@@ -79,7 +79,7 @@ class ConvertedModel:
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes of the FP32 masters and of the 16-bit working copies, tied tensors once."""
+        """Bytes of the FP32 masters and of the 16-bit working copies; tied tensors count once."""
         masters = {id(t): t.numel() * t.element_size() for t in self.masters.values()}
         copies = {
             (id(self.masters[c.placeholder]), c.dtype): self.masters[c.placeholder].numel() * c.dtype.itemsize
@@ -89,12 +89,12 @@ class ConvertedModel:
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that show the same values in the same memory: tied weights under several names."""
+    """A key that tensors with the same values in the same memory share, such as tied weights."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def convert(traced: TracedModel, release: Release | None = None) -> ConvertedModel:
-    """Find what is stored or cast in 16 bits; nothing is copied until a run needs it."""
+    """Find the weights that are stored or cast in 16 bits; copies are made when a run needs them."""
     copies: dict[str, WeightCopy] = {}
     for place in traced.placeholders:
         tensor = traced.tensors.get(place.node)
@@ -107,3 +107,10 @@ def convert(traced: TracedModel, release: Release | None = None) -> ConvertedMod
             if source not in copies and traced.tensors[source].is_floating_point():
                 copies[site.node] = WeightCopy(site.node, source, site.weight, site.dtype)
     return ConvertedModel(traced, dict(traced.tensors), copies, release)
+
+
+def clipped(values: torch.Tensor, limits: Constants) -> torch.Tensor:
+    """Clip the magnitude of finite values to the limits; 0, inf and NaN stay as they are."""
+    magnitude = values.abs().clamp(limits.min_positive, limits.max_finite)
+    moved = torch.copysign(magnitude, values)
+    return torch.where(values.isfinite() & (values != 0), moved, values)

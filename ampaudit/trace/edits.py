@@ -1,6 +1,6 @@
-"""Rewrites of single ops while a model is traced: what an author would write instead, to try it out.
+"""Edits of single ops while a model is traced, to try out what an author could write instead.
 
-An edit is given the op as the model calls it and gives the op to trace in its place. Sites keep their ids,
+An edit takes the op as the model calls it and returns the op to trace in its place. Sites keep their ids,
 so a run with an edit can be compared with one without.
 """
 
@@ -11,27 +11,26 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch._ops import OpOverload
 
+from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import base_name, converts
 
-__all__ = ["AsLogSigmoid", "AsLogSoftmax", "Constant", "Edit", "HandedOn", "History", "OpCalled", "Scaled"]
+__all__ = [
+    "Bypass",
+    "Edit",
+    "FuseLogSigmoid",
+    "FuseLogSoftmax",
+    "History",
+    "ReplaceConstant",
+    "ScaleOperand",
+]
 
 aten = torch.ops.aten
 Emit = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
-class OpCalled:
-    """An op with its arguments."""
-
-    op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class History:
-    """Who made each tensor of a trace; keeps them alive, so that an id is never used twice.
+    """Remembers the call that returned each tensor of a trace, and keeps the tensors alive.
 
     torch.export takes a constant that outlives its op for one of the model's own, so nothing is kept unless
     an edit asks for it.
@@ -41,12 +40,12 @@ class History:
         self._made: dict[int, tuple[Any, OpCalled]] = {}
 
     def note(self, result: Any, called: OpCalled) -> None:
-        """Remember a call by its result."""
+        """Remember a call and its result."""
         if isinstance(result, torch.Tensor):
             self._made[id(result)] = (result, called)
 
     def of(self, value: Any) -> OpCalled | None:
-        """The call that made a value, casts looked through."""
+        """The call that returned a value, before any casts."""
         found = self._made.get(id(value))
         while found is not None and converts(found[1].op):
             found = self._made.get(id(found[1].args[0]))
@@ -54,7 +53,7 @@ class History:
 
 
 class Edit(Protocol):
-    """One rewrite; ``looks_back`` if it asks who made its input."""
+    """One edit; ``looks_back`` if it asks for the call that returned its input."""
 
     looks_back: ClassVar[bool]
 
@@ -63,12 +62,12 @@ class Edit(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
-    """Another Python number in the place of one: a larger eps, a mask that the format holds.
+class ReplaceConstant:
+    """Replaces a Python number: by a larger eps, or by a mask value that the format holds.
 
     Attributes:
         old: the number to replace.
-        new: what takes its place.
+        new: its replacement.
     """
 
     old: float
@@ -88,13 +87,13 @@ class Constant:
         )
 
 
-class AsLogSoftmax:
-    """``log_softmax(x)`` for ``log(softmax(x))``."""
+class FuseLogSoftmax:
+    """Replaces ``log(softmax(x))`` by ``log_softmax(x)``."""
 
     looks_back: ClassVar[bool] = True
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The log becomes the whole; the softmax before it has no user left."""
+        """The fused op in place of the log."""
         del emit
         made = history.of(called.args[0])
         if made is None or base_name(made.op) != "softmax":
@@ -102,13 +101,13 @@ class AsLogSoftmax:
         return OpCalled(aten.log_softmax.int, made.args, made.kwargs)
 
 
-class AsLogSigmoid:
-    """``logsigmoid(x)`` for ``log(sigmoid(x))``, ``logsigmoid(-x)`` for ``log(1 - sigmoid(x))``."""
+class FuseLogSigmoid:
+    """Replaces ``log(sigmoid(x))`` by ``logsigmoid(x)``, ``log(1 - sigmoid(x))`` by ``logsigmoid(-x)``."""
 
     looks_back: ClassVar[bool] = True
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The log becomes the whole."""
+        """The fused op in place of the log."""
         made, negative = history.of(called.args[0]), False
         if made is not None and base_name(made.op) in ("rsub", "sub"):
             tensors = [arg for arg in made.args[:2] if isinstance(arg, torch.Tensor)]
@@ -120,8 +119,8 @@ class AsLogSigmoid:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """The first operand of a product times a factor: scores that are scaled before they are added up.
+class ScaleOperand:
+    """Scales the first operand of a product, so that scores are scaled before they are added up.
 
     ``einsum`` takes its operands as a list after the equation.
     """
@@ -130,7 +129,7 @@ class Scaled:
     looks_back: ClassVar[bool] = False
 
     def __call__(self, called: OpCalled, history: History, emit: Emit) -> OpCalled:
-        """The same product of a smaller operand."""
+        """The product with the scaled operand."""
         del history
         first, *rest = called.args
         if isinstance(first, str):
@@ -140,8 +139,8 @@ class Scaled:
         return OpCalled(called.op, (emit(aten.mul.Scalar, first, self.factor), *rest), called.kwargs)
 
 
-class HandedOn:
-    """The op is left out: its first operand is the result."""
+class Bypass:
+    """Leaves out an op: its first operand becomes the result."""
 
     looks_back: ClassVar[bool] = False
 

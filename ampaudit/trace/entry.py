@@ -1,4 +1,4 @@
-"""A module with plain tensors going in and coming out, whatever the model itself takes and returns."""
+"""Wraps a model as a module that takes and returns flat tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.trace.opnames import CASTABLE
-from ampaudit.trace.random_state import host_state
+from ampaudit.trace.isolation import host_state
 from ampaudit.trace.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.state import PythonState, StateChange
+from ampaudit.trace.values import CASTABLE_DTYPES
 
 __all__ = [
     "ENTRY_NAME",
@@ -37,39 +37,39 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 class LossAndOutput(NamedTuple):
-    """What a model returns that computes its loss, too; it is no output of the model's own."""
+    """The result of a model that computes its loss as well."""
 
     loss: torch.Tensor
     output: Any
 
 
 class OutputNames:
-    """Where each output tensor was found; an object, because torch.export undoes attribute assignments.
+    """The path of each output tensor; an object, because torch.export undoes attribute assignments.
 
-    ``changes`` are what the model's code did to its Python state; ``drew`` says that it drew random numbers
-    of Python's or NumPy's, which are constants of the trace.
+    ``changes`` are what the model's code did to its Python state; ``random_constants`` says whether
+    random numbers drawn from Python or NumPy became constants of the trace.
     """
 
     names: tuple[str, ...] = ()
     structure: OutputStructure | None = None
     changes: tuple[StateChange, ...] = ()
-    drew: bool = False
+    random_constants: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OutputStructure:
-    """What a model returns, with its tensors taken out: containers that torch knows, and other values as is.
+    """The structure of a model's result without its tensors: containers that torch knows, and other values.
 
     Attributes:
-        spec: of the containers.
-        leaves: for each leaf the number of the tensor that it is, or the value itself.
+        spec: the containers.
+        leaves: for each leaf the index of its tensor, or the value itself.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[tuple[int | None, Any], ...]
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        """The structure around other tensors."""
+        """Fill the structure with other tensors."""
         leaves = [value if index is None else tensors[index] for index, value in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -101,18 +101,18 @@ class Entry(nn.Module):
             vars(model)["output_dtype"] = output_dtype
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         first: dict[int, int] = {}  # one tensor given twice is one in the trace: code may ask whether q is k
         self._same = [
-            first.setdefault(id(leaves[place]), number) for number, place in enumerate(self._places)
+            first.setdefault(id(leaves[index]), number) for number, index in enumerate(self._positions)
         ]
         self.outputs = OutputNames()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tensors in the order of ``tensor_leaves``; tensors out in the order of ``outputs.names``."""
+        """Take tensors in the order of ``tensor_leaves``; return those of ``outputs.names``."""
         leaves = list(self._fixed)
-        for place, number in zip(self._places, self._same, strict=True):
-            leaves[place] = tensors[number]
+        for index, number in zip(self._positions, self._same, strict=True):
+            leaves[index] = tensors[number]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         model = getattr(self, ENTRY_NAME)
         buffers = [
@@ -121,7 +121,7 @@ class Entry(nn.Module):
         state, drawn = PythonState(model), host_state()
         with self._around():
             output = model(*args, **kwargs)
-        self.outputs.drew = host_state() != drawn
+        self.outputs.random_constants = host_state() != drawn
         lost = [name for path, now, then in buffers for name in _write_assigned(path, now, then)]
         self.outputs.changes = (
             *state.changes(),
@@ -137,10 +137,10 @@ class Entry(nn.Module):
 
 
 def _write_assigned(path: str, now: dict[str, Any], then: dict[str, Any]) -> list[str]:
-    """Write what the code assigned to buffers into them, as torch.export does for the outermost module only.
+    """Copy tensors assigned to buffers into them, as torch.export does for the outermost module only.
 
     Returns:
-        Names of those that have another shape now, which a graph cannot give them.
+        Names of those that changed their shape, which a graph cannot do.
     """
     lost: list[str] = []
     for name, before in then.items():
@@ -155,10 +155,10 @@ def _write_assigned(path: str, now: dict[str, Any], then: dict[str, Any]) -> lis
 
 
 def placed(output: Any, dtype: torch.dtype | None) -> Any:
-    """An output with its floating-point tensors in the dtype in which a policy gives them; float64 stays."""
+    """Cast the floating-point tensors of an output to the dtype that a policy returns; float64 stays."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in CASTABLE or tensor.dtype == dtype:
+        if tensor.dtype not in CASTABLE_DTYPES or tensor.dtype == dtype:
             return tensor
         with replaying(INSERTED):
             return tensor.to(dtype)
@@ -183,9 +183,9 @@ def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
 
 
 def layer_path(path: str) -> str:
-    """The user's name of a module below the entry: ``audited_model.encoder`` is ``encoder``."""
+    """The path of a module in the user's model: ``audited_model.encoder`` is ``encoder``."""
     first, _, rest = path.partition(".")
-    # an exported program is itself replayed, and may be replayed again
+    # a replayed program may itself be a replay
     while first in (_EXPORT_ROOT, ENTRY_NAME, REPLAYED):
         path = rest
         first, _, rest = path.partition(".")
@@ -193,7 +193,7 @@ def layer_path(path: str) -> str:
 
 
 def layer_of(module_stack: Mapping[str, Any]) -> tuple[str, str]:
-    """Path and class name of the innermost module of an export's module stack; empty for none."""
+    """Path and class name of the innermost module of an export's module stack; empty without one."""
     if not module_stack:
         return "", ""
     path, kind = list(module_stack.values())[-1]
@@ -203,7 +203,7 @@ def layer_of(module_stack: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def flatten_outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
-    """Each tensor of an output with the path that leads to it, a shared tensor once; a loss comes last."""
+    """List each tensor of an output with its path, a shared tensor once; a loss comes last."""
     if isinstance(output, LossAndOutput):
         others = [
             (name, tensor) for name, tensor in flatten_outputs(output.output) if tensor is not output.loss

@@ -1,8 +1,9 @@
-"""Reads off an op call everything that a rule may look at."""
+"""Reads the facts that rules look at off an op call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,21 +14,21 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, OpFacts
 from ampaudit.policy.matching import class_names
-from ampaudit.trace.depth import reduction_depth
 from ampaudit.trace.entry import layer_path
 from ampaudit.trace.fake_model import named_tensors
-from ampaudit.trace.opnames import named_arguments, op_name
+from ampaudit.trace.opnames import base_name, named_arguments, op_name
+from ampaudit.trace.values import dtype_name, sizes_vary
 
-__all__ = ["FactFinder"]
+__all__ = ["FactFinder", "reduction_depth"]
 
 
 class FactFinder:
-    """Makes ``OpFacts`` of the calls of one trace.
+    """Reads ``OpFacts`` off the calls of one trace.
 
     Args:
-        model: the module that is traced; layers and parameters are looked up in it.
+        model: the traced module, with its layers and parameters.
         dtype: name of the 16-bit format.
-        measured: what a run saw, by site; empty in the first phase.
+        measured: measurements of a run, by site; empty before the first run.
     """
 
     def __init__(self, model: nn.Module, dtype: str, measured: Mapping[SiteId, Measurement]) -> None:
@@ -46,7 +47,7 @@ class FactFinder:
         kind: str,
         site: SiteId,
     ) -> OpFacts:
-        """The facts about a call in a layer whose class is named ``kind``."""
+        """Read the facts about a call in a layer whose class is named ``kind``."""
         named = named_arguments(op, args, kwargs)
         module = self._modules.get(layer)
         return OpFacts(
@@ -79,9 +80,115 @@ def _is_plain(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return dtype_name(value)
     return value
 
 
 def _is_replayed(module: nn.Module) -> bool:
     return isinstance(module, torch.fx.GraphModule)
+
+
+Named = Mapping[str, Any]
+
+
+def reduction_depth(op: OpOverload, named: Named) -> int | None:
+    """Count the terms that an op adds up for one element of its output; ``None`` if it adds none.
+
+    Reduced axes count as their product: the mean of a 512 x 512 image has depth 262144. A convolution's is
+    its fan-in, in_channels / groups times the kernel's volume; attention's the longer of its two sums.
+
+    Args:
+        op: the ATen op.
+        named: its arguments by schema name.
+    """
+    rule = _RULES.get(base_name(op))
+    if rule is None:
+        return None
+    if any(sizes_vary(leaf) for leaf in pytree.tree_leaves(named)):
+        return None
+    try:
+        return rule(named)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        return None  # an unusual form of the op, such as nested tensors
+
+
+def _size(name: str, axis: int) -> Callable[[Named], int]:
+    return lambda named: int(named[name].shape[axis])
+
+
+def _reduced(named: Named) -> int:
+    value: torch.Tensor = named.get("self", named.get("input"))
+    axes = named.get("dim")
+    if axes is None or axes == []:
+        return value.numel()
+    chosen = axes if isinstance(axes, Sequence) else [axes]
+    return math.prod(int(value.shape[axis]) for axis in chosen)
+
+
+def _convolution(named: Named) -> int:
+    if named.get("transposed"):
+        return _transposed_convolution(named)
+    weight = named["weight"].shape
+    return int(math.prod(weight[1:]))
+
+
+def _transposed_convolution(named: Named) -> int:
+    weight = named["weight"].shape
+    return int(math.prod(weight)) // int(weight[1]) // int(named.get("groups", 1))
+
+
+def _attention(named: Named) -> int:
+    return max(int(named["query"].shape[-1]), int(named["key"].shape[-2]))
+
+
+def _einsum(named: Named) -> int:
+    terms, _, result = named["equation"].replace(" ", "").partition("->")
+    sizes: dict[str, int] = {}
+    for letters, tensor in zip(terms.split(","), named["tensors"], strict=True):
+        if "." in letters:
+            raise KeyError("an ellipsis")
+        sizes |= dict(zip(letters, (int(n) for n in tensor.shape), strict=True))
+    kept = result or "".join(c for c in sizes if terms.count(c) == 1)
+    return math.prod(size for letter, size in sizes.items() if letter not in kept)
+
+
+def _normalized(named: Named) -> int:
+    return math.prod(int(n) for n in named["normalized_shape"])
+
+
+def _group(named: Named) -> int:
+    value = named["input"]
+    return int(value.numel() // value.shape[0] // named["num_groups"])
+
+
+def _pool(named: Named) -> int:
+    kernel = named["kernel_size"]
+    dims = len(named["self"].shape) - 2
+    return math.prod(kernel) if len(kernel) > 1 else int(kernel[0]) ** dims
+
+
+def _adaptive(named: Named) -> int:
+    value, target = named["self"], named["output_size"]
+    pairs = zip(value.shape[-len(target) :], target, strict=True)
+    return math.prod(-(-int(size) // int(out)) for size, out in pairs)
+
+
+_RULES: dict[str, Callable[[Named], int]] = {
+    "linear": _size("input", -1),
+    "addmm": _size("mat1", -1),
+    "addmv": _size("mat", -1),
+    "baddbmm": _size("batch1", -1),
+    "addbmm": lambda named: int(named["batch1"].shape[0] * named["batch1"].shape[-1]),
+    "einsum": _einsum,
+    "scaled_dot_product_attention": _attention,
+    "group_norm": _group,
+    **dict.fromkeys("mm mv matmul bmm dot vdot".split(), _size("self", -1)),
+    **dict.fromkeys("conv1d conv2d conv3d convolution _convolution".split(), _convolution),
+    **dict.fromkeys("conv_transpose1d conv_transpose2d conv_transpose3d".split(), _transposed_convolution),
+    **dict.fromkeys("sum nansum mean prod var std var_mean std_mean logsumexp norm".split(), _reduced),
+    **dict.fromkeys("linalg_vector_norm softmax log_softmax _softmax _log_softmax".split(), _reduced),
+    **dict.fromkeys("cumsum cumprod".split(), _reduced),
+    **dict.fromkeys("layer_norm rms_norm native_layer_norm".split(), _normalized),
+    **dict.fromkeys("avg_pool1d avg_pool2d avg_pool3d".split(), _pool),
+    **dict.fromkeys("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d".split(), _adaptive),
+}

@@ -1,4 +1,4 @@
-"""Turns what torch.export says when it gives up into one line with the place and the remedy."""
+"""Turns errors of torch.export into one line with the cause, the source line and a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ampaudit.trace.stack import is_tool_file
 
 __all__ = ["failing_line", "plain_reason", "trace_failure"]
 
-# (words in the error's type or text, what to say instead of torch, what to do); the first found decides
+# (words in the error's type or text, our message, the remedy); the first match decides
 _REMEDIES: tuple[tuple[tuple[str, ...], str | None, str], ...] = (
     (
         ("data-dependent", "datadependent", "guardondatadependent", "boolean value of tensor"),
@@ -36,7 +36,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str | None, str], ...] = (
         "the inputs do not fit the model; see example_inputs()",
     ),
 )
-# what kernels say when a policy casts one of their inputs and not the others
+# errors of kernels whose inputs a policy cast only in part
 _MIXED = ("same dtype", "expected scalar type", "have the same type", "same data type", "match weight dtype")
 _FALLBACK = (
     "simplify that line so that torch.export(strict=False) accepts it; --debug shows torch's own report"
@@ -44,7 +44,7 @@ _FALLBACK = (
 
 
 def trace_failure(error: BaseException, model: str, policy: str) -> TraceFailed:
-    """The error to show, naming the model's line at which tracing stopped."""
+    """Describe an error of torch.export, with the model's line at which tracing stopped."""
     place = failing_line(error.__traceback__)
     where = f"{place.file}:{place.line}: " if place else f"{model}: "
     code = f" at '{place.code}'" if place and place.code else ""
@@ -60,19 +60,19 @@ def trace_failure(error: BaseException, model: str, policy: str) -> TraceFailed:
 
 
 def plain_reason(error: BaseException) -> str:
-    """Why code cannot be traced, in our words or in torch's."""
+    """Describe why code cannot be traced, in our words or in torch's."""
     return _known(error)[0] or first_line(error)
 
 
 def _known(error: BaseException) -> tuple[str | None, str]:
-    """What to say instead of torch, and what to do."""
+    """Our message, if there is one, and the remedy."""
     text = f"{type(error).__name__} {error}".lower()
     known = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
     return (known[1], known[2]) if known is not None else (None, _FALLBACK)
 
 
 def failing_line(trace: TracebackType | None) -> SourceLine | None:
-    """The innermost line of the model's code, torch's and our own frames left out."""
+    """Find the innermost line of the model's code in a traceback."""
     below_us = dropwhile(lambda f: "ampaudit" not in f.filename, traceback.extract_tb(trace))
     frames = [f for f in below_us if not is_tool_file(f.filename) and not f.filename.startswith("<")]
     return SourceLine(frames[-1].filename, frames[-1].lineno or 0, frames[-1].line or "") if frames else None

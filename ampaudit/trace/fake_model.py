@@ -1,6 +1,6 @@
 """A copy of the model that has every module and attribute but no weights: parameters are fake tensors.
 
-Tracing on the shadow leaves the user's model untouched, costs no memory for weights, and lets the
+Tracing the copy leaves the user's model untouched, costs no memory for weights, and lets the
 parameters have the dtype in which the policy stores them.
 """
 
@@ -11,38 +11,38 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampaudit.core.errors import TraceFailed, first_line
+from ampaudit.trace.internals import FakeTensorMode
 from ampaudit.trace.structure import structural_copy
 
 __all__ = [
     "FakeModel",
     "constant_masters",
     "fake_like",
+    "make_fake_model",
     "named_tensors",
-    "shadow_of",
     "without_cache",
     "without_data",
 ]
 
 
 class FakeModel(NamedTuple):
-    """The copy, and the hooks of parameters' gradients by name."""
+    """The copy, and the gradient hooks of its parameters by name."""
 
     model: nn.Module
     hooks: dict[str, list[Callable[..., Any]]]
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer by every name it has, tied ones under each name."""
+    """Every parameter and buffer by name, tied ones under each of their names."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
     return tensors
 
 
 def without_data(model: nn.Module, convert: Callable[[nn.Module], object]) -> nn.Module:
-    """A copy whose parameters and buffers have no data, after a method of the model has converted it.
+    """Copy a model without the data of its parameters and buffers, and convert the copy.
 
     Raises:
         TraceFailed: the method needs data, or fails.
@@ -64,7 +64,7 @@ def without_data(model: nn.Module, convert: Callable[[nn.Module], object]) -> nn
     return made
 
 
-def shadow_of(
+def make_fake_model(
     model: nn.Module,
     mode: FakeTensorMode,
     dtypes: Mapping[str, torch.dtype],
@@ -72,15 +72,15 @@ def shadow_of(
     *,
     trained: bool = False,
 ) -> FakeModel:
-    """The shadow, with parameters and buffers as fake tensors.
+    """Copy a model with fake tensors as its parameters and buffers.
 
     Args:
         model: the user's model; not changed.
         mode: the fake mode that the trace will use.
-        dtypes: of stored parameters and buffers by name; the others stay as they are.
-        convert: the model's own method that makes it one of 16 bits, if the policy calls one: what that does
-            besides changing dtypes is done to the shadow, too.
-        trained: whether its parameters ask for gradients where the model's do, and have their hooks.
+        dtypes: dtypes of stored parameters and buffers by name; the others keep theirs.
+        convert: the model's own method that converts it to 16 bits, if the policy calls one: the copy gets
+            its other effects, too.
+        trained: whether parameters keep ``requires_grad`` and their hooks.
     """
     own = named_tensors(model)
     source = model if convert is None else without_data(model, convert)
@@ -89,8 +89,10 @@ def shadow_of(
         if id(tensor) not in fakes:
             original = own.get(name, tensor)
             fake = fake_like(original, mode, dtypes.get(name, original.dtype))
-            asks = trained and original.requires_grad and fake.is_floating_point()
-            fakes[id(tensor)] = nn.Parameter(fake, asks) if isinstance(tensor, nn.Parameter) else fake
+            requires_grad = trained and original.requires_grad and fake.is_floating_point()
+            fakes[id(tensor)] = (
+                nn.Parameter(fake, requires_grad) if isinstance(tensor, nn.Parameter) else fake
+            )
     if not trained:
         made = FakeModel(structural_copy(source, fakes), {})
     else:
@@ -102,7 +104,7 @@ def shadow_of(
 
 
 class _WithHooks(nn.Module):
-    """A model and the hooks of its parameters, to be copied together: both may share objects."""
+    """Holds a model and the hooks of its parameters for one copy: they may share objects."""
 
     def __init__(self, model: nn.Module, hooks: dict[str, list[Any]]) -> None:
         super().__init__()
@@ -110,10 +112,10 @@ class _WithHooks(nn.Module):
         self.hooks = hooks
 
 
-def constant_masters(model: nn.Module, shadow: nn.Module) -> dict[int, torch.Tensor]:
-    """For each unregistered tensor that the shadow's conversion has cast, the model's own, by identity."""
+def constant_masters(model: nn.Module, copy: nn.Module) -> dict[int, torch.Tensor]:
+    """Map each unregistered tensor that the copy's conversion has cast, by identity, to the model's own."""
     masters: dict[int, torch.Tensor] = {}
-    for theirs, ours in zip(model.modules(), shadow.modules(), strict=False):
+    for theirs, ours in zip(model.modules(), copy.modules(), strict=False):
         for name, tensor in vars(ours).items():
             own: Any = vars(theirs).get(name)
             tensors = isinstance(tensor, torch.Tensor) and isinstance(own, torch.Tensor)
@@ -123,16 +125,16 @@ def constant_masters(model: nn.Module, shadow: nn.Module) -> dict[int, torch.Ten
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> torch.Tensor:
-    """A fake tensor with the shape, strides and device of a real one."""
+    """Make a fake tensor with the shape, strides and device of a real one."""
     with mode:
         return torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device, requires_grad=False
         )
 
 
-def without_cache(shadow: nn.Module) -> None:
-    """Generation caches change no value of one forward pass, and their types cannot be exported."""
-    for module in shadow.modules():
+def without_cache(copy: nn.Module) -> None:
+    """Switch off generation caches: one forward pass does not need them, and they cannot be exported."""
+    for module in copy.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False

@@ -1,4 +1,4 @@
-"""One flat graph out of an exported program: regions inlined, side branches and dead ops removed."""
+"""Flattens an exported program into one graph: inlines regions, and removes dead ops."""
 
 from __future__ import annotations
 
@@ -10,25 +10,20 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from ampaudit.trace.marks import is_mark
-from ampaudit.trace.objects import ObjectSource
+from ampaudit.trace.backward.marks import is_mark
+from ampaudit.trace.internals import region_calls
 
-__all__ = ["flat_graph", "has_effect"]
+__all__ = ["ObjectSource", "flat_graph", "has_effect"]
 
 _REGIONS = {"wrap_with_autocast", "wrap_with_set_grad_enabled"}
-_IGNORED = {
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-    torch._C._set_grad_enabled,
-}
 
 
 def flat_graph(program: ExportedProgram) -> fx.Graph:
-    """A new graph that computes the same outputs, with the casts already explicit in it.
+    """Build a flat graph that computes the same outputs, with explicit casts.
 
-    Autocast and no-grad regions become plain nodes: what they meant is in the dtypes. Ops whose result
-    nobody uses are dropped unless they write to one of their inputs. An object that is no
-    tensor is given by a node.
+    The bodies of autocast and no-grad regions become plain nodes: the dtypes say what the regions meant. Ops
+    without users are dropped unless they write to one of their inputs. An object that is not a tensor
+    comes from a node of its own.
     """
     graph = fx.Graph()
     source = program.graph_module
@@ -57,7 +52,7 @@ def _copy(node: fx.Node, owner: torch.nn.Module, graph: fx.Graph, env: dict[fx.N
     if node.op == "get_attr":
         return getattr(owner, str(node.target), None)
     if node.op == "call_function":
-        if node.target in _IGNORED:
+        if node.target in region_calls:
             return None
         if getattr(node.target, "__name__", "") in _REGIONS:
             return _inlined(node, graph, env)
@@ -97,8 +92,27 @@ def _mapped(value: Any, env: dict[fx.Node, Any]) -> Any:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node does something besides making a value."""
+    """Whether a node has an effect besides its value."""
     if node.op in ("placeholder", "output") or is_mark(node.target):
         return True
     schema = getattr(node.target, "_schema", None)
     return bool(schema and schema.is_mutable)
+
+
+class ObjectSource:
+    """Supplies the graph with an object that is not a tensor: a random generator, or a TorchScript class.
+
+    A generator is copied for each run in the state that the trace found. So the FP32 run and the 16-bit run
+    draw the same numbers, and the model's own generator keeps its state.
+    """
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+        self._state = held.get_state() if isinstance(held, torch.Generator) else None
+        self.__name__ = f"{type(held).__name__.lower()}_of_the_model"
+
+    def __call__(self) -> Any:
+        """Return the object, or a copy of the generator."""
+        if self._state is None:
+            return self._held
+        return torch.Generator(self._held.device).set_state(self._state)

@@ -1,4 +1,4 @@
-"""Who makes what a site reads, and who reads what it makes: views and casts are looked through."""
+"""Follows values through a traced graph: producers and consumers of a site, through views and casts."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ _HANDED_ON = (Role.VIEW, Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
 
 class Flow:
-    """The flow of values through a traced graph, as checks ask about it.
+    """Answers questions about the flow of values through a traced graph.
 
     Args:
         traced: the graph.
-        others: graphs of other batches of the model, for the sites that the first one has not.
+        others: graphs of other batches of the model, for sites that the first one lacks.
     """
 
     def __init__(self, traced: TracedModel, *others: TracedModel) -> None:
         self.traced = traced
         self.every = (traced, *others)
         self._sites: dict[fx.Node, Site] = {}
-        self._places: dict[fx.Node, Placeholder] = {}
+        self._placeholders: dict[fx.Node, Placeholder] = {}
         self._nodes: dict[SiteId, fx.Node] = {}
         for each in self.every:
-            sites, places = each.site_of_node, {place.node: place for place in each.placeholders}
+            sites, placeholders = each.site_of_node, {p.node: p for p in each.placeholders}
             for node in each.graph.nodes:
                 if node.name in sites:
                     self._sites[node] = sites[node.name]
                     self._nodes.setdefault(sites[node.name].id, node)
-                elif node.name in places:
-                    self._places[node] = places[node.name]
+                elif node.name in placeholders:
+                    self._placeholders[node] = placeholders[node.name]
 
     @cached_property
     def constants(self) -> frozenset[SiteId]:
         """Sites that no parameter and no floating-point input reaches: masks, positions, tables."""
         free: set[fx.Node] = set()
         for node in (node for each in self.every for node in each.graph.nodes):
-            place = self._places.get(node)
-            if place is not None:
-                dtype = place.dtype
-                given = place.slot is Slot.INPUT and dtype is not None and dtype.is_floating_point
-                if place.slot is not Slot.PARAMETER and not given:
+            placeholder = self._placeholders.get(node)
+            if placeholder is not None:
+                dtype = placeholder.dtype
+                is_float = dtype is not None and dtype.is_floating_point
+                is_input = placeholder.slot is Slot.INPUT and is_float
+                if placeholder.slot is not Slot.PARAMETER and not is_input:
                     free.add(node)
             elif all(used in free for used in node.all_input_nodes):
                 free.add(node)
@@ -66,25 +67,25 @@ class Flow:
         return self._sites.get(node)
 
     def base(self, site: Site | None) -> str:
-        """The site's op without overload and in-place mark: ``add`` for ``aten.add_.Tensor``; '' for none."""
+        """The site's op without overload and in-place mark: ``add`` for ``aten.add_.Tensor``."""
         if site is None:
             return ""
         op = overload_of(self.node(site).target)
         return base_name(op).rstrip("_") if op is not None else ""
 
     def arguments(self, site: Site) -> dict[str, Any]:
-        """The node's arguments by the names of ATen's schema; values are nodes."""
+        """The node's arguments by their schema names; values are nodes."""
         node = self.node(site)
         op = overload_of(node.target)
         return {} if op is None else named_arguments(op, node.args, dict(node.kwargs))
 
     def writes(self, site: Site) -> bool:
-        """Whether a site's op writes to a tensor that it is given."""
+        """Whether a site's op writes to one of its inputs."""
         op = overload_of(self.node(site).target)
         return op is not None and bool(mutated_arguments(op))
 
     def root(self, node: Any) -> fx.Node | None:
-        """The node that made a value, behind views, casts and tuple access."""
+        """The node that computed a value, before views, casts and tuple access."""
         while isinstance(node, fx.Node):
             site = self._sites.get(node)
             through = node.target is operator.getitem or (site is not None and site.role in _HANDED_ON)
@@ -94,7 +95,7 @@ class Flow:
         return None
 
     def maker(self, node: Any) -> Site | None:
-        """The site that made a value; ``None`` for inputs, weights and Python numbers."""
+        """The site that computed a value; ``None`` for inputs, weights and Python numbers."""
         root = self.root(node)
         return self._sites.get(root) if root is not None else None
 
@@ -104,22 +105,22 @@ class Flow:
         return site if self.base(site) in ops else None
 
     def given(self, node: Any) -> Placeholder | None:
-        """The placeholder behind views and casts, if the value is one."""
+        """The placeholder that a value views or casts, if it is one."""
         root = self.root(node)
-        return self._places.get(root) if root is not None else None
+        return self._placeholders.get(root) if root is not None else None
 
     def is_weight(self, node: Any) -> bool:
         """Whether a value is a parameter, buffer or constant."""
-        place = self.given(node)
-        return place is not None and place.slot is not Slot.INPUT
+        placeholder = self.given(node)
+        return placeholder is not None and placeholder.slot is not Slot.INPUT
 
     def makers(self, site: Site) -> list[Site]:
-        """Sites whose values a site reads."""
+        """The sites whose values a site reads."""
         found = (self.maker(node) for node in self.node(site).all_input_nodes)
         return [maker for maker in found if maker is not None]
 
     def readers(self, site: Site) -> list[Site]:
-        """Sites that read what a site makes."""
+        """The sites that read a site's value."""
         return list({reader.id: reader for reader in self._readers(self.node(site))}.values())
 
     def _readers(self, node: fx.Node) -> Iterator[Site]:

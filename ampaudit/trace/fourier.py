@@ -1,7 +1,6 @@
-"""Fourier transforms in float16: cuFFT has them for sizes that are powers of two, a CPU has none.
+"""Traces Fourier transforms in float16, which cuFFT has for sizes that are powers of two, and CPUs lack.
 
-So a trace on CPU tensors cannot ask torch for their result: the meta device, which stands for any device,
-describes it.
+A trace on CPU tensors cannot ask torch for their result: the meta device describes it instead.
 """
 
 from __future__ import annotations
@@ -10,28 +9,33 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, fetch_object_proxy, track_tensor_tree
 from torch.utils import _pytree as pytree
 
-from ampaudit.trace.inner import on_meta
-from ampaudit.trace.opnames import argument_names, base_name, named_arguments
+from ampaudit.trace.internals import (
+    FakeTensor,
+    FakeTensorMode,
+    ProxyTorchDispatchMode,
+    fetch_object_proxy,
+    track_tensor_tree,
+    unset_fake_temporarily,
+)
+from ampaudit.trace.opnames import argument_names, base_name, named_arguments, on_meta
 
 __all__ = ["TRANSFORMS", "is_fourier", "record_half_fourier", "signal_sizes"]
 
-# what every Fourier op ends in; their second argument is the transformed dimensions
+# the kernels of all Fourier ops; their second argument is the transformed dimensions
 TRANSFORMS = ("_fft_r2c", "_fft_c2c", "_fft_c2r")
 _TO_REAL = ("fft_irfft", "fft_irfft2", "fft_irfftn", "fft_hfft", "fft_hfft2", "fft_hfftn")
 
 
 def is_fourier(op: OpOverload) -> bool:
-    """Whether an op transforms: ``fft_rfft``, ``stft``."""
+    """Whether an op is a Fourier transform, such as ``fft_rfft`` or ``stft``."""
     base = base_name(op)
     return op.namespace == "aten" and (base in ("stft", "istft") or base.startswith(("fft_", "_fft_")))
 
 
 def signal_sizes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """The sizes that an op transforms; of a transform to real numbers, those of its output."""
+    """The sizes that an op transforms; those of its output for a transform to real numbers."""
     base, named = base_name(op), named_arguments(op, args, kwargs)
     if "n_fft" in named:
         return [int(named["n_fft"])]
@@ -54,7 +58,7 @@ def signal_sizes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def record_half_fourier(
     mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Record a transform of float16 that CUDA has; ``NotImplemented`` where it has none either."""
+    """Record a float16 transform that CUDA has; ``NotImplemented`` where CUDA lacks it, too."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
     if not fakes or any(size & (size - 1) for size in signal_sizes(op, args, kwargs)):

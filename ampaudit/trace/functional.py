@@ -1,7 +1,7 @@
-"""The same graph without writing in place: each write makes a new value, with a gradient of its own.
+"""Functionalizes a traced graph: each write in place makes a new value, with a gradient of its own.
 
 Torch's own functionalization runs below autograd, where composite ops and our casts are gone. This one works
-on the traced graph: whether two values share memory is read from the fake tensors of the trace.
+on the traced graph: its fake tensors tell which values share memory.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampaudit.trace.caster import META_KEY
+from ampaudit.trace.backward.marks import FUNCTION_OUTPUTS, marked_values
 from ampaudit.trace.graph import Slot, TracedModel
-from ampaudit.trace.marks import APPLIED, marked
-from ampaudit.trace.memory import SharedMemory
 from ampaudit.trace.opnames import mutated_arguments
+from ampaudit.trace.replay import META_KEY
+from ampaudit.trace.values import SharedMemory
 
-__all__ = ["STOPS", "OnCopy", "WriteThrough", "functionalized", "overload_of", "writes_in_place"]
+__all__ = ["DETACH_OPS", "OnCopy", "WriteThrough", "functionalized", "overload_of", "writes_in_place"]
 
-STOPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")  # the way back ends there
+# ops that gradients do not pass
+DETACH_OPS = ("aten.detach.default", "aten.detach_.default", "aten.detach_copy.default")
 aten = torch.ops.aten
 _BY_SIZES = {
     aten.view_as.default: aten.view.default,
@@ -33,14 +34,14 @@ _IDENTITIES = (aten.type_as.default, aten.to.other)  # where they share memory a
 
 
 class OnCopy:
-    """An op that writes to its first argument, called on a copy of it."""
+    """Calls an op that writes to its first argument on a copy of it."""
 
     def __init__(self, op: OpOverload) -> None:
         self.op = op
         self.__name__ = f"on_copy_{op._schema.name.split('::')[-1]}"
 
     def __call__(self, written: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The op's result, which is the copy."""
+        """Return the changed copy."""
         return self.op(written.clone(), *args, **kwargs)
 
 
@@ -52,13 +53,13 @@ def overload_of(target: Any) -> OpOverload | None:
 
 
 def functionalized(traced: TracedModel, *, write_back: bool = False) -> TracedModel:
-    """The traced model with every in-place op replaced; node names, and so sites, stay.
+    """Replace every in-place op of a traced model; node names, and so sites, stay.
 
-    An op whose schema hides what it writes (``batch_norm``'s running statistics) is left as it is.
+    An op whose schema hides its writes (``batch_norm``'s running statistics) is left as it is.
 
     Args:
         traced: the model.
-        write_back: whether buffers that the model writes to get their new values at the end.
+        write_back: whether to write new values of buffers back at the end.
     """
     if not any(writes_in_place(node) for node in traced.graph.nodes):
         return traced
@@ -73,7 +74,7 @@ def _set_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class _View:
-    """How a value is seen through its base: the node that shows it, and the base's version it shows."""
+    """A value as a view of its base: the node that makes the view, and the base's version that it shows."""
 
     base: fx.Node
     step: fx.Node | None
@@ -100,7 +101,7 @@ class _Rewriter:
                 self.graph.output(fx.node.map_arg(node.args[0], self._value))
             elif writes_in_place(node):
                 self._write(node)
-            elif node.target is APPLIED:
+            elif node.target is FUNCTION_OUTPUTS:
                 self._copy(node)
                 self._begin_again(node)
             else:
@@ -128,9 +129,9 @@ class _Rewriter:
         self._versions[node] = 0
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """The new node for an old one, made again where its memory was written since."""
+        """The new node for an old one, recomputed where its memory was written since."""
         view = self._views[node]
-        if view.step is None or view.source is None:  # what an in-place op returned shows later writes
+        if view.step is None or view.source is None:  # the result of an in-place op shows later writes
             return self._now[view.base]
         if view.version == self._versions[view.base]:
             return self._now[node]
@@ -146,7 +147,7 @@ class _Rewriter:
         return made
 
     def _add(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """A node of no site, under a name that leaves those of the old graph to their nodes."""
+        """Add a node that is no site, under a name that no node of the old graph has."""
         self._added += 1
         return self.graph.create_node("call_function", target, args, kwargs, name=f"_added_{self._added}")
 
@@ -166,8 +167,8 @@ class _Rewriter:
             self._views[name] = replace(view, version=self._versions[view.base])
 
     def _begin_again(self, applied: fx.Node) -> None:
-        """What a custom function has written is a new value: all that shows it is made after the mark."""
-        for out in marked(applied):
+        """Treat values that a custom function has written as new: views of them follow the mark."""
+        for out in marked_values(applied):
             view = self._views[out]
             if not self._versions[view.base]:
                 continue
@@ -179,7 +180,7 @@ class _Rewriter:
                     self._views[node] = replace(self._views[node], version=self._versions[view.base])
 
     def _through(self, written: fx.Node, value: fx.Node, *, unseen: bool = False) -> fx.Node:
-        """The base after a view of it was given a new value."""
+        """The base after a write to a view of it."""
         view = self._views[written]
         if view.step is None:
             return value
@@ -196,9 +197,9 @@ class _Rewriter:
 
 
 class WriteThrough:
-    """A copy of the base in which the part that a chain of views shows has a new value.
+    """Copies a base, and writes a new value to the part that a chain of views shows.
 
-    ``unseen`` says that gradients were off: autograd does not know.
+    ``unseen`` says that gradients were off, so that autograd does not see the write.
     """
 
     __name__ = "write_through"
@@ -210,7 +211,7 @@ class WriteThrough:
         self.unseen = unseen
 
     def __call__(self, base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The changed copy."""
+        """Return the changed copy."""
         whole = base.clone()
         part: Any = whole
         for target, args, kwargs in self._chain:
@@ -220,7 +221,7 @@ class WriteThrough:
 
 
 def writes_in_place(node: fx.Node) -> bool:
-    """Whether a node is an in-place op: one that writes to its first argument."""
+    """Whether a node writes to its first argument."""
     return (
         node.op == "call_function"
         and isinstance(node.target, OpOverload)
@@ -230,7 +231,7 @@ def writes_in_place(node: fx.Node) -> bool:
 
 
 def _shaped_by_sizes(step: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A view as an op, its further arguments and its keywords; no tensor lends it a shape."""
+    """A view as an op, its further arguments and its keywords, with sizes in place of other tensors."""
     if step.target in _BY_SIZES:
         return _BY_SIZES[step.target], (list(step.meta["val"].shape),), {}
     if step.target in _IDENTITIES:

@@ -1,4 +1,4 @@
-"""The traced model as a value: one flat graph, its sites in order, and its tensors."""
+"""Defines the traced model as a value: one flat graph, its sites in order, and its tensors."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ampaudit.policy.schema import Constants
 from ampaudit.trace.entry import OutputStructure
 from ampaudit.trace.state import StateChange
 
-__all__ = ["OwnCall", "Placeholder", "Role", "Site", "Slot", "TracedModel", "WayBack"]
+__all__ = ["CustomBackward", "FunctionCall", "Placeholder", "Role", "Site", "Slot", "TracedModel"]
 
 
 class Role(StrEnum):
     """What a site does to its input."""
 
     COMPUTE = "compute"  # makes new values
-    VIEW = "view"  # shows the same values under another shape
-    SELECT = "select"  # picks, moves or zeroes elements of its inputs: no new values
-    CAST = "cast"  # a conversion in the author's code
+    VIEW = "view"  # the same values in another shape
+    SELECT = "select"  # picks, moves or zeroes elements of its inputs
+    CAST = "cast"  # a conversion in the model's code
     INSERTED_CAST = "inserted-cast"  # a conversion that the policy added
     WEIGHT_CAST = "weight-cast"  # a parameter, buffer or constant that is converted
 
     @property
     def converts(self) -> bool:
-        """Whether the site is a conversion, whoever made it."""
+        """Whether the site is a conversion."""
         return self in (Role.CAST, Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
     @property
     def inserted(self) -> bool:
-        """Whether the policy put the site there."""
+        """Whether the policy inserted the site."""
         return self in (Role.INSERTED_CAST, Role.WEIGHT_CAST)
 
 
@@ -55,9 +55,9 @@ class Placeholder:
 
     Attributes:
         node: the placeholder's node name.
-        slot: what kind of value it takes.
+        slot: the kind of value.
         name: the parameter's or buffer's path, the constant's name, or ``input[i]``.
-        dtype: dtype in the converted model (the stored dtype for weights).
+        dtype: dtype in the converted model (of weights: the stored one).
     """
 
     node: str
@@ -79,9 +79,10 @@ class Site:
         dtype: dtype of its (first floating-point) output, ``None`` where it has none.
         shape: shape of that output.
         decision: what the policy did and why.
-        source: line of the model's code; ``caller`` the user's own line where that is another one.
+        source: line of the model's code.
+        caller: the user's own line, if that is another one.
         weight: name of the parameter, buffer or constant, for a weight cast.
-        facts: what the decision was made from; ``None`` for what the policy or the tracer added.
+        facts: what the decision was made from; ``None`` for sites that the policy or the tracer added.
         original_args: arguments that the policy changed, by position or name, as the FP32 model has them.
     """
 
@@ -102,14 +103,14 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCall:
-    """A call of a custom autograd function, to be made again on other tensors.
+class FunctionCall:
+    """A call of a custom autograd function that can be repeated on other tensors.
 
     Attributes:
-        function: its class.
-        args: what it was given, with ``None`` in the places of tensors.
-        tensors: those places.
-        outputs: places of the outputs that have a gradient.
+        function: the function's class.
+        args: its arguments, with ``None`` in place of each tensor.
+        tensors: positions of the tensors among the arguments.
+        outputs: positions of the outputs that require a gradient.
     """
 
     function: Any
@@ -119,22 +120,22 @@ class OwnCall:
 
 
 @dataclass(frozen=True, slots=True)
-class WayBack:
-    """A way back of the author's own: the backward of one call of a custom function, or a tensor's hook.
+class CustomBackward:
+    """The backward of one call of a custom autograd function, or the hooks of one tensor.
 
     Attributes:
-        number: that the graph's marks have.
+        number: its number in the graph's marks.
         name: such as ``Scale.backward``.
-        layer: in which it was called.
-        source: where it is defined, or where it could not be followed.
-        failure: why it could not be followed; ``None`` if it could.
+        layer: the layer that called the function or registered the hook.
+        source: where it is defined, or the line that could not be traced.
+        failure: why it could not be traced; ``None`` if it could.
         call: how to call the function as a whole, where that is possible.
-        traced: its graph, once it is taken out of the model's. Outputs are what it returns, then gradients of
-            leaves, then what other ways back read.
-        inputs: where the values of the graph's inputs come from: ``gradient`` and the output's number,
-            ``value`` and the number among those that are kept, or ``shared`` and a name.
-        returns: for each input of the function the number of an output, ``None`` for no gradient.
-        leaves: nodes of leaves that the way back itself gives a gradient.
+        traced: its graph, separated from the model's. The outputs are the gradients it returns, then those of
+            leaves, then values that other custom backwards read.
+        inputs: origin of each graph input: ``gradient`` and the output's number, ``value`` and its index in
+            the saved values, or ``shared`` and a name.
+        returns: for each input of the function the index of its gradient, ``None`` for no gradient.
+        leaves: indices, among the saved values, of leaves whose gradient the backward itself sets.
         shares: names of the remaining outputs.
     """
 
@@ -143,7 +144,7 @@ class WayBack:
     layer: str
     source: SourceLine | None
     failure: str | None
-    call: OwnCall | None
+    call: FunctionCall | None
     traced: TracedModel | None = None
     inputs: tuple[tuple[str, int | str], ...] = ()
     returns: tuple[int | None, ...] = ()
@@ -158,12 +159,12 @@ class TracedModel:
     ``tensors`` maps placeholder names to the model's own FP32 tensors (never copies); ``signature`` are the
     shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not
     fit; ``split_ties`` names tied weights that the policy would store differently under each name;
-    ``structure`` is what the outputs were in; ``custom_functions`` names custom autograd functions, whose
-    own backward the graph itself does not have, and ``checkpoint``, if activations are recomputed; ``ways``
-    are those ways back, where gradients were asked for, and ``way_notes`` what is not followed. ``changes``
-    are what the model's code did to its own Python state, and ``drew`` says that it drew random numbers
-    which the graph holds as constants: then it is a graph of one call. ``reads`` are the lines that read a
-    precision.
+    ``structure`` is the structure of the outputs; ``custom_functions`` names custom autograd functions, whose
+    backward is not part of the graph, and ``checkpoint``, if activations are recomputed; ``custom_backwards``
+    are their backwards, where gradients were asked for, and ``backward_notes`` what they leave out.
+    ``changes`` are changes of the model's Python state, and ``random_constants`` says whether the graph holds
+    random numbers as constants: then it is valid for one call only. ``reads`` are the lines of the model's
+    code that read a precision.
     """
 
     graph: fx.Graph
@@ -180,10 +181,10 @@ class TracedModel:
     structure: OutputStructure | None = None
     custom_functions: tuple[str, ...] = ()
     changes: tuple[StateChange, ...] = ()
-    drew: bool = False
+    random_constants: bool = False
     reads: tuple[SourceLine, ...] = ()
-    ways: tuple[WayBack, ...] = ()
-    way_notes: tuple[str, ...] = ()
+    custom_backwards: tuple[CustomBackward, ...] = ()
+    backward_notes: tuple[str, ...] = ()
 
     @property
     def site_of_node(self) -> dict[str, Site]:

@@ -1,4 +1,4 @@
-"""Which calls of a model may share one trace."""
+"""Decides which calls of a model may share one trace."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["TraceCache", "call_key"]
 
 Traced = TypeVar("Traced")
 
-_KEPT = 8  # traces per kind of call; of more states, those seen last
+_KEPT = 8  # traces per key: those of the states seen last
 
 _VALUES = (types.NoneType, bool, int, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device)
 
 
 class _Identity:
-    """Equal for one object only, which it keeps alive."""
+    """Compares an object by identity, and keeps it alive."""
 
     __slots__ = ("value",)
 
@@ -39,11 +39,11 @@ class _Identity:
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What a trace depends on in a call: names, structure, every value, and of tensors all but their values.
+    """Make a key of everything in a call that a trace depends on: all but the values of its tensors.
 
-    Two calls with equal keys run the same code if the model's own state is the same, too. An object that
-    holds tensors where torch does not look for them is known by their identity: a trace takes them for
-    constants. A Python iterator, which nobody can look into, is equal to nothing.
+    Two calls with equal keys run the same code if the model is in the same state. Tensors inside objects
+    that torch does not look into are compared by identity: a trace takes them for constants. A Python
+    iterator equals nothing: its position cannot be read.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     first: dict[int, int] = {}
@@ -81,7 +81,7 @@ def _value_key(value: Any, seen: dict[int, int]) -> Any:
 
 
 def _object_key(value: Any, seen: dict[int, int]) -> Any:
-    """A plain object by its class and attributes, another one by its own equality."""
+    """Compare a plain object by its class and attributes, others by their own equality."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, nn.Module | types.FunctionType | types.MethodType | types.ModuleType):
         return _Identity(value)
@@ -93,25 +93,25 @@ def _object_key(value: Any, seen: dict[int, int]) -> Any:
 
 
 class TraceCache(Generic[Traced]):
-    """Traces by kind of call and by the state that the model's code was in."""
+    """Keeps traces by the key of a call and by the state of the model."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[tuple[PythonState, Traced]]] = {}
         self._fixed = False
 
     def find(self, key: tuple[Any, ...]) -> Traced | None:
-        """The trace that is valid now for such a call."""
+        """Return the trace that is valid for such a call now."""
         found = self._kept.get(key, ())
         return next((traced for state, traced in found if self._fixed or state.unchanged()), None)
 
     def fixed(self) -> TraceCache[Traced]:
-        """The same traces for a copy of the model under a tool that hooks its modules: no state is read."""
+        """Share the traces with a copy of the model whose modules a tool hooks, without comparing states."""
         made: TraceCache[Traced] = TraceCache()
         made._kept, made._fixed = self._kept, True
         return made
 
     def keep(self, key: tuple[Any, ...], state: PythonState, traced: Traced) -> None:
-        """Remember a trace with the state before it was made."""
+        """Keep a trace, with the model's state before it."""
         kept = self._kept.setdefault(key, [])
         kept.insert(0, (state, traced))
         del kept[_KEPT:]

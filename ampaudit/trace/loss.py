@@ -1,4 +1,4 @@
-"""A model together with its loss, as one module: the loss's ops are sites under the policy, too."""
+"""Joins a model and its loss in one module, so that the policy applies to the loss's ops as well."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LOSS = "loss"
 
 
 @dataclass(frozen=True, slots=True)
-class _Same:
-    """Stands in a batch for the tensor of that number among the model's own inputs."""
+class _InputReference:
+    """Stands in a batch for one of the model's input tensors."""
 
     index: int
 
 
 def item_apart(args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> Any:
-    """The batch with its tensors that the model is given, too, replaced by where they are: no input twice."""
-    places = {id(tensor): _Same(index) for index, tensor in enumerate(tensor_leaves(args, kwargs))}
-    return pytree.tree_map(lambda leaf: places.get(id(leaf), leaf), item)
+    """Replace tensors of a batch that are inputs of the model by references to them: no input twice."""
+    inputs = {id(tensor): _InputReference(index) for index, tensor in enumerate(tensor_leaves(args, kwargs))}
+    return pytree.tree_map(lambda leaf: inputs.get(id(leaf), leaf), item)
 
 
 class WithLoss(nn.Module):
@@ -45,9 +45,7 @@ class WithLoss(nn.Module):
         setattr(self, ENTRY_NAME, model)
         setattr(self, LOSS, _Loss(loss))
         self.training = model.training
-        self.output_dtype: torch.dtype | None = (
-            None  # in which a policy gives the model's outputs to the loss
-        )
+        self.output_dtype: torch.dtype | None = None  # of the model's outputs, before the loss
 
     @property
     def inner(self) -> nn.Module:
@@ -56,10 +54,12 @@ class WithLoss(nn.Module):
         return model
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> LossAndOutput:
-        """The output, and a scalar loss; ``item`` comes from ``item_apart``."""
+        """Return the output and a scalar loss; ``item`` comes from ``item_apart``."""
         given = tensor_leaves(args, kwargs)
         output = placed(self.inner(*args, **kwargs), self.output_dtype)
-        item = pytree.tree_map(lambda leaf: given[leaf.index] if isinstance(leaf, _Same) else leaf, item)
+        item = pytree.tree_map(
+            lambda leaf: given[leaf.index] if isinstance(leaf, _InputReference) else leaf, item
+        )
         return LossAndOutput(getattr(self, LOSS)(output, item), output)
 
 
@@ -69,7 +69,7 @@ class _Loss(nn.Module):
         self._function = function
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Loss:
-        """The function is the user's: it is shared, not copied."""
+        """Share the user's function instead of copying it."""
         made = _Loss(self._function)
         made.training = self.training
         return made
@@ -84,18 +84,18 @@ def takes_batch(function: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [p for p in parameters if p.kind in places]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters if p.kind in kinds]
     required = [p for p in positional if p.default is p.empty]
     named = len(positional) > 1 and positional[1].name == "batch"
     return len(required) >= 2 or named or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
 
 def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> torch.Tensor:
-    """The scalar loss of an output.
+    """Compute the scalar loss of an output.
 
     Raises:
-        InputError: there is none, or it is no differentiable number.
+        InputError: there is none, or it is not a differentiable number.
     """
     if function is not None:
         loss = function(output, item) if takes_batch(function) else function(output)

@@ -1,31 +1,38 @@
-"""What ampaudit needs to know about an ATen op: its name, and what kind of thing it does."""
+"""Describes ATen ops: their names, what kind of thing they do, and which ops they call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from ampaudit.policy.aten_ops import inner_op
+from ampaudit.trace.internals import (
+    DispatchKey,
+    TorchDispatchMode,
+    has_kernel,
+    without_autocast,
+    without_modes,
+)
 
 __all__ = [
-    "CASTABLE",
     "CAST_OPS",
+    "InnerOps",
     "argument_names",
     "base_name",
     "composite_kernel",
     "converts",
-    "has_kernel",
     "is_composite",
     "is_view",
     "kept_whole",
     "may_write",
     "mutated_arguments",
     "named_arguments",
+    "on_meta",
     "op_name",
     "returned_arguments",
     "rounds_once",
@@ -35,7 +42,7 @@ __all__ = [
     "written_values",
 ]
 
-# Composite ops that end in one kernel, which rounds once: splitting them would show nothing more.
+# Composite ops that end in one kernel, which rounds once: their parts would show nothing more.
 _ONE_KERNEL = frozenset(
     """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d avg_pool1d
@@ -56,10 +63,10 @@ _ONE_KERNEL = frozenset(
     """.split()
 )
 
-# Kept whole as well, but what they consist of rounds several times on every device.
+# Kept whole as well, although their parts round several times on every device.
 _SEVERAL_ROUNDINGS = frozenset({"cdist", "einsum", "rnn_relu_cell", "rnn_tanh_cell"})
 
-# Ops whose outputs are elements of their inputs, or zero: nothing can overflow or be rounded there.
+# Ops whose outputs are elements of their inputs, or zero: nothing overflows or is rounded there.
 _SELECTING = frozenset(
     """
     relu relu_ relu6 max_pool1d max_pool2d max_pool3d max_pool2d_with_indices adaptive_max_pool1d
@@ -69,10 +76,7 @@ _SELECTING = frozenset(
 """.split()
 )
 
-# dtypes that a policy may change; float64 is absent on purpose: autocast leaves it alone, and so do we
-CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
-
-# arguments that norms write to although their schema does not say so, and the flags under which they do
+# arguments that norms write to although the schema does not say so, and the flags that make them
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train", "use_input_stats")
 _UPDATING = ("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats")
@@ -98,7 +102,7 @@ def named_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def converts(target: object) -> bool:
-    """Whether a node's target gives its first argument in another dtype: ``to`` or ``_to_copy``."""
+    """Whether a node's target converts its first argument: ``to`` or ``_to_copy``."""
     return isinstance(target, OpOverload) and base_name(target) in _CONVERSIONS
 
 
@@ -120,10 +124,10 @@ def short_name(op: OpOverload) -> str:
 
 @cache
 def is_composite(op: OpOverload) -> bool:
-    """Whether the op is nothing but calls of other ops (CompositeImplicitAutograd)."""
+    """Whether the op only calls other ops (CompositeImplicitAutograd)."""
     return bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-        and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        has_kernel(op, "CompositeImplicitAutograd")
+        and op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     )
 
 
@@ -133,27 +137,16 @@ def kept_whole(op: OpOverload) -> bool:
     return base_name(op) in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
 
 
-_COMPOSITE_KEYS = (
-    ("CompositeImplicitAutograd", DispatchKey.CompositeImplicitAutograd),
-    ("CompositeExplicitAutograd", DispatchKey.CompositeExplicitAutograd),
-    ("CompositeExplicitAutogradNonFunctional", DispatchKey.CompositeExplicitAutogradNonFunctional),
-)
+_COMPOSITE = ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
 
 
 @cache
 def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
-    """The kernel of an op that only calls others, whatever the device; a mode can see these calls."""
+    """The kernel of an op that only calls others, on every device; dispatch modes see these calls."""
     if has_kernel(op, "CPU"):
         return None
-    for alias, key in _COMPOSITE_KEYS:
-        if has_kernel(op, alias):
-            return lambda *args, key=key, **kwargs: op._op_dk(key, *args, **kwargs)
-    return None
-
-
-def has_kernel(op: OpOverload, key: str) -> bool:
-    """Whether a kernel is registered for a dispatch key, or alias of several."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+    keys = (f"Composite{kind}" for kind in _COMPOSITE)
+    return next((partial(op._op_dk, getattr(DispatchKey, key)) for key in keys if has_kernel(op, key)), None)
 
 
 @cache
@@ -176,7 +169,7 @@ def selects(op: OpOverload) -> bool:
 
 
 def written_values(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What a call writes to, given by position or by name; the members of a list one by one."""
+    """The arguments that a call writes to; the members of a list one by one."""
     names, given = argument_names(op), named_arguments(op, args, kwargs)
     found = [given.get(names[position]) for position in written_arguments(op, args, kwargs)]
     return [item for value in found for item in (value if isinstance(value, list | tuple) else (value,))]
@@ -200,7 +193,7 @@ def mutated_arguments(op: OpOverload) -> tuple[int, ...]:
 
 @cache
 def returned_arguments(op: OpOverload) -> tuple[int, ...]:
-    """Positions of the written arguments that the op returns: the result shows what was written."""
+    """Positions of the written arguments that the op returns."""
     returned = [r.alias_info.before_set for r in op._schema.returns if r.alias_info is not None]
     aliases = [(p, op._schema.arguments[p].alias_info) for p in mutated_arguments(op)]
     return tuple(p for p, alias in aliases if alias is not None and alias.before_set in returned)
@@ -209,7 +202,7 @@ def returned_arguments(op: OpOverload) -> tuple[int, ...]:
 def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Positions of the arguments that a call writes to, also where the schema does not say so.
 
-    Norms update running statistics while they train; only their flag tells.
+    Norms update running statistics in training mode, which only a flag tells.
     """
     given = named_arguments(op, args, kwargs)
     training = any(given.get(flag) is True for flag in _TRAINING)
@@ -218,3 +211,65 @@ def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     names = enumerate(argument_names(op))
     hidden = {p for p, name in names if name in _STATISTICS and given.get(name) is not None}
     return tuple(sorted({*mutated_arguments(op), *hidden}))
+
+
+# what autocast casts inside the kernels of other ops
+_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"})
+
+
+class InnerOps:
+    """Finds the ops that other ops call, by calling these once on the meta device."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[OpOverload, str], frozenset[str]] = {}
+
+    def mentioned(
+        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]
+    ) -> bool:
+        """Whether an op that would stay whole calls one of these ops.
+
+        A kernel that is not composite for autograd may need memory that fake tensors lack: of the ops that
+        it calls, only products count.
+        """
+        if torch.Tag.nondeterministic_seeded in op.tags:  # a call would draw from the user's generator
+            return False
+        if composite_kernel(op) is None or is_view(op) or inner_op(op_name(op)) is not None:
+            return False
+        key = (op, repr(pytree.tree_map_only(torch.Tensor, lambda t: t.ndim, (args, kwargs))))
+        if key not in self._found:
+            self._found[key] = _inner_ops(op, args, kwargs)
+        return bool(self._found[key] & (names if is_composite(op) else names & _PRODUCTS))
+
+
+def _inner_ops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+    """Policy names of the ops that a composite op calls, until it asks for values."""
+    kernel = composite_kernel(op)
+    seen = _Names()
+    if kernel is None:
+        return frozenset()
+    with without_modes(), torch.no_grad(), without_autocast(), seen:
+        try:
+            given = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
+            kernel(*given[0], **given[1])
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            pass
+    return frozenset(seen.found)
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a tensor on the meta device with the sizes and strides of another one."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note one inner op."""
+        del types
+        self.found.add(op_name(func))
+        return func(*args, **(kwargs or {}))

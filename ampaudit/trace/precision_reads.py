@@ -1,31 +1,33 @@
-"""Notes where the model's code reads a precision: from there on it may do something else than in FP32.
+"""Finds where the model's code reads a precision, after which it may differ from FP32.
 
-Code that never asks for a dtype computes the same ops in every precision. Function modes see who asks a
-tensor; torch's functions about autocast are replaced for the time of a trace.
+Code that never reads a dtype computes the same ops in every precision. A function mode sees reads of
+tensors; torch's functions about autocast are replaced while a model is traced.
 """
 
 from __future__ import annotations
 
+import ast
+import linecache
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import FrameType
+from contextlib import contextmanager
+from itertools import islice
+from types import CodeType, FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.trace.dtype_uses import only_makes_tensors
+from ampaudit.trace.internals import Replacement, patched, without_torch_function
 from ampaudit.trace.stack import code_line, is_library, is_tool_file
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["PrecisionReads", "conversions_of"]
 
-_LOWER = (torch.float16, torch.bfloat16)
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-# what tells the dtype of a tensor among its arguments to Python code
+# functions that tell Python code the dtype of one of their arguments
 _TELLING: frozenset[Any] = frozenset(
     {
         _DTYPE,
@@ -54,10 +56,12 @@ _ASKING = "/torch/distributions/"
 
 
 class PrecisionReads(TorchFunctionMode):
-    """While active, collects the lines of the model's code that read the precision of something in 16 bits.
+    """Collects the lines of the model's code that read the precision of something in 16 bits.
 
-    A dtype that only says in which dtype another tensor is made is no such thing. Attributes:
-        lines: in order, each once.
+    Reading a dtype only to create or cast another tensor does not count.
+
+    Attributes:
+        lines: the lines in order, each once.
     """
 
     def __init__(self) -> None:
@@ -68,7 +72,7 @@ class PrecisionReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function, and look whether it tells a 16-bit dtype."""
+        """Call the function, and note it if it tells a 16-bit dtype."""
         del types
         # x.type(dtype) is a cast
         tells = func in _TELLING and not (func is torch.Tensor.type and len(args) > 1)
@@ -78,11 +82,9 @@ class PrecisionReads(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch tensors and torch's functions about autocast."""
-        with ExitStack() as stack:
-            for name in _AUTOCAST:
-                stack.enter_context(mock.patch.object(torch, name, self._asked(getattr(torch, name))))
-            stack.enter_context(self)
+        """Watch tensors and torch's functions about autocast while active."""
+        replacements = [Replacement(torch, name, self._asked(getattr(torch, name))) for name in _AUTOCAST]
+        with patched(replacements), self:
             yield
 
     def _asked(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,14 +110,14 @@ class PrecisionReads(TorchFunctionMode):
         if key in self._known:
             return
         self._known.add(key)
-        if not (dtype and only_makes_tensors(*key)):
+        if not (dtype and _only_makes_tensors(*key)):
             line = code_line(frame.f_code.co_filename, frame.f_lineno)
             if line not in self.lines:
                 self.lines.append(line)
 
 
 def conversions_of(model: nn.Module) -> list[SourceLine]:
-    """Methods of the user's own that run when the model is converted, and may leave it other than FP32's."""
+    """List conversion methods of the user's own, which may change more than dtypes."""
     found = (getattr(type(m), name) for m in model.modules() for name in ("half", "bfloat16", "to", "_apply"))
     codes = dict.fromkeys(method.__code__ for method in found if hasattr(method, "__code__"))
     files = ((code.co_filename, code.co_firstlineno) for code in codes)
@@ -123,13 +125,107 @@ def conversions_of(model: nn.Module) -> list[SourceLine]:
 
 
 def _lower(tensor: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunction():
-        return tensor.dtype in _LOWER
+    with without_torch_function():
+        return tensor.dtype in LOW_PRECISION_DTYPES
 
 
 def _hands_on(frame: FrameType) -> bool:
-    """Whether a frame is torch's way from a tensor to the modes that watch it."""
+    """Whether a frame belongs to torch's dispatch from a tensor to function modes."""
     file = frame.f_code.co_filename
     return frame.f_code.co_name == "__torch_function__" or file.endswith(
         ("/torch/overrides.py", "/torch/_tensor.py")
     )
+
+
+# methods and functions whose result has the dtype of an argument; torch.tensor is not one of them, because
+# its constants are rounded while the model is traced
+_CASTS = frozenset({"to", "type"})
+_MAKERS = frozenset(
+    """
+    to zeros ones full empty arange linspace eye rand randn randint
+    zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
+    softmax log_softmax sum mean prod cumsum cumprod
+    """.split()
+)
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _only_makes_tensors(code: CodeType, instruction: int) -> bool:
+    """Whether the attribute that an instruction reads is only passed to casts and factory functions.
+
+    ``x.to(other.dtype)`` and ``torch.zeros(n, dtype=x.dtype)`` are casts of the graph, which the FP32 run
+    widens. ``x.dtype == torch.float16`` and ``torch.finfo(x.dtype)`` may change what the code computes, and
+    so may anything that is not recognized here.
+
+    Args:
+        code: the function's code.
+        instruction: the instruction's offset, as in ``frame.f_lasti``.
+    """
+    function, shift = _function(code)
+    position = next(islice(code.co_positions(), instruction // 2, None), None)
+    if function is None or position is None:
+        return False
+    line, _, column, end = position
+    parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+    for node in parents:
+        if isinstance(node, ast.Attribute) and node.attr == "dtype" and node.end_lineno is not None:
+            place = node.lineno + shift, node.col_offset, node.end_col_offset
+            if place == (line, column, end):
+                return _harmless(node, parents, frozenset())
+    return False
+
+
+def _function(code: CodeType) -> tuple[_Function | None, int]:
+    """The syntax tree of a function, if its source is known, and the offset of its line numbers."""
+    last = max((end for _, end, _, _ in code.co_positions() if end is not None), default=0)
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : last]
+    # wrap an indented function in a block, so that columns are those of the file
+    nested = bool(lines) and lines[0][:1].isspace()
+    try:
+        tree = ast.parse(("if True:\n" if nested else "") + "".join(lines))
+    except (SyntaxError, ValueError):
+        return None, 0
+    found = next((node for node in ast.walk(tree) if isinstance(node, _Function)), None)
+    return found, code.co_firstlineno - (2 if nested else 1)
+
+
+def _harmless(node: ast.expr, parents: dict[ast.AST, ast.AST], followed: frozenset[str]) -> bool:
+    parent = parents[node]
+    if isinstance(parent, ast.Expr):
+        return True
+    if isinstance(parent, ast.Call):
+        return node is not parent.func and _callee(parent) in _CASTS
+    if isinstance(parent, ast.keyword) and parent.arg == "dtype":
+        call = parents[parent]
+        return isinstance(call, ast.Call) and _callee(call) in _MAKERS
+    name = _assigned(node, parent, parents)
+    if name is None or name in followed or _shared(name, parents):
+        return name in followed
+    return all(_harmless(use, parents, followed | {name}) for use in _uses(name, parents))
+
+
+def _callee(call: ast.Call) -> str:
+    """The name of a method or of a module's function."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _assigned(node: ast.expr, parent: ast.AST, parents: dict[ast.AST, ast.AST]) -> str | None:
+    """The variable that a value is assigned to, alone or in ``dtype, n = x.dtype, len(x)``."""
+    target: ast.AST | None = None
+    if isinstance(parent, ast.Assign) and len(parent.targets) == 1:
+        target = parent.targets[0]
+    elif isinstance(parent, ast.Tuple) and isinstance(statement := parents[parent], ast.Assign):
+        names = statement.targets[0] if len(statement.targets) == 1 else None
+        if isinstance(names, ast.Tuple) and len(names.elts) == len(parent.elts):
+            target = names.elts[parent.elts.index(node)]
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _shared(name: str, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a name is global or nonlocal."""
+    return any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in parents)
+
+
+def _uses(name: str, parents: dict[ast.AST, ast.AST]) -> list[ast.Name]:
+    found = (node for node in parents if isinstance(node, ast.Name) and node.id == name)
+    return [node for node in found if isinstance(node.ctx, ast.Load)]

@@ -1,28 +1,79 @@
-"""Which node of an already exported graph is being replayed, so that a new trace can keep its origin."""
+"""Replays an exported graph under a new trace, so that each op keeps its layer, source line and record."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["INSERTED", "OPAQUE", "REPLAYED", "replayed_meta", "replaying"]
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
 
-# attribute under which a replaying module keeps the graph; no part of a layer's path
+from ampaudit.core.sites import SiteId
+from ampaudit.policy import Decision, OpFacts
+from ampaudit.trace.values import CASTABLE_DTYPES, float_value
+
+__all__ = [
+    "INSERTED",
+    "META_KEY",
+    "OPAQUE",
+    "REPLAYED",
+    "OpRecord",
+    "Replayer",
+    "replayed_meta",
+    "replayed_record",
+    "replaying",
+]
+
+META_KEY = "ampaudit"  # of a node's metadata: its OpRecord
+# attribute under which a replaying module holds what it replays; not part of a layer's path
 REPLAYED = "ampaudit_replayed"
-
 # metadata of a conversion that the policy adds around the model
 INSERTED = {"ampaudit_inserted": True}
-# key in the metadata of a node whose insides no policy looks into, such as torch.cond
+# metadata key of a node whose inner graph no policy applies to, such as torch.cond
 OPAQUE = "ampaudit_opaque"
 
 _CURRENT: ContextVar[Mapping[str, Any] | None] = ContextVar("replayed", default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """What was decided about one recorded op.
+
+    Attributes:
+        decision: what was done to it and why.
+        site: its id; ``None`` for what the policy added.
+        facts: what the decision was made from.
+        inserted: whether it is a cast that the policy added.
+        original_args: arguments that the policy changed, by position or name, as the FP32 model has them.
+        replayed: metadata of the exported node that it replays, if the model is an exported program.
+        no_grad: whether the model's code switches gradients off here.
+        in_backward: whether it is an op of a custom backward.
+    """
+
+    decision: Decision
+    site: SiteId | None = None
+    facts: OpFacts | None = None
+    inserted: bool = False
+    original_args: Mapping[int | str, Any] = field(default_factory=dict)
+    replayed: Mapping[str, Any] | None = None
+    no_grad: bool = False
+    in_backward: bool = False
+
+
 def replayed_meta() -> Mapping[str, Any] | None:
     """The metadata (module stack, stack trace) of the node being replayed, if one is."""
     return _CURRENT.get()
+
+
+def replayed_record() -> OpRecord | None:
+    """The record of the node being replayed, if it has one."""
+    record = (replayed_meta() or {}).get(META_KEY)
+    return record if isinstance(record, OpRecord) else None
 
 
 @contextmanager
@@ -33,3 +84,57 @@ def replaying(meta: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+class Replayer(fx.Interpreter):
+    """Runs a graph node by node, each node under its own metadata.
+
+    Args:
+        module: the module that holds the graph.
+        graph: another graph to run.
+        converting: replay an FP32 trace as a converter sees it: casts without an effect are left out, and an
+            op with a graph of its own, such as ``torch.cond``, stays in float32.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, graph: fx.Graph | None = None, *, converting: bool = False
+    ) -> None:
+        super().__init__(module, garbage_collect_values=True, graph=graph)
+        self._converting = converting
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        if self._converting and _is_idle_cast(n):
+            return self.env[n.all_input_nodes[0]]
+        if self._converting and isinstance(n.target, HigherOrderOperator):
+            return self._opaque(n)
+        with replaying(_origin(n)):
+            return super().run_node(n)
+
+    def _opaque(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        with replaying(INSERTED):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _in_float32, (args, kwargs))
+        with replaying(_origin(n) | {OPAQUE: True}):
+            return self.call_function(n.target, args, kwargs)
+
+
+def _origin(node: fx.Node) -> dict[str, Any]:
+    """Layer and line of a node, which may itself replay another one, and its record."""
+    record = node.meta.get(META_KEY)
+    if isinstance(record, OpRecord) and record.replayed is not None:
+        return {**record.replayed, META_KEY: record}
+    return dict(node.meta)
+
+
+def _in_float32(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.float32) if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _is_idle_cast(node: fx.Node) -> bool:
+    """Whether a node converts a tensor to the dtype that it has."""
+    if not isinstance(node.target, OpOverload) or node.target._schema.name != "aten::to":
+        return False
+    source: Any = node.args[0]
+    before, after = float_value(source.meta.get("val")), float_value(node.meta.get("val"))
+    return before is not None and after is not None and before.dtype == after.dtype in CASTABLE_DTYPES

@@ -1,4 +1,4 @@
-"""Names every op of the graph: layer, op, role, dtype, source line."""
+"""Makes the sites of a graph: layer, op, role, dtype and source line of each op."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch._ops import OpOverload
 from ampaudit.core.sites import SiteNumbering
 from ampaudit.policy import Decision
 from ampaudit.policy.schema import Cast
-from ampaudit.trace.caster import META_KEY, OpRecord
+from ampaudit.trace.backward.marks import is_mark
 from ampaudit.trace.entry import layer_of
+from ampaudit.trace.flatten import ObjectSource
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot
-from ampaudit.trace.marks import is_mark
-from ampaudit.trace.objects import ObjectSource
 from ampaudit.trace.opnames import CAST_OPS, base_name, is_view, selects
-from ampaudit.trace.sizes import sizes_of
+from ampaudit.trace.replay import META_KEY, OpRecord
 from ampaudit.trace.stack import source_lines
+from ampaudit.trace.values import float_value, sizes_of
 
-__all__ = ["build_sites", "float_value"]
+__all__ = ["build_sites"]
 
 _DROPOUTS = {"aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"}
 _UNSEEN = Decision(Cast.FOLLOW, None, "default", "made by the tracer")
 
 
 def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[Site, ...]:
-    """One site per ATen op in graph order; ops that only compute shapes or indices are sites too."""
+    """Make one site per ATen op in graph order, ops on shapes and indices included."""
     numbering = SiteNumbering(getattr(node.meta.get(META_KEY), "site", None) for node in graph.nodes)
     weights = {p.node: p for p in placeholders if p.slot is not Slot.INPUT}
     sites: list[Site] = []
@@ -42,14 +42,6 @@ def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[S
             continue
         sites.append(_site(node, weights, numbering))
     return tuple(sites)
-
-
-def float_value(value: Any) -> torch.Tensor | None:
-    """The first floating-point tensor of an op's (fake) result, if there is one."""
-    for item in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(item, torch.Tensor) and item.is_floating_point():
-            return item
-    return None
 
 
 def _number(value: Any) -> torch.Tensor | None:
@@ -122,5 +114,5 @@ def _only_selects(node: fx.Node) -> bool:
 
 
 def _is_idle_dropout(node: fx.Node) -> bool:
-    """Dropout outside training hands its input on."""
+    """Whether a node is a dropout outside training, which returns its input."""
     return str(node.target) in _DROPOUTS and len(node.args) > 2 and node.args[2] is False

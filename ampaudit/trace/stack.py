@@ -1,4 +1,4 @@
-"""Reads a node's stack trace: which line of the model's code made this op, and who called it."""
+"""Finds the lines of the model's code in a stack trace."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _frames(stack_trace: str) -> list[SourceLine]:
 
 
 def code_line(file: str, line: int) -> SourceLine:
-    """A line of a file, with what it says if the file can be read."""
+    """A line of a file, with its text if the file can be read."""
     return SourceLine(file, line, linecache.getline(file, line).strip())
 
 
@@ -59,6 +59,6 @@ def is_tool_file(file: str) -> bool:
 
 @cache
 def is_library(file: str) -> bool:
-    """Whether a file is an installed one, not the user's own."""
+    """Whether a file belongs to an installed library or to Python."""
     standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return "/site-packages/" in file or any(file.startswith(place) for place in standard if place)

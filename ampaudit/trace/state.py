@@ -1,4 +1,4 @@
-"""What a model's code can read besides tensors, remembered so that a change shows.
+"""Takes snapshots of a model's Python state, so that changes to it are found.
 
 A snapshot holds the containers themselves and a shallow copy of each: comparing the two lists is one
 comparison in C, which takes a fraction of a millisecond for a model of hundreds of modules.
@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules import module as global_hooks
 
-__all__ = ["PythonState", "StateChange", "hand_over"]
+from ampaudit.trace.internals import global_hooks
+
+__all__ = ["PythonState", "StateChange", "apply_changes"]
 
 _TABLES = ("_parameters", "_buffers")  # of tensors: their values are inputs of a graph
 # hooks that no forward pass calls; FSDP's hold its own state, which changes with each pass
@@ -35,21 +36,21 @@ _SKIPPED = (type, types.ModuleType, types.BuiltinFunctionType, *_PLAIN)
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """What a run of the model's code did to one container.
+    """What a run of the model's code changed in one container.
 
     Attributes:
-        number: of the container in a snapshot.
-        name: of what has changed, such as ``encoder.step``.
-        then: a shallow copy of the container before.
-        now: the same afterwards.
-        plain: whether all that is new are numbers, strings and containers of such.
-        stale: tensors that were there before, if all that is new are tensors of their shapes.
+        number: index of the container in a snapshot.
+        name: what has changed, such as ``encoder.step``.
+        before: a shallow copy of the container before the run.
+        after: the same after it.
+        plain: whether all new values are numbers, strings and containers of these.
+        stale: the previous tensors, if all new values are tensors of the same shapes.
     """
 
     number: int
     name: str
-    then: Any
-    now: Any
+    before: Any
+    after: Any
     plain: bool
     stale: tuple[torch.Tensor, ...] | None = None
 
@@ -61,7 +62,7 @@ class PythonState:
 
     Attributes:
         live: the containers.
-        names: where each is, by the path of a module and the name of an attribute.
+        names: the path of each, of a module and an attribute.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -74,7 +75,7 @@ class PythonState:
         self._arrays: list[tuple[Any, bytes]] = []
         self._never = False
         self._seen: set[int] = set()
-        for table in (global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks):
+        for table in global_hooks:
             self._add(table, dict(table), "torch.nn")
         for path, module in model.named_modules():
             self._module(module, path)
@@ -84,7 +85,7 @@ class PythonState:
         del self._seen
 
     def unchanged(self) -> bool:
-        """Whether all of it is as it was."""
+        """Whether the model is still in the state of the snapshot."""
         if self._never or [t.dtype for t in self._held] != self._dtypes:
             return False
         if [t._version for t in self._constants] != self._versions:
@@ -98,7 +99,7 @@ class PythonState:
         return all(map(_alike, self._tables, self._tables_then))
 
     def changes(self) -> Iterator[StateChange]:
-        """What has changed since."""
+        """The changes since the snapshot."""
         for number, (now, then) in enumerate(zip(self.live, self._then, strict=True)):
             if not _equal(now, then):
                 keys, plain = _new_items(then, now)
@@ -144,7 +145,7 @@ class PythonState:
             for item in value:
                 self._visit(item, name)
         elif isinstance(value, collections.abc.Iterator) and not isinstance(value, io.IOBase):
-            self._never = True  # nobody can tell how far it is
+            self._never = True  # its position cannot be read
         else:
             self._object(value, name)
 
@@ -166,11 +167,11 @@ class PythonState:
             self._visit(attributes, name)
 
 
-def hand_over(changes: Sequence[StateChange], state: PythonState) -> None:
-    """Repeat changes that a copy has seen in the containers of its model; only plain ones can be."""
+def apply_changes(changes: Sequence[StateChange], state: PythonState) -> None:
+    """Repeat the plain changes of a copy in the containers of its model."""
     for change in changes:
         if change.plain:
-            _repeat(change.then, change.now, state.live[change.number])
+            _repeat(change.before, change.after, state.live[change.number])
 
 
 def _repeat(then: Any, now: Any, container: Any) -> None:

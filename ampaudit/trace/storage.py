@@ -1,4 +1,4 @@
-"""In which dtype a policy stores each parameter and buffer."""
+"""Decides in which dtype a policy stores each parameter and buffer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from ampaudit.policy.matching import class_names, matches_any, matches_class, with_attributes
 from ampaudit.policy.schema import KeepFp32, WeightPolicy
 from ampaudit.trace.fake_model import named_tensors, without_data
-from ampaudit.trace.opnames import CASTABLE
+from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name
 
 __all__ = [
     "is_cast",
@@ -27,7 +27,7 @@ Conversion = Callable[[nn.Module], object]
 
 
 def own_conversion(weights: WeightPolicy, low_dtype: torch.dtype) -> Conversion | None:
-    """The method of the model that converts it under the policy, if it is one of the model's own."""
+    """The model's own method that converts it, if the policy calls one."""
     if weights.storage != "lower" or weights.casts not in ("half", "to"):
         return None
     if weights.casts == "to":
@@ -37,11 +37,11 @@ def own_conversion(weights: WeightPolicy, low_dtype: torch.dtype) -> Conversion 
 
 def is_cast(dtype: torch.dtype, weights: WeightPolicy) -> bool:
     """Whether the policy casts stored tensors and inputs of a dtype."""
-    return dtype in CASTABLE if weights.casts == "float32" else dtype.is_floating_point
+    return dtype in CASTABLE_DTYPES if weights.casts == "float32" else dtype.is_floating_point
 
 
 def stored_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each tensor that is not stored as it is, by name.
+    """Map the names of tensors that are stored in another dtype to that dtype.
 
     A tensor with several names is treated alike under each: where one is kept, all are.
     """
@@ -53,7 +53,7 @@ def stored_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtyp
 def split_ties(
     model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype
 ) -> tuple[tuple[str, ...], ...]:
-    """Names of one tensor of which the policy keeps only some as they are."""
+    """Groups of names of one tensor that the policy would store differently."""
     return _tied_apart(model, _chosen(model, weights, low_dtype))
 
 
@@ -61,9 +61,7 @@ def _chosen(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> 
     if weights.storage != "lower":
         return {}
     listed = _kept_in_fp32(model, low_dtype) if weights.keep_fp32_modules == "respect" else ()
-    rules = [
-        rule for rule in weights.keep if not rule.dtype or str(low_dtype).removeprefix("torch.") in rule.dtype
-    ]
+    rules = [rule for rule in weights.keep if not rule.dtype or dtype_name(low_dtype) in rule.dtype]
     rules = [rule for rule in rules if not rule.model or _holds(model, rule.model)]
     modules = dict(model.named_modules())
     tensors, convert = named_tensors(model), own_conversion(weights, low_dtype)
@@ -82,7 +80,7 @@ def _chosen(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> 
 
 
 def kept_by_author(model: nn.Module, low_dtype: torch.dtype) -> Callable[[str], bool]:
-    """Whether a parameter is one that the model's class keeps in FP32 when it is loaded in 16 bits."""
+    """Make a test for parameters that the model's class keeps in FP32 when it is loaded in 16 bits."""
     listed = _kept_in_fp32(model, low_dtype)
     return lambda name: _is_listed(name, listed)
 
@@ -100,7 +98,7 @@ def _tied_apart(model: nn.Module, stored: Mapping[str, torch.dtype]) -> tuple[tu
 
 
 def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> tuple[str, ...]:
-    """What the model's author asks for, and whether the policy heeds it."""
+    """Say which modules the model's author keeps in FP32, and whether the policy does."""
     listed = _kept_in_fp32(model, low_dtype)
     if weights.storage != "lower" or not listed:
         return ()
@@ -110,12 +108,12 @@ def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtyp
 
 
 def _is_loaded(name: str, module: nn.Module) -> bool:
-    """Whether a checkpoint holds the tensor: it is no buffer that the model computes for itself."""
+    """Whether a checkpoint holds the tensor: it is not a non-persistent buffer."""
     return name.rpartition(".")[2] not in module._non_persistent_buffers_set
 
 
 def _kept_in_fp32(model: nn.Module, low_dtype: torch.dtype) -> tuple[str, ...]:
-    """Module names that the author asks to keep in FP32.
+    """Names of modules that the author keeps in FP32.
 
     Transformers heeds ``_keep_in_fp32_modules`` for float16 only, and the strict list for both formats.
     """

@@ -1,7 +1,7 @@
-"""Copies a module's structure and Python state; the caller says what stands for each tensor.
+"""Copies a module's structure and Python state, with replacements for its tensors.
 
-``copy.deepcopy`` gives up at the first lock, open file or non-leaf tensor. Here such an object is shared and
-everything around it is still copied, so that code which runs on the copy changes nothing of the user's model.
+``copy.deepcopy`` fails at the first lock, open file or non-leaf tensor. Here such an object is shared and
+everything around it is copied, so that code which runs on the copy leaves the user's model unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["structural_copy"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# what cannot change, and a graph, which no run of it changes
+# immutable types, and graphs, which no run changes
 _ATOMS = (
     *(types.NoneType, bool, int, float, complex, str, bytes, type),
     *(types.ModuleType, types.CodeType, torch.dtype, torch.device, fx.Graph),
@@ -37,8 +37,8 @@ def structural_copy(model: Module, replace: Mapping[int, torch.Tensor] | None = 
 
     Args:
         model: not changed.
-        replace: by the ``id`` of a tensor, what stands in its place; other tensors are cloned. A mapping of
-            each parameter to itself gives a copy that shares parameters and has buffers of its own.
+        replace: replacements by the ``id`` of a tensor; other tensors are cloned. A mapping of each parameter
+            to itself makes a copy that shares parameters and has buffers of its own.
     """
     made: Module = _Copier(replace or {}).copied(model)
     return made
@@ -52,7 +52,7 @@ class _Copier:
         self._originals: list[Any] = []  # an id means one object for as long as that lives
 
     def copied(self, value: Any) -> Any:
-        """The copy of a value, made once."""
+        """Copy a value once."""
         if isinstance(value, _ATOMS) or type(value) is object:
             return value
         if id(value) not in self._memo:
@@ -76,7 +76,7 @@ class _Copier:
         return value.detach().clone()
 
     def _filled(self, made: Any, value: Any) -> Any:
-        """Give an empty object the copied attributes of another."""
+        """Fill an empty object with copies of another one's attributes."""
         self._memo[id(value)] = made
         for name, item in getattr(value, "__dict__", {}).items():
             made.__dict__[name] = self.copied(item)
@@ -90,16 +90,16 @@ class _Copier:
         if hasattr(type(value), "__del__"):
             return value
         known = len(self._memo)
-        for way in (self._by_protocol, self._by_attributes):
+        for attempt in (self._by_protocol, self._by_attributes):
             try:
-                return way(value)
+                return attempt(value)
             except Exception:
                 while len(self._memo) > known:  # a half-made copy, and what refers to it
                     self._memo.popitem()
         return value
 
     def _by_protocol(self, value: Any) -> Any:
-        """Do what ``copy.deepcopy`` does, with parts that cannot be copied shared."""
+        """Copy as ``copy.deepcopy`` does, but share parts that cannot be copied."""
         own = getattr(value, "__deepcopy__", None)
         if own is not None:
             return own(self._memo)
@@ -119,7 +119,7 @@ class _Copier:
         return made
 
     def _by_attributes(self, value: Any) -> Any:
-        """For plain Python objects that refuse to be pickled; ``__new__`` refuses all others."""
+        """Copy a plain Python object that cannot be pickled; ``__new__`` fails for others."""
         return self._filled(object.__new__(type(value)), value)
 
     def list(self, value: list[Any]) -> Any:
@@ -145,12 +145,12 @@ class _Copier:
         return types.MethodType(value.__func__, self.copied(value.__self__))
 
     def builtin(self, value: types.BuiltinMethodType) -> Any:
-        """``results.append`` as a hook appends to the copy; ``torch.relu`` is what it was."""
+        """Bind ``results.append`` to the copied list; ``torch.relu`` stays itself."""
         owner = self.copied(value.__self__)
         return value if owner is value.__self__ else getattr(owner, value.__name__)
 
     def function(self, value: types.FunctionType) -> Any:
-        """The variables of a closure are the model's state; a function without any is shared."""
+        """Copy the variables of a closure; a function without any is shared."""
         if not value.__closure__:
             return value
         cells = tuple(map(self.copied, value.__closure__))

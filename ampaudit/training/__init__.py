@@ -1,4 +1,4 @@
-"""Training in 16 bits: converted modules, loss scalers, and what watches them; all on torch's own parts."""
+"""Trains in 16 bits: prepared models, loss scalers, and the health of a run; on torch's own parts."""
 
 from __future__ import annotations
 

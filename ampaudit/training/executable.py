@@ -1,4 +1,4 @@
-"""A traced graph made ready to train: autograd goes through it, natively or with 16 bits emulated."""
+"""Makes a traced graph trainable: autograd goes through it, natively or with 16 bits emulated."""
 
 from __future__ import annotations
 
@@ -11,65 +11,70 @@ from torch import fx, nn
 
 from ampaudit.run.backends import rounded
 from ampaudit.run.program import widened
-from ampaudit.run.step import LOW_PRECISION_DTYPES, differentiable
+from ampaudit.run.step import differentiable
 from ampaudit.trace.functional import OnCopy, functionalized
 from ampaudit.trace.graph import Slot, TracedModel
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["Executable", "emulated", "native"]
 
 Executable = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 
 
-class _Round(torch.autograd.Function):
-    """Through the format and back, on both ways: a 16-bit value has a 16-bit gradient."""
+class _RoundFunction(torch.autograd.Function):
+    """Rounds a value and its gradient to the format: a 16-bit value has a 16-bit gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The value, rounded."""
+        """Round the value."""
         ctx.dtype = dtype
         return rounded(value, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The gradient, rounded."""
-        return _Round.apply(gradients[0], ctx.dtype), None
+        """Round the gradient."""
+        return _RoundFunction.apply(gradients[0], ctx.dtype), None
 
 
 def round_through(value: torch.Tensor, dtype: torch.dtype) -> Any:
-    """A float32 tensor as the 16-bit format would hold it."""
-    return _Round.apply(value, dtype)
+    """Round a float32 tensor to the 16-bit format, and its gradient likewise."""
+    return _RoundFunction.apply(value, dtype)
 
 
 def native(traced: TracedModel) -> Executable:
-    """The graph in its own dtypes. It takes a value for each placeholder and gives the outputs in order."""
-    return _copied(traced, lambda graph, node, made: made)
+    """Run the graph in its own dtypes: it takes a value for each placeholder, and returns the outputs."""
+    return _transformed(traced, lambda graph, node, copied: copied)
 
 
 def emulated(traced: TracedModel) -> Executable:
-    """The graph in float32, each 16-bit value and gradient rounded; placeholders take float32 tensors.
+    """Run the graph in float32 with each 16-bit value and gradient rounded; placeholders take float32.
 
     Where several ops use a value, their gradients are added up before they are rounded.
     """
     # buffers are rounded by whoever holds them: a copy could not be written to
     stored = {place.node: place.dtype for place in traced.placeholders if place.slot is not Slot.BUFFER}
 
-    def held(graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
-        made.args, made.kwargs = widened(made.args), widened(dict(made.kwargs))
+    def round_result(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
+        copied.args, copied.kwargs = widened(copied.args), widened(dict(copied.kwargs))
         dtype = stored.get(node.name) if node.op == "placeholder" else _dtype(node)
-        return graph.call_function(round_through, (made, dtype)) if dtype in LOW_PRECISION_DTYPES else made
+        if dtype not in LOW_PRECISION_DTYPES:
+            return copied
+        return graph.call_function(round_through, (copied, dtype))
 
-    return _copied(functionalized(traced, write_back=True), held)
+    return _transformed(functionalized(traced, write_back=True), round_result)
 
 
-def _copied(traced: TracedModel, hold: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]) -> Executable:
-    """The graph with each copied node held in some way, and gradients stopped where the model's code says."""
+def _transformed(
+    traced: TracedModel, transform: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
+) -> Executable:
+    """Copy the graph with each result transformed, and stop gradients where the model's code says."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
         if node.op == "output":
             graph.output(fx.node.map_arg(node.args[0], lambda n: known[n]))
             continue
-        known[node] = hold(graph, node, graph.node_copy(node, lambda n: known[n]))
+        known[node] = transform(graph, node, graph.node_copy(node, lambda n: known[n]))
         if node.op == "call_function" and not differentiable(node):
             known[node] = _detached(graph, node, known[node])
     return _callable(graph)
@@ -80,12 +85,13 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
-def _detached(graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
-    """What the model's code computes with gradients switched off carries none."""
+def _detached(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
+    """Detach what the model's code computes with gradients switched off."""
     value = node.meta.get("val")
-    plain = node.target is not operator.getitem and not isinstance(node.target, OnCopy)
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return graph.call_function(torch.ops.aten.detach.default, (made,)) if plain and is_float else made
+    if not is_float or node.target is operator.getitem or isinstance(node.target, OnCopy):
+        return copied
+    return graph.call_function(torch.ops.aten.detach.default, (copied,))
 
 
 def _callable(graph: fx.Graph) -> Executable:

@@ -1,7 +1,8 @@
-"""What is wrong with a training run, as findings; and the report of one watched loop."""
+"""Finds what is wrong with training runs, and builds the report of several runs or of a watched loop."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -16,14 +17,14 @@ from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Va
 
 __all__ = ["findings_of", "training_report", "watched_report"]
 
-LOST = 0.1  # share of updates
-SKIPPED = 0.1  # share of steps
-WORSE = 0.05  # of FP32's metric
-FLUSHED = 0.5  # share of gradient elements, or of second moments
+MAX_LOST = 0.1  # share of updates
+MAX_SKIPPED = 0.1  # share of steps
+MAX_METRIC_DROP = 0.05  # of FP32's metric
+MAX_FLUSHED = 0.5  # share of gradient elements, or of second moments
 
 
 def findings_of(variant: Variant, reference: Variant | None = None) -> tuple[Finding, ...]:
-    """All findings about one variant, the gravest first; ``reference`` is the FP32 run beside it."""
+    """Find what is wrong with one variant, the gravest first; ``reference`` is the FP32 run beside it."""
     if variant.name == "fp32":
         return ()
     checks = (
@@ -33,17 +34,17 @@ def findings_of(variant: Variant, reference: Variant | None = None) -> tuple[Fin
         _state(variant),
         _flushed(variant, reference),
     )
-    found = [finding for check in checks for finding in check]
-    return tuple(sorted(found, key=lambda f: -f.severity.rank))
+    findings = (finding for check in checks for finding in check)
+    return tuple(sorted(findings, key=lambda finding: -finding.severity.rank))
 
 
-def _made(
+def _finding(
     variant: Variant, code: str, layer: str, cause: str, advice: str, severity: Severity | None
 ) -> Finding:
-    made = finding_about(
+    finding = finding_about(
         code, SiteId(f"{variant.name}/{layer or 'loop'}"), layer, cause, advice, severity=severity
     )
-    return replace(made, phase="backward", confidence="observed")
+    return replace(finding, phase="backward", confidence="observed")
 
 
 def _diverged(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
@@ -52,43 +53,47 @@ def _diverged(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
     reasons = []
     if variant.diverged is not None:
         end = format_number(variant.final_loss) if variant.final_loss is not None else "NaN or infinite"
-        reasons.append(f"from step {variant.diverged} of {steps} on the loss is not FP32's; it ends at {end}")
-    if exact is not None and (variant.metric is None or exact - variant.metric > WORSE * abs(exact)):
-        metric = format_number(variant.metric) if variant.metric is not None else "not finite"
-        reasons.append(f"after training the metric is {metric}, FP32's {format_number(exact)}")
+        reasons.append(
+            f"from step {variant.diverged} of {steps} the loss deviates from FP32's; it ends at {end}"
+        )
+    if exact is not None:
+        drop = math.inf if variant.metric is None else exact - variant.metric
+        if drop > MAX_METRIC_DROP * abs(exact):
+            metric = format_number(variant.metric) if variant.metric is not None else "not finite"
+            reasons.append(f"after training the metric is {metric}, FP32's {format_number(exact)}")
     if reasons:
         cause = f"{variant.name}: {'; '.join(reasons)}"
-        advice = "see what else is found about this run; keep FP32 masters and a loss scale"
-        yield _made(variant, "AMP711", "", cause, advice, None)
+        advice = "see the other findings about this run; keep FP32 masters and a loss scale"
+        yield _finding(variant, "AMP711", "", cause, advice, None)
 
 
 def _skipped(variant: Variant) -> Iterator[Finding]:
     health = variant.health
     share = health.skipped / max(len(health.steps), 1)
-    if share <= SKIPPED:
+    if share <= MAX_SKIPPED:
         return
     last = health.steps[-1]
     cause = (
         f"{variant.name}: {health.skipped} of {len(health.steps)} steps are skipped; "
         f"the scale ends at {format_scale(last.scale)}"
     )
-    lower = "start with a lower scale, and " if health.steps[0].scale > 1 else ""
-    advice = f"{lower}look with scan --backward for the layer whose gradient overflows"
-    yield _made(variant, "AMP712", "", cause, advice, Severity.ERROR if share == 1.0 else None)
+    start = "start with a lower scale, and " if health.steps[0].scale > 1 else ""
+    advice = f"{start}find the layer whose gradient overflows with scan --backward"
+    yield _finding(variant, "AMP712", "", cause, advice, Severity.ERROR if share == 1.0 else None)
 
 
 def _lost(variant: Variant) -> Iterator[Finding]:
     rows = [p for p in variant.health.parameters if p.lost is not None]
     share = _weighted(rows, "lost")
-    if share is None or share < LOST or variant.health.storage == "float32":
+    if share is None or share < MAX_LOST or variant.health.storage == "float32":
         return
     worst = max(rows, key=lambda p: p.lost or 0.0)
     cause = (
-        f"{variant.name}: {share:.0%} of the updates are lost in {variant.health.dtype} weights: under "
-        f"half an ulp; most in {worst.name} ({worst.lost:.0%})"
+        f"{variant.name}: {share:.0%} of the updates are lost in {variant.health.dtype} weights: less "
+        f"than half an ulp; most in {worst.name} ({worst.lost:.0%})"
     )
     advice = "keep FP32 masters (policy apex-o2): they add up what a 16-bit weight loses"
-    yield _made(variant, "AMP713", worst.name.rpartition(".")[0], cause, advice, None)
+    yield _finding(variant, "AMP713", worst.name.rpartition(".")[0], cause, advice, None)
 
 
 def _state(variant: Variant) -> Iterator[Finding]:
@@ -100,33 +105,33 @@ def _state(variant: Variant) -> Iterator[Finding]:
     reasons = []
     if health.eps is not None and health.eps > 0 and health.eps_held == 0:
         reasons.append(f"its eps {health.eps:g} is 0 in {health.dtype}")
-    if share > FLUSHED:
+    if share > MAX_FLUSHED:
         reasons.append(f"{share:.0%} of its second moments are 0 in {health.dtype}")
     if reasons:
         cause = f"{variant.name}: the optimizer's state is in {health.dtype}: {', and '.join(reasons)}"
         advice = "keep the optimizer's state in float32, or at least use eps=1e-4"
-        yield _made(variant, "AMP714", "", cause, advice, None)
+        yield _finding(variant, "AMP714", "", cause, advice, None)
 
 
 def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
-    """Zeros that FP32 does not have; without FP32 beside it, gradients that are nothing but zeros."""
+    """Find gradients that are 0 where FP32's are not; without FP32, those that are nothing but zeros."""
     exact = {p.name: p.zero for p in reference.health.parameters} if reference is not None else {}
 
-    def gone(parameter: ParameterHealth) -> float:
+    def lost(parameter: ParameterHealth) -> float:
         zeros = parameter.zero - exact[parameter.name] if parameter.name in exact else 0.0
         return max(parameter.flushed, zeros, 1.0 if not exact and parameter.zero == 1.0 else 0.0)
 
-    rows = [p for p in variant.health.parameters if gone(p) > FLUSHED]
+    rows = [p for p in variant.health.parameters if lost(p) > MAX_FLUSHED]
     if not rows:
         return
-    worst = max(rows, key=gone)
+    worst = max(rows, key=lost)
     others = f", and of {len(rows) - 1} more parameters" if len(rows) > 1 else ""
     cause = (
-        f"{variant.name}: {gone(worst):.0%} of the gradient of {worst.name}{others} is lost: below what "
-        f"{variant.health.dtype} holds under the scale of its steps"
+        f"{variant.name}: {lost(worst):.0%} of the gradient of {worst.name}{others} is lost: too small "
+        f"for {variant.health.dtype} at the loss scale of its steps"
     )
     advice = "raise the loss scale: scan --backward says how far"
-    yield _made(variant, "AMP715", worst.name.rpartition(".")[0], cause, advice, None)
+    yield _finding(variant, "AMP715", worst.name.rpartition(".")[0], cause, advice, None)
 
 
 def _weighted(rows: Sequence[ParameterHealth], field: str) -> float | None:
@@ -146,7 +151,7 @@ def training_report(
     judged: Sequence[str] | None = None,
     notes: Sequence[str] = (),
 ) -> TrainingReport:
-    """The report of runs; only the ``judged`` ones' findings can fail it."""
+    """Build the report of several runs; only findings about the ``judged`` ones can fail it."""
     exact = next((variant for variant in variants if variant.name == "fp32"), None)
     findings = tuple(f for variant in variants for f in findings_of(variant, exact))
     names = {v.name for v in variants} if judged is None else set(judged)
@@ -172,7 +177,7 @@ def training_report(
 
 
 def watched_report(health: Health) -> TrainingReport:
-    """The report of one watched loop."""
+    """Build the report of one watched loop."""
     variant = Variant("watched", "a loop of the user's", health, None, None, None, 0.0, 0, None)
     info = ModelInfo("watched", "object", None)
     return training_report(info, "", health.dtype, [variant], seed=0, optimizer="", fail_on="error")

@@ -1,7 +1,7 @@
-"""The health of one optimizer step, measured where the tensors are; nothing is fetched before the end.
+"""Measures the health of optimizer steps where the tensors are, and fetches nothing before the end.
 
-Gradients are looked at whole, with torch's foreach kernels where there are any; updates and states of the
-optimizer on a sample of each parameter, which is copied before the step.
+Peaks of gradients are taken over all elements; zeros, updates and states of the optimizer over a sample of
+each parameter, which is copied before the step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +16,10 @@ import torch
 from ampaudit.core.formats import NumberFormat
 from ampaudit.report.training import ParameterHealth
 
-__all__ = ["SAMPLE", "StepMeter", "summary_of"]
+__all__ = ["SAMPLE", "StepMeter", "summarize"]
 
-SAMPLE = 1024  # elements of a parameter whose update is looked at
+SAMPLE = 1024  # elements of a parameter whose update is measured
 _FIELDS = ("peak", "zero", "flushed", "broken", "update", "weight", "lost", "state")
-
-
-@dataclass(slots=True)
-class _Row:
-    """One parameter in one step: a vector of ``_FIELDS`` on its device."""
-
-    name: str
-    values: torch.Tensor
 
 
 class StepMeter:
@@ -43,20 +34,20 @@ class StepMeter:
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], form: NumberFormat) -> None:
         self._names = names
         self._parameters = parameters
-        self._lower: torch.dtype = getattr(torch, form.name)
+        self._dtype: torch.dtype = getattr(torch, form.name)
         self._flush = form.flush_below
         self._before: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._active: dict[int, torch.Tensor] = {}
-        self.steps: list[list[_Row]] = []
+        self.steps: list[list[tuple[str, torch.Tensor]]] = []  # names, and their ``_FIELDS`` on the device
 
     @torch.no_grad()
-    def before(self, scale: float | torch.Tensor, still_in: torch.Tensor | None = None) -> None:
-        """Look at the gradients, and copy a sample of the weights.
+    def before(self, scale: float | torch.Tensor, remaining: torch.Tensor | None = None) -> None:
+        """Measure the gradients, and copy a sample of the weights.
 
         Args:
             scale: the loss scale of the step.
-            still_in: the scale that is still in the gradients; fused optimizers divide by it themselves.
+            remaining: the scale that the gradients still have; fused optimizers divide by it themselves.
         """
         self._before.clear()
         self._gradients.clear()
@@ -70,46 +61,34 @@ class StepMeter:
             self._before[index] = _sample(_local(parameter)).float().clone()
             self._active[index] = _sample(gradient) != 0
             self._gradients[index] = self._gradient(
-                gradient if still_in is None else gradient / still_in, scale
+                gradient if remaining is None else gradient / remaining, scale
             )
 
     def _gradient(self, gradient: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-        """Peak and whether it is broken, of all elements; zeros and what is flushed, of a sample."""
+        """Measure peak and finiteness of all elements; zeros and flushed values of a sample."""
         low, high = gradient.aminmax()
         peak = torch.maximum(low.abs(), high.abs()).float()
         sampled = _sample(gradient).float().abs()
         nonzero = sampled != 0
         flushed = nonzero & (sampled * scale <= self._flush)
         count = nonzero.sum()
-        return torch.stack(
-            [
-                peak,
-                1.0 - count / sampled.numel(),
-                flushed.sum() / count.clamp(min=1),
-                (~peak.isfinite()).float(),
-            ]
-        )
+        zero, lost = 1.0 - count / sampled.numel(), flushed.sum() / count.clamp(min=1)
+        return torch.stack([peak, zero, lost, (~peak.isfinite()).float()])
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at what the step did to the weights, and at the optimizer's second moments."""
-        rows: list[_Row] = []
+        """Measure what the step did to the weights, and the optimizer's second moments."""
+        rows: list[tuple[str, torch.Tensor]] = []
         for index, old in self._before.items():
             parameter = self._parameters[index]
             update = _sample(_local(parameter)).float() - old
-            rounded = old.to(self._lower)
-            meant = self._active[index] | (update != 0)  # in 16 bits, what is lost has not moved at all
-            lost = meant & ((rounded.float() + update).to(self._lower) == rounded)
+            rounded = old.to(self._dtype)
+            intended = self._active[index] | (update != 0)  # in 16 bits, what is lost has not moved at all
+            lost = intended & ((rounded.float() + update).to(self._dtype) == rounded)
             second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
-            measured = torch.stack(
-                [
-                    update.norm(),
-                    old.norm(),
-                    lost.sum() / meant.sum().clamp(min=1),
-                    self._state(second, old),
-                ]
-            )
-            rows.append(_Row(self._names[index], torch.cat([self._gradients[index], measured])))
+            share = lost.sum() / intended.sum().clamp(min=1)
+            measured = torch.stack([update.norm(), old.norm(), share, self._state(second, old)])
+            rows.append((self._names[index], torch.cat([self._gradients[index], measured])))
         self.steps.append(rows)
         self._before.clear()
         self._gradients.clear()
@@ -122,24 +101,24 @@ class StepMeter:
         return (positive & (values <= self._flush)).sum() / positive.sum().clamp(min=1)
 
     def fetched(self) -> list[list[tuple[str, dict[str, float]]]]:
-        """Everything that was measured, by step."""
-        rows = [row for step in self.steps for row in step]
-        numbers = iter(torch.stack([row.values for row in rows]).tolist() if rows else [])
+        """Fetch everything that was measured, by step."""
+        values = [row for step in self.steps for _, row in step]
+        numbers = iter(torch.stack(values).tolist() if values else [])
         return [
-            [(row.name, dict(zip(_FIELDS, next(numbers), strict=True))) for row in step]
+            [(name, dict(zip(_FIELDS, next(numbers), strict=True))) for name, _ in step]
             for step in self.steps
         ]
 
 
-def summary_of(
+def summarize(
     steps: Iterable[Sequence[tuple[str, dict[str, float]]]], elements: dict[str, int]
 ) -> tuple[ParameterHealth, ...]:
-    """Each parameter over the watched steps."""
-    found: dict[str, list[dict[str, float]]] = {}
+    """Summarize each parameter over the watched steps."""
+    by_name: dict[str, list[dict[str, float]]] = {}
     for step in steps:
         for name, fields in step:
-            found.setdefault(name, []).append(fields)
-    return tuple(_parameter(name, rows, elements[name]) for name, rows in found.items())
+            by_name.setdefault(name, []).append(fields)
+    return tuple(_parameter(name, rows, elements[name]) for name, rows in by_name.items())
 
 
 def _parameter(name: str, rows: list[dict[str, float]], elements: int) -> ParameterHealth:
@@ -167,13 +146,13 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Evenly spaced elements, as a view where that is possible."""
+    """Take evenly spaced elements, as a view where that is possible."""
     flat = tensor.detach().reshape(-1)
     step = max(flat.numel() // SAMPLE, 1)
     return flat[::step][:SAMPLE]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's own part of a sharded tensor."""
+    """Return this process's own part of a sharded tensor."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part.detach()

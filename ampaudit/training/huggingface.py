@@ -1,4 +1,4 @@
-"""A callback for Transformers' Trainer: ``Trainer(callbacks=[HealthCallback("health.json")])``."""
+"""A callback for Transformers' ``Trainer`` that records the health of a run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ampaudit.report.training import Health
-from ampaudit.training.watch import TrainingMonitor, watch
+from ampaudit.training.callbacks import HealthRecorder
 
-__all__ = ["HealthCallback"]
+__all__ = ["TransformersHealthCallback"]
 
 
-class HealthCallback(TrainerCallback):
-    """Records the health of a Trainer's run, and writes the report at its end.
+class TransformersHealthCallback(HealthRecorder, TrainerCallback):
+    """Records a run: ``Trainer(callbacks=[TransformersHealthCallback("health.json")])``.
 
     Args:
         path: of the JSON report; ``None`` writes none.
@@ -31,28 +30,18 @@ class HealthCallback(TrainerCallback):
         dtype: str = "float16",
         scaler: Any = None,
     ) -> None:
-        self._path, self._every, self._dtype, self._scaler = path, every, dtype, scaler
-        self._watch: TrainingMonitor | None = None
-
-    @property
-    def health(self) -> Health | None:
-        """What was seen so far."""
-        return None if self._watch is None else self._watch.health()
+        super().__init__(path, every=every, dtype=dtype)
+        self._scaler = scaler
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin, with the Trainer's model and the optimizer inside Accelerate's."""
-        optimizer = kwargs["optimizer"]
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._watch = watch(kwargs["model"], optimizer, self._scaler, every=self._every, dtype=self._dtype)
-        self._watch.__enter__()
+        """Start, with the Trainer's model and optimizer."""
+        self._start(kwargs["model"], kwargs["optimizer"], self._scaler)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop, take the losses that were logged, and write the report."""
-        if self._watch is None:
+        if self._monitor is None:
             return
-        self._watch.__exit__(None, None, None)
         for entry in state.log_history:
             if "loss" in entry:
-                self._watch.tell(int(entry["step"]) - 1, float(entry["loss"]))
-        if self._path is not None and state.is_world_process_zero:
-            self._watch.save(self._path, force=True)
+                self._monitor.loss(float(entry["loss"]), step=int(entry["step"]) - 1)
+        self._stop(save=state.is_world_process_zero)

@@ -1,4 +1,4 @@
-"""A model as a module that computes in mixed precision: traced once for each kind of input, then a graph."""
+"""Runs a model in mixed precision: traces it once for each kind of input, then runs the graph."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import RunConfig, measure
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.keys import TraceCache, call_key
-from ampaudit.trace.state import PythonState, hand_over
+from ampaudit.trace.state import PythonState, apply_changes
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 from ampaudit.training.executable import Executable, emulated, native
-from ampaudit.training.sharing import ModelProxy, in_float32
+from ampaudit.training.model_proxy import ModelProxy, in_float32
 
 __all__ = ["MixedModule", "ModuleConfig"]
 
-_RETRACED = 3  # from then on it is no value that is worked out once
+_MAX_RETRACES = 3  # from then on it is no value that is worked out once
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +64,37 @@ class _Compiled:
 
 
 class MixedModule(ModelProxy):
-    """Computes what the model computes, with the casts of a policy in its graph.
+    """Computes what a model computes, with the casts of a policy in its graph.
 
     Parameters are the model's own FP32 masters; each forward pass makes 16-bit working copies from them.
     The model is traced for each kind of call: shapes and dtypes, names, arguments that are no tensors, and
     what the model's code can read, such as modes, attributes and hooks. A model that counts its calls, or
-    draws random numbers in Python, is traced anew for each. A policy's measured rules see the first inputs,
+    draws random numbers in Python, is traced again for each. A policy's measured rules see the first inputs,
     and what they decide stays.
 
     Args:
         model: the user's.
-        recipe: how to compute.
+        config: how to compute.
     """
 
-    def __init__(self, model: nn.Module, recipe: ModuleConfig) -> None:
+    def __init__(self, model: nn.Module, config: ModuleConfig) -> None:
         super().__init__(model)
-        self._ampaudit_recipe = recipe
+        self._ampaudit_config = config
         self._ampaudit_compiled: TraceCache[_Compiled] = TraceCache()
         self._ampaudit_retraced, self._ampaudit_stored = 0, False
         self._ampaudit_measured: Mapping[SiteId, Measurement] | None = None
 
     def mixed(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns, as float32."""
+        """Run the graph for inputs like these, and return its outputs as float32."""
         compiled = self._compiled(args, kwargs)
         outputs = compiled.run(self._values(compiled, tensor_leaves(args, kwargs)))
-        self._hold_buffers(compiled)
+        self._round_buffers(compiled)
         if compiled.traced.changes:
-            hand_over(compiled.traced.changes, PythonState(self.original))
+            apply_changes(compiled.traced.changes, PythonState(self.original))
         return in_float32(compiled.structure.filled(outputs))
 
     def traced(self, *args: Any, **kwargs: Any) -> TracedModel:
-        """The graph for inputs like these."""
+        """Return the graph for inputs like these."""
         return self._compiled(args, kwargs).traced
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Compiled:
@@ -103,14 +103,14 @@ class MixedModule(ModelProxy):
         if compiled is None:
             state = PythonState(self.original)
             compiled = self._compile(args, kwargs)
-            if not compiled.traced.drew:
+            if not compiled.traced.random_constants:
                 self._ampaudit_compiled.keep(key, state, compiled)
             self._warn(compiled.traced)
         return compiled
 
     def _warn(self, traced: TracedModel) -> None:
-        """Say once what a graph does not do, or that each call costs a trace."""
-        self._ampaudit_retraced += traced.drew or any(change.plain for change in traced.changes)
+        """Warn once of what a graph does not do, or that each call costs a trace."""
+        self._ampaudit_retraced += traced.random_constants or any(change.plain for change in traced.changes)
         stored = [change.name for change in traced.changes if not change.plain]
         if stored and not self._ampaudit_stored:
             warnings.warn(
@@ -118,23 +118,23 @@ class MixedModule(ModelProxy):
                 stacklevel=5,
             )
         self._ampaudit_stored |= bool(stored)
-        if self._ampaudit_retraced == _RETRACED:
+        if self._ampaudit_retraced == _MAX_RETRACES:
             warnings.warn(
                 f"{'; '.join(traced.notes)}: how='autocast' is faster for such a model", stacklevel=5
             )
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Compiled:
-        recipe = self._ampaudit_recipe
-        setting = recipe.rules, recipe.author_rules, recipe.number_format
-        if recipe.rules.measured and self._ampaudit_measured is None:
+        config = self._ampaudit_config
+        setting = config.rules, config.author_rules, config.number_format
+        if config.rules.measured and self._ampaudit_measured is None:
             self._ampaudit_measured = self._measure(args, kwargs)
         measured = self._ampaudit_measured
         gradients = torch.is_grad_enabled()
         traced = trace(self.original, args, kwargs, *setting, measured, differentiated=gradients)
         if traced.custom_functions:
             raise UsageError(
-                f"the model has a way back of its own ({', '.join(traced.custom_functions)}), "
-                "which no graph has",
+                f"the model defines its own backward ({', '.join(traced.custom_functions)}), "
+                "which a graph cannot contain",
                 hint="use ampaudit.prepare(..., how='autocast')",
             )
         if traced.structure is None:
@@ -142,20 +142,20 @@ class MixedModule(ModelProxy):
                 "the model returns tensors in an object that torch cannot take apart",
                 hint="return tensors, tuples, dicts, or a class registered with torch.utils._pytree",
             )
-        make = emulated if recipe.emulate else native
+        make = emulated if config.emulate else native
         names = {layer_path(name): name for name in named_tensors(self.original)}
         return _Compiled(make(traced), traced, traced.structure, names)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[SiteId, Measurement]:
-        """A policy that looks at values sees those of the first batch."""
-        recipe = self._ampaudit_recipe
+        """Measure the first batch, for a policy that decides by values."""
+        config = self._ampaudit_config
         device = next(iter(self.original.parameters()), torch.empty(0)).device
-        plan = RunConfig(recipe.rules, recipe.author_rules, recipe.number_format, device)
+        plan = RunConfig(config.rules, config.author_rules, config.number_format, device)
         seen, _ = measure(self.original, [Batch(args, kwargs)], plan, silent)
         return seen
 
     def _values(self, compiled: _Compiled, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A value for each placeholder, looked up by name: FSDP swaps parameters while a call lasts."""
+        """Look up a value for each placeholder by name: FSDP swaps parameters while a call lasts."""
         traced, given = compiled.traced, iter(inputs)
         values: list[torch.Tensor] = []
         for place in traced.placeholders:
@@ -166,23 +166,23 @@ class MixedModule(ModelProxy):
             else:
                 owner, _, leaf = compiled.names[place.name].rpartition(".")
                 value = getattr(self.get_submodule(owner), leaf)
-            values.append(self._held(value, place.dtype))
+            values.append(self._in_stored_dtype(value, place.dtype))
         return values
 
-    def _held(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Native graphs take tensors in their stored dtype; the gradient goes through the cast."""
-        if self._ampaudit_recipe.emulate and dtype in LOW_PRECISION_DTYPES and value.dtype is torch.float64:
+    def _in_stored_dtype(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Cast for native graphs, which take tensors in their stored dtype; gradients go through the cast."""
+        if self._ampaudit_config.emulate and dtype in LOW_PRECISION_DTYPES and value.dtype is torch.float64:
             return value.float()
-        if self._ampaudit_recipe.emulate or dtype is None or not value.is_floating_point():
+        if self._ampaudit_config.emulate or dtype is None or not value.is_floating_point():
             return value
         return value if value.dtype == dtype else value.to(dtype)
 
-    def _hold_buffers(self, compiled: _Compiled) -> None:
-        """A buffer that is stored in 16 bits is rounded after it was written."""
-        if not (self._ampaudit_recipe.emulate and self.training):
+    def _round_buffers(self, compiled: _Compiled) -> None:
+        """Round buffers that are stored in 16 bits after they were written."""
+        if not (self._ampaudit_config.emulate and self.training):
             return
         for place in compiled.traced.placeholders:
-            if place.slot is Slot.BUFFER and place.dtype is self._ampaudit_recipe.low_dtype:
+            if place.slot is Slot.BUFFER and place.dtype is self._ampaudit_config.low_dtype:
                 buffer = self.get_buffer(compiled.names[place.name])
-                # batch norm keeps them for its backward, which in training does not look at them
+                # batch norm keeps them for its backward, which in training does not read them
                 buffer.data.copy_(buffer.to(place.dtype))

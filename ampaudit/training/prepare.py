@@ -1,4 +1,4 @@
-"""``ampaudit.prepare``: a model, its optimizer and a loss scaler, ready to train under a policy."""
+"""Prepares a model, its optimizer and a loss scaler to train under a policy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.scaling import loss_scale_for, profile
 from ampaudit.policy.schema import LossScale
 from ampaudit.trace.storage import stored_dtypes
-from ampaudit.training.autocast import AutocastModule
+from ampaudit.training.master_free import cast_parameters, round_parameters
+from ampaudit.training.model_proxy import AutocastModule
 from ampaudit.training.module import MixedModule, ModuleConfig
-from ampaudit.training.pure import keep_rounded, lower_parameters
 from ampaudit.training.scaler import LossScaler
 
-__all__ = ["How", "Prepared", "is_pure", "prepare"]
+__all__ = ["How", "Prepared", "is_master_free", "prepare"]
 
 How = Literal["graph", "autocast"]
 _AUTOCAST = {"torch-cuda": "cuda", "torch-cpu": "cpu"}
@@ -33,7 +33,7 @@ class Prepared:
 
     Attributes:
         model: call it as the user's model is called.
-        optimizer: the user's own; it steps the FP32 masters (the working weights themselves in pure 16 bits).
+        optimizer: the user's own; it steps the FP32 masters, or the 16-bit weights where there are none.
         scaler: torch's GradScaler with the policy's numbers; does nothing where the policy has no loss scale.
     """
 
@@ -42,23 +42,23 @@ class Prepared:
     scaler: LossScaler
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> Prepared:
-        """The same with an optimizer that was made later.
+        """Return the same with an optimizer that was made later.
 
         Raises:
             UsageError: it is another model's.
         """
-        _refuse_other_parameters(self.model, optimizer)
+        _check_parameters(self.model, optimizer)
         return replace(self, optimizer=optimizer)
 
     @contextmanager
     def float32(self) -> Iterator[nn.Module]:
-        """The model in FP32, with its masters, for evaluation."""
+        """Run the model in FP32, with its masters, for evaluation."""
         model: Any = self.model
         with model.float32() as plain:
             yield plain
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters and buffers under the model's own names, the optimizer's state, and the scaler's."""
+        """Return masters and buffers under the model's own names, the optimizer's state, and the scaler's."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else {},
@@ -66,7 +66,7 @@ class Prepared:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``: the next step has the same bits.
+        """Resume from a ``state_dict``: the next step has the same bits.
 
         Raises:
             UsageError: an entry is missing.
@@ -74,7 +74,7 @@ class Prepared:
         missing = {"model", "optimizer", "scaler"} - set(state)
         if missing:
             raise UsageError(
-                f"the checkpoint has no {', '.join(sorted(missing))}: a resumed run would be another one",
+                f"the checkpoint has no {', '.join(sorted(missing))}: a resumed run would differ",
                 hint="save prepared.state_dict()",
             )
         self.model.load_state_dict(state["model"])
@@ -94,7 +94,7 @@ def prepare(
     emulate: bool = False,
     group: Any = None,
 ) -> Prepared:
-    """Make a model train in mixed precision.
+    """Prepare a model to train in mixed precision.
 
     Args:
         model: with FP32 parameters; they stay the ones that the optimizer steps.
@@ -119,48 +119,48 @@ def prepare(
     """
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
     form = low_precision_format(dtype)
-    recipe = ModuleConfig(rules, load_policy("torch-cuda"), form, emulate)
+    config = ModuleConfig(rules, load_policy("torch-cuda"), form, emulate)
     if optimizer is not None:
-        _refuse_other_parameters(model, optimizer)
+        _check_parameters(model, optimizer)
     device = next(iter(model.parameters()), torch.empty(0)).device.type
     prepared: nn.Module
     if how == "autocast":
-        prepared = _autocast(model, rules, recipe, device)
+        prepared = _autocast(model, rules, config, device)
     else:
-        if is_pure(rules):
+        if is_master_free(rules):
             if optimizer is None:
                 raise UsageError(
                     f"policy {rules.name!r} keeps no masters: it needs the optimizer from the start"
                 )
-            _make_pure(model, optimizer, recipe)
-        prepared = MixedModule(model, recipe)
+            _cast_masters(model, optimizer, config)
+        prepared = MixedModule(model, config)
     rule = _loss_scale(loss_scale, rules, form)
     return Prepared(prepared, optimizer, LossScaler(rule, device, group=group))
 
 
-def is_pure(rules: RuleSet) -> bool:
+def is_master_free(rules: RuleSet) -> bool:
     """Whether a policy keeps no FP32 masters of weights that it stores in 16 bits."""
     return rules.file.weights.storage == "lower" and not rules.file.weights.master
 
 
-def _make_pure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: ModuleConfig) -> None:
-    stored = stored_dtypes(model, recipe.rules.file.weights, recipe.low_dtype)
-    if recipe.emulate:
-        keep_rounded(model, optimizer, stored)
+def _cast_masters(model: nn.Module, optimizer: torch.optim.Optimizer, config: ModuleConfig) -> None:
+    stored = stored_dtypes(model, config.rules.file.weights, config.low_dtype)
+    if config.emulate:
+        round_parameters(model, optimizer, stored)
     else:
-        lower_parameters(model, optimizer, stored)
+        cast_parameters(model, optimizer, stored)
 
 
-def _autocast(model: nn.Module, rules: RuleSet, recipe: ModuleConfig, device: str) -> AutocastModule:
+def _autocast(model: nn.Module, rules: RuleSet, config: ModuleConfig, device: str) -> AutocastModule:
     if _AUTOCAST.get(rules.name) != device:
         usual = f"torch-{device}"
         raise UsageError(
             f"how='autocast' runs torch.autocast on {device}, which is policy {usual!r}, not {rules.name!r}",
             hint=f"use policy={usual!r}, or how='graph'",
         )
-    if recipe.emulate:
+    if config.emulate:
         raise UsageError("how='autocast' cannot be emulated", hint="use how='graph', or dtype='bfloat16'")
-    return AutocastModule(model, device, recipe.low_dtype)
+    return AutocastModule(model, device, config.low_dtype)
 
 
 def _loss_scale(given: str | float | None, rules: RuleSet, form: NumberFormat) -> LossScale:
@@ -171,8 +171,8 @@ def _loss_scale(given: str | float | None, rules: RuleSet, form: NumberFormat) -
     return loss_scale_for(rules.file.loss_scale, form)[0]
 
 
-def _refuse_other_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of another model would step nothing that is trained."""
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the optimizer holds other parameters than the model's FP32 ones."""
     own = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(parameter) in own for parameter in held):

@@ -1,4 +1,4 @@
-"""A loss scaler that follows a published profile: torch's GradScaler with another rule for the next scale."""
+"""Scales the loss by a published profile: torch's GradScaler with another rule for the next scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ampaudit.core.errors import RunFailed, UsageError, first_line
 from ampaudit.policy.scaling import profile
 from ampaudit.policy.schema import LossScale
 
-__all__ = ["LossScaler", "ScaleState", "next_state", "scaler"]
+__all__ = ["LossScaler", "ScaleState", "next_scale_state", "scaler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class ScaleState:
     Attributes:
         scale: what the loss is multiplied by.
         good: steps without overflow since the scale last changed, or since the last overflow.
-        patience: overflows left until the scale is lowered.
+        patience: overflows left until the scale is reduced.
     """
 
     scale: float
@@ -31,8 +31,8 @@ class ScaleState:
     patience: int
 
 
-def next_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState:
-    """The state after one step.
+def next_scale_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState:
+    """Return the state after one step.
 
     An overflow takes one of the ``hysteresis`` lives; without any left, each lowers the scale. A scale that
     grows gives them back (Megatron-Core's ``DynamicGradScaler``, DeepSpeed's ``DynamicLossScaler``).
@@ -41,8 +41,8 @@ def next_state(state: ScaleState, rule: LossScale, overflow: bool) -> ScaleState
         return state
     if overflow:
         patience = max(state.patience - 1, 0)
-        lowered = max(state.scale * rule.backoff, rule.min or 0.0) if patience == 0 else state.scale
-        return ScaleState(lowered, 0, patience)
+        reduced = max(state.scale * rule.backoff, rule.min or 0.0) if patience == 0 else state.scale
+        return ScaleState(reduced, 0, patience)
     if state.good + 1 < rule.interval:
         return replace(state, good=state.good + 1)
     grown = state.scale * rule.growth
@@ -78,47 +78,44 @@ class LossScaler(GradScaler):
             growth_interval=rule.interval,
             enabled=enabled and rule.kind != "none",
         )
-        self.rule = rule
+        self._rule = rule
         self.group = group
         self._state = ScaleState(rule.start, 0, rule.lives)
+
+    @property
+    def rule(self) -> LossScale:
+        """The profile's numbers, with what was set on the scaler since."""
+        if not self.is_enabled():
+            return self._rule
+        changed = {
+            "growth": self.get_growth_factor(),
+            "backoff": self.get_backoff_factor(),
+            "interval": self.get_growth_interval(),
+        }
+        return self._rule.model_copy(update=changed)
 
     @property
     def state(self) -> ScaleState:
         """Where the scale stands."""
         return self._state
 
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by when it grows."""
-        super().set_growth_factor(new_factor)
-        self.rule = self.rule.model_copy(update={"growth": new_factor})
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by when it is lowered."""
-        super().set_backoff_factor(new_factor)
-        self.rule = self.rule.model_copy(update={"backoff": new_factor})
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the steps without overflow after which the scale grows."""
-        super().set_growth_interval(new_interval)
-        self.rule = self.rule.model_copy(update={"interval": new_interval})
-
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Torch's, and then the group's verdict on overflow."""
+        """Unscale as torch does, then agree in the group about overflow."""
         _refuse_16_bits(optimizer)
         super().unscale_(optimizer)
-        self._agree_about(optimizer)
+        self._agree(optimizer)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Torch's way for fused optimizers, which unscale by themselves; and the group's verdict."""
+        """Check fused optimizers, which unscale by themselves, as torch does; then agree in the group."""
         found = super()._check_inf_per_device(optimizer)
-        self._agree_about(optimizer)
+        self._agree(optimizer)
         return found
 
-    def _agree_about(self, optimizer: torch.optim.Optimizer) -> None:
+    def _agree(self, optimizer: torch.optim.Optimizer) -> None:
         if self.is_enabled() and self.group is not None:
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             for verdict in found.values():
-                _agree(verdict, self.group)
+                _all_reduce(verdict, self.group)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Set the next scale from what this step's optimizers found."""
@@ -138,13 +135,13 @@ class LossScaler(GradScaler):
                 hint="call update() once at the end of each step",
             )
         overflow = sum(float(found) for found in verdicts) > 0
-        self._state = next_state(self._state, self.rule, overflow)
+        self._state = next_scale_state(self._state, self.rule, overflow)
         super().update(self._state.scale)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._state.good)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's entries, and the lives left."""
+        """Return torch's entries, and the lives left."""
         found = super().state_dict()
         if found:
             found |= {"scale": self._state.scale, "_growth_tracker": self._state.good}
@@ -152,17 +149,10 @@ class LossScaler(GradScaler):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From this scaler's, or a plain GradScaler's, ``state_dict``."""
+        """Restore this scaler's, or a plain GradScaler's, ``state_dict``."""
         super().load_state_dict(state_dict)
         if not self.is_enabled():
             return
-        self.rule = self.rule.model_copy(
-            update={
-                "growth": self.get_growth_factor(),
-                "backoff": self.get_backoff_factor(),
-                "interval": self.get_growth_interval(),
-            }
-        )
         patience = int(state_dict.get("patience", self.rule.lives))
         self._state = ScaleState(float(state_dict["scale"]), int(state_dict["_growth_tracker"]), patience)
 
@@ -184,18 +174,18 @@ def scaler(name: str = "torch", device: str = "cuda", *, group: Any = None) -> L
     return LossScaler(profile(name).scale, device, group=group)
 
 
-def _agree(verdict: torch.Tensor, group: Any) -> None:
+def _all_reduce(verdict: torch.Tensor, group: Any) -> None:
     try:
         dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=None if group is True else group)
     except (RuntimeError, dist.DistBackendError) as error:
         raise RunFailed(
             f"a process of the group is gone: they could not agree about this step ({first_line(error)})",
-            hint="look at the other ranks' output; restart from the last checkpoint",
+            hint="read the other ranks' output; restart from the last checkpoint",
         ) from error
 
 
 def _refuse_16_bits(optimizer: torch.optim.Optimizer) -> None:
-    """Torch refuses float16 gradients with a message that does not say what to do."""
+    """Raise before torch does, whose message does not say what to do."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.dtype is torch.float16:

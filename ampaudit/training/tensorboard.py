@@ -1,4 +1,4 @@
-"""Training runs as TensorBoard summaries: a run per variant, with its loss, its scale and its gradients."""
+"""Writes training runs as TensorBoard summaries: per variant its loss, its scale and its gradients."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _write(variant: Variant, report: TrainingReport, writer: SummaryWriter) -> N
         last = health.watched[-1] if health.watched else 0
         for field in ("zero", "flushed", "update_ratio", "lost", "state_flushed"):
             _scalar(writer, f"{field.replace('_', ' ')}/{name}", getattr(parameter, field), last)
-    found = [f for f in report.findings if f.site.rpartition("/")[0] == variant.name]
-    for index, finding in enumerate(found):
+    findings = [f for f in report.findings if f.site.rpartition("/")[0] == variant.name]
+    for index, finding in enumerate(findings):
         text = (
             f"**{finding.severity.value} {finding.code}** {escape_control(finding.cause)}. "
             f"{escape_control(finding.advice)}"
@@ -71,5 +71,5 @@ def _write(variant: Variant, report: TrainingReport, writer: SummaryWriter) -> N
 
 
 def _scalar(writer: Any, tag: str, value: float | None, step: int) -> None:
-    """A value that does not exist, or is not finite, is a NaN in the curve: a gap that can be seen."""
+    """Write a missing value as NaN: a gap in the curve."""
     writer.add_scalar(tag, math.nan if value is None else value, step)

@@ -1,4 +1,4 @@
-"""``ampaudit train``: FP32, torch.amp and policies side by side, and what each does to a training run."""
+"""Trains FP32, torch.amp and policies side by side, and reports what each does to the run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ampaudit.audit.config import rules_of
 from ampaudit.audit.inputs import Inputs, Model, as_source
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError, UsageError
-from ampaudit.core.formats import BFLOAT16, low_precision_format
+from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import load_policy
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import TrainingReport
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.training.config import TrainConfig, TrainOptions
 from ampaudit.training.findings import training_report
+from ampaudit.training.prepare import How
 from ampaudit.training.variants import VariantSpec, train_variants
 
 __all__ = ["MAX_BATCHES", "train"]
@@ -63,10 +64,10 @@ def train(
     if not source.batches:
         raise InputError("there is no batch to train on", hint="make batches() yield at least one batch")
     device = pick_device(chosen.device)
-    ways = _ways(chosen, device)
+    specs = _specs(chosen, device)
     variants, optimizer = train_variants(
         source,
-        ways,
+        specs,
         steps=chosen.steps,
         every=min(chosen.every, max(chosen.steps // 4, 1)),
         seed=chosen.seed,
@@ -84,38 +85,30 @@ def train(
         seed=chosen.seed,
         optimizer=optimizer,
         fail_on=chosen.fail_on,
-        judged=[way.name for way in ways if way.name not in ("fp32", "torch.amp")],
+        judged=[spec.name for spec in specs if spec.name not in ("fp32", "torch.amp")],
         notes=notes,
     )
 
 
-def _ways(config: TrainConfig, device: torch.device) -> list[VariantSpec]:
-    form = low_precision_format(config.dtype)
-    native = device.type == "cuda" or form is BFLOAT16
+def _specs(config: TrainConfig, device: torch.device) -> list[VariantSpec]:
+    """FP32, autocast (CUDA's, emulated, where the device has none for the format), and each policy."""
+    dtype = low_precision_format(config.dtype).name
+    native = device.type == "cuda" or dtype == "bfloat16"
     environment = environment_of(device)
     policies = [rules_of(policy).for_environment(environment) for policy in config.policies]
-    amp = _torch_amp(form.name, device, native)
-    ways = [VariantSpec("fp32", "plain FP32", None, form.name)]
-    if amp.rules is None or amp.rules.name not in {rules.name for rules in policies}:
-        ways.append(amp)
-    how = "native" if native else "emulated"
-    words = f"{how}, {form.name}"
-    ways += [
-        VariantSpec(rules.name, words, rules, form.name, config.loss_scale, emulate=not native)
+    specs = [VariantSpec("fp32", "plain FP32", None, dtype)]
+    autocast = load_policy(f"torch-{device.type}" if native else "torch-cuda")
+    if autocast.name not in {rules.name for rules in policies}:
+        what = f"torch.autocast({device.type!r})" if native else "CUDA autocast, emulated"
+        how: How = "autocast" if native else "graph"
+        specs.append(
+            VariantSpec("torch.amp", f"{what}, {dtype}", autocast, dtype, how=how, emulate=not native)
+        )
+    description = f"{'native' if native else 'emulated'}, {dtype}"
+    specs += [
+        VariantSpec(rules.name, description, rules, dtype, config.loss_scale, emulate=not native)
         for rules in policies
     ]
-    if len({way.name for way in ways}) < len(ways):
+    if len({spec.name for spec in specs}) < len(specs):
         raise UsageError("a policy is named twice")
-    return ways
-
-
-def _torch_amp(dtype: str, device: torch.device, native: bool) -> VariantSpec:
-    """Real autocast where the device has it for this format; else CUDA's, emulated."""
-    if native:
-        rules = load_policy(f"torch-{device.type}")
-        return VariantSpec(
-            "torch.amp", f"torch.autocast({device.type!r}), {dtype}", rules, dtype, mode="autocast"
-        )
-    return VariantSpec(
-        "torch.amp", f"CUDA autocast, emulated, {dtype}", load_policy("torch-cuda"), dtype, emulate=True
-    )
+    return specs

@@ -1,4 +1,4 @@
-"""Watches a training loop that somebody already has, through the hooks that torch's optimizers offer."""
+"""Watches an existing training loop through the hooks of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ampaudit.core.files import write_text
 from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.report.training import Health, StepRecord
 from ampaudit.trace.entry import layer_path
-from ampaudit.training.health import StepMeter, summary_of
+from ampaudit.training.health import StepMeter, summarize
 
 __all__ = ["TrainingMonitor", "watch"]
 
 
 class TrainingMonitor:
-    """Records the health of a loop.
+    """Records the health of a training loop.
 
-    Of every step its scale, and whether it was skipped; of every k-th also gradients, updates and states.
-    The loop is not changed: hooks of the optimizer see each step, and the scaler's ``update`` is listened to.
-    Numbers stay on the device until ``health``.
+    Of every step it records the scale and whether the step was skipped; of every k-th also gradients,
+    updates and states. The loop is not changed: hooks of the optimizer see each step, and the scaler's
+    ``update`` is wrapped. Numbers stay on the device until ``health``.
 
     Attributes:
         storage: the dtype in which the optimizer's parameters are held.
@@ -58,36 +58,33 @@ class TrainingMonitor:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> TrainingMonitor:
-        """Begin to watch."""
+        """Start watching."""
         before = self._optimizer.register_step_pre_hook(self._before)
         after = self._optimizer.register_step_post_hook(self._after)
         self._undo += [before.remove, after.remove]
         if self._scaler is not None and self._scaler.is_enabled():
-            self._undo.append(self._listen())
+            self._undo.append(self._wrap_update())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching; what was seen stays."""
+        """Stop watching; what was recorded stays."""
         while self._undo:
             self._undo.pop()()
 
-    def loss(self, value: torch.Tensor | float) -> None:
-        """Tell the loss of the step that is under way, without the scale."""
-        self.tell(self._step, value)
+    def loss(self, value: torch.Tensor | float, *, step: int | None = None) -> None:
+        """Record a loss, without the scale, of a step: by default of the one that is under way."""
+        step = self._step if step is None else step
+        self._losses[step] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     @property
     def step(self) -> int:
         """Number of the step that is under way, from 0."""
         return self._step
 
-    def tell(self, step: int, value: torch.Tensor | float) -> None:
-        """The loss of a step, told later."""
-        self._losses[step] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-    def _listen(self) -> Callable[[], None]:
-        """The end of a step, skipped or not, is the scaler's update."""
+    def _wrap_update(self) -> Callable[[], None]:
+        """Take the scaler's update for the end of a step, skipped or not."""
         scaler, original = self._scaler, self._scaler.update
 
         def update(*args: Any, **kwargs: Any) -> None:
@@ -112,13 +109,13 @@ class TrainingMonitor:
     def _before(self, *_: Any) -> None:
         if self._due:
             scale = self._scaler._scale if self._scaler is not None and self._scaler.is_enabled() else None
-            still_in = getattr(self._optimizer, "grad_scale", None)
-            self._meter.before(scale if isinstance(scale, torch.Tensor) else 1.0, still_in)
+            remaining = getattr(self._optimizer, "grad_scale", None)
+            self._meter.before(scale if isinstance(scale, torch.Tensor) else 1.0, remaining)
 
     def _after(self, *_: Any) -> None:
         # a fused optimizer is called in any case, and leaves its weights alone where this is not 0
-        found = getattr(self._optimizer, "found_inf", None)
-        self._stepped = True if found is None else found == 0
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        self._stepped = True if found_inf is None else found_inf == 0
         if self._due:
             self._meter.after(self._optimizer)
             self._watched.append(self._step)
@@ -128,9 +125,9 @@ class TrainingMonitor:
             self._step += 1
 
     def health(self) -> Health:
-        """What was seen; this is where numbers are fetched."""
+        """Fetch what was recorded."""
         eps = next((g["eps"] for g in self._optimizer.param_groups if "eps" in g), None)
-        lower: torch.dtype = getattr(torch, self._form.name)
+        dtype: torch.dtype = getattr(torch, self._form.name)
         return Health(
             dtype=self._form.name,
             every=self._every,
@@ -139,9 +136,9 @@ class TrainingMonitor:
                 StepRecord(step, self._loss(step), float(scale), bool(skipped))
                 for step, (scale, skipped) in enumerate(zip(self._scales, self._skipped, strict=True))
             ),
-            parameters=summary_of(self._meter.fetched(), self._elements),
+            parameters=summarize(self._meter.fetched(), self._elements),
             eps=None if eps is None else float(eps),
-            eps_held=None if eps is None else float(torch.tensor(float(eps)).to(lower)),
+            eps_held=None if eps is None else float(torch.tensor(float(eps)).to(dtype)),
             storage=self.storage,
         )
 

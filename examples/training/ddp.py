@@ -1,6 +1,6 @@
 """Recipe: DistributedDataParallel on two processes (gloo on a CPU, nccl on GPUs).
 
-Prepare first, then wrap. Gradients are averaged before anybody looks for overflow: all ranks skip together.
+Prepare first, then wrap. Gradients are averaged before the check for overflow, so all ranks skip together.
 """
 
 from __future__ import annotations

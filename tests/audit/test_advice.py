@@ -14,7 +14,6 @@ from ampaudit.audit.advise import _same_function
 from ampaudit.audit.checks import Finding
 from ampaudit.audit.inputs import as_source
 from ampaudit.core.config import SourceConfig
-from ampaudit.render.evidence import trial_text
 from ampaudit.report.model import Report
 from ampaudit.report.pages import all_pages
 from ampaudit.source.open import open_source
@@ -177,7 +176,7 @@ def test_two_faults_get_fixes_that_cure_together(policy: str, tmp_path: Path) ->
     rules = [next(t for t in f.tried if t.kind == "rule") for f in found]
     assert [(t.outcome, t.left, t.after_db) for t in rules] == [("fix", 1, None)] * 2
     assert "outputs broken; 1 error" in rules[0].after
-    assert trial_text(rules[0]).endswith("; fixes this finding, 1 error is left elsewhere")
+    assert rules[0].in_words.endswith("; fixes this finding, 1 error is left elsewhere")
     # another format cures both
     assert all(f.tried[0].kind == "dtype" and f.tried[0].outcome == "cure" for f in found)
     mine = pasted(tmp_path / "mine.yaml", policy, *(t.paste for t in rules))

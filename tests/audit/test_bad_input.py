@@ -14,7 +14,7 @@ from torch import nn
 from ampaudit import scan
 from ampaudit.core.errors import ReferenceBroken
 from ampaudit.render.json import to_json
-from ampaudit.render.text import print_report
+from ampaudit.render.render import for_terminal
 from ampaudit.report.model import Report
 
 WAYS: list[dict[str, Any]] = [
@@ -30,7 +30,7 @@ WAYS: list[dict[str, Any]] = [
 
 def text_of(report: Report) -> str:
     stream = io.StringIO()
-    print_report(report, Console(file=stream, width=120, highlight=False), verbosity=1)
+    Console(file=stream, width=120, highlight=False).print(for_terminal(report, 1), crop=False)
     return stream.getvalue()
 
 

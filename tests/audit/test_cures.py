@@ -15,7 +15,7 @@ from ampaudit.audit.advice import Proposal
 from ampaudit.audit.scan import scan
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.formats import low_precision_format
-from ampaudit.export.fold import deploy, weights_of
+from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
 from ampaudit.policy import load_policy
 from ampaudit.report.finding import Finding, Trial
@@ -92,9 +92,9 @@ class Native:
                 low_precision_format(self.dtype),
             )
             converted = convert(made)
-            deployed = deploy(converted, "inference")
+            deployed = fold_casts(converted, "inference")
             names = tuple(f"output.{i}" for i in range(len(made.outputs)))
-            model = GraphModel(deployed, weights_of(converted, deployed, {}), names, train=False)
+            model = GraphModel(deployed, folded_weights(converted, deployed, {}), names, train=False)
             with torch.no_grad():
                 wanted = tensors(copy.deepcopy(self.source.model)(*batch.args))
                 got = tensors(model(*batch.args))

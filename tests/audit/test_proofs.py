@@ -15,10 +15,10 @@ from torch import nn
 from ampaudit import scan
 from ampaudit.bounds import Interval
 from ampaudit.bounds.interval import between
-from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered
+from ampaudit.bounds.transfers import TRANSFERS, OpCall, RegisteredTransfer
 from ampaudit.cli.main import main
 from ampaudit.core.errors import ProofBroken, UsageError
-from ampaudit.render.text import print_report
+from ampaudit.render.render import for_terminal
 from ampaudit.report.model import Report
 
 
@@ -36,7 +36,7 @@ class Wide(nn.Module):
 
 def shown(report: Report) -> str:
     stream = io.StringIO()
-    print_report(report, Console(file=stream, width=120, highlight=False))
+    Console(file=stream, width=120, highlight=False).print(for_terminal(report), crop=False)
     return stream.getvalue()
 
 
@@ -103,7 +103,7 @@ def wrong_transfer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, float, flo
             call.ignore(*call.given)
             return between(call.shape, low, high)
 
-        monkeypatch.setitem(TRANSFERS, target, Registered(claimed))
+        monkeypatch.setitem(TRANSFERS, target, RegisteredTransfer(claimed))
 
     return claim
 

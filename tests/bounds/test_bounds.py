@@ -15,7 +15,7 @@ from torch import nn
 
 from ampaudit.bounds import BoundTable, bound
 from ampaudit.bounds.domain import assumptions
-from ampaudit.bounds.interval import exactly
+from ampaudit.bounds.interval import from_tensor
 from ampaudit.bounds.transfers import DuplicateTransfer, transfer
 from ampaudit.core.assumptions import parse_assumption
 from ampaudit.core.errors import UsageError
@@ -367,7 +367,7 @@ def test_assumptions_are_stated_per_input_or_for_all() -> None:
 
 def test_a_large_known_tensor_keeps_the_ends_of_its_rows() -> None:
     tensor = torch.randn(300, 400)
-    interval = exactly(tensor)
+    interval = from_tensor(tensor)
     assert interval.low.shape == (1, 400)
     assert interval.contains(tensor)
     assert not interval.contains(tensor * 2)

@@ -17,7 +17,7 @@ from ampaudit.cli.main import main
 from ampaudit.core.errors import AuditError
 from ampaudit.core.sites import pattern_of
 from ampaudit.policy import OpFacts, load_file, load_policy, policy_names
-from ampaudit.policy.jsonschema import schema_text
+from ampaudit.policy.schema import schema_text
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"

@@ -15,8 +15,7 @@ from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_file, load_policy
 from ampaudit.policy.schema import Constants
 from ampaudit.trace import trace
-from ampaudit.trace.clipping import clipped
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import clipped, convert
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.storage import stored_dtypes
 

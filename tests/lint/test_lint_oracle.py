@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampaudit.lint.flow.names import ADAM_LIKE, NO_HALF, SMALLEST_HALF
-from ampaudit.lint.linting import Choice, lint_text
+from ampaudit.lint.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, WITHOUT_HALF_KERNEL
+from ampaudit.lint.linting import RuleSelection, lint_text
 from ampaudit.report.pages import all_pages
 
 SCALE = 1024.0
@@ -73,7 +73,7 @@ def meant(names: list[str]) -> list[str]:
 
 
 def codes(text: str) -> set[str]:
-    return {finding.code for finding in lint_text(text, "script.py", Choice()).findings}
+    return {finding.code for finding in lint_text(text, "script.py", RuleSelection()).findings}
 
 
 def is_sane(names: list[str]) -> bool:
@@ -250,7 +250,7 @@ def test_autocast_undoes_a_float_and_linalg_has_no_half() -> None:
     assert not codes(cpu)
 
 
-@pytest.mark.parametrize("path", sorted(NO_HALF))
+@pytest.mark.parametrize("path", sorted(WITHOUT_HALF_KERNEL))
 def test_what_has_no_16_bit_kernel_raises(path: str) -> None:
     function: Any = torch
     for part in path.split(".")[1:]:
@@ -277,8 +277,8 @@ def test_where_a_sigmoid_in_float16_is_0_or_1() -> None:
 
 
 def test_eps_that_vanishes() -> None:
-    assert torch.tensor(SMALLEST_HALF, dtype=torch.float16) == 0  # a tie, which goes to even: zero
-    assert torch.tensor(SMALLEST_HALF * 1.001, dtype=torch.float16) > 0
+    assert torch.tensor(FLOAT16_ROUNDS_TO_ZERO, dtype=torch.float16) == 0  # a tie, which goes to even: zero
+    assert torch.tensor(FLOAT16_ROUNDS_TO_ZERO * 1.001, dtype=torch.float16) > 0
 
 
 @pytest.mark.parametrize("name", sorted(set(ADAM_LIKE) - {"SparseAdam"}))

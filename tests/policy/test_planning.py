@@ -9,40 +9,40 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampaudit.policy.coloring import paint
+from ampaudit.policy.coloring import color
 from ampaudit.policy.schema import Cast
-from ampaudit.trace.depth import reduction_depth
+from ampaudit.trace.facts import reduction_depth
 from ampaudit.trace.opnames import named_arguments
 
-# -- painting ------------------------------------------------------------------------------------------
+# -- coloring ------------------------------------------------------------------------------------------
 
-COLOURS = (Cast.ALLOW, Cast.DENY, Cast.INFER, Cast.CLEAR, Cast.FLOAT32)
+COLORS = (Cast.ALLOW, Cast.DENY, Cast.INFER, Cast.CLEAR, Cast.FLOAT32)
 
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[list[Cast], list[list[int]]]:
     size = draw(st.integers(1, 9))
-    colours = draw(st.lists(st.sampled_from(COLOURS), min_size=size, max_size=size))
+    colors = draw(st.lists(st.sampled_from(COLORS), min_size=size, max_size=size))
     inputs = [
         draw(st.lists(st.integers(0, n - 1), unique=True, max_size=3)) if n else [] for n in range(size)
     ]
-    return colours, inputs
+    return colors, inputs
 
 
-def painted_by_definition(colours: list[Cast], inputs: list[list[int]]) -> list[bool]:
+def colored_by_definition(colors: list[Cast], inputs: list[list[int]]) -> list[bool]:
     """The four steps, by enumerating every directed path of the graph (exponential, and obvious)."""
-    size = len(colours)
-    free = {n for n in range(size) if colours[n] in (Cast.INFER, Cast.CLEAR)}
+    size = len(colors)
+    free = {n for n in range(size) if colors[n] in (Cast.INFER, Cast.CLEAR)}
     paths: list[list[int]] = [[n] for n in range(size)]
     for path in paths:
         paths.extend([*path, user] for user in range(size) if path[-1] in inputs[user])
-    denied = {n for n in range(size) if colours[n] is Cast.DENY}
+    denied = {n for n in range(size) if colors[n] is Cast.DENY}
     ends = (Cast.DENY, Cast.INFER)
     for path in paths:
         inside = path[1:-1]
-        if colours[path[0]] is Cast.DENY and colours[path[-1]] in ends and set(inside) <= free:
+        if colors[path[0]] is Cast.DENY and colors[path[-1]] in ends and set(inside) <= free:
             denied |= {n for n in path[1:] if n in free}
-    low = {n for n in range(size) if colours[n] is Cast.ALLOW}
+    low = {n for n in range(size) if colors[n] is Cast.ALLOW}
     open_way = free - denied
     between = {
         n
@@ -51,7 +51,7 @@ def painted_by_definition(colours: list[Cast], inputs: list[list[int]]) -> list[
         for n in path[1:-1]
     }
     low |= between
-    clear = {n for n in range(size) if colours[n] is Cast.CLEAR} - denied
+    clear = {n for n in range(size) if colors[n] is Cast.CLEAR} - denied
     while True:
         more = {
             n
@@ -65,9 +65,9 @@ def painted_by_definition(colours: list[Cast], inputs: list[list[int]]) -> list[
 
 @settings(max_examples=400, deadline=None)
 @given(graphs())
-def test_painting_equals_its_definition(graph: tuple[list[Cast], list[list[int]]]) -> None:
-    colours, inputs = graph
-    assert paint(colours, inputs) == painted_by_definition(colours, inputs)
+def test_coloring_equals_its_definition(graph: tuple[list[Cast], list[list[int]]]) -> None:
+    colors, inputs = graph
+    assert color(colors, inputs) == colored_by_definition(colors, inputs)
 
 
 # -- depth ------------------------------------------------------------------------------------------

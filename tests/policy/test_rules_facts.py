@@ -61,8 +61,8 @@ def test_tensorflow(key: str, dtype: str) -> None:
     lists = FACTS["tensorflow"][key]
     allow = lists["allow"] + [op for group in lists.get("allow_conditional", []) for op in group["ops"]]
     assert assert_listed("tensorflow", "tensorflow", allow, Cast.ALLOW, dtype) >= 5
-    for colour in (Cast.INFER, Cast.DENY, Cast.CLEAR):
-        assert assert_listed("tensorflow", "tensorflow", lists[colour.value], colour, dtype) >= 3
+    for color in (Cast.INFER, Cast.DENY, Cast.CLEAR):
+        assert assert_listed("tensorflow", "tensorflow", lists[color.value], color, dtype) >= 3
     onednn = [op for group in lists.get("infer_conditional", []) for op in group["ops"]]
     assert_listed("tensorflow", "tensorflow", onednn, Cast.FLOAT32, dtype)  # only where oneDNN runs float16
 

@@ -83,9 +83,9 @@ MISTAKES = {
         rule("  - id: a\n    when: {evidence: {output_peak: {below: 1}}}\n    cast: lower\n"),
         r"19:11: a measured rule may only raise the precision",
     ),
-    "colour without a graph": (
+    "color without a graph": (
         rule("  - id: a\n    match: {op: [exp]}\n    cast: deny\n"),
-        r"19:11: rule 'a' looks at neighbours: that needs 'level: graph'",
+        r"19:11: rule 'a' looks at neighbors: that needs 'level: graph'",
     ),
     "no dtype argument": (
         rule("  - id: a\n    match: {op: [exp]}\n    cast: set-dtype\n"),

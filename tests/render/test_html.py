@@ -17,11 +17,13 @@ from ampaudit.report.bench import BenchReport
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
 from ampaudit.report.finding import Severity
+from ampaudit.report.lint import LintReport
 from ampaudit.report.model import Report
 from tests.support.browser import browser
-from tests.support.saved import HOSTILE, named, saved, saved_report
+from tests.support.saved import HOSTILE, named, sample, saved, saved_report
 
 Open = Callable[..., Any]
+SECTIONS = ("plan", "conversion", "verification", "check", "training", "lint", "diff")
 PAGES = ("overflow", "policies", "gradients", "ranges", "static")
 
 
@@ -286,14 +288,40 @@ def test_many_findings_open(page_of: Open) -> None:
     assert "19,000 more findings" in page.locator("main").inner_text()
 
 
+def barriers(page: Any) -> list[tuple[str, str]]:
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [(v["id"], v["nodes"][0]["html"][:200]) for v in found]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", [*PAGES, "bench"])
 def test_no_barrier_that_axe_finds(page_of: Open, name: str, scheme: str) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     page = page_of(saved(name), scheme=scheme, csp=False)  # axe is a script of its own
-    found = Axe().run(page).response["violations"]
-    assert [(v["id"], v["nodes"][0]["html"][:200]) for v in found] == []
+    assert barriers(page) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_a_page_made_of_sections(page_of: Open, kind: str, scheme: str) -> None:
+    page = page_of(sample(kind), width=420, scheme=scheme, csp=False)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420
+    assert page.locator("main section").count() > 1
+    assert barriers(page) == []
+    place = os.environ.get("AMPAUDIT_SCREENSHOTS")
+    if place:
+        page.screenshot(path=Path(place) / f"{kind}-{scheme}.png", full_page=True)
+
+
+def test_names_on_a_page_made_of_sections_are_not_obeyed(page_of: Open) -> None:
+    report = sample("lint")
+    assert isinstance(report, LintReport)
+    bad = replace(report.findings[0], file=HOSTILE[0], cause=HOSTILE[1], advice=HOSTILE[2], source=HOSTILE[0])
+    page = page_of(replace(report, findings=(bad,)), csp=False)
+    assert page.evaluate("window.pwned") is None
+    assert page.locator("main img").count() == 0
+    assert HOSTILE[0] in page.locator("main").inner_text()
 
 
 def test_without_scripts_the_findings_can_be_read(chromium: Any, tmp_path: Path) -> None:

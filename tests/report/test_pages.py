@@ -14,7 +14,6 @@ from ampaudit.audit.checks.origins import DOMAIN_CAUSES, OVERFLOW_CAUSES
 from ampaudit.core.config import SourceConfig
 from ampaudit.report.model import Report
 from ampaudit.report.pages import Example, Page, all_pages
-from ampaudit.report.pages.document import document
 from ampaudit.report.pages.page import LINTED
 from ampaudit.report.training import TrainingReport
 from ampaudit.source.open import open_source
@@ -107,11 +106,6 @@ def test_a_check_that_raises_is_reported_and_hides_nothing(
     crash = next(f for f in report.findings if f.code == "AMP990")
     assert "ValueError: on purpose" in crash.cause
     assert "and more" not in crash.cause
-
-
-def test_the_document_is_made_from_the_pages() -> None:
-    path = ROOT / "docs" / "checks.md"
-    assert path.read_text(encoding="utf-8") == document(), "run: make docs"
 
 
 def test_the_readme_counts_them() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ampaudit.core.text import escape_control
 from ampaudit.render.json import from_json, json_schema, schema_text, to_json
-from ampaudit.render.text import print_report
+from ampaudit.render.render import for_terminal
 from ampaudit.report.model import Report
 from tests.support.paths import ROOT
 from tests.support.planted import WIDTH, TwoBranches
@@ -22,7 +22,7 @@ from tests.support.planted import scan_under_autocast as scan
 
 def text_of(report: Report, width: int = 100, verbosity: int = 0) -> str:
     stream = io.StringIO()
-    print_report(report, Console(file=stream, width=width, highlight=False), verbosity=verbosity)
+    Console(file=stream, width=width, highlight=False).print(for_terminal(report, verbosity), crop=False)
     return stream.getvalue()
 
 

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampaudit.core.errors import InputError
+from ampaudit.report.compare import differences
 from ampaudit.report.comparison import Comparison
-from ampaudit.report.difference import Difference, differences
-from ampaudit.report.documents import parse_document, read_document
+from ampaudit.report.difference import Difference
 from ampaudit.report.finding import Severity
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.report.model import Report
+from ampaudit.report.saved import parse_document, read_document
+from ampaudit.report.site import SiteReport
 from tests.support.saved import NAMES, PLACE, saved, saved_report, text_of
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -260,15 +262,12 @@ def test_the_suffix_of_the_output_chooses(cli: Cli, tmp_path: Path) -> None:
         (("report", "gone.json"), "gone.json: No such file"),
         (("report", "cut.json"), "cut.json:"),
         (("diff", "cut.json", "cut.json"), "cut off"),
-        (
-            ("report", "training.json", "--format", "html"),
-            "only reports of scans and of bench have an HTML page",
-        ),
+        (("report", "plan.json", "--format", "sarif"), "kind 'plan' has no format 'sarif'"),
     ],
 )
 def test_mistakes_end_in_one_line(cli: Cli, tmp_path: Path, arguments: tuple[str, ...], part: str) -> None:
     (tmp_path / "cut.json").write_text(text_of("overflow")[:5000])
-    (tmp_path / "training.json").write_text(text_of("training"))
+    (tmp_path / "plan.json").write_text(text_of("plan"))
     done = cli(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert part in done.stderr

@@ -16,7 +16,7 @@ from torch import nn
 
 from ampaudit import scan
 from ampaudit.core.errors import InputError
-from ampaudit.render.text import print_report
+from ampaudit.render.render import for_terminal
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.model import Report
 from ampaudit.run.attribution import Attribution
@@ -122,7 +122,7 @@ def test_the_culprit_is_found_in_a_number_of_runs_that_grows_like_a_logarithm(
 
 def _text(report: Report) -> str:
     out = StringIO()
-    print_report(report, Console(file=out, width=200))
+    Console(file=out, width=200).print(for_terminal(report), crop=False)
     return out.getvalue()
 
 

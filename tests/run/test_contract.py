@@ -12,7 +12,7 @@ from ampaudit.audit.checks import Finding
 from ampaudit.core.errors import UsageError
 from ampaudit.report.model import Report
 from ampaudit.run import contract as contracts
-from ampaudit.run.contract import CONTRACTS, Contracted, contract_of
+from ampaudit.run.contract import CONTRACTS, ContractBackend, parse_contract
 from tests.support.planted import WIDTH, TwoBranches
 
 HALF = torch.float16
@@ -94,14 +94,14 @@ def test_a_convolution_in_pieces_is_near_the_whole(groups: int) -> None:
 
 def test_the_ends_of_the_range() -> None:
     value = torch.tensor([1e6, -1e6, 1e-6, 6e-5, 1.0, torch.nan])
-    saturating = Contracted(contract_of("saturate")).represent(value, HALF)
+    saturating = ContractBackend(parse_contract("saturate")).represent(value, HALF)
     assert saturating[:2].tolist() == [65504.0, -65504.0]
     assert saturating[2] != 0
     assert saturating[5].isnan()
-    flushing = Contracted(contract_of("flush-to-zero")).represent(value, HALF)
+    flushing = ContractBackend(parse_contract("flush-to-zero")).represent(value, HALF)
     assert flushing[:2].isinf().all()
     assert flushing[2:5].tolist() == [0.0, 0.0, 1.0]
-    usual = Contracted(contract_of("")).represent(value, HALF)
+    usual = ContractBackend(parse_contract("")).represent(value, HALF)
     assert torch.equal(usual.isfinite(), value.half().isfinite())
 
 
@@ -150,4 +150,4 @@ def test_a_long_sum_breaks_when_it_is_added_up_in_16_bits() -> None:
 
 def test_a_word_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match="saturated"):
-        contract_of("saturated")
+        parse_contract("saturated")

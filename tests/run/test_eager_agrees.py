@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import ampaudit
 from ampaudit.core.errors import TraceFailed
-from ampaudit.trace.out_variants import returning
+from ampaudit.trace.op_calls import returning
 from tests.support.eager import (
     EVERY_WAY,
     Outputs,

@@ -126,7 +126,7 @@ def test_evidence(evidence: dict[str, object], seen: Measurement, applies: bool)
     rules = rule_set(**evidence)
     facts = OpFacts("relu", "", "float16", measurement=seen)
     assert (rules.decide(facts).rule == "it") is applies
-    assert rules.raises(facts) is applies
+    assert rules.promotes(facts) is applies
 
 
 def test_measured_rules_only_raise_unless_forced() -> None:

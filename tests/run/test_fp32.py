@@ -26,8 +26,9 @@ from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report
+from ampaudit.run.config import RunConfig
 from ampaudit.run.record import RunRecord
-from ampaudit.run.runner import RunConfig, Runner
+from ampaudit.run.runner import Runner
 from ampaudit.source import Batch
 from ampaudit.trace import trace
 

@@ -14,8 +14,8 @@ from ampaudit.core.formats import FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
 from ampaudit.policy.scaling import StartingScale
 from ampaudit.run.audit import Audit, RunConfig, run_audits
-from ampaudit.run.backward.audit import GradientAudit
-from ampaudit.run.backward.observers import Measuring
+from ampaudit.run.backward.gradients import GradientAudit
+from ampaudit.run.backward.observers import MeasuringObserver
 from ampaudit.source.interface import Batch
 from ampaudit.trace.loss import WithLoss, item_apart
 
@@ -49,12 +49,12 @@ class Kept:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        original = Measuring.complete
+        original = MeasuringObserver.complete
 
-        def complete(watch: Measuring, node: Any, dtype: Any, pair: Any) -> Any:
-            name = watch._names.of(node)
+        def complete(observer: MeasuringObserver, node: Any, dtype: Any, pair: Any) -> Any:
+            name = observer._names.of(node)
             if name is not None and name[1]:
                 self.pairs[name[0]] = pair
-            return original(watch, node, dtype, pair)
+            return original(observer, node, dtype, pair)
 
-        monkeypatch.setattr(Measuring, "complete", complete)
+        monkeypatch.setattr(MeasuringObserver, "complete", complete)

@@ -1,16 +1,17 @@
-"""A small model with tied weights, and its conversion."""
+"""A small model with tied weights, its conversion, and tensors compared bit for bit."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import nn
 
 from ampaudit.export.convert import convert
 from ampaudit.source import Batch, ModelSource
 
-__all__ = ["Tied", "converted", "tied"]
+__all__ = ["Tied", "converted", "load", "same_bits", "tied"]
 
 
 class Tied(nn.Module):
@@ -42,3 +43,13 @@ def converted(source: ModelSource, out: Path, **options: object) -> Path:
     report, made = convert(source, None, out, **options)
     assert made is not None, report.findings
     return out
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(path)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(
+        a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+    )

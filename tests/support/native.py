@@ -13,10 +13,8 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
 from ampaudit.run.backends import Emulated
-from ampaudit.run.lockstep import LockStep, StepCall
-from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.program import compile_program
-from ampaudit.run.step import Step
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.converted import convert
 from ampaudit.trace.entry import tensor_leaves
@@ -46,16 +44,6 @@ class Calls(nn.Module):
         return self.function(*args, **self.kwargs)
 
 
-class _Blind:
-    """A watch that looks at nothing."""
-
-    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
-        return None
-
-    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        return value
-
-
 def emulated(
     function: Function,
     args: tuple[Any, ...],
@@ -70,7 +58,7 @@ def emulated(
     cpu = torch.device("cpu")
     executor = LockStep(compile_program(traced, cpu), convert(traced), Emulated(), cpu)
     torch.manual_seed(0)
-    pairs = executor.run(tensor_leaves(args, {}), _Blind())
+    pairs = executor.run(tensor_leaves(args, {}), Observer())
     nodes = traced.graph.output_node().args[0]
     assert isinstance(nodes, list | tuple)
     return Emulation([value for _, value in pairs], [node.meta["val"].dtype for node in nodes], traced)

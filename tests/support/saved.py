@@ -9,12 +9,22 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+from ampaudit.report.compare import differences
 from ampaudit.report.comparison import Comparison
-from ampaudit.report.documents import Document, parse_document
-from ampaudit.report.finding import Finding
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.report.conversion import Conversion, OutputRecord
+from ampaudit.report.difference import Differences
+from ampaudit.report.documents import Document
+from ampaudit.report.finding import Finding, Severity
+from ampaudit.report.lint import LintFinding, LintReport, UnreadFile
+from ampaudit.report.model import Report
+from ampaudit.report.problem import Problem
+from ampaudit.report.saved import parse_document
+from ampaudit.report.site import SiteReport
+from ampaudit.report.verification import Verification
 from tests.support.paths import ROOT
 
 PLACE = ROOT / "tests" / "data" / "reports"
@@ -76,6 +86,79 @@ def saved_report(name: str = "overflow") -> Report:
     report = found.reports[0] if isinstance(found, Comparison) else found
     assert isinstance(report, Report)
     return report
+
+
+def _linted() -> LintReport:
+    finding = LintFinding(
+        code="AMP803",
+        severity=Severity.ERROR,
+        file="train.py",
+        line=7,
+        column=5,
+        end_line=7,
+        end_column=19,
+        cell=None,
+        function="train",
+        cause="gradients are clipped while they are scaled",
+        advice="call scaler.unscale_(optimizer) first",
+        fixable=True,
+        source="    clip(model.parameters())",
+    )
+    return LintReport(1, "0.1.0", "warning", 2, (finding,), (UnreadFile("old.py", 1, "not valid Python"),))
+
+
+def _converted() -> Conversion:
+    return Conversion(
+        source="model.py",
+        output="out",
+        policy="ampaudit",
+        dtype="float16",
+        mode="inference",
+        verdict="pass",
+        exit_code=0,
+        bytes_before=4000,
+        bytes_after=2400,
+        stored={"F16": 3, "F32": 1},
+        kept={"rule ampaudit/norm": (1, 400, "norm.weight")},
+        overflow={},
+        broken={"old.mask": 4},
+        masters=True,
+        outputs=(OutputRecord("output", "float16", "00", 0.01, 63.0),),
+        onnx_casts=1,
+        onnx_error=None,
+        files={"model.safetensors": 2400, "config.json": 20},
+        notes=("a note",),
+    )
+
+
+def _verified() -> Verification:
+    problem = Problem("changed", "model.safetensors", "its hash is another")
+    return Verification("out", 3, 2400, 4, 4, (problem,), ("output: exactly as recorded",), ())
+
+
+def _compared() -> Differences:
+    policies = saved("policies")
+    assert isinstance(policies, Comparison)
+    return differences(policies.reports[2], policies.reports[0])
+
+
+# one document of each kind
+SAMPLES: dict[str, Callable[[], Document]] = {
+    "scan": saved_report,
+    "comparison": partial(saved, "policies"),
+    "plan": partial(saved, "plan"),
+    "conversion": _converted,
+    "verification": _verified,
+    "check": partial(saved, "check"),
+    "training": partial(saved, "training"),
+    "bench": partial(saved, "bench"),
+    "lint": _linted,
+    "diff": _compared,
+}
+
+
+def sample(kind: str) -> Document:
+    return SAMPLES[kind]()
 
 
 def named(report: Report, name: str) -> Report:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.trace.calling import call_unchanged
+from ampaudit.trace.isolation import call_unchanged
 
 
 class Writing(nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 import ampaudit
 from ampaudit.core.errors import PolicyError, UsageError
 from ampaudit.policy.schema import LossScale
-from ampaudit.training.scaler import LossScaler, ScaleState, next_state
+from ampaudit.training.scaler import LossScaler, ScaleState, next_scale_state
 
 # the constants that each system publishes: start, factor, window, hysteresis, least, largest
 PUBLISHED = {
@@ -82,7 +82,7 @@ def test_bounds_hold_and_scales_are_powers(overflows: list[bool], lives: int, in
     rule = LossScale(init=16.0, interval=interval, hysteresis=lives, min=1.0, max=256.0)
     state = ScaleState(16.0, 0, lives)
     for overflow in overflows:
-        after = next_state(state, rule, overflow)
+        after = next_scale_state(state, rule, overflow)
         assert 1.0 <= after.scale <= 256.0
         assert after.scale <= state.scale if overflow else after.scale >= state.scale
         assert after.good < interval
@@ -91,7 +91,7 @@ def test_bounds_hold_and_scales_are_powers(overflows: list[bool], lives: int, in
 
 def test_a_scale_that_would_not_be_finite_stays() -> None:
     rule = LossScale(init=2.0**127, interval=1, max="finite")
-    assert next_state(ScaleState(2.0**127, 0, 1), rule, False).scale == 2.0**127
+    assert next_scale_state(ScaleState(2.0**127, 0, 1), rule, False).scale == 2.0**127
 
 
 def test_static_and_none() -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 import ampaudit
 from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
-from ampaudit.render.training_text import render_training, sparkline
+from ampaudit.render.documents.training import sparkline
+from ampaudit.render.render import for_terminal
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.training.config import TrainConfig
 from ampaudit.training.divergence import diverged_at
@@ -191,7 +192,7 @@ def test_a_lightning_run_is_watched(tmp_path: Path) -> None:
     import lightning.pytorch as lightning
     from torch.utils.data import DataLoader, TensorDataset
 
-    from ampaudit.training.lightning import HealthCallback
+    from ampaudit.training.lightning import LightningHealthCallback
 
     losses: list[float] = []
 
@@ -208,7 +209,7 @@ def test_a_lightning_run_is_watched(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), lr=1e-2)
 
-    callback = HealthCallback(tmp_path / "health.json", every=4)
+    callback = LightningHealthCallback(tmp_path / "health.json", every=4)
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback],
         enable_progress_bar=False, enable_model_summary=False,
@@ -225,13 +226,13 @@ def test_a_lightning_run_is_watched(tmp_path: Path) -> None:
 def test_a_transformers_trainer_is_watched(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-    from ampaudit.training.huggingface import HealthCallback
+    from ampaudit.training.huggingface import TransformersHealthCallback
 
     config = BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
     data = [{"input_ids": torch.randint(0, 50, (6,)), "labels": torch.tensor(i % 2)} for i in range(32)]
-    callback = HealthCallback(tmp_path / "health.json", every=4)
+    callback = TransformersHealthCallback(tmp_path / "health.json", every=4)
     arguments = TrainingArguments(
         str(tmp_path), max_steps=6, per_device_train_batch_size=8, logging_steps=1, report_to=[],
         use_cpu=True,
@@ -370,7 +371,7 @@ def test_the_report_is_readable_at_any_width() -> None:
     report = train(source(classes), steps=4, policies=("apex-o3",))
     for width in (60, 80, 200):
         stream = io.StringIO()
-        Console(width=width, file=stream).print(render_training(report, verbosity=1))
+        Console(width=width, file=stream).print(for_terminal(report, 1))
         text = stream.getvalue()
         assert "apex-o3" in text
         assert all(len(line) <= width for line in text.splitlines())

@@ -1,8 +1,8 @@
-"""Changes that may cure a finding, the smallest first; whoever asks tries them out."""
+"""Proposes changes that may cure a finding, the smallest first."""
 
 from __future__ import annotations
 
-from ampaudit.audit.advice.difference import diff_of
+from ampaudit.audit.advice.diff import diff_of
 from ampaudit.audit.advice.interface import AdviceContext, Proposal
 from ampaudit.audit.advice.proposals import proposals
 

@@ -1,4 +1,4 @@
-"""Which Python numbers are limits (masks, fillers, bounds of a clamp), and not gains, bases or divisors.
+"""Tells Python numbers that are limits (masks, fillers, bounds of a clamp) from those that ops compute with.
 
 The largest finite number of the format serves as a limit as well. A number is a limit where ``clamp`` takes
 it as its bound, and where it fills elements that every reader only orders: a softmax, a maximum, a sort. Any
@@ -30,7 +30,7 @@ _BACK = 8  # steps
 
 
 def large_constants(context: CheckContext, site: Site) -> Iterator[tuple[Site, float]]:
-    """Python numbers beyond the format, in an op or in the nearest among the constants that it is made of."""
+    """Find Python numbers beyond the format, in an op or in the nearest constants that it is made of."""
     limit = context.number_format.max
     frontier, seen = [site], {site.id}
     for _ in range(_BACK):
@@ -57,7 +57,7 @@ def is_limit(context: CheckContext, flow: Flow, step: Site, value: float) -> boo
 
 
 def _only_orders(flow: Flow, node: fx.Node) -> bool:
-    """Whether everybody who reads a value, at the end, only compares its elements with each other."""
+    """Whether all final readers of a value only compare its elements with each other."""
     seen: set[fx.Node] = set()
     frontier = [node]
     while frontier:
@@ -77,7 +77,7 @@ def _only_orders(flow: Flow, node: fx.Node) -> bool:
 
 
 def _reads(flow: Flow, user: fx.Node, value: fx.Node) -> str:
-    """What a reader does with a value: ``orders`` it, ``hands on``, or ``computes`` with it."""
+    """Return what a reader does with a value: ``orders`` it, ``hands on``, or ``computes`` with it."""
     site = flow.site(user)
     if user.op == "output":
         return "computes"

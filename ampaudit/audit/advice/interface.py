@@ -1,4 +1,4 @@
-"""What a proposal is, and what it is made from."""
+"""Defines proposals, and what they are made from."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ampaudit.policy import RuleSet
 from ampaudit.report.finding import TrialKind
 from ampaudit.trace.edits import Edit
 
-__all__ = ["AdviceContext", "LineChange", "Pattern", "Proposal"]
+__all__ = ["AdviceContext", "LineChange", "Proposal", "RewriteKind"]
 
-Pattern = Literal["log_softmax", "log_sigmoid", "scale", "number"]
+RewriteKind = Literal["log_softmax", "log_sigmoid", "scale", "number"]
 
 
 @dataclass(frozen=True, slots=True)
 class AdviceContext:
-    """What advice is about: the model, its policy, and what the audit saw."""
+    """The model, its policy, and what the audit saw."""
 
     model: nn.Module
     rules: RuleSet
@@ -42,7 +42,7 @@ class LineChange:
         held: whether the tensor that the number is used with has the 16-bit dtype.
     """
 
-    pattern: Pattern
+    pattern: RewriteKind
     line: SourceLine
     second: SourceLine | None = None
     old: float = 0.0
@@ -52,7 +52,7 @@ class LineChange:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One change, to be tried.
+    """One change to try.
 
     Attributes:
         kind: ``rewrite`` of the code, ``rescale`` of weights, ``rule`` of the policy, or another ``dtype``.

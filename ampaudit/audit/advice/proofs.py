@@ -1,4 +1,4 @@
-"""Conditions under which a rewrite is the same function in exact arithmetic; where one fails, it is refused.
+"""Proves that a rewrite is the same function in exact arithmetic; without a proof it is not proposed.
 
 - ``log(softmax(x, dim))`` is ``log_softmax(x, dim)`` if the natural logarithm reads the softmax itself (not
   a view, a sum with an eps or another dtype of it) and nothing writes to ``x`` in between.
@@ -20,7 +20,7 @@ from torch import fx
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.core.sites import SiteId
 from ampaudit.trace import Role, Site
-from ampaudit.trace.edits import AsLogSigmoid, AsLogSoftmax, Edit, HandedOn, Scaled
+from ampaudit.trace.edits import Bypass, Edit, FuseLogSigmoid, FuseLogSoftmax, ScaleOperand
 from ampaudit.trace.flow import Flow
 
 __all__ = [
@@ -32,8 +32,8 @@ __all__ = [
     "of_the_line",
     "reads_from",
     "scaled_at",
-    "scaled_first",
     "scaling_edits",
+    "score_scaling",
     "siblings",
 ]
 
@@ -44,7 +44,7 @@ _PRODUCTS = ("matmul", "bmm", "mm", "einsum")
 
 
 def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness) -> Edits | None:
-    """The edits at all sites that a line of code makes; ``None`` if one of them fails the proof.
+    """Return the edits at all sites that a line of code makes; ``None`` if one of them fails the proof.
 
     Args:
         context: of the audit.
@@ -77,12 +77,12 @@ def siblings(context: CheckContext, site: Site) -> list[Site]:
 
 
 def reads_from(op: str) -> Likeness:
-    """Whether an op reads what another one made, at most two steps before."""
+    """Match ops that read what ``op`` made, at most two steps before."""
     return lambda flow, site: flow.comes_from(flow.node(site).all_input_nodes[0], op, within=2) is not None
 
 
 def scaled_at(scaling: Site) -> Likeness:
-    """Whether an op is scaled on the same line as another one."""
+    """Match ops that are scaled on the line of a given scaling."""
     return lambda flow, site: any(
         reader.source == scaling.source and flow.base(reader) == flow.base(scaling)
         for reader in flow.readers(site)
@@ -90,7 +90,7 @@ def scaled_at(scaling: Site) -> Likeness:
 
 
 def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
-    """The graphs that a site is in, one by one: what holds in one need not hold in another."""
+    """Yield each graph that a site is in, since what holds in one need not hold in another."""
     every = context.flow.every
     if len(every) == 1:
         yield context.flow
@@ -103,7 +103,7 @@ def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
 def log_softmax(flow: Flow, site: Site) -> Edits | None:
     """The edit of a ``log`` that reads a softmax."""
     softmax = _logarithm_of(flow, site, "softmax")
-    return None if softmax is None else {site.id: AsLogSoftmax()}
+    return None if softmax is None else {site.id: FuseLogSoftmax()}
 
 
 def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
@@ -117,10 +117,10 @@ def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
         inner = _maker(flow, given.get("self")) if one_minus else None
         if inner is None or not _is_untouched(flow, inner, "sigmoid"):
             return None
-    return {site.id: AsLogSigmoid()}
+    return {site.id: FuseLogSigmoid()}
 
 
-def scaled_first(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
+def score_scaling(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
     """The factor of the scores that a product gives, and the ops that scale them; ``None`` without proof."""
     if flow.base(site) not in _PRODUCTS or flow.writes(site) or _is_written(flow, flow.node(site)):
         return None
@@ -137,11 +137,11 @@ def scaled_first(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
 
 def scaling_edits(flow: Flow, site: Site) -> Edits | None:
     """The edits that scale the first operand of a product, and no longer the product."""
-    found = scaled_first(flow, site)
+    found = score_scaling(flow, site)
     if found is None:
         return None
     factor, readers = found
-    return {site.id: Scaled(factor), **{reader.id: HandedOn() for reader in readers}}
+    return {site.id: ScaleOperand(factor), **{reader.id: Bypass() for reader in readers}}
 
 
 def _logarithm_of(flow: Flow, site: Site, op: str) -> Site | None:

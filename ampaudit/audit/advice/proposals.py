@@ -1,4 +1,4 @@
-"""All proposals for a finding, in the order in which an engineer would like them."""
+"""Lists all proposals for a finding, the least invasive first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["proposals"]
 
 
 def proposals(subject: AdviceContext, finding: Finding) -> Iterator[tuple[Proposal, ...]]:
-    """A rewrite of the line, then weights rescaled, then float32 for a few ops, then another format.
+    """Propose a rewrite of the line, then rescaled weights, then float32 for a few ops, then another format.
 
     Each item holds alternatives, of which the most accurate counts.
     """

@@ -1,4 +1,4 @@
-"""Proposals to move a power of two from one layer's weights to the next: the same function, smaller values.
+"""Proposes to move a power of two from one layer's weights to the next: the same function, smaller values.
 
 ``B(f(A x)) = (2^k B)(f(2^-k A x))`` for a linear B and an f with f(c x) = c f(x) for c > 0, such as ReLU.
 Powers of two change no bit of a significand, so FP32 computes exactly the same. The conditions: A's value
@@ -37,7 +37,7 @@ SPARE_BITS = 2
 
 
 def rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
-    """Where the overflowing layer and all that read it are products with weights of their own."""
+    """Propose it where the overflowing layer and all its readers are products with weights of their own."""
     context = subject.context
     site = context.site.get(finding.site)
     if site is None or context.flow.base(site) not in _PRODUCTS:

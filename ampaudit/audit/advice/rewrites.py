@@ -1,4 +1,4 @@
-"""Proposals to write the code differently; the change is tried by tracing that op in its other form."""
+"""Proposes rewrites of the code, which are tried by tracing the op in its other form."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ampaudit.audit.advice.proofs import (
     of_the_line,
     reads_from,
     scaled_at,
-    scaled_first,
     scaling_edits,
+    score_scaling,
     siblings,
 )
 from ampaudit.audit.checks.epsilon import lost_eps
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Site
-from ampaudit.trace.edits import Constant
+from ampaudit.trace.edits import ReplaceConstant
 from ampaudit.trace.flow import Flow
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["rewrites"]
 
@@ -37,7 +37,7 @@ EPS = (1e-5, 1e-6, 1e-7)
 
 
 def rewrites(subject: AdviceContext, finding: Finding) -> Iterator[Alternatives]:
-    """The rewrite that the finding's page asks for, where it can be tried."""
+    """Propose the rewrite that the finding's page recommends, where it can be tried."""
     site = subject.context.site.get(finding.site)
     make = _BY_CODE.get(finding.code)
     if site is not None and make is not None:
@@ -64,8 +64,8 @@ def _log_sigmoid(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 
 def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """Where every reader of the scores divides them by, or multiplies them with, one Python number."""
-    found = scaled_first(context.flow, site)
+    """Scale before the product, where every reader of the scores scales them by one Python number."""
+    found = score_scaling(context.flow, site)
     if found is None:
         return
     factor, (scaling, *others) = found
@@ -80,7 +80,7 @@ def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 
 def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """Larger ones that the format holds; which of them keeps the function, if any does, the runs say."""
+    """Try larger values of eps that the format holds; the runs decide which of them keeps the function."""
     found = lost_eps(context, site)
     if found is None:
         return
@@ -89,7 +89,7 @@ def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
     for larger in (e for e in EPS if eps < e and e > context.number_format.flush_below):
         code = f"{larger:g}"
         edits: Edits = {
-            other.id: Constant(eps, larger)
+            other.id: ReplaceConstant(eps, larger)
             for other in siblings(context, maker)
             if eps in _numbers(context, other)
         }
@@ -106,14 +106,16 @@ def _numbers(context: CheckContext, site: Site) -> list[float]:
 
 
 def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """The number beyond the format that this value is made of, if it is a mask or another limit."""
+    """Replace the number beyond the format that this value is made of, if it is a mask or another limit."""
     for step, value in large_constants(context, site):
         limit = context.number_format.max if value > 0 else -context.number_format.max
 
         def as_limit(flow: Flow, other: Site, value: float = value, limit: float = limit) -> Edits | None:
             if value not in _numbers(context, other):
                 return {}
-            return {other.id: Constant(value, limit)} if is_limit(context, flow, other, value) else None
+            return (
+                {other.id: ReplaceConstant(value, limit)} if is_limit(context, flow, other, value) else None
+            )
 
         edits = of_the_line(context, step, as_limit, lambda flow, other: True)
         if edits is None:

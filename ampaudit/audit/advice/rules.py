@@ -1,4 +1,4 @@
-"""Proposals that keep a site, or the few sites that share its large value, in float32."""
+"""Proposes rules that keep a site, or the few sites that share its large value, in float32."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ampaudit.policy import RuleSet
 from ampaudit.policy.schema import Cast, KeepFp32, Match, Reason, Rule
 from ampaudit.report.finding import Finding
 from ampaudit.report.pages import page_of
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Role, Site
 from ampaudit.trace.flow import Flow
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["keep_in_float32"]
 
@@ -29,7 +29,7 @@ _SOURCE = "ampaudit scan --advise"
 
 
 def keep_in_float32(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
-    """One site alone; then with all that read its value while it is beyond the format."""
+    """Propose one site alone, then it and all that read its value while it is beyond the format."""
     context = subject.context
     weight = next((w for w in context.broken_weights if w.rpartition(".")[0] == finding.layer), None)
     if finding.phase == "weights" and weight is not None:
@@ -52,7 +52,7 @@ def keep_in_float32(subject: AdviceContext, finding: Finding) -> Iterator[Propos
 
 
 def _back(subject: AdviceContext, first: Sequence[Site], why: str) -> Iterator[Proposal]:
-    """The site and what its input is made of, further back each time: rounding began somewhere there."""
+    """Go back from the site in growing steps, because rounding began at one of the ops that it reads."""
     kept = {site.id: site for site in first}
     frontier = list(first)
     for back in range(1, BACK[-1] + 1):
@@ -66,7 +66,7 @@ def _back(subject: AdviceContext, first: Sequence[Site], why: str) -> Iterator[P
 
 
 def _island(subject: AdviceContext, first: Sequence[Site]) -> dict[SiteId, Site]:
-    """With the sites, those that read a value beyond half of the format, and must take it in float32.
+    """Add the readers of values beyond half of the format, which must take them in float32.
 
     What only hands values on is not measured: its peak is that of what it reads.
     """
@@ -86,7 +86,7 @@ def _island(subject: AdviceContext, first: Sequence[Site]) -> dict[SiteId, Site]
 
 
 def _border(subject: AdviceContext, kept: Mapping[SiteId, Site]) -> list[SiteId]:
-    """Where weights are stored in 16 bits: the first ops that refuse float32 beside them.
+    """Return the first ops that refuse float32 beside weights stored in 16 bits.
 
     Elementwise ops promote, so float32 flows on through them; a product or a norm with 16-bit weights takes
     what it reads in 16 bits again.
@@ -109,7 +109,7 @@ def _border(subject: AdviceContext, kept: Mapping[SiteId, Site]) -> list[SiteId]
 
 
 def _stays(flow: Flow, node: fx.Node, site: Site | None, wide: Set[fx.Node]) -> bool:
-    """Whether an op gives what it gave before, although something that it reads is float32 now."""
+    """Whether an op's dtype stays although something that it reads is float32 now."""
     if site is None:
         return False
     if site.role.converts or site.decision.cast is Cast.FLOAT32:
@@ -141,7 +141,7 @@ def _returning(border: Sequence[SiteId]) -> list[Rule]:
 
 
 def _keep_weight(subject: AdviceContext, weight: str) -> Proposal:
-    """The ops that take a weight; where weights are stored in 16 bits, it is stored in float32, too."""
+    """Keep the ops that take a weight in float32, and the weight itself if weights are stored in 16 bits."""
     why = f"{weight} is infinite in 16 bits"
     name = (_literal(weight),)
     rule = Rule(
@@ -184,18 +184,18 @@ def _rule(name: str, sites: Sequence[SiteId], cast: Cast, why: str) -> Rule:
 
 
 def _with(rules: RuleSet, more: Sequence[Rule]) -> RuleSet:
-    """The policy with rules before its own, which therefore decide."""
+    """Return the policy with rules put before its own, so that they decide."""
     file = rules.file.model_copy(update={"rules": (*more, *rules.file.rules)})
     return RuleSet(file, rules.ops, rules.environment)
 
 
 def _literal(name: str) -> str:
-    """A name as a glob that matches only itself."""
+    """Escape a name into a glob that matches only it."""
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
 def _paste(rule: Rule) -> str:
-    """The rule as YAML, for the list of rules in a file that extends the policy."""
+    """Format a rule as YAML, for the list of rules in a file that extends the policy."""
     (key, values), *_ = rule.match.model_dump(exclude_defaults=True).items()
     lines = [
         f"id: {json.dumps(rule.id)}",

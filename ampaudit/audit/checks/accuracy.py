@@ -1,4 +1,4 @@
-"""How much of an error is an op's own, and whether an output of the model shows it."""
+"""Grades an op's own error by whether an output of the model shows it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.report.finding import Severity
 from ampaudit.trace import Role, Site
 
-__all__ = ["local_error_matters", "worst_sites"]
+__all__ = ["local_error_matters"]
 
 NOTICEABLE_DB = 10.0  # errors of one op this far above the threshold still show in an output
 
@@ -24,10 +24,3 @@ def local_error_matters(context: CheckContext, site: Site) -> Severity | None:
     accuracies = [accuracy for _, _, accuracy in context.outputs if accuracy is not None]
     shows = min(accuracies, default=0.0) < context.min_sqnr + NOTICEABLE_DB
     return Severity.WARNING if shows else Severity.NOTE
-
-
-def worst_sites(context: CheckContext, count: int = 3) -> list[Site]:
-    """The sites that add the most error of their own, the worst first."""
-    seen = context.observed
-    known = [site for site in context.low_precision_sites if seen(site.id).local_sqnr_db is not None]
-    return sorted(known, key=lambda site: seen(site.id).local_sqnr_db or 0.0)[:count]

@@ -21,7 +21,9 @@ def find(context: CheckContext) -> Iterator[Finding]:
         sizes = _sizes(context, site)
         odd = [f"{name} = {size}" for name, size in sizes.items() if size % MULTIPLE and size > SMALL]
         if odd:
-            cause = f"{', '.join(odd)}: no multiple of {MULTIPLE}, so tensor cores run padded or not at all"
+            cause = (
+                f"{', '.join(odd)}: not a multiple of {MULTIPLE}, so tensor cores run padded or not at all"
+            )
             yield finding_at(
                 context, site, "AMP501", cause, f"pad to a multiple of {MULTIPLE}", confidence="rule"
             )

@@ -1,4 +1,4 @@
-"""Where an error that is small at first becomes large on its way to an output."""
+"""Finds where an error that is small at first grows on its way to an output."""
 
 from __future__ import annotations
 

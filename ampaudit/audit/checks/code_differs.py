@@ -11,9 +11,9 @@ from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, 
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.finding import Finding, Severity, Source
 from ampaudit.run.code_record import OutputDifference
-from ampaudit.trace.compare import CodePlace
+from ampaudit.trace.compare import CodeDifference
 
-__all__ = ["CHECK", "describe", "found_at"]
+__all__ = ["CHECK", "code_finding", "describe"]
 
 _ADVICE = "write the line so that it does the same in every precision"
 
@@ -32,7 +32,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     else:
         others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
         what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns something else"
-    found = found_at(context, code.place, "AMP212", f"{what}: {effect}", _ADVICE, severity, worst.name)
+    found = code_finding(context, code.place, "AMP212", f"{what}: {effect}", _ADVICE, severity, worst.name)
     if code.place is None and code.reads:
         found = replace(found, source=_source(code.reads[0]))
     yield found
@@ -60,7 +60,7 @@ def _effect(seen: OutputDifference) -> str:
     return f"{seen.name} has {total} dB against the FP32 model, {seen.code_sqnr_db:.0f} dB by the code alone"
 
 
-def describe(place: CodePlace, dtype: str) -> str:
+def describe(place: CodeDifference, dtype: str) -> str:
     """What a line does in 16 bits and in FP32."""
     where = _name(place.source) if place.source is not None else f"layer {place.layer or '(top)'}"
     if place.fp32 is None:
@@ -73,9 +73,9 @@ def describe(place: CodePlace, dtype: str) -> str:
     return f"{where} {does}{others}"
 
 
-def found_at(
+def code_finding(
     context: CheckContext,
-    place: CodePlace | None,
+    place: CodeDifference | None,
     code: str,
     cause: str,
     advice: str,

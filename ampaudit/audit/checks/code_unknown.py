@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.audit.checks.code_differs import describe, found_at
+from ampaudit.audit.checks.code_differs import code_finding, describe
 from ampaudit.audit.checks.interface import Check, CheckContext
 from ampaudit.report.finding import Finding, Severity
 
@@ -25,7 +25,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         alike = describe(place, context.number_format.name)
     cause = f"the FP32 model could not be run eagerly ({code.failure}); {alike}"
     first = context.flow.traced.outputs[0] if context.flow.traced.outputs else ""
-    yield found_at(context, place, "AMP213", cause, _ADVICE, severity, first)
+    yield code_finding(context, place, "AMP213", cause, _ADVICE, severity, first)
 
 
 CHECK = Check("AMP213", find)

@@ -9,9 +9,8 @@ from torch import fx
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Role, Site
-from ampaudit.trace.sizes import UNKNOWN_SIZE
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, UNKNOWN_SIZE
 
 __all__ = ["CHECK"]
 
@@ -29,9 +28,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             continue
         moved = sum(count * (4 + 2) for count in casts)
         saved = sum(count * 2 for count in casts)
-        cause = (
-            f"its casts from and to float32 move {moved:,} bytes, and 16 bits save the op {saved:,} of them"
-        )
+        cause = f"its casts from and to float32 move {moved:,} bytes to save the op {saved:,}"
         yield finding_at(context, site, "AMP503", cause, "leave this op in float32", confidence="rule")
 
 

@@ -15,12 +15,12 @@ __all__ = ["CHECK"]
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """The first float64 op of each layer that depends on the model's weights or input."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for site in context.graph_sites:
-        if site.dtype is not torch.float64 or site.role is not Role.COMPUTE or site.layer in told:
+        if site.dtype is not torch.float64 or site.role is not Role.COMPUTE or site.layer in reported:
             continue
         if site.id not in context.flow.constants and site.shape:
-            told.add(site.layer)
+            reported.add(site.layer)
             cause = "this op computes in float64, which no cast of the policy touches"
             advice = "look for a Python or NumPy number that became a float64 tensor; give it dtype=x.dtype"
             yield finding_at(context, site, "AMP303", cause, advice, confidence="rule")

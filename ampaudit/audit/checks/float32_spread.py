@@ -8,8 +8,8 @@ import torch
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Role, Site
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["CHECK"]
 
@@ -23,7 +23,8 @@ def find(context: CheckContext) -> Iterator[Finding]:
     for site in context.graph_sites:
         if site.dtype is not torch.float32 or site.decision.explicit or site.role is not Role.COMPUTE:
             continue
-        start = _inherited(context, site, behind) or (site.id if _promotes(context, site) else None)
+        start = next((behind[m.id] for m in context.flow.makers(site) if m.id in behind), None)
+        start = start or (site.id if _promotes(context, site) else None)
         if start is not None:
             behind[site.id] = start
             spread.setdefault(start, []).append(site)
@@ -34,10 +35,6 @@ def find(context: CheckContext) -> Iterator[Finding]:
             )
             advice = "cast the float32 operand down here, if 16 bits were meant"
             yield finding_at(context, context.site[sites[0].id], "AMP504", cause, advice, confidence="rule")
-
-
-def _inherited(context: CheckContext, site: Site, behind: dict[str, str]) -> str | None:
-    return next((behind[m.id] for m in context.flow.makers(site) if m.id in behind), None)
 
 
 def _promotes(context: CheckContext, site: Site) -> bool:

@@ -20,23 +20,23 @@ def find(context: CheckContext) -> Iterator[Finding]:
     record = context.record.gradients
     if record is None or record.origins or context.record.origins:
         return
-    if any(vanishes(gradient.seen) for gradient in context.gradients):
+    if any(vanishes(gradient.stats) for gradient in context.gradients):
         return
     found: list[tuple[float, Site, GradientStats]] = []
     for site in context.graph_sites:
-        seen = record.sites.get(site.id) if site.role is Role.WEIGHT_CAST else None
-        if seen is None or seen.cancelled or not seen.seen.ref_peak:
+        stats = record.sites.get(site.id) if site.role is Role.WEIGHT_CAST else None
+        if stats is None or stats.cancelled or not stats.values.ref_peak:
             continue
-        sqnr = seen.seen.sqnr_db
+        sqnr = stats.values.sqnr_db
         if sqnr is not None and sqnr < context.min_sqnr:
-            found.append((sqnr, site, seen))
-    for sqnr, site, seen in sorted(found, key=lambda item: item[0])[:_LISTED]:
+            found.append((sqnr, site, stats))
+    for sqnr, site, stats in sorted(found, key=lambda item: item[0])[:_LISTED]:
         name = name_of(context, site.id, False)
         cause = (
-            f"the gradient of {name} has {sqnr:.0f} dB against FP32; {context.min_sqnr:.0f} dB were asked for"
+            f"the gradient of {name} has {sqnr:.0f} dB against FP32; {context.min_sqnr:.0f} dB are required"
         )
-        advice = "look for an op on the way back that cancels, or keep the layers after it in float32"
-        yield gradient_finding(context, site, "AMP704", seen, cause, advice)
+        advice = "look for a sum in the backward pass that cancels, or keep the layers after it in float32"
+        yield gradient_finding(context, site, "AMP704", stats, cause, advice)
 
 
 CHECK = Check("AMP704", find)

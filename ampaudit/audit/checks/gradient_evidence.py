@@ -1,10 +1,10 @@
-"""Findings about gradients: the numbers of one at a site."""
+"""Makes findings about gradients, with their numbers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ampaudit.audit.checks.interface import CheckContext, finding_about, source_of
+from ampaudit.audit.checks.interface import CheckContext, evidence_of, finding_about, finding_source
 from ampaudit.report.finding import Evidence, Finding, Severity
 from ampaudit.run.backward.record import GradientStats
 from ampaudit.trace import Role, Site
@@ -15,11 +15,11 @@ VANISHED = 0.5  # share of a gradient's elements that is flushed
 CARRIED_DB = 20.0  # above, what was flushed carries less than a tenth of the gradient
 
 
-def vanishes(seen: GradientStats) -> bool:
+def vanishes(stats: GradientStats) -> bool:
     """Whether most of a 16-bit gradient is flushed to zero, and what is left says something else."""
-    if not seen.low_precision or seen.cancelled or seen.flushed_share < VANISHED:
+    if not stats.low_precision or stats.cancelled or stats.flushed_share < VANISHED:
         return False
-    sqnr = seen.seen.sqnr_db
+    sqnr = stats.values.sqnr_db
     return sqnr is not None and sqnr < CARRIED_DB
 
 
@@ -35,7 +35,7 @@ def gradient_finding(
     context: CheckContext,
     site: Site,
     code: str,
-    seen: GradientStats | None,
+    stats: GradientStats | None,
     cause: str,
     advice: str,
     *,
@@ -43,20 +43,8 @@ def gradient_finding(
 ) -> Finding:
     """A finding about the backward of the op at a site."""
     made = finding_about(code, site.id, site.layer, cause, advice, severity=severity)
-    evidence = Evidence() if seen is None else _evidence(context, seen)
-    return replace(made, phase="backward", op=site.op, source=source_of(site), evidence=evidence)
-
-
-def _evidence(context: CheckContext, seen: GradientStats) -> Evidence:
-    form, values = context.number_format, seen.seen
-    peak = values.finite_peak
-    return Evidence(
-        peak=peak,
-        limit=form.max,
-        inf=int(values.pos_inf + values.neg_inf),
-        nan=int(values.nan),
-        elements=values.elements,
-        headroom_bits=form.headroom_bits(peak) if peak else None,
-        sqnr_db=values.sqnr_db,
-        flushed=seen.flushed_share,
-    )
+    evidence = Evidence()
+    if stats is not None:
+        measured = evidence_of(stats.values, context.number_format)
+        evidence = replace(measured, flushed=stats.flushed_share)
+    return replace(made, phase="backward", op=site.op, source=finding_source(site), evidence=evidence)

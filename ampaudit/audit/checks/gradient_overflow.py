@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.audit.checks.gradient_evidence import gradient_finding, name_of
-from ampaudit.audit.checks.interface import Check, CheckContext, source_of
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_source
 from ampaudit.core.text import format_number, format_power, format_scale, short_op
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.backward.record import GradientOrigin, GradientRecord, GradientStats
@@ -22,9 +22,9 @@ def find(context: CheckContext) -> Iterator[Finding]:
         return
     curable: list[tuple[int, GradientOrigin]] = []
     for origin in record.origins:
-        seen = record.broken_at(origin)
-        highest = highest_exponent(seen.peak if seen is not None else 0.0, context.number_format)
-        if highest >= 0 and _overflows(context, seen):
+        stats = record.broken_at(origin)
+        highest = highest_exponent(stats.peak if stats is not None else 0.0, context.number_format)
+        if highest >= 0 and _overflows(context, stats):
             curable.append((highest, origin))
         else:
             yield _finding(context, record, origin, highest)
@@ -37,26 +37,26 @@ def find(context: CheckContext) -> Iterator[Finding]:
         yield replace(found, cause=f"{found.cause}{more}")
 
 
-def _overflows(context: CheckContext, seen: GradientStats | None) -> bool:
+def _overflows(context: CheckContext, stats: GradientStats | None) -> bool:
     """Whether FP32's gradient is beyond the format; else the op makes NaN of what would fit."""
-    return seen is None or seen.seen.ref_peak >= context.number_format.overflow_at
+    return stats is None or stats.values.ref_peak >= context.number_format.overflow_at
 
 
 def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrigin, highest: int) -> Finding:
     form, site = context.number_format, context.site[origin.site]
-    seen = record.broken_at(origin)
+    stats = record.broken_at(origin)
     name = name_of(context, origin.value, origin.is_parameter)
     own = origin.value == origin.site
-    by = f"{short_op(origin.op)} in {origin.way}" if origin.op else origin.way or "its backward"
+    by = f"{short_op(origin.op)} in {origin.custom}" if origin.op else origin.custom or "its backward"
     what = (
         "the gradient of its own output"
-        if own and not origin.way
+        if own and not origin.custom
         else f"{by} makes a gradient of {name} that"
     )
-    reaches = format_number(seen.seen.ref_peak) if seen is not None else "an unknown size"
+    reaches = format_number(stats.values.ref_peak) if stats is not None else "an unknown size"
     scaled = f" under the loss scale {format_scale(record.scale)}" if record.scale != 1 else ""
     severity = Severity.ERROR
-    if _overflows(context, seen):
+    if _overflows(context, stats):
         cause = f"{what} reaches {reaches} in FP32{scaled}; {form.name} ends at {format_number(form.max)}"
         advice = f"a loss scale of at most {format_power(highest)} fits"
         suits = context.scale_advice
@@ -76,9 +76,9 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
     else:
         cause = f"{what} becomes NaN or infinite, although in FP32 it only reaches {reaches}{scaled}"
         advice = "keep this op in float32: no loss scale cures it"
-    made = gradient_finding(context, site, "AMP701", seen, cause, advice, severity=severity)
+    made = gradient_finding(context, site, "AMP701", stats, cause, advice, severity=severity)
     if origin.source is not None:
-        made = replace(made, source=source_of(replace(site, source=origin.source, caller=None)))
+        made = replace(made, source=finding_source(replace(site, source=origin.source, caller=None)))
     return replace(made, origin=True)
 
 

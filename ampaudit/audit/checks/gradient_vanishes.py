@@ -19,18 +19,18 @@ _NOTHING_LEFT_DB = 6.0  # half of the gradient is gone
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Where vanishing begins, on the way back; gradients that vanish because of it are listed there."""
+    """Where vanishing begins in the backward pass; gradients that vanish because of it are listed there."""
     record = context.record.gradients
     if record is None:
         return
     behind: dict[SiteId, list[SiteId]] = {}
     starts: dict[SiteId, SiteId] = {}
     for site in reversed(context.graph_sites):
-        seen = record.sites.get(site.id)
+        stats = record.sites.get(site.id)
         before = next((starts[r.id] for r in context.flow.readers(site) if r.id in starts), None)
-        if seen is None and before is not None:
+        if stats is None and before is not None:
             starts[site.id] = before  # it only hands on
-        if seen is None or not vanishes(seen):
+        if stats is None or not vanishes(stats):
             continue
         starts[site.id] = before or site.id
         behind.setdefault(starts[site.id], []).append(site.id)
@@ -43,10 +43,10 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 def _parameters(context: CheckContext, record: GradientRecord, known: set[SiteId]) -> Iterator[Finding]:
     """Parameters that are themselves stored in 16 bits, where no gradient of a value vanished before."""
-    for name, seen in record.parameters.items():
+    for name, stats in record.parameters.items():
         site = next((s for s in context.graph_sites if _uses(context, s, name)), None)
-        if vanishes(seen) and site is not None and site.id not in known:
-            yield _made(context, record, site, seen, name, ())
+        if vanishes(stats) and site is not None and site.id not in known:
+            yield _made(context, record, site, stats, name, ())
 
 
 def _uses(context: CheckContext, site: Site, parameter: str) -> bool:
@@ -60,7 +60,7 @@ def _made(
     context: CheckContext,
     record: GradientRecord,
     site: Site,
-    seen: GradientStats,
+    stats: GradientStats,
     name: str,
     others: tuple[SiteId, ...],
 ) -> Finding:
@@ -71,13 +71,15 @@ def _made(
         else " without loss scaling"
     )
     cause = (
-        f"{seen.flushed_share:.0%} of the gradient of {name} becomes zero in {form.name}{at}: its largest "
-        f"element is {format_number(seen.peak)} in FP32; "
+        f"{stats.flushed_share:.0%} of the gradient of {name} becomes zero in {form.name}{at}: its largest "
+        f"element is {format_number(stats.peak)} in FP32; "
         f"{format_number(form.flush_below / record.scale)} and less is lost"
     )
-    sqnr = seen.seen.sqnr_db
+    sqnr = stats.values.sqnr_db
     severity = Severity.ERROR if sqnr is not None and sqnr < _NOTHING_LEFT_DB else Severity.WARNING
-    made = gradient_finding(context, site, "AMP702", seen, cause, _advice(context, record), severity=severity)
+    made = gradient_finding(
+        context, site, "AMP702", stats, cause, _advice(context, record), severity=severity
+    )
     return replace(made, poisons=others)
 
 

@@ -9,8 +9,8 @@ import torch
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Role, Site
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["CHECK"]
 

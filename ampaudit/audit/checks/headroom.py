@@ -30,7 +30,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         if bits < context.min_headroom and seen.bad == 0:
             cause = (
                 f"a peak of {format_number(seen.finite_peak)} leaves "
-                f"{bits:.2f} bits to {format_number(form.max)}"
+                f"{bits:.2f} bits of headroom below {format_number(form.max)}"
             )
             advice = (
                 f"values {2 ** max(bits, 0):.3g} times as large overflow here; check more data with --batches"

@@ -8,8 +8,8 @@ import torch
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace.opnames import mutated_arguments
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["CHECK"]
 

@@ -1,4 +1,4 @@
-"""What a check is given, what it is, and how a finding about a site is made."""
+"""Defines checks, the context that they read, and how they make findings."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ __all__ = [
     "Cause",
     "Check",
     "CheckContext",
+    "evidence_of",
     "finding_about",
     "finding_at",
+    "finding_source",
     "some_sites",
-    "source_of",
 ]
 
 _HANDS_ON = (Role.VIEW, Role.SELECT)
@@ -201,9 +202,8 @@ def finding_at(
 ) -> Finding:
     """A forward finding at a site, with that site's numbers; kind and severity are the page's."""
     made = finding_about(code, site.id, site.layer, cause, advice, severity=severity, confidence=confidence)
-    return replace(
-        made, phase="forward", op=site.op, source=source_of(site), evidence=_evidence(context, site)
-    )
+    evidence = evidence_of(context.observed(site.id), context.number_format)
+    return replace(made, phase="forward", op=site.op, source=finding_source(site), evidence=evidence)
 
 
 def finding_about(
@@ -236,8 +236,8 @@ def finding_about(
     )
 
 
-def _evidence(context: CheckContext, site: Site) -> Evidence:
-    seen, form = context.observed(site.id), context.number_format
+def evidence_of(seen: Observation, form: NumberFormat) -> Evidence:
+    """The numbers of a finding about measured values."""
     peak = seen.finite_peak if seen.elements else None
     samples = seen.samples
     share = max(samples.sampled, 1)
@@ -256,7 +256,7 @@ def _evidence(context: CheckContext, site: Site) -> Evidence:
     )
 
 
-def source_of(site: Site) -> Source | None:
+def finding_source(site: Site) -> Source | None:
     """The site's source line in the form that findings carry."""
     if site.source is None:
         return None

@@ -1,22 +1,27 @@
-"""Patterns that this input did not break and another one will: warnings, by the same reason as the error."""
+"""Warns of patterns that this input did not break and another one will."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from ampaudit.audit.checks.interface import CheckContext, finding_at
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 
-__all__ = ["LOGARITHMS", "Pattern", "latent"]
+__all__ = ["LOGARITHMS", "latent_check"]
 
-Pattern = Callable[[CheckContext, Site, Origin | None], str | None]
+PatternMatch = Callable[[CheckContext, Site, Origin | None], str | None]
 LOGARITHMS = ("log", "log1p", "log2", "log10")
 
 
-def latent(context: CheckContext, code: str, applies: Pattern, advice: str) -> Iterator[Finding]:
-    """Sites where the pattern stands in 16 bits and did not go wrong."""
+def latent_check(code: str, applies: PatternMatch, advice: str) -> Check:
+    """The check for sites where a pattern stands in 16 bits and did not go wrong."""
+    return Check(code, partial(_find, code, applies, advice))
+
+
+def _find(code: str, applies: PatternMatch, advice: str, context: CheckContext) -> Iterator[Finding]:
     for site in context.graph_sites:
         reason = applies(context, site, None) if site.id not in context.origin_sites else None
         if reason:

@@ -20,9 +20,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         severity = local_error_matters(context, site)
         if severity is not None:
             db = context.observed(site.id).local_sqnr_db
-            cause = (
-                f"on exact inputs this op alone gives {db:.0f} dB; {context.min_sqnr:.0f} dB were asked for"
-            )
+            cause = f"on exact inputs this op alone gives {db:.0f} dB; {context.min_sqnr:.0f} dB are required"
             advice = "keep this op in float32: the error is its own, not inherited"
             yield finding_at(context, site, "AMP208", cause, advice, severity=severity)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import fx
 
-from ampaudit.audit.checks.interface import Cause, Check, CheckContext
-from ampaudit.audit.checks.latent import LOGARITHMS, latent
+from ampaudit.audit.checks.interface import Cause, CheckContext
+from ampaudit.audit.checks.latent import LOGARITHMS, latent_check
 from ampaudit.core.text import format_number
-from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 
@@ -55,10 +52,5 @@ def _steps(context: CheckContext, node: fx.Node) -> list[Site] | None:
     return None
 
 
-def find(context: CheckContext) -> Iterator[Finding]:
-    """The pattern in 16 bits where this input did not break it."""
-    return latent(context, "AMP204", applies, _ADVICE)
-
-
 CAUSE = Cause("AMP204", applies, _ADVICE)
-CHECK = Check("AMP204", find)
+CHECK = latent_check("AMP204", applies, _ADVICE)

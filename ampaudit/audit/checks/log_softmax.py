@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ampaudit.audit.checks.interface import Cause, Check, CheckContext
-from ampaudit.audit.checks.latent import LOGARITHMS, latent
+from ampaudit.audit.checks.interface import Cause, CheckContext
+from ampaudit.audit.checks.latent import LOGARITHMS, latent_check
 from ampaudit.core.text import format_number
-from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
 
@@ -29,10 +26,5 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
     return f"probabilities below {format_number(form.flush_below)} are 0 in {form.name}, and log(0) is -inf"
 
 
-def find(context: CheckContext) -> Iterator[Finding]:
-    """The pattern in 16 bits where this input did not break it."""
-    return latent(context, "AMP203", applies, _ADVICE)
-
-
 CAUSE = Cause("AMP203", applies, _ADVICE)
-CHECK = Check("AMP203", find)
+CHECK = latent_check("AMP203", applies, _ADVICE)

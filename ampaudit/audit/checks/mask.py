@@ -1,4 +1,4 @@
-"""AMP104: a mask value became -inf, and a softmax turned it into zeros as it was meant to."""
+"""AMP104: a mask value became -inf, and a softmax turned it into zeros as intended."""
 
 from __future__ import annotations
 

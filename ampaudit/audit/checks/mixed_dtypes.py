@@ -15,9 +15,9 @@ from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.core.sites import SiteId
 from ampaudit.policy.schema import Cast
 from ampaudit.report.finding import Finding
-from ampaudit.run.step import LOW_PRECISION_DTYPES
 from ampaudit.trace import Site
 from ampaudit.trace.graph import Slot
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["CHECK", "refused_sites"]
 

@@ -19,7 +19,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     for name in record.unused if record is not None else ():
         layers.setdefault(name.rpartition(".")[0], []).append(name)
     for layer, names in layers.items():
-        cause = f"the loss of no batch depends on {', '.join(names)}"
+        cause = f"no batch's loss depends on {', '.join(names)}"
         advice = "freeze it, or find out why it is not used; DDP needs find_unused_parameters=True for it"
         made = finding_about(
             "AMP705", SiteId(f"{names[0]}/gradient"), layer, cause, advice, confidence="observed"

@@ -65,7 +65,7 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
         return cause, Severity.ERROR
     if base in _HAVE_ONE or not (base in _NAMES or base.startswith(_PREFIXES)):
         return None
-    if any(_is_lowered(context, source) for source in node.all_input_nodes):
+    if any(_is_low_precision(context, source) for source in node.all_input_nodes):
         return f"{base} has no {form} kernel on CUDA for every size", Severity.WARNING
     return None
 
@@ -81,14 +81,14 @@ def _fourier(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str,
         getattr(v, "dtype", None) in (torch.float16, torch.complex32) for v in pytree.tree_leaves(args)
     )
     if odd and (site.decision is NO_KERNEL or half):
-        cause = f"{base} has float16 kernels for powers of two only, on CUDA, and {odd[0]} is none"
+        cause = f"{base} has float16 kernels on CUDA only for powers of two, and {odd[0]} is not one"
         return cause, Severity.ERROR
     if not half:
         return None
     return f"{base} has no float16 kernel on a CPU; CUDA has one for powers of two", Severity.WARNING
 
 
-def _is_lowered(context: CheckContext, node: object) -> bool:
+def _is_low_precision(context: CheckContext, node: object) -> bool:
     value = getattr(node, "meta", {}).get("val")
     return str(getattr(value, "dtype", "")) == f"torch.{context.number_format.name}"
 

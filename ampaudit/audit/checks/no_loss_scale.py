@@ -20,7 +20,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     record, form = context.record.gradients, context.number_format
     if record is None:
         return
-    counted = [gradient for gradient in context.gradients if not gradient.seen.cancelled]
+    counted = [gradient for gradient in context.gradients if not gradient.stats.cancelled]
     found = advice_on_scale(counted, form, record.scale, share=VANISHED)
     if found is None or found.exists:
         return

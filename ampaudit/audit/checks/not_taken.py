@@ -32,7 +32,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         site = SiteId(f"{layers[0] or '(top)'}/unused")
         count = f"{len(layers)} layer{'s' if len(layers) != 1 else ''} with parameters"
         cause = f"this input does not use {count}: {some_sites(layers, 5)}"
-        advice = "scan an input that takes those branches, too"
+        advice = "also scan an input that takes those branches"
         yield finding_about("AMP903", site, layers[0], cause, advice)
 
 

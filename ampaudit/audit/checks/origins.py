@@ -1,4 +1,4 @@
-"""Findings about origins: each is given the most telling of the causes that apply to it.
+"""Reports origins, each with the most specific cause that applies.
 
 A cause is a file with ``CAUSE = Cause(code, applies, advice)``; the first in order that applies is named.
 AMP101 and AMP103 are what is left: a value that left the range, or a result outside its op's domain.
@@ -116,7 +116,7 @@ def _overflow_text(context: CheckContext, site: Site) -> str:
         return f"{what}, and the policy casts this input to {form.name}"
     if site.decision.rule is None:
         return f"{what}, and no rule of the policy keeps this op in float32"
-    return f"{what}; rule {site.decision.rule} lowers this op"
+    return f"{what}; rule {site.decision.rule} runs this op in {form.name}"
 
 
 def _domain_text(context: CheckContext, site: Site) -> str:

@@ -54,8 +54,8 @@ def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
         return
     wrong = inaccurate(context)
     known = [culprit for culprit in context.record.culprits if wrong.keys() & set(culprit.outputs)]
-    told = {name for culprit in known for name in culprit.outputs}
-    for culprit in (*known, *(Culprit((name,)) for name in wrong if name not in told)):
+    explained = {name for culprit in known for name in culprit.outputs}
+    for culprit in (*known, *(Culprit((name,)) for name in wrong if name not in explained)):
         names = [name for name in culprit.outputs if name in wrong]
         if not culprit.sites and _by_code(context, names[0]):
             continue

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.audit.checks.gradient_evidence import gradient_finding
-from ampaudit.audit.checks.interface import Check, CheckContext, source_of
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_source
 from ampaudit.report.finding import Finding, Severity
 
 __all__ = ["CHECK"]
@@ -16,8 +16,8 @@ _TEXTS = {
     "": ("no gradient is known before {}, which no trace can follow", _FOLLOWABLE),
     "left out": ("gradients are audited as if there were no {}, which no trace can follow", _FOLLOWABLE),
     "as a whole": (
-        "{} runs as a whole, for no trace can follow it",
-        "its result is audited; what overflows inside it is not named",
+        "{} runs as a whole, because no trace can follow it",
+        "its result is audited; an overflow inside it is not located",
     ),
 }
 
@@ -25,16 +25,17 @@ _TEXTS = {
 def find(context: CheckContext) -> Iterator[Finding]:
     """One finding for each; a note where it runs all the same."""
     record = context.record.gradients
-    for way in record.unfollowed if record is not None else ():
-        site = context.site[way.site]
-        cause, advice = _TEXTS[way.instead]
-        cause = f"{cause.format(way.name)}: {way.reason}"
-        if "same dtype" in way.reason:
+    for custom in record.untraced if record is not None else ():
+        site = context.site[custom.site]
+        cause, advice = _TEXTS[custom.instead]
+        cause = f"{cause.format(custom.name)}: {custom.reason}"
+        if "same dtype" in custom.reason:
             advice = "it fails in training, too: decorate it with torch.amp.custom_fwd and custom_bwd"
-        severity = Severity.NOTE if way.instead == "as a whole" else Severity.WARNING
+        severity = Severity.NOTE if custom.instead == "as a whole" else Severity.WARNING
         made = gradient_finding(context, site, "AMP706", None, cause, advice, severity=severity)
-        source = source_of(replace(site, source=way.source, caller=None)) if way.source is not None else None
-        yield replace(made, source=source or made.source)
+        if custom.source is not None:
+            made = replace(made, source=finding_source(replace(site, source=custom.source, caller=None)))
+        yield made
 
 
 CHECK = Check("AMP706", find)

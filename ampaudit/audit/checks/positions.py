@@ -1,4 +1,4 @@
-"""AMP206: positions, timestamps, angles or coordinates that are too large to be told apart in 16 bits."""
+"""AMP206: positions, timestamps, angles or coordinates that are too large to be reported apart in 16 bits."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ MIN_COUNT = 16.0  # a mask is made of integers, too: of 0 and 1
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """The first 16-bit site of each chain of positions or angles that is visibly off."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for site in context.low_precision_sites:
         seen = context.observed(site.id)
         error = seen.samples.max_error
         limit = _limit(context, site)
         if limit is None or error < limit or site.id in context.origin_sites:
             continue
-        inherited = any(maker.id in told for maker in context.flow.makers(site)) or _follows(context, site)
-        told.add(site.id)
+        behind = any(maker.id in reported for maker in context.flow.makers(site))
+        inherited = behind or _follows(context, site)
+        reported.add(site.id)
         if not inherited:
             what = "angle" if limit == ANGLE_ERROR else "position"
             form = context.number_format
             exact = 2 ** (form.fraction_bits + 1)
             cause = (
                 f"{what}s up to {format_number(seen.ref_peak)} are off by up to {format_number(error)}; "
-                f"{form.name} counts in ones only up to {exact}"
+                f"{form.name} represents every integer only up to {exact}"
             )
             yield finding_at(context, site, "AMP206", cause, _ADVICE)
 
@@ -69,12 +70,12 @@ def _is_integer(node: object) -> bool:
 
 def _follows(context: CheckContext, site: Site) -> bool:
     """Whether the values were positions in 16 bits already."""
-    makers = context.flow.makers(site)
-    return any(context.low_precision(m) and _counts(context, m) and _off(context, m) for m in makers)
-
-
-def _off(context: CheckContext, site: Site) -> bool:
-    return context.observed(site.id).samples.max_error >= POSITION_ERROR
+    return any(
+        context.low_precision(maker)
+        and _counts(context, maker)
+        and context.observed(maker.id).samples.max_error >= POSITION_ERROR
+        for maker in context.flow.makers(site)
+    )
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:

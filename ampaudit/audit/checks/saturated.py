@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
-from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 
@@ -20,17 +19,16 @@ def find(context: CheckContext) -> Iterator[Finding]:
     for site in context.low_precision_sites:
         seen = context.observed(site.id)
         meant = site.id in context.flow.constants or site.id in context.record.by_design
-        inherited = any(_beyond(context, maker.id) for maker in context.flow.makers(site))
+        makers = context.flow.makers(site)
+        inherited = any(context.observed(maker.id).ref_peak >= form.overflow_at for maker in makers)
         if seen.ref_peak >= form.overflow_at and not meant and not inherited:
             cause = (
                 f"in FP32 the values reach {format_number(seen.ref_peak)}; "
                 f"they become {format_number(form.max)} here"
             )
-            yield finding_at(context, site, "AMP116", cause, "cure it as an overflow: nothing shows it later")
-
-
-def _beyond(context: CheckContext, site: SiteId) -> bool:
-    return context.observed(site).ref_peak >= context.number_format.overflow_at
+            yield finding_at(
+                context, site, "AMP116", cause, "treat it as an overflow: nothing shows it later"
+            )
 
 
 CHECK = Check("AMP116", find)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.audit.checks.interface import Check, CheckContext
-from ampaudit.audit.checks.weights import of_weight
+from ampaudit.audit.checks.weights import weight_finding
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.weights import WeightRange
@@ -25,13 +25,13 @@ def find(context: CheckContext) -> Iterator[Finding]:
         vanish, small = weight.vanish / weight.nonzero, weight.subnormal / weight.nonzero
         if variance and weight.vanish + weight.subnormal:
             advice = "keep BatchNorm statistics in float32, or fold them into the convolution"
-            yield of_weight(
+            yield weight_finding(
                 context, weight, "AMP403", _text(context, weight), advice, severity=Severity.WARNING
             )
         elif vanish > VANISH_SHARE or small > SUBNORMAL_SHARE:
             severity = None if vanish > VANISH_SHARE else Severity.NOTE
             advice = f"keep {weight.name} in float32, or rescale it by a power of two"
-            yield of_weight(context, weight, "AMP402", _text(context, weight), advice, severity=severity)
+            yield weight_finding(context, weight, "AMP402", _text(context, weight), advice, severity=severity)
 
 
 def _text(context: CheckContext, weight: WeightRange) -> str:

@@ -13,14 +13,12 @@ __all__ = ["CHECK"]
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """One note per such op; ATen ops without a rule are counted in the report's coverage."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for site in context.graph_sites:
         foreign = site.role is Role.COMPUTE and "." in site.op and not site.op.startswith("aten.")
-        if foreign and not site.decision.explicit and site.op not in told and not context.ranges_only:
-            told.add(site.op)
-            cause = (
-                f"{site.op} is no ATen op, and no rule mentions it: it gets whatever dtype its inputs have"
-            )
+        if foreign and not site.decision.explicit and site.op not in reported and not context.ranges_only:
+            reported.add(site.op)
+            cause = f"{site.op} is not an ATen op, and no rule mentions it: it gets the dtype of its inputs"
             advice = "add a rule that names it, with what its kernel can hold"
             yield finding_at(context, site, "AMP902", cause, advice, confidence="rule")
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, source_of
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_source
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Evidence, Finding, Severity
 from ampaudit.run.weights import WeightRange
 from ampaudit.trace import Site
 
-__all__ = ["CHECK", "of_weight"]
+__all__ = ["CHECK", "weight_finding"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
@@ -35,7 +35,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             f"{weight.name} holds {format_number(weight.peak)}; {form.name} ends at {format_number(form.max)}"
         )
         count = f"; {weight.overflow} of {weight.elements} elements become inf"
-        yield of_weight(
+        yield weight_finding(
             context,
             weight,
             "AMP403" if variance else "AMP401",
@@ -54,7 +54,7 @@ def _users_are_right(context: CheckContext, name: str) -> bool:
     return min(accuracies, default=math.inf) >= context.min_sqnr
 
 
-def of_weight(
+def weight_finding(
     context: CheckContext,
     weight: WeightRange,
     code: str,
@@ -83,7 +83,7 @@ def of_weight(
         made,
         phase="weights",
         op="cast",
-        source=source_of(first) if first else None,
+        source=finding_source(first) if first else None,
         evidence=evidence,
         origin=made.severity is Severity.ERROR,
         poisons=poisons,

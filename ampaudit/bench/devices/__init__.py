@@ -1,3 +1,3 @@
-"""The catalogue of accelerators, and what this machine is."""
+"""Describes accelerators in a catalogue, and this machine."""
 
 from __future__ import annotations

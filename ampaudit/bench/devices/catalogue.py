@@ -1,4 +1,4 @@
-"""The catalogue of devices: rates, memory and advice, each with its source (``catalogue.yaml``)."""
+"""Reads the catalogue of devices (``catalogue.yaml``): rates, memory and advice, each with its source."""
 
 from __future__ import annotations
 
@@ -76,20 +76,20 @@ class Device:
         """
         ordinary = {"float32": self.fp32, "tf32": self.fp32, "float16": self.fp16, "bfloat16": self.bf16}
         tensor = {"float16": self.tensor.fp16, "bfloat16": self.tensor.bf16, "tf32": self.tensor.tf32}
-        found = tensor.get(precision) if product else None
-        return found or ordinary[precision] or self.fp32
+        fast = tensor.get(precision) if product else None
+        return fast or ordinary[precision] or self.fp32
 
 
 @cache
 def all_devices() -> Mapping[str, Device]:
-    """Every device by id, oldest generation first, as in the file."""
+    """Read every device by id, oldest generation first, as in the file."""
     rows = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
-    found = TypeAdapter(list[Device]).validate_python(rows)
-    return {device.id: device for device in found}
+    devices = TypeAdapter(list[Device]).validate_python(rows)
+    return {device.id: device for device in devices}
 
 
 def device_named(name: str) -> Device:
-    """The device that a user means: its id, or a name that matches it.
+    """Find the device that a user means by its id, or by a name that matches it.
 
     Raises:
         UsageError: none does.
@@ -98,15 +98,15 @@ def device_named(name: str) -> Device:
     short = re.sub(r"[\s_-]+", "", name.lower())
     if short in known:
         return known[short]
-    found = nearest_device(name, None)
-    if found is not None:
-        return found
+    device = nearest_device(name, None)
+    if device is not None:
+        return device
     hint = f"{did_you_mean(short, known)}one of: {', '.join(known)}"
     raise UsageError(f"unknown device {name!r}", hint=hint)
 
 
 def nearest_device(name: str, capability: tuple[int, int] | None) -> Device | None:
-    """The entry for a device that torch found: by its name, else the first of its compute capability."""
+    """Find the entry for a device that torch found: by its name, else the first of its compute capability."""
     for device in all_devices().values():
         if any(re.search(pattern, name, re.IGNORECASE) for pattern in device.match):
             return device

@@ -1,4 +1,4 @@
-"""What this machine has, as torch sees it."""
+"""Describes this machine as torch sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ampaudit.bench.devices.catalogue import Device, nearest_device
 __all__ = ["Devices", "Host", "HostDevice", "this_machine"]
 
 _CPUINFO = Path("/proc/cpuinfo")
-# flags of /proc/cpuinfo that mean arithmetic in 16 bits, and what they are called
+# flags of /proc/cpuinfo that mean arithmetic in 16 bits, in words
 _FLAGS = {
     "amx_tile": "AMX",
     "amx_bf16": "AMX bfloat16",
@@ -64,7 +64,7 @@ class Devices:
 
 
 def this_machine() -> Host:
-    """Everything that torch can use here."""
+    """Describe everything that torch can use."""
     import torch
 
     cuda = [_cuda(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -103,22 +103,22 @@ def _cpu() -> HostDevice:
 
 
 def cpu_flags(path: Path = _CPUINFO) -> frozenset[str]:
-    """Instruction sets as Linux lists them; empty elsewhere."""
+    """Read the instruction sets that Linux lists; empty elsewhere."""
     return frozenset(_described(path, "flags", "features").split())
 
 
 def _described(path: Path, *labels: str) -> str:
-    """What stands behind the first of some labels in a file of the system; empty without one."""
+    """Read the value of the first of some labels in a file of the system; empty without one."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    found = (line.partition(":")[2].strip() for line in lines if line.lower().startswith(labels))
-    return next(found, "")
+    values = (line.partition(":")[2].strip() for line in lines if line.lower().startswith(labels))
+    return next(values, "")
 
 
 def _switches() -> dict[str, str]:
-    """Of torch: read, never set."""
+    """Read torch's switches, and set none."""
     import torch
 
     matmul = torch.backends.cuda.matmul
@@ -128,10 +128,12 @@ def _switches() -> dict[str, str]:
         "allow_fp16_reduced_precision_reduction": reduced,
         "allow_bf16_reduced_precision_reduction": reduced,
     }
-    found = {
+    switches = {
         f"torch.backends.cuda.matmul.{name}": f"{getattr(matmul, name, 'unknown')}: {text}"
         for name, text in meaning.items()
     }
-    found["torch.backends.cudnn.allow_tf32"] = f"{torch.backends.cudnn.allow_tf32}: the same of convolutions"
-    found["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
-    return found
+    switches["torch.backends.cudnn.allow_tf32"] = (
+        f"{torch.backends.cudnn.allow_tf32}: the same of convolutions"
+    )
+    switches["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
+    return switches

@@ -1,4 +1,4 @@
-"""The catalogue and this machine, for people."""
+"""Renders the catalogue and this machine for the terminal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["render_catalogue", "render_device", "render_machine"]
 
 
 def render_machine(machine: Host) -> RenderableType:
-    """What this machine has, what follows for 16 bits, and torch's switches."""
+    """Render this machine, the advice that follows, and torch's switches."""
     parts: list[RenderableType] = [Text("This machine", "bold")]
     known = all_devices()
-    for found in machine.devices:
-        parts += [Text(), _found(found)]
-        if found.entry is not None:
-            device = known[found.entry]
+    for own in machine.devices:
+        parts += [Text(), _headline(own)]
+        if own.entry is not None:
+            device = known[own.entry]
             rows = [("kind", device.generation), ("advice", device.advice)]
             parts.append(hanging((Text(f"  {label}", "dim"), Text(text)) for label, text in rows))
     parts += [Text(), Text(f"Switches of torch {escape_control(machine.torch)}", "bold")]
@@ -31,15 +31,15 @@ def render_machine(machine: Host) -> RenderableType:
     return Group(*parts)
 
 
-def _found(found: HostDevice) -> Text:
-    memory = f", {format_bytes(found.memory_bytes)}" if found.memory_bytes else ""
+def _headline(device: HostDevice) -> Text:
+    memory = f", {format_bytes(device.memory_bytes)}" if device.memory_bytes else ""
     return Text.assemble(
-        (escape_control(found.name), "bold"), f" ({found.kind}{memory}): {', '.join(found.facts)}"
+        (escape_control(device.name), "bold"), f" ({device.kind}{memory}): {', '.join(device.facts)}"
     )
 
 
 def render_catalogue(devices: Iterable[Device]) -> RenderableType:
-    """One row per device; rates in TFLOPS."""
+    """Render one row per device; rates in TFLOPS."""
     return Group(
         Text("What each generation can do: dense TFLOPS, products with float32 accumulation", "bold"),
         _table(list(devices)),
@@ -48,19 +48,8 @@ def render_catalogue(devices: Iterable[Device]) -> RenderableType:
 
 
 def _table(devices: Sequence[Device]) -> Table:
-    heads = (
-        "device",
-        "generation",
-        "fp32",
-        "tf32",
-        "fp16",
-        "fp16 tensor",
-        "bf16 tensor",
-        "fp8",
-        "GB/s",
-        "memory",
-    )
-    table = open_table(*heads, left=("generation",))
+    heads = ("fp32", "tf32", "fp16", "fp16 tensor", "bf16 tensor", "fp8")
+    table = open_table("device", "generation", *heads, "GB/s", "memory", left=("generation",))
     for d in devices:
         rates = (d.fp32, d.tensor.tf32, d.fp16, d.tensor.fp16, d.tensor.bf16, d.tensor.fp8, d.bandwidth_gbs)
         memory = f"{d.memory_gb:g} GB" if d.memory_gb else ""
@@ -73,7 +62,7 @@ def _rate(value: float | None) -> str:
 
 
 def render_device(device: Device) -> RenderableType:
-    """Everything that is known about one device."""
+    """Render everything that is known about one device."""
     tensor = device.tensor
     rates = {
         "float32": device.fp32,

@@ -1,3 +1,3 @@
-"""Follows the values of a script: scalers, optimizers, models, losses, gradients, contexts."""
+"""Abstract interpretation of a script: scalers, optimizers, models, losses, gradients, contexts."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Autocast contexts and gradient scalers as they are made."""
+"""Interprets the constructors of autocast contexts and gradient scalers."""
 
 from __future__ import annotations
 
@@ -6,59 +6,61 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampaudit.lint.flow import objects, tensors
-from ampaudit.lint.flow.facts import YES
-from ampaudit.lint.flow.script import dotted
-from ampaudit.lint.flow.values import Autocast, Const, Scaler, Value
+from ampaudit.lint.flow.gradient_facts import YES
+from ampaudit.lint.flow.script import dotted_name
+from ampaudit.lint.flow.values import Autocast, Constant, Scaler, Value
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments
-    from ampaudit.lint.flow.machine import Machine
+    from ampaudit.lint.flow.interpreter import Interpreter
 
-__all__ = ["autocast", "made_scaler"]
+__all__ = ["make_autocast", "make_scaler"]
 
 
-def autocast(machine: Machine, node: ast.Call, device: str | None, arguments: Arguments) -> Autocast:
-    """``torch.autocast(device_type, dtype, enabled)``, or an older spelling for one device."""
+def make_autocast(
+    interpreter: Interpreter, node: ast.Call, device: str | None, arguments: Arguments
+) -> Autocast:
+    """Interpret ``torch.autocast(device_type, dtype, enabled)``, or an older name for one device."""
     names = ("enabled", "dtype") if device is not None else ("device_type", "dtype", "enabled")
     given: dict[str, Value | None] = {name: arguments.get(i, name) for i, name in enumerate(names)}
-    spoken = objects.device_of(given.get("device_type")) if device is None else device
+    device_type = objects.device_of(given.get("device_type")) if device is None else device
     dtype: str | None = ""
     if given["dtype"] is not None:
-        dtype = tensors.dtype_of(given["dtype"]) or None
-        if isinstance(given["dtype"], Const) and given["dtype"].value is None:
+        dtype = tensors.dtype_named(given["dtype"]) or None
+        if isinstance(given["dtype"], Constant) and given["dtype"].value is None:
             dtype = ""
     if dtype in ("float32", "float64"):
-        return Autocast(False, spoken or None, "", node)  # torch warns, and switches it off
-    enabled = _enabled(machine, given["enabled"], arguments.expression(names.index("enabled"), "enabled"))
-    switch = given["enabled"] is not None and not isinstance(given["enabled"], Const)
-    return Autocast(enabled, spoken or None, dtype, node, switch=switch)
+        return Autocast(False, device_type or None, "", node)  # torch warns, and switches it off
+    enabled = _enabled(interpreter, given["enabled"], arguments.expression(names.index("enabled"), "enabled"))
+    conditional = given["enabled"] is not None and not isinstance(given["enabled"], Constant)
+    return Autocast(enabled, device_type or None, dtype, node, conditional=conditional)
 
 
-def _enabled(machine: Machine, value: Value | None, expression: ast.expr | None) -> bool | None:
-    """Whether it is on: what depends on a switch is looked at with the switch on."""
+def _enabled(interpreter: Interpreter, value: Value | None, expression: ast.expr | None) -> bool | None:
+    """Return whether it is enabled; where that depends on a setting, the setting is assumed to be on."""
     if value is None or expression is None:
         return True
     if isinstance(expression, ast.Constant):
         return bool(expression.value)
-    assumed = machine.truth(expression)
-    if assumed is None and isinstance(value, Const) and value.value is False:
+    assumed = interpreter.assumed_truth(expression)
+    if assumed is None and isinstance(value, Constant) and value.value is False:
         return None
     return True if assumed is None and isinstance(expression, ast.Name | ast.Attribute) else assumed
 
 
-def made_scaler(machine: Machine, node: ast.Call, arguments: Arguments) -> Value:
-    """``GradScaler(...)``, and the name it is given."""
+def make_scaler(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    """Interpret ``GradScaler(...)`` and the assignment to a name."""
     expression = arguments.expression(99, "enabled")
-    enabled = _enabled(machine, arguments.keywords.get("enabled"), expression)
-    statement = machine.statement
+    enabled = _enabled(interpreter, arguments.keywords.get("enabled"), expression)
+    statement = interpreter.statement
     target = (
         statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
     )
-    text = dotted(target) if target is not None else ""
+    text = dotted_name(target) if target is not None else ""
     key = f"L{node.lineno}:{node.col_offset}"
     if expression is not None and not isinstance(expression, ast.Constant) and enabled is True:
-        enabled = True if machine.truth(expression) else None  # by a switch
+        enabled = True if interpreter.assumed_truth(expression) else None  # by a switch
     scaler = Scaler(key, node, enabled, text)
-    machine.note("scaler.made", node, scaler=key)
-    machine.live.put(YES, "unused", key)
-    return machine.seen_scaler(scaler) if enabled is not False else scaler
+    interpreter.record_event("scaler.made", node, scaler=key)
+    interpreter.state.set_fact(YES, "unused", key)
+    return interpreter.register_scaler(scaler) if enabled is not False else scaler

@@ -1,4 +1,4 @@
-"""Follows calls into functions of the file, with the values they are given."""
+"""Inlines calls of functions of the file."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from ampaudit.lint.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
 from ampaudit.lint.flow.joining import join_values
-from ampaudit.lint.flow.machine import OFF, UNSURE, Machine
-from ampaudit.lint.flow.script import dotted, has_own_context
+from ampaudit.lint.flow.script import dotted_name, sets_own_context
 from ampaudit.lint.flow.state import State, join
 from ampaudit.lint.flow.values import (
     UNKNOWN,
     Autocast,
-    Const,
-    Context,
+    Constant,
+    ContextManager,
     Function,
     FunctionInfo,
     Instance,
@@ -25,47 +25,59 @@ from ampaudit.lint.flow.values import (
     Value,
 )
 
-__all__ = ["callback", "enter"]
+__all__ = ["follow_callback", "inline_call"]
 
-_DEEPEST: Final = 8  # calls inside calls
+_MAX_DEPTH: Final = 8  # nested calls
 
 
-def enter(
-    machine: Machine,
+def inline_call(
+    interpreter: Interpreter,
     info: FunctionInfo,
     node: ast.AST,
     given: Mapping[str, Value],
     owner: Instance | None,
     frame: int,
 ) -> Value:
-    """Follow a call into a function of the file; what it returns."""
-    if info in machine.stack or len(machine.stack) >= _DEEPEST:
+    """Interpret the body of a function of the file and return the value of the call."""
+    if info in interpreter.stack or len(interpreter.stack) >= _MAX_DEPTH:
         return UNKNOWN
-    machine.called.add(info)
-    saved = (machine.frame, machine.loops, machine.returns, machine.statement, machine.contexts, machine.grad)
-    machine.frame, machine.loops, machine.returns = machine.new_frame(), [], []
-    machine.contexts, machine.grad = list(machine.contexts), list(machine.grad)
-    machine.parents[machine.frame] = frame
-    machine.callers_of[machine.frame] = saved[0]
-    machine.aliases[machine.frame] = _aliases(info, node, owner)
-    machine.stack.append(info)
-    entry = machine.live
-    _bind(machine, info, given, owner)
+    interpreter.called.add(info)
+    saved = (
+        interpreter.frame,
+        interpreter.loops,
+        interpreter.returns,
+        interpreter.statement,
+        interpreter.autocasts,
+        interpreter.grad_modes,
+    )
+    interpreter.frame, interpreter.loops, interpreter.returns = interpreter.new_frame(), [], []
+    interpreter.autocasts, interpreter.grad_modes = list(interpreter.autocasts), list(interpreter.grad_modes)
+    interpreter.enclosing_frames[interpreter.frame] = frame
+    interpreter.caller_frames[interpreter.frame] = saved[0]
+    interpreter.aliases[interpreter.frame] = _aliases(info, node, owner)
+    interpreter.stack.append(info)
+    entry = interpreter.state
+    _bind_parameters(interpreter, info, given, owner)
     try:
-        with machine.guarded("call", node):
-            _decorated(machine, info)
-            machine.block(info.node.body)
-        return _returned(machine, entry)
+        with interpreter.guarded("call", node):
+            _enter_decorators(interpreter, info)
+            interpreter.execute(info.node.body)
+        return _join_returns(interpreter, entry)
     finally:
-        machine.stack.pop()
-        _leave(machine)
-        machine.frame, machine.loops, machine.returns, machine.statement, machine.contexts, machine.grad = (
-            saved
-        )
+        interpreter.stack.pop()
+        _drop_names(interpreter)
+        (
+            interpreter.frame,
+            interpreter.loops,
+            interpreter.returns,
+            interpreter.statement,
+            interpreter.autocasts,
+            interpreter.grad_modes,
+        ) = saved
 
 
 def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[str, str]:
-    """Names that are handed over as they are, by the names of the parameters."""
+    """Return the names that are passed unchanged, by parameter."""
     if not isinstance(node, ast.Call):
         return {}
     arguments = info.node.args
@@ -73,39 +85,46 @@ def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[
     names = names[1:] if owner is not None else names
     given = {k.arg: k.value for k in node.keywords if k.arg is not None}
     given |= dict(zip(names, node.args, strict=False))
-    return {name: text for name, value in given.items() if (text := dotted(value))}
+    return {name: text for name, value in given.items() if (text := dotted_name(value))}
 
 
-def _leave(machine: Machine) -> None:
-    """Drop the names of the function that returns, unless one that is defined in it may need them."""
-    names = machine.live.scopes.get(machine.frame, {}) if machine.state is not None else {}
-    if machine.state is not None and not any(isinstance(v, Function) and v.frame for v in names.values()):
-        machine.state.leave(machine.frame)
+def _drop_names(interpreter: Interpreter) -> None:
+    """Drop the names of a function that returns, unless a function defined in it may need them."""
+    names = interpreter.state.scopes.get(interpreter.frame, {}) if interpreter.path_state is not None else {}
+    if interpreter.path_state is not None and not any(
+        isinstance(v, Function) and v.frame for v in names.values()
+    ):
+        interpreter.path_state.drop_scope(interpreter.frame)
 
 
-def callback(machine: Machine, function: Function, node: ast.AST) -> None:
-    """Follow a function that somebody else will call, some time; what it does changes nothing here."""
-    state, contexts, grad = machine.state, machine.contexts, machine.grad
-    machine.state = machine.live.anew()
-    machine.contexts, machine.grad = [OFF if has_own_context(function.info.node) else UNSURE], []
-    enter(machine, function.info, node, {}, None, function.frame)
-    machine.state, machine.contexts, machine.grad = state, contexts, grad
+def follow_callback(interpreter: Interpreter, function: Function, node: ast.AST) -> None:
+    """Interpret a function that other code will call later, without any effect on the current state."""
+    state, autocasts, grad_modes = interpreter.path_state, interpreter.autocasts, interpreter.grad_modes
+    interpreter.path_state = interpreter.state.fork()
+    interpreter.autocasts, interpreter.grad_modes = (
+        [NO_AUTOCAST if sets_own_context(function.info.node) else UNKNOWN_AUTOCAST],
+        [],
+    )
+    inline_call(interpreter, function.info, node, {}, None, function.frame)
+    interpreter.path_state, interpreter.autocasts, interpreter.grad_modes = state, autocasts, grad_modes
 
 
-def _decorated(machine: Machine, info: FunctionInfo) -> None:
+def _enter_decorators(interpreter: Interpreter, info: FunctionInfo) -> None:
     for decorator in info.node.decorator_list:
-        value = machine.evaluate(decorator)
+        value = interpreter.evaluate(decorator)
         if isinstance(value, Autocast):
-            machine.contexts.append(value)
-        elif isinstance(value, Context):
-            machine.grad.append(value.kind)
+            interpreter.autocasts.append(value)
+        elif isinstance(value, ContextManager):
+            interpreter.grad_modes.append(value.kind)
 
 
-def _bind(machine: Machine, info: FunctionInfo, given: Mapping[str, Value], owner: Instance | None) -> None:
+def _bind_parameters(
+    interpreter: Interpreter, info: FunctionInfo, given: Mapping[str, Value], owner: Instance | None
+) -> None:
     arguments = info.node.args
     names = [*arguments.posonlyargs, *arguments.args]
     if owner is not None and names:
-        machine.live.bind(machine.frame, names[0].arg, owner)
+        interpreter.state.bind(interpreter.frame, names[0].arg, owner)
         names = names[1:]
     defaults = dict(zip([a.arg for a in names][::-1], arguments.defaults[::-1], strict=False))
     defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
@@ -113,38 +132,38 @@ def _bind(machine: Machine, info: FunctionInfo, given: Mapping[str, Value], owne
         value = given.get(argument.arg, given.get(str(index)))
         if value is None:
             default = defaults.get(argument.arg)
-            # a switch may be given either way
+            # a boolean may be passed either way
             switch = isinstance(default, ast.Constant) and isinstance(default.value, bool)
-            value = Const(default.value) if isinstance(default, ast.Constant) and not switch else UNKNOWN
+            value = Constant(default.value) if isinstance(default, ast.Constant) and not switch else UNKNOWN
         if argument.annotation is not None and value is UNKNOWN:
-            value = _annotated(machine, argument)
-        machine.live.bind(machine.frame, argument.arg, value)
+            value = _from_annotation(interpreter, argument)
+        interpreter.state.bind(interpreter.frame, argument.arg, value)
     for star in (arguments.vararg, arguments.kwarg):
         if star is not None:
-            machine.live.bind(machine.frame, star.arg, UNKNOWN)
+            interpreter.state.bind(interpreter.frame, star.arg, UNKNOWN)
 
 
-def _annotated(machine: Machine, argument: ast.arg) -> Value:
-    """What a parameter is annotated as: ``GradScaler``, ``"Optimizer"``, ``Accelerator | None``."""
+def _from_annotation(interpreter: Interpreter, argument: ast.arg) -> Value:
+    """Return the value of an annotation such as ``GradScaler``, ``"Optimizer"`` or ``Accelerator | None``."""
     written = ast.unparse(argument.annotation) if argument.annotation is not None else ""
     names = set(re.findall(r"\w+", written))
     if "GradScaler" in names:
-        return machine.seen_scaler(Scaler(f"name {argument.arg}", text=argument.arg))
+        return interpreter.register_scaler(Scaler(f"name {argument.arg}", text=argument.arg))
     if "Optimizer" in names and not names & {"list", "List", "dict", "Dict", "Sequence", "Iterable", "tuple"}:
         return Optimizer(f"name {argument.arg}")
     return Managed() if names & {"Accelerator", "Fabric", "DeepSpeedEngine"} else UNKNOWN
 
 
-def _returned(machine: Machine, entry: State) -> Value:
-    ends = machine.returns
-    if machine.state is not None:
-        ends = [*ends, (Const(None), machine.state)]
+def _join_returns(interpreter: Interpreter, entry: State) -> Value:
+    ends = interpreter.returns
+    if interpreter.path_state is not None:
+        ends = [*ends, (Constant(None), interpreter.path_state)]
     if not ends:
-        machine.state = entry  # every path raises: go on as if it were not called
+        interpreter.path_state = entry  # every path raises: continue as if it were not called
         return UNKNOWN
     value, state = ends[0]
     joined: State | None = state
     for other, end in ends[1:]:
         value, joined = join_values(value, other), join(joined, end)
-    machine.state = joined
+    interpreter.path_state = joined
     return value

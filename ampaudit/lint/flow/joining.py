@@ -1,4 +1,4 @@
-"""What is true of a value after two paths, and of an item of several."""
+"""Joins the values of two paths, and those of several items."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ from ampaudit.lint.flow.values import (
     MAYBE,
     UNKNOWN,
     Autocast,
-    Const,
-    Gradients,
-    Listed,
+    Constant,
+    KnownItems,
+    LossGradients,
     Managed,
     Model,
     Optimizer,
-    Params,
+    Parameters,
     Scaler,
     Tensor,
     Value,
 )
 
-__all__ = ["join_values", "part_of"]
+__all__ = ["item_of", "join_values"]
 
 
 def join_values(one: Value, other: Value) -> Value:
-    """What is true of both: the value after two branches that each assigned one."""
+    """Return the value of a name that two branches assign."""
     if one == other:
         return one
-    if isinstance(one, Const) and one.value is None:
+    if isinstance(one, Constant) and one.value is None:
         return other  # it is used only where it is not None
-    if isinstance(other, Const) and other.value is None:
+    if isinstance(other, Constant) and other.value is None:
         return one
     if isinstance(one, Optimizer) and isinstance(other, Optimizer):
         models = None if one.models is None or other.models is None else one.models | other.models
-        return replace(one, cls=one.cls if one.cls == other.cls else "", models=models)
+        return replace(
+            one, class_name=one.class_name if one.class_name == other.class_name else "", models=models
+        )
     if isinstance(one, Scaler) and isinstance(other, Scaler):
         same = one.enabled if one.enabled == other.enabled else None
         return replace(one, enabled=same)
     if isinstance(one, Model) and isinstance(other, Model) and one.key == other.key:
-        return replace(one, wrap=one.wrap if one.wrap == other.wrap else "")
+        return replace(one, wrapper=one.wrapper if one.wrapper == other.wrapper else "")
     if isinstance(one, Autocast) or isinstance(other, Autocast):
         return _join_contexts(one, other)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -46,15 +48,15 @@ def join_values(one: Value, other: Value) -> Value:
     return UNKNOWN
 
 
-def part_of(value: Value) -> Value:
-    """An item of something that is unpacked, indexed or gone through."""
-    if isinstance(value, Listed):
+def item_of(value: Value) -> Value:
+    """Return the value of any item of an iterable."""
+    if isinstance(value, KnownItems):
         result: Value = value.items[0] if value.items else UNKNOWN
         for item in value.items[1:]:
             result = join_values(result, item)
-        several = len(value.items) > 1 or value.one
-        return replace(result, many=True) if isinstance(result, Optimizer) and several else result
-    return value if isinstance(value, Tensor | Gradients | Params | Managed) else UNKNOWN
+        several = len(value.items) > 1 or value.repeated
+        return replace(result, one_of_several=True) if isinstance(result, Optimizer) and several else result
+    return value if isinstance(value, Tensor | LossGradients | Parameters | Managed) else UNKNOWN
 
 
 def _join_contexts(one: Value, other: Value) -> Value:
@@ -72,11 +74,11 @@ def _join_contexts(one: Value, other: Value) -> Value:
 
 def _join_tensors(one: Tensor, other: Tensor) -> Tensor:
     return Tensor(
-        scaled=one.scaled if one.scaled == other.scaled else MAYBE,
+        scaler_key=one.scaler_key if one.scaler_key == other.scaler_key else MAYBE,
         cast=one.cast if one.cast == other.cast else "",
-        under=one.under if one.under == other.under else "",
+        computed_under=one.computed_under if one.computed_under == other.computed_under else "",
         upcast=one.upcast if one.upcast is other.upcast else None,
-        roots=one.roots if one.roots == other.roots else None,
+        model_calls=one.model_calls if one.model_calls == other.model_calls else None,
         loss=one.loss if one.loss == other.loss else "",
         divided=one.divided if one.divided == other.divided else None,
         sigmoid=one.sigmoid if one.sigmoid is other.sigmoid else None,

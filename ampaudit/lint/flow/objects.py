@@ -1,23 +1,23 @@
-"""Models, schedulers and objects of the file's own classes: how they are made, moved, called."""
+"""Interprets models, schedulers and instances of the file's classes."""
 
 from __future__ import annotations
 
 import ast
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.lint.flow.facts import no_gradients
-from ampaudit.lint.flow.inlining import enter
-from ampaudit.lint.flow.script import dotted
-from ampaudit.lint.flow.tensors import cast_of, dtype_of, lowered
+from ampaudit.lint.flow.gradient_facts import clear_gradients
+from ampaudit.lint.flow.inlining import inline_call
+from ampaudit.lint.flow.script import dotted_name
+from ampaudit.lint.flow.tensors import autocast_dtype, dtype_named, requested_dtype
 from ampaudit.lint.flow.values import (
     MAYBE,
     UNKNOWN,
     ClassInfo,
-    Const,
-    Context,
+    Constant,
+    ContextManager,
     Instance,
     Model,
-    Params,
+    Parameters,
     Scheduler,
     Tensor,
     Value,
@@ -25,128 +25,140 @@ from ampaudit.lint.flow.values import (
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments
-    from ampaudit.lint.flow.machine import Machine
+    from ampaudit.lint.flow.interpreter import Interpreter
 
 __all__ = [
     "MODULE_METHODS",
+    "call_model",
     "device_of",
-    "forward",
-    "instance",
-    "made_model",
+    "make_instance",
+    "make_model",
     "model_method",
     "scheduler_method",
-    "wrapped",
+    "wrap_model",
 ]
 
 MODULE_METHODS: Final = frozenset(
     "train eval to cuda cpu half float parameters named_parameters modules children state_dict"
     " load_state_dict register_buffer register_parameter zero_grad apply requires_grad_ log log_dict".split()
 )
-_NOT_A_FORWARD: Final = MODULE_METHODS | frozenset(
+_WITHOUT_FORWARD: Final = MODULE_METHODS | frozenset(
     "named_modules named_children get_parameter buffers named_buffers compile share_memory"
     " gradient_checkpointing_enable enable_input_require_grads save_pretrained push_to_hub"
     " print_trainable_parameters set_epoch init_weights freeze unfreeze add_module load_adapter".split()
 )
 
 
-def made_model(machine: Machine, node: ast.Call, origin: str, arguments: Arguments) -> Model:
-    """A model that is constructed or loaded here."""
+def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments: Arguments) -> Model:
+    """Create a model that is constructed or loaded here."""
     model = Model(f"L{node.lineno}:{node.col_offset}", node, origin=origin)
     for name in ("dtype", "torch_dtype"):
-        if dtype_of(arguments.keywords.get(name, UNKNOWN)) == "float16":
-            machine.live.put(node, "half", model.key)
+        if dtype_named(arguments.keywords.get(name, UNKNOWN)) == "float16":
+            interpreter.state.set_fact(node, "half", model.key)
     return model
 
 
-def wrapped(model: Model, wrap: str) -> Model:
-    """The model inside a parallel wrapper: the same parameters."""
-    return Model(model.key, model.node, wrap, model.origin)
+def wrap_model(model: Model, wrapper: str) -> Model:
+    """Return a model inside a parallel wrapper, which has the same parameters."""
+    return Model(model.key, model.node, wrapper, model.origin)
 
 
-def model_method(machine: Machine, node: ast.Call, model: Model, name: str, arguments: Arguments) -> Value:
-    """What a method of a model does."""
-    state = machine.live
+def model_method(
+    interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments
+) -> Value:
+    """Interpret a method of a model."""
+    state = interpreter.state
     if name in ("half", "float", "bfloat16", "double", "to", "type"):
-        _cast(machine, node, model, name, arguments)
-        _move(machine, model, arguments)
+        _cast(interpreter, node, model, name, arguments)
+        _move(interpreter, model, arguments)
         return model
     if name in ("cuda", "cpu"):
-        state.put(name, "device", model.key)
+        state.set_fact(name, "device", model.key)
         return model
     if name in ("parameters", "named_parameters"):
-        return Params(frozenset({model.key}))
+        return Parameters(frozenset({model.key}))
     if name == "zero_grad":
-        no_gradients(machine)
-        machine.note("zero_grad", node, optimizer="", many=True)
+        clear_gradients(interpreter)
+        interpreter.record_event("zero_grad", node)
         return UNKNOWN
     if name in ("clip_grad_norm_", "clip_grad_value_"):
         from ampaudit.lint.flow.gradients import clip
 
-        return clip(machine, node, name, arguments)
+        return clip(interpreter, node, arguments)
     if name == "no_sync":
-        return Context("no_sync")
+        return ContextManager("no_sync")
     if name in ("train", "eval", "requires_grad_", "apply"):
         return model
-    if name in _NOT_A_FORWARD:
+    if name in _WITHOUT_FORWARD:
         return UNKNOWN
-    value = forward(machine, node, model, arguments)
-    return value if name in ("forward", "__call__") else Tensor(roots=value.roots, under=value.under)
+    value = call_model(interpreter, node, model, arguments)
+    return (
+        value
+        if name in ("forward", "__call__")
+        else Tensor(model_calls=value.model_calls, computed_under=value.computed_under)
+    )
 
 
-def _cast(machine: Machine, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
-    wanted = cast_of(name, arguments)
+def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
+    wanted = requested_dtype(name, arguments)
     if wanted:
-        machine.live.put(node if wanted == "float16" else None, "half", model.key)
+        interpreter.state.set_fact(node if wanted == "float16" else None, "half", model.key)
     elif (
-        any(value is UNKNOWN for value in arguments.all()) and machine.live.get("half", model.key) is not None
+        any(value is UNKNOWN for value in arguments.all())
+        and interpreter.state.get("half", model.key) is not None
     ):
-        machine.live.put(MAYBE, "half", model.key)
+        interpreter.state.set_fact(MAYBE, "half", model.key)
 
 
-def _move(machine: Machine, model: Model, arguments: Arguments) -> None:
+def _move(interpreter: Interpreter, model: Model, arguments: Arguments) -> None:
     for value in arguments.all():
         device = device_of(value)
         if device:
-            machine.live.put(device, "device", model.key)
+            interpreter.state.set_fact(device, "device", model.key)
         elif value is UNKNOWN:
-            machine.live.put(MAYBE, "device", model.key)
+            interpreter.state.set_fact(MAYBE, "device", model.key)
 
 
 def device_of(value: Value | None) -> str:
-    """``cuda`` of ``"cuda:0"``; empty for what is no literal device."""
-    text = value.value if isinstance(value, Const) else ""
+    """Return the device type, such as ``cuda`` for ``"cuda:0"``; empty if it is not a literal."""
+    text = value.value if isinstance(value, Constant) else ""
     if isinstance(text, str):
         head = text.partition(":")[0]
         return head if head in ("cuda", "cpu", "mps", "xpu") else ""
     return "cuda" if isinstance(text, int) and not isinstance(text, bool) else ""
 
 
-def forward(machine: Machine, node: ast.Call, model: Model, arguments: Arguments) -> Tensor:
-    """A model is called: what it returns was computed as autocast says here."""
-    cast = lowered(machine) if _check_device(machine, node, model) else ""
-    root = f"{model.key} at L{node.lineno}:{node.col_offset}{machine.callers}"
+def call_model(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> Tensor:
+    """Interpret a forward pass under the current autocast context."""
+    cast = autocast_dtype(interpreter) if _check_device(interpreter, node, model) else ""
+    root = f"{model.key} at L{node.lineno}:{node.col_offset}{interpreter.call_path}"
     given: frozenset[str] | None = frozenset({root})
     for value in arguments.all():
         if isinstance(value, Tensor) and given is not None:
             given = (
                 None
-                if value.roots is None and value.node is not None
-                else given | (value.roots or frozenset())
+                if value.model_calls is None and value.node is not None
+                else given | (value.model_calls or frozenset())
             )
-    machine.live.put(None, "freed", root)
+    interpreter.state.set_fact(None, "freed", root)
     called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
-    called = called or machine.script.ducks.is_model(dotted(node.func))
-    about = {"autocast": machine.autocast, "grad": tuple(machine.grad), "called": called}
-    machine.note("forward", node, model=model, **about)
-    halved = machine.live.get("half", model.key)
+    called = called or interpreter.script.usage.is_model(dotted_name(node.func))
+    about = {"autocast": interpreter.autocast, "grad": tuple(interpreter.grad_modes), "called": called}
+    interpreter.record_event("forward", node, model=model, **about)
+    halved = interpreter.state.get("half", model.key)
     if cast and isinstance(halved, ast.AST):
-        machine.note("half.autocast", halved, call=node)
-    return Tensor(cast=cast if _keeps_cast(machine, model) else "", under=cast, roots=given, node=node)
+        interpreter.record_event("half.autocast", halved)
+    return Tensor(
+        cast=cast if _keeps_cast(interpreter, model) else "",
+        computed_under=cast,
+        model_calls=given,
+        node=node,
+    )
 
 
-def _keeps_cast(machine: Machine, model: Model) -> bool:
-    """Whether what the model returns is in autocast's dtype, as far as its class in this file shows."""
-    info = machine.script.classes.get(model.origin)
+def _keeps_cast(interpreter: Interpreter, model: Model) -> bool:
+    """Return whether a model's output has autocast's dtype, as far as its class in this file shows."""
+    info = interpreter.script.classes.get(model.origin)
     method = info.method("forward") if info is not None else None
     if method is None:
         return True
@@ -156,44 +168,44 @@ def _keeps_cast(machine: Machine, model: Model) -> bool:
     return plain and not any(word in text for word in ("float(", "softmax", "float32", "norm", "loss"))
 
 
-def _check_device(machine: Machine, node: ast.Call, model: Model) -> bool:
-    """Whether autocast acts on the model, as far as is known."""
-    here, device = machine.autocast, machine.live.get("device", model.key)
+def _check_device(interpreter: Interpreter, node: ast.Call, model: Model) -> bool:
+    """Return whether autocast applies to the model's device, as far as is known."""
+    autocast, device = interpreter.autocast, interpreter.state.get("device", model.key)
     if (
-        here.enabled is not True
-        or not here.device
+        autocast.enabled is not True
+        or not autocast.device
         or not isinstance(device, str)
-        or device in (MAYBE, here.device)
+        or device in (MAYBE, autocast.device)
     ):
         return True
-    place = here.node if here.node is not None else node
-    machine.say(
+    place = autocast.node if autocast.node is not None else node
+    interpreter.report(
         "AMP847",
         place,
-        f"autocast is for {here.device}, but the model it surrounds at line {node.lineno} is on {device}: it"
-        " casts nothing",
+        f"autocast is for {autocast.device}, but the model called at line {node.lineno} is on {device}, so"
+        " nothing is cast",
         f'use torch.autocast("{device}")',
     )
     return False
 
 
 def scheduler_method(
-    machine: Machine, node: ast.Call, scheduler: Scheduler, name: str, arguments: Arguments
+    interpreter: Interpreter, node: ast.Call, scheduler: Scheduler, name: str, arguments: Arguments
 ) -> Value:
-    """A step of a learning-rate scheduler; one with arguments is of another kind than torch's."""
+    """Interpret a method of a scheduler; a step with arguments is not one of torch's schedulers."""
     if name == "step" and not arguments.all():
-        machine.note("scheduler.step", node, scheduler=scheduler.key)
+        interpreter.record_event("scheduler.step", node)
     return UNKNOWN
 
 
-def instance(machine: Machine, node: ast.Call, info: ClassInfo, arguments: Arguments) -> Value:
-    """An object of a class of the file."""
+def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arguments: Arguments) -> Value:
+    """Create an instance of a class of the file."""
     if info.derives("Module", "LightningModule"):
-        return made_model(machine, node, info.node.name, arguments)
+        return make_model(interpreter, node, info.node.name, arguments)
     if info.derives("Optimizer"):
         return UNKNOWN
     made = Instance(f"{info.node.name} L{node.lineno}:{node.col_offset}", info)
     start = info.method("__init__")
-    if start is not None and start.busy:
-        enter(machine, start, node, arguments.named(), made, 0)
+    if start is not None and start.relevant:
+        inline_call(interpreter, start, node, arguments.named(), made, 0)
     return made

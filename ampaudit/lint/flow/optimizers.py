@@ -1,4 +1,4 @@
-"""Optimizers: how they are made, what they step with, what they set to zero."""
+"""Interprets optimizers: construction, step, zero_grad."""
 
 from __future__ import annotations
 
@@ -6,147 +6,162 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampaudit.lint.flow.blocks import scaler_near
-from ampaudit.lint.flow.facts import PAST, contributions, is_unscaled, no_gradients, one_optimizer
-from ampaudit.lint.flow.names import ADAM_LIKE, MANAGERS, SMALLEST_HALF
-from ampaudit.lint.flow.protocol import inside_autocast, zeroed
+from ampaudit.lint.diagnostic import Fix, remove_statement
+from ampaudit.lint.flow.gradient_facts import (
+    BYPASSED,
+    clear_gradients,
+    gradient_contributions,
+    has_single_optimizer,
+    is_unscaled,
+)
+from ampaudit.lint.flow.scaler_checks import check_zeroed, record_step_inside_autocast
 from ampaudit.lint.flow.state import Contribution
-from ampaudit.lint.flow.values import MAYBE, UNKNOWN, Const, Optimizer, Params, StateOf, Value
-from ampaudit.lint.found import Repair, removal
+from ampaudit.lint.flow.statement_context import scaler_in_scope
+from ampaudit.lint.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, MANAGING_PACKAGES
+from ampaudit.lint.flow.values import MAYBE, UNKNOWN, Constant, Optimizer, Parameters, StateDict, Value
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments
-    from ampaudit.lint.flow.machine import Machine
+    from ampaudit.lint.flow.interpreter import Interpreter
 
-__all__ = ["made_optimizer", "optimizer_method"]
-
-
-_TESTS = re.compile(r"isfinite|isinf|isnan|found_inf|check_inf|overflow")
+__all__ = ["make_optimizer", "optimizer_method"]
 
 
-_MENTIONS = re.compile(r"GradScaler|loss_?scal|grad_?scal|NativeScaler|\bscaler\b", re.IGNORECASE)
+_FINITE_TEST = re.compile(r"isfinite|isinf|isnan|found_inf|check_inf|overflow")
+
+
+_MENTIONS_SCALING = re.compile(r"GradScaler|loss_?scal|grad_?scal|NativeScaler|\bscaler\b", re.IGNORECASE)
 
 
 def optimizer_method(
-    machine: Machine, node: ast.Call, optimizer: Optimizer, name: str, arguments: Arguments
+    interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, name: str, arguments: Arguments
 ) -> Value:
-    """What a method of an optimizer does."""
-    state = machine.live
+    """Interpret a method of an optimizer."""
+    state = interpreter.state
     if name == "step":
-        _step(machine, node, optimizer, arguments)
+        _step(interpreter, node, optimizer, arguments)
     elif name == "zero_grad":
-        machine.note("zero_grad", node, optimizer=optimizer.key, many=optimizer.many)
-        if contributions(machine) and one_optimizer(machine) and not state.said("stepped"):
-            state.put((optimizer.key, node), "zeroed")
-        no_gradients(machine)
+        interpreter.record_event("zero_grad", node)
+        if (
+            gradient_contributions(interpreter)
+            and has_single_optimizer(interpreter)
+            and not state.may_hold("stepped")
+        ):
+            state.set_fact((optimizer.key, node), "zeroed")
+        clear_gradients(interpreter)
     elif name in ("state_dict", "load_state_dict"):
-        machine.note(f"optimizer.{name}", node, optimizer=optimizer.key)
-        return StateOf("optimizer", optimizer.key) if name == "state_dict" else UNKNOWN
+        interpreter.record_event(f"optimizer.{name}", node)
+        return StateDict("optimizer", optimizer.key) if name == "state_dict" else UNKNOWN
     return UNKNOWN
 
 
-def _step(machine: Machine, node: ast.Call, optimizer: Optimizer, arguments: Arguments) -> None:
-    state = machine.live
-    machine.note("optimizer.step", node, optimizer=optimizer.key, many=optimizer.many)
-    if arguments.all():  # a closure runs backward in there
-        state.put(MAYBE, "grads")
+def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, arguments: Arguments) -> None:
+    state = interpreter.state
+    interpreter.record_event("optimizer.step", node)
+    if arguments.all():  # a closure runs backward
+        state.set_fact(MAYBE, "grads")
         return
-    inside_autocast(machine, node)
-    zeroed(machine, optimizer)
-    found = contributions(machine)
-    if state.get("last") == optimizer.key and not optimizer.many:
-        machine.say(
+    record_step_inside_autocast(interpreter, node)
+    check_zeroed(interpreter, optimizer)
+    found = gradient_contributions(interpreter)
+    if state.get("last") == optimizer.key and not optimizer.one_of_several:
+        interpreter.report(
             "AMP817",
             node,
-            "the scaler has stepped this optimizer already; this second step does not skip overflow",
-            "remove this line: scaler.step(optimizer) calls optimizer.step()",
-            removal(machine.statement, node),
+            "the scaler has already stepped this optimizer; this second step also runs after an overflow",
+            "remove it: scaler.step(optimizer) calls optimizer.step()",
+            remove_statement(interpreter.statement, node),
         )
-    elif found and _has_scale(machine, found) and (one_optimizer(machine) or len(found) == 1):
-        _stepped_past(
-            machine,
+    elif (
+        found
+        and _contains_scale(interpreter, found)
+        and (has_single_optimizer(interpreter) or len(found) == 1)
+    ):
+        _report_bypassed_scaler(
+            interpreter,
             node,
-            "the optimizer steps with gradients that have the loss scale as a factor, and nothing skips the"
-            " step if they overflow",
+            "the optimizer steps with scaled gradients, and nothing skips the step if they overflow",
         )
     elif found and not any(item.scaler for item in found):
-        _check_scaling(machine, found)
-    elif found and one_optimizer(machine) and _nothing_looks(machine):
-        _stepped_past(
-            machine,
+        _check_scaling(interpreter, found)
+    elif found and has_single_optimizer(interpreter) and _overflow_is_unchecked(interpreter):
+        _report_bypassed_scaler(
+            interpreter,
             node,
-            "the optimizer steps past the scaler: nothing skips the step if the gradients overflowed",
+            "the step bypasses the scaler: nothing skips it if the gradients have overflowed",
         )
-    for key in machine.scalers:
-        # an own test for overflow stands before it; or the mistake was just reported
-        if any(isinstance(fact, ast.AST) for _, fact in state.where("unscaled", key)) or _is_of(found, key):
-            state.put(PAST, "stepped", key, optimizer.key)
-    state.put(None, "fresh")
+    for key in interpreter.scalers:
+        # the script tests for overflow itself, or the mistake was just reported
+        if any(isinstance(fact, ast.AST) for _, fact in state.matching("unscaled", key)) or _is_scaled_by(
+            found, key
+        ):
+            state.set_fact(BYPASSED, "stepped", key, optimizer.key)
+    state.set_fact(None, "fresh")
 
 
-def _stepped_past(machine: Machine, node: ast.Call, cause: str) -> None:
-    scaler = scaler_near(machine.script, node)
+def _report_bypassed_scaler(interpreter: Interpreter, node: ast.Call, cause: str) -> None:
+    scaler = scaler_in_scope(interpreter.script, node)
     optimizer = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else "optimizer"
-    repair = Repair("step by scaler", node.lineno, node.col_offset, (scaler,)) if scaler else None
-    machine.say("AMP803", node, cause, f"write {scaler or 'scaler'}.step({optimizer})", repair)
+    fix = Fix.at(node, "step by scaler", scaler) if scaler else None
+    interpreter.report("AMP803", node, cause, f"write {scaler or 'scaler'}.step({optimizer})", fix)
 
 
-def _is_of(found: frozenset[Contribution] | None, key: str) -> bool:
+def _is_scaled_by(found: frozenset[Contribution] | None, key: str) -> bool:
     return any(item.scaler == key for item in found or ())
 
 
-def _has_scale(machine: Machine, found: frozenset[Contribution]) -> bool:
-    """Whether the scale is a factor of a part of the gradients at least, and nothing took it out."""
-    untouched = not machine.live.said("unscaled")
+def _contains_scale(interpreter: Interpreter, found: frozenset[Contribution]) -> bool:
+    """Return whether at least a part of the gradients is scaled, and none was unscaled."""
+    untouched = not interpreter.state.may_hold("unscaled")
     return untouched and any(item.scaler for item in found)
 
 
-def _nothing_looks(machine: Machine) -> bool:
-    """Whether gradients were unscaled, and the script has no test of its own for what is not finite."""
-    if not is_unscaled(machine):
+def _overflow_is_unchecked(interpreter: Interpreter) -> bool:
+    """Return whether gradients were unscaled, and the script does not test for overflow itself."""
+    if not is_unscaled(interpreter):
         return False
-    unscaled = [e for e in machine.events.values() if e.kind == "scaler.unscale"]
-    inner = len(machine.guards) > min((len(e.guards) for e in unscaled), default=0)
-    return bool(unscaled) and not inner and _TESTS.search(machine.script.text) is None
+    unscaled = [e for e in interpreter.events.values() if e.kind == "scaler.unscale"]
+    inner = len(interpreter.guards) > min((len(e.guards) for e in unscaled), default=0)
+    return bool(unscaled) and not inner and _FINITE_TEST.search(interpreter.script.text) is None
 
 
-def _check_scaling(machine: Machine, found: frozenset[Contribution]) -> None:
-    managed = any(name.startswith(MANAGERS) for name in machine.script.imports)
-    if _MENTIONS.search(machine.script.text) or managed or machine.managed:
+def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> None:
+    managed = any(name.startswith(MANAGING_PACKAGES) for name in interpreter.script.imports)
+    if _MENTIONS_SCALING.search(interpreter.script.text) or managed or interpreter.managed:
         return
     for item in found:
-        if item.under == "float16":
-            machine.say(
+        if item.computed_under == "float16":
+            interpreter.report(
                 "AMP813",
                 item.node,
-                "the loss is computed under float16 autocast, and its gradients have no loss scale: small"
-                " ones become zero",
+                "the loss is computed under float16 autocast without "
+                "a loss scale: small gradients become zero",
                 'scale the loss with torch.amp.GradScaler("cuda"), or use dtype=torch.bfloat16',
             )
 
 
-def made_optimizer(machine: Machine, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
-    """``torch.optim.X(...)``."""
+def make_optimizer(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
+    """Interpret ``torch.optim.X(...)``."""
     given = arguments.get(0, "params")
-    models = given.models if isinstance(given, Params) else None
+    models = given.models if isinstance(given, Parameters) else None
     key = f"L{node.lineno}:{node.col_offset}"
-    machine.note("optimizer.made", node, optimizer=key)
+    interpreter.record_event("optimizer.made", node)
     if name in ADAM_LIKE and models:
-        _check_eps(machine, node, name, arguments, models)
+        _check_eps(interpreter, node, name, arguments, models)
     return Optimizer(key, node, name, models)
 
 
 def _check_eps(
-    machine: Machine, node: ast.Call, name: str, arguments: Arguments, models: frozenset[str]
+    interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments, models: frozenset[str]
 ) -> None:
-    given = arguments.keywords.get("eps", Const(ADAM_LIKE[name]))
-    eps = given.value if isinstance(given, Const) else None
-    halved = any(isinstance(machine.live.get("half", model), ast.AST) for model in models)
-    if halved and isinstance(eps, int | float) and eps <= SMALLEST_HALF:
-        machine.say(
+    given = arguments.keywords.get("eps", Constant(ADAM_LIKE[name]))
+    eps = given.value if isinstance(given, Constant) else None
+    halved = any(isinstance(interpreter.state.get("half", model), ast.AST) for model in models)
+    if halved and isinstance(eps, int | float) and eps <= FLOAT16_ROUNDS_TO_ZERO:
+        interpreter.report(
             "AMP862",
             node,
             f"eps={eps:g} is zero in float16, the dtype of these parameters and of the optimizer's state:"
             " where a gradient is zero, the update is 0/0",
-            "keep the parameters in float32; if they must be float16, use eps=1e-4 or so",
+            "keep the parameters in float32; if they must be float16, use eps=1e-4",
         )

@@ -1,9 +1,8 @@
-"""A parsed script: its functions, classes and imports, and which of its lines matter."""
+"""Parses a script and collects its functions, classes, imports, and the lines that matter."""
 
 from __future__ import annotations
 
 import ast
-import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,29 +10,28 @@ from typing import Any
 
 import re2
 
-from ampaudit.lint.flow.ducks import Ducks
+from ampaudit.lint.flow.usage import NameUsage
 from ampaudit.lint.flow.values import ClassInfo, FunctionInfo
+from ampaudit.lint.source_text import split_lines
 
 __all__ = [
     "Script",
-    "characters",
-    "dotted",
+    "condition_of",
+    "dotted_name",
     "enters_autocast",
-    "flag_of",
-    "has_own_context",
-    "lines_of",
-    "may_matter",
+    "is_worth_reading",
     "parse",
     "read_script",
+    "sets_own_context",
 ]
 
-# a line without any of these has no part in a training loop's precision
+# lines that matter for the precision of a training loop
 _MATTERS = re2.compile(
     r"autocast|[Ss]caler|\bscale|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
     r"|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
     r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b"
 )
-# a file without any of these has nothing to be found
+# files that rules may have something to report in
 _MENTIONS = re2.compile(
     r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
     r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
@@ -42,34 +40,35 @@ _MENTIONS = re2.compile(
 
 @dataclass(slots=True)
 class Script:
-    """One module.
+    """A parsed module.
 
     Attributes:
-        tree: its syntax tree.
-        text: its text.
-        functions: those of the module itself, by name.
-        classes: all, by name.
-        ducks: what is done with names.
-        imports: dotted names of all that is imported.
+        tree: syntax tree.
+        text: source text.
+        functions: functions at module level, by name.
+        classes: all classes, by name.
+        usage: how names are used.
+        imports: dotted names of all imports.
+        relevant_lines: numbers of the lines that matter, in order.
     """
 
     tree: ast.Module
     text: str
     functions: dict[str, FunctionInfo] = field(default_factory=dict)
     classes: dict[str, ClassInfo] = field(default_factory=dict)
-    ducks: Ducks = field(default_factory=Ducks)
+    usage: NameUsage = field(default_factory=NameUsage)
     imports: set[str] = field(default_factory=set)
-    busy_lines: list[int] = field(default_factory=list)
+    relevant_lines: list[int] = field(default_factory=list)
 
-    def is_busy(self, node: ast.stmt) -> bool:
-        """Whether any line of a statement matters."""
+    def is_relevant(self, node: ast.stmt) -> bool:
+        """Return whether any line of a statement matters."""
         decorators = getattr(node, "decorator_list", ())
-        at = bisect_left(self.busy_lines, min((d.lineno for d in decorators), default=node.lineno))
-        return at < len(self.busy_lines) and self.busy_lines[at] <= (node.end_lineno or node.lineno)
+        at = bisect_left(self.relevant_lines, min((d.lineno for d in decorators), default=node.lineno))
+        return at < len(self.relevant_lines) and self.relevant_lines[at] <= (node.end_lineno or node.lineno)
 
 
 def parse(text: str) -> ast.Module:
-    """The syntax tree.
+    """Parse a text.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
@@ -77,29 +76,19 @@ def parse(text: str) -> ast.Module:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in somebody's strings
+        warnings.simplefilter("ignore")  # about invalid escapes
         return ast.parse(text)
 
 
-def lines_of(text: str) -> list[str]:
-    """Lines as Python counts them."""
-    return text.split("\n") if "\r" not in text else re.split(r"\r\n|\r|\n", text)
-
-
-def characters(line: str, column: int) -> int:
-    """A column in UTF-8 bytes, as ``ast`` counts, in characters."""
-    return len(line.encode()[:column].decode(errors="ignore"))
-
-
 def enters_autocast(node: ast.With) -> bool:
-    """Whether a ``with`` names autocast."""
+    """Return whether a ``with`` statement names autocast."""
     return any("autocast" in ast.unparse(item.context_expr) for item in node.items)
 
 
-def lines_with(pattern: Any, text: str) -> list[int]:
-    """Numbers of the lines in which a pattern of re2 matches, in order."""
+def matching_lines(pattern: Any, text: str) -> list[int]:
+    """Return the numbers of the lines in which an RE2 pattern matches."""
     if "\r" in text:
-        return [number for number, line in enumerate(lines_of(text), 1) if pattern.search(line)]
+        return [number for number, line in enumerate(split_lines(text), 1) if pattern.search(line)]
     found: list[int] = []
     line, last = 1, 0
     for match in pattern.finditer(text):
@@ -110,62 +99,62 @@ def lines_with(pattern: Any, text: str) -> list[int]:
     return found
 
 
-def may_matter(text: str) -> bool:
-    """Whether a script has any word that a finding could be about; most files of a project have none."""
+def is_worth_reading(text: str) -> bool:
+    """Return whether a script contains any word that a rule is about; most files of a project do not."""
     return _MENTIONS.search(text) is not None
 
 
 def read_script(text: str) -> Script:
-    """Parse and survey a module.
+    """Parse a module and collect what it defines.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
     """
     script = Script(parse(text), text)
-    script.busy_lines = lines_with(_MATTERS, text)
-    _survey(script, script.tree.body, None)
+    script.relevant_lines = matching_lines(_MATTERS, text)
+    _collect(script, script.tree.body, None)
     return script
 
 
-def _survey(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> None:
-    """Note functions, classes, imports; look into statements whose lines matter."""
+def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> None:
+    """Collect functions, classes and imports, and the calls in statements that matter."""
     for node in body:
         if isinstance(node, ast.Import):
             script.imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             script.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ClassDef):
-            _survey_class(script, node)
+            _collect_class(script, node)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            info = FunctionInfo(node, owner, script.is_busy(node))
+            info = FunctionInfo(node, owner, script.is_relevant(node))
             if owner is not None:
                 owner.methods[node.name] = info
             else:
                 script.functions.setdefault(node.name, info)
-            if info.busy:
-                _survey_uses(script, node.body)
-        elif script.is_busy(node):
-            _survey_uses(script, [node])
+            if info.relevant:
+                _collect_usage(script, node.body)
+        elif script.is_relevant(node):
+            _collect_usage(script, [node])
 
 
-def _survey_class(script: Script, node: ast.ClassDef) -> None:
-    bases = tuple(text for base in node.bases if (text := dotted(base)))
-    mother = next((script.classes[base] for base in bases if base in script.classes), None)
-    info = ClassInfo(node, bases, {}, mother)
+def _collect_class(script: Script, node: ast.ClassDef) -> None:
+    bases = tuple(text for base in node.bases if (text := dotted_name(base)))
+    base = next((script.classes[base] for base in bases if base in script.classes), None)
+    info = ClassInfo(node, bases, {}, base)
     script.classes[node.name] = info
-    _survey(script, node.body, info)
+    _collect(script, node.body, info)
 
 
-def _survey_uses(script: Script, body: list[ast.stmt]) -> None:
-    for node in _walk(body):
+def _collect_usage(script: Script, body: list[ast.stmt]) -> None:
+    for node in _walk_expressions(body):
         if isinstance(node, ast.Call):
-            _note_call(script.ducks, node)
+            _record_call(script.usage, node)
         elif isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
-            _survey(script, [node], None)
+            _collect(script, [node], None)
 
 
-def _walk(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """All nodes, without contexts, operators and constants."""
+def _walk_expressions(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield all nodes except contexts, operators, names and constants below the top."""
     pending: list[ast.AST] = list(body)
     while pending:
         node = pending.pop()
@@ -178,23 +167,23 @@ def _walk(body: list[ast.stmt]) -> Iterator[ast.AST]:
                 pending.append(child)
 
 
-def _note_call(ducks: Ducks, node: ast.Call) -> None:
+def _record_call(usage: NameUsage, node: ast.Call) -> None:
     if not isinstance(node.func, ast.Attribute):
-        text = dotted(node.func)
+        text = dotted_name(node.func)
         if text:
-            ducks.methods.setdefault(text, set()).add("(call)")
+            usage.methods.setdefault(text, set()).add("(call)")
         return
-    text = dotted(node.func.value)
+    text = dotted_name(node.func.value)
     whole = f"{text}.{node.func.attr}" if text else ""
     if whole:
-        ducks.methods.setdefault(whole, set()).add("(call)")
-        ducks.methods.setdefault(text, set()).add(node.func.attr)
-        if node.func.attr in ("step", "unscale_") and node.args and (given := dotted(node.args[0])):
-            ducks.stepped.setdefault(text, set()).add(given)
+        usage.methods.setdefault(whole, set()).add("(call)")
+        usage.methods.setdefault(text, set()).add(node.func.attr)
+        if node.func.attr in ("step", "unscale_") and node.args and (given := dotted_name(node.args[0])):
+            usage.stepped.setdefault(text, set()).add(given)
 
 
-def has_own_context(node: ast.AST) -> bool:
-    """Whether a function goes through data or enters autocast itself: then it is called outside of it."""
+def sets_own_context(node: ast.AST) -> bool:
+    """Return whether a function loops over data or enters autocast, and so is not called under autocast."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
             return True
@@ -203,22 +192,22 @@ def has_own_context(node: ast.AST) -> bool:
     return False
 
 
-def dotted(node: ast.AST) -> str:
-    """``self.optimizer`` of such an expression; empty for others."""
+def dotted_name(node: ast.AST) -> str:
+    """Return a dotted name such as ``self.optimizer``; empty for other expressions."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        base = dotted(node.value)
+        base = dotted_name(node.value)
         head = f"{base}[{node.slice.value!r}]" if base else ""
     else:
         head = node.id if isinstance(node, ast.Name) else ""
     return ".".join([head, *reversed(parts)]) if head else ""
 
 
-def flag_of(test: ast.expr) -> tuple[str, bool] | None:
-    """A condition as a name and what it must be: ``scaler is None`` is ``scaler``, False; else ``None``."""
+def condition_of(test: ast.expr) -> tuple[str, bool] | None:
+    """Return a condition as a name and its truth, as in ``scaler``, False for ``scaler is None``."""
     positive = True
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, positive = test.operand, not positive
@@ -229,11 +218,11 @@ def flag_of(test: ast.expr) -> tuple[str, bool] | None:
                 positive ^= isinstance(test.ops[0], ast.Is)
                 test = test.left
             elif isinstance(other.value, str | bool) and isinstance(test.ops[0], ast.Eq | ast.NotEq):
-                text = dotted(test.left)
+                text = dotted_name(test.left)
                 return (
                     (f"{text} == {other.value!r}", positive ^ isinstance(test.ops[0], ast.NotEq))
                     if text
                     else None
                 )
-    text = dotted(test)
+    text = dotted_name(test)
     return (text, positive) if text else None

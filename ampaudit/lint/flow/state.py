@@ -1,4 +1,4 @@
-"""What is true at a point of a script: values of names, and facts about gradients; and how two paths join."""
+"""The state at a point of a script: values of names and facts about gradients; and the join of two states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 from ampaudit.lint.flow.joining import join_values
 from ampaudit.lint.flow.values import MAYBE, Value
 
-__all__ = ["EMPTY", "Contribution", "Fact", "Key", "State", "join"]
+__all__ = ["NO_CONTRIBUTIONS", "Contribution", "Fact", "FactKey", "State", "join"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +17,21 @@ class Contribution:
     """One backward pass whose gradients are in ``.grad``.
 
     Attributes:
-        scaler: key of the scaler that scaled the loss, or empty.
+        scaler: key of the scaler that scaled the loss; empty if unscaled.
         node: the call of ``backward``.
-        under: 16-bit dtype of the autocast that the loss was computed under, or empty.
+        computed_under: 16-bit dtype of autocast when the loss was computed; empty without.
     """
 
     scaler: str
     node: ast.AST
-    under: str = ""
+    computed_under: str = ""
 
 
-Key: TypeAlias = tuple[str, ...]
+FactKey: TypeAlias = tuple[str, ...]
 Fact: TypeAlias = object
 Scope: TypeAlias = int | str  # a call of a function, or an object by its key
-_OF_MODELS: Final = ("half", "device")
-EMPTY: Final[frozenset[Contribution]] = frozenset()
+_MODEL_FACTS: Final = ("half", "device")
+NO_CONTRIBUTIONS: Final[frozenset[Contribution]] = frozenset()
 
 
 class State:
@@ -43,83 +43,83 @@ class State:
     __slots__ = ("_owned", "facts", "scopes")
 
     def __init__(
-        self, facts: dict[Key, Fact] | None = None, scopes: dict[Scope, dict[str, Value]] | None = None
+        self, facts: dict[FactKey, Fact] | None = None, scopes: dict[Scope, dict[str, Value]] | None = None
     ) -> None:
-        self.facts: dict[Key, Fact] = {} if facts is None else facts
+        self.facts: dict[FactKey, Fact] = {} if facts is None else facts
         self.scopes: dict[Scope, dict[str, Value]] = {} if scopes is None else scopes
         self._owned: set[Scope] = set()
 
     def copy(self) -> State:
-        """For the other branch."""
+        """Return a copy for another branch."""
         self.share()
         return State(self.facts.copy(), self.scopes.copy())
 
     def share(self) -> None:
-        """Write to copies of the scopes from now on."""
+        """Copy each scope before the next write to it."""
         self._owned.clear()
 
-    def anew(self) -> State:
-        """For code that is called from elsewhere: names and models as they are, no gradients known."""
+    def fork(self) -> State:
+        """Return a state with the same names and models but no facts about gradients."""
         self.share()
-        return State({k: v for k, v in self.facts.items() if k[0] in _OF_MODELS}, self.scopes.copy())
+        return State({k: v for k, v in self.facts.items() if k[0] in _MODEL_FACTS}, self.scopes.copy())
 
-    def said(self, *start: str) -> bool:
-        """Whether any fact that begins so is, or may be, true."""
-        return any(fact is not None for _, fact in self.where(*start))
+    def may_hold(self, *start: str) -> bool:
+        """Return whether any fact with this prefix is, or may be, true."""
+        return any(fact is not None for _, fact in self.matching(*start))
 
-    def same(self, other: State) -> bool:
-        """Whether all is as it was."""
+    def equals(self, other: State) -> bool:
+        """Return whether facts and names are equal."""
         return self.facts == other.facts and self.scopes == other.scopes
 
     def get(self, *key: str) -> Fact:
-        """A fact; ``None`` if nothing was ever said."""
+        """Return a fact; ``None`` if it was never set."""
         return self.facts.get(key)
 
-    def put(self, value: Fact, *key: str) -> None:
-        """Say a fact."""
+    def set_fact(self, value: Fact, *key: str) -> None:
+        """Set a fact."""
         self.facts[key] = value
 
     def value(self, scope: Scope, name: str) -> Value | None:
-        """What a name stands for in a scope, or an attribute in an object."""
+        """Return the value of a name in a scope, or of an attribute of an object."""
         names = self.scopes.get(scope)
         return None if names is None else names.get(name)
 
     def bind(self, scope: Scope, name: str, value: Value) -> None:
-        """Assign a name or an attribute."""
+        """Bind a name or an attribute to a value."""
         if scope not in self._owned:
             self.scopes[scope] = self.scopes.get(scope, {}).copy()
             self._owned.add(scope)
         self.scopes[scope][name] = value
 
-    def leave(self, scope: Scope) -> None:
-        """A function has returned: its names are gone."""
+    def drop_scope(self, scope: Scope) -> None:
+        """Remove the names of a function that has returned."""
         self.scopes.pop(scope, None)
         self._owned.discard(scope)
 
-    def forget(self, *start: str) -> None:
-        """All facts that begin so may be otherwise now."""
+    def invalidate(self, *start: str) -> None:
+        """Set all facts with this prefix to ``MAYBE``."""
         count = len(start)
         for key in self.facts:
             if key[:count] == start:
                 self.facts[key] = MAYBE
 
     def clear(self, *start: str) -> None:
-        """All facts that begin so are no longer true."""
-        for key in [key for key, _ in self.where(*start)]:
+        """Remove all facts with this prefix."""
+        for key in [key for key, _ in self.matching(*start)]:
             del self.facts[key]
 
-    def where(self, *start: str) -> list[tuple[Key, Fact]]:
-        """Facts that begin so."""
+    def matching(self, *start: str) -> list[tuple[FactKey, Fact]]:
+        """Return the facts with this prefix."""
         count = len(start)
         return [(key, fact) for key, fact in self.facts.items() if key[:count] == start]
 
 
 def join(one: State | None, other: State | None) -> State | None:
-    """After two paths; ``None`` is a path that ends before."""
+    """Join the states of two paths, where ``None`` is a path that has ended."""
     if one is None or other is None:
         return one if other is None else other
     left, right = one.facts, other.facts
-    facts: dict[Key, Fact] = {}
+    facts: dict[FactKey, Fact] = {}
     for key, fact in left.items():
         second = right.get(key)
         facts[key] = fact if second is fact or second == fact else MAYBE
@@ -129,7 +129,7 @@ def join(one: State | None, other: State | None) -> State | None:
     scopes: dict[Scope, dict[str, Value]] = {}
     for scope, names in one.scopes.items():
         others = other.scopes.get(scope, names)
-        scopes[scope] = names if others is names else _joined(names, others)
+        scopes[scope] = names if others is names else _join_names(names, others)
     for scope, names in other.scopes.items():
         scopes.setdefault(scope, names)
     one.share()  # neither may write to what the joined state has of them
@@ -137,8 +137,8 @@ def join(one: State | None, other: State | None) -> State | None:
     return State(facts, scopes)
 
 
-def _joined(names: dict[str, Value], others: dict[str, Value]) -> dict[str, Value]:
-    """A name that only one path assigns is not used where it is missing."""
+def _join_names(names: dict[str, Value], others: dict[str, Value]) -> dict[str, Value]:
+    """Join the names of two scopes; a name that only one path binds keeps its value."""
     joined = {**others, **names}
     for name, value in names.items():
         second = others.get(name, value)

@@ -1,4 +1,4 @@
-"""What becomes of tensors: of a loss's scale, of autocast's 16 bits, of a gradient that is read."""
+"""Interprets operations on tensors and gradients: their loss scale, their 16-bit dtype, their graph."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ampaudit.lint.flow.facts import is_still_scaled
-from ampaudit.lint.flow.names import DTYPES
+from ampaudit.lint.flow.gradient_facts import is_still_scaled
+from ampaudit.lint.flow.torch_names import DTYPES
 from ampaudit.lint.flow.values import (
     MAYBE,
-    NO,
-    OPAQUE,
     UNKNOWN,
+    UNSCALED,
+    UNSCALED_TENSOR,
     Autocast,
-    Const,
-    Gradients,
-    ParamGrad,
-    Symbol,
+    Constant,
+    ImportedName,
+    LossGradients,
+    ParameterGradient,
     Tensor,
     Value,
 )
 
 if TYPE_CHECKING:
     from ampaudit.lint.flow.calls import Arguments
-    from ampaudit.lint.flow.machine import Machine
+    from ampaudit.lint.flow.interpreter import Interpreter
 
 __all__ = [
     "ON_ANY_TENSOR",
-    "all_roots",
-    "cast_of",
-    "combined",
-    "dtype_of",
-    "lowered",
-    "method",
-    "mixed",
-    "product",
-    "touches_gradient",
+    "all_model_calls",
+    "autocast_dtype",
+    "combine",
+    "common_scale",
+    "dtype_named",
+    "matrix_product",
+    "requested_dtype",
+    "tensor_method",
+    "use_gradient",
 ]
 
-_KEEPS: Final = frozenset(
+_KEEPS_DTYPE: Final = frozenset(
     "mean sum view reshape squeeze unsqueeze flatten transpose permute contiguous to cuda cpu clone type_as"
     " requires_grad_ expand repeat chunk split t T".split()
 )
@@ -48,9 +48,9 @@ _KEEPS: Final = frozenset(
 ON_ANY_TENSOR: Final = frozenset(
     {"float", "half", "bfloat16", "sigmoid", "matmul", "mm", "bmm", "masked_fill"}
 )
-_NORMS: Final = frozenset({"norm", "pow", "square", "sum", "abs", "pow_"})
+_NORM_FUNCTIONS: Final = frozenset({"norm", "pow", "square", "sum", "abs", "pow_"})
 # the gradient itself, or a multiple of it: the scale can be taken out afterwards as well
-_SAME_GRADIENT: Final = frozenset(
+_KEEPS_GRADIENT: Final = frozenset(
     "detach contiguous view reshape flatten cpu clone float double to mul mul_ div div_".split()
 )
 _HARMLESS_ON_GRADIENTS: Final = frozenset(
@@ -59,188 +59,198 @@ _HARMLESS_ON_GRADIENTS: Final = frozenset(
 )
 
 
-def dtype_of(value: Value) -> str:
-    """``float16`` of ``torch.half``; empty for what is no dtype."""
-    return DTYPES.get(value.path, "") if isinstance(value, Symbol) else ""
+def dtype_named(value: Value) -> str:
+    """Return the dtype that a value names, such as ``float16`` for ``torch.half``; empty for other values."""
+    return DTYPES.get(value.path, "") if isinstance(value, ImportedName) else ""
 
 
-def lowered(machine: Machine) -> str:
-    """The dtype that matrix products have here for certain: of the autocast around, or empty."""
-    here = machine.autocast
-    if here.enabled is not True:
+def autocast_dtype(interpreter: Interpreter) -> str:
+    """Return the dtype in which autocast computes matrix products here; empty if that is not certain."""
+    autocast = interpreter.autocast
+    if autocast.enabled is not True:
         return ""
-    return here.dtype or _default(here)
+    return autocast.dtype or _default_dtype(autocast)
 
 
-def _default(here: Autocast) -> str:
-    if here.dtype == "" and here.device in ("cuda", "cpu"):
-        return "float16" if here.device == "cuda" else "bfloat16"
+def _default_dtype(autocast: Autocast) -> str:
+    if autocast.dtype == "" and autocast.device in ("cuda", "cpu"):
+        return "float16" if autocast.device == "cuda" else "bfloat16"
     return "16-bit"
 
 
-def product(machine: Machine, node: ast.AST, values: list[Value]) -> Value:
-    """A matrix product; autocast makes it 16-bit whatever its operands are."""
-    cast = lowered(machine)
+def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:
+    """Interpret a matrix product, which autocast computes in 16 bits whatever its operands are."""
+    cast = autocast_dtype(interpreter)
     for value in values:
         if isinstance(value, Tensor) and value.upcast is not None and cast:
-            machine.say(
+            interpreter.report(
                 "AMP845",
                 value.upcast,
                 f"autocast casts this float32 tensor back to {cast} at line {getattr(node, 'lineno', 0)}",
-                "put the lines that need float32 under 'with torch.autocast(device_type, enabled=False):'",
+                "compute what needs float32 under 'with torch.autocast(device_type, enabled=False):'",
             )
-    roots = all_roots(values)
-    return Tensor(cast=cast, under=cast, roots=roots, scaled=_all_scaled(values), node=node)
+    roots = all_model_calls(values)
+    return Tensor(
+        cast=cast, computed_under=cast, model_calls=roots, scaler_key=_scale_of_product(values), node=node
+    )
 
 
-def all_roots(values: Sequence[Value]) -> frozenset[str] | None:
-    """The model calls that go into any of some values; ``None`` where one of them is not known."""
+def all_model_calls(values: Sequence[Value]) -> frozenset[str] | None:
+    """Return the model calls that any of some values depends on; ``None`` if one is unknown."""
     found: frozenset[str] = frozenset()
     for value in values:
-        if isinstance(value, Const):
+        if isinstance(value, Constant):
             continue
-        if not isinstance(value, Tensor) or value.roots is None:
+        if not isinstance(value, Tensor) or value.model_calls is None:
             return None
-        found |= value.roots
+        found |= value.model_calls
     return found
 
 
-def _all_scaled(values: list[Value]) -> str:
-    kinds = {value.scaled for value in values if isinstance(value, Tensor | Gradients)} - {NO}
-    return MAYBE if len(kinds) > 1 else next(iter(kinds), NO)
+def _scale_of_product(values: list[Value]) -> str:
+    kinds = {value.scaler_key for value in values if isinstance(value, Tensor | LossGradients)} - {UNSCALED}
+    return MAYBE if len(kinds) > 1 else next(iter(kinds), UNSCALED)
 
 
-def combined(node: ast.BinOp, left: Value, right: Value, machine: Machine) -> Value:
-    """A sum, difference, product or quotient of two values."""
-    gradients = [value for value in (left, right) if isinstance(value, Gradients)]
+def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter) -> Value:
+    """Interpret a sum, difference, product, quotient or power of two values."""
+    gradients = [value for value in (left, right) if isinstance(value, LossGradients)]
     if gradients:
         if isinstance(node.op, ast.Pow):
-            return norm_of(machine, node, gradients[0])
-        return replace(gradients[0], scaled=MAYBE if gradients[0].scaled != NO else NO)
-    tensors = [value for value in (left, right) if isinstance(value, Tensor) and value is not OPAQUE]
+            return gradient_norm(interpreter, node, gradients[0])
+        return replace(gradients[0], scaler_key=MAYBE if gradients[0].scaler_key != UNSCALED else UNSCALED)
+    tensors = [value for value in (left, right) if isinstance(value, Tensor) and value is not UNSCALED_TENSOR]
     if not tensors:
-        return OPAQUE if isinstance(left, Tensor) or isinstance(right, Tensor) else UNKNOWN
+        return UNSCALED_TENSOR if isinstance(left, Tensor) or isinstance(right, Tensor) else UNKNOWN
     first = tensors[0]
     if isinstance(node.op, ast.Mult | ast.Div):
         # an unscaled factor or divisor: gradients have the scale still, unless it is the scale itself
         scaled = (
-            MAYBE if len(tensors) == 1 and first.scaled != NO and not _number(left, right) else first.scaled
+            MAYBE
+            if len(tensors) == 1 and first.scaler_key != UNSCALED and not _is_number(left, right)
+            else first.scaler_key
         )
         return replace(
             first,
-            scaled=scaled,
+            scaler_key=scaled,
             divided=True,
             upcast=None,
-            roots=all_roots([left, right]),
+            model_calls=all_model_calls([left, right]),
             cast="",
             node=node,
         )
     divided: bool | None = any(t.divided for t in tensors) or (False if first.divided is False else None)
     return replace(
         first,
-        scaled=mixed([left, right]),
+        scaler_key=common_scale([left, right]),
         cast=first.cast if all(t.cast == first.cast for t in tensors) and len(tensors) == 2 else "",
         upcast=None,
-        roots=all_roots([left, right]),
+        model_calls=all_model_calls([left, right]),
         divided=divided,
         loss=next((t.loss for t in tensors if t.loss), ""),
         node=node,
     )
 
 
-def _number(left: Value, right: Value) -> bool:
-    return isinstance(left, Const) or isinstance(right, Const)
+def _is_number(left: Value, right: Value) -> bool:
+    return isinstance(left, Constant) or isinstance(right, Constant)
 
 
-def mixed(values: Sequence[Value]) -> str:
-    """The scale that is in all of some values, or ``MAYBE``."""
+def common_scale(values: Sequence[Value]) -> str:
+    """Return the scaler whose scale all of some values have, or ``MAYBE``."""
     kinds = {
-        value.scaled if isinstance(value, Tensor) else NO for value in values if not isinstance(value, Const)
+        value.scaler_key if isinstance(value, Tensor) else UNSCALED
+        for value in values
+        if not isinstance(value, Constant)
     }
     return next(iter(kinds)) if len(kinds) == 1 else MAYBE
 
 
-def norm_of(machine: Machine, node: ast.AST, gradients: Gradients) -> Value:
-    """A penalty's norm or power of gradients."""
-    if gradients.scaled not in (NO, MAYBE):
-        machine.say(
+def gradient_norm(interpreter: Interpreter, node: ast.AST, gradients: LossGradients) -> Value:
+    """Interpret a norm or power of gradients, as in a gradient penalty."""
+    if gradients.scaler_key not in (UNSCALED, MAYBE):
+        interpreter.report(
             "AMP837",
             node,
-            "these gradients have the loss scale as a factor, so the penalty is of the scale and not of the"
-            " model",
-            "multiply them by 1. / scaler.get_scale() first",
+            "these gradients are scaled by the loss scale, "
+            "so the penalty measures the scale and not the model",
+            "multiply them by 1 / scaler.get_scale() first",
         )
-    elif machine.autocast.enabled is False and gradients.under and machine.scalers:
-        machine.say(
+    elif interpreter.autocast.enabled is False and gradients.computed_under and interpreter.scalers:
+        interpreter.report(
             "AMP838",
             node,
-            "the penalty is computed outside autocast, although the loss it is added to is computed inside",
+            "the penalty is computed outside autocast, but the loss that it is added to inside",
             "compute the penalty and add it to the loss under 'with torch.autocast(...)'",
         )
-    return Tensor(scaled=gradients.scaled, node=node)
+    return Tensor(scaler_key=gradients.scaler_key, node=node)
 
 
-def touches_gradient(machine: Machine, node: ast.AST) -> None:
-    """A value of ``p.grad`` is used; it must not have the loss scale in it."""
-    machine.note("gradient.read", node)
+def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
+    """Record that ``p.grad`` is read, and report it if it is still scaled."""
+    interpreter.record_event("gradient.read", node)
     line = getattr(node, "lineno", 0)
-    if is_still_scaled(machine) and not any(key[:2] == ("AMP808", line) for key in machine.found):
-        machine.say(
+    if is_still_scaled(interpreter) and not any(
+        key[:2] == ("AMP808", line) for key in interpreter.diagnostics
+    ):
+        interpreter.report(
             "AMP808",
             node,
-            "these gradients still have the loss scale as a factor",
-            "call scaler.unscale_(optimizer) once, before the first use of the gradients",
+            "these gradients are still scaled by the loss scale",
+            "call scaler.unscale_(optimizer) once, before the gradients are first used",
         )
 
 
-def gradient_method(machine: Machine, node: ast.Call, name: str) -> Value:
-    """A method of ``p.grad``."""
-    if name in _SAME_GRADIENT:
-        machine.note("gradient.read", node)
-        return ParamGrad()
+def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Value:
+    """Interpret a method of ``p.grad``."""
+    if name in _KEEPS_GRADIENT:
+        interpreter.record_event("gradient.read", node)
+        return ParameterGradient()
     if name in _HARMLESS_ON_GRADIENTS:
-        return OPAQUE
-    touches_gradient(machine, node)
-    return OPAQUE
+        return UNSCALED_TENSOR
+    use_gradient(interpreter, node)
+    return UNSCALED_TENSOR
 
 
-def method(machine: Machine, node: ast.Call, base: Tensor, name: str, arguments: Arguments) -> Value:
-    """A method of a tensor."""
+def tensor_method(
+    interpreter: Interpreter, node: ast.Call, base: Tensor, name: str, arguments: Arguments
+) -> Value:
+    """Interpret a method of a tensor."""
     if name == "backward":
         from ampaudit.lint.flow.gradients import backward
 
-        return backward(machine, node, base, arguments)
+        return backward(interpreter, node, base, arguments)
     if name in ("item", "tolist"):
-        machine.note("item", node, value=base)
-        return OPAQUE
+        interpreter.record_event("item", node, value=base)
+        return UNSCALED_TENSOR
     if name in ("detach", "detach_"):
-        return replace(base, roots=frozenset(), node=node)
-    wanted = cast_of(name, arguments)
+        return replace(base, model_calls=frozenset(), node=node)
+    wanted = requested_dtype(name, arguments)
     if wanted:
         up = node if wanted == "float32" else None
         return replace(base, cast=wanted if wanted in ("float16", "bfloat16") else "", upcast=up, node=node)
     if name == "sigmoid":
         return replace(base, sigmoid=node, upcast=None, node=node)
     if name in ("matmul", "mm", "bmm"):
-        return product(machine, node, [base, *arguments.positional])
+        return matrix_product(interpreter, node, [base, *arguments.positional])
     if name in ("div", "mul", "div_", "mul_"):
         return replace(base, divided=True, upcast=None, node=node)
     if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
         return replace(base, upcast=None, node=node)
-    kept = base if name in _KEEPS else replace(base, cast="", loss="", sigmoid=None)
-    return replace(kept, upcast=base.upcast if name in _KEEPS else None, node=node)
+    kept = base if name in _KEEPS_DTYPE else replace(base, cast="", loss="", sigmoid=None)
+    return replace(kept, upcast=base.upcast if name in _KEEPS_DTYPE else None, node=node)
 
 
-def cast_of(name: str, arguments: Arguments) -> str:
-    """The dtype that a method of a tensor or a model asks for, such as ``half()``; or empty."""
+def requested_dtype(name: str, arguments: Arguments) -> str:
+    """Return the dtype that a method such as ``half()`` casts to; empty for other methods."""
     names = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
     if name in names:
         return names[name]
     if name not in ("to", "type"):
         return ""
-    return next((found for value in arguments.all() if (found := dtype_of(value))), "")
+    return next((found for value in arguments.all() if (found := dtype_named(value))), "")
 
 
-def is_norm(name: str) -> bool:
-    """Whether a method or function makes a penalty of gradients."""
-    return name in _NORMS
+def is_norm_function(name: str) -> bool:
+    """Return whether a method or function is a norm or power."""
+    return name in _NORM_FUNCTIONS

@@ -1,4 +1,4 @@
-"""What a name in a script can stand for, as far as reading tells; what is not certain is ``UNKNOWN``."""
+"""Abstract values of names and expressions; what is not certain is ``UNKNOWN``."""
 
 from __future__ import annotations
 
@@ -8,72 +8,72 @@ from typing import Final, TypeAlias
 
 __all__ = [
     "MAYBE",
-    "NO",
-    "OPAQUE",
     "UNKNOWN",
+    "UNSCALED",
+    "UNSCALED_TENSOR",
     "Autocast",
-    "Bound",
+    "BoundMethod",
+    "Class",
     "ClassInfo",
-    "ClassValue",
-    "Const",
-    "Context",
-    "Entries",
+    "Constant",
+    "ContextManager",
+    "DictLiteral",
     "Function",
     "FunctionInfo",
-    "Gradients",
+    "ImportedName",
     "Instance",
-    "Listed",
-    "Loss",
+    "KnownItems",
+    "LossFunction",
+    "LossGradients",
     "Managed",
     "Model",
     "Optimizer",
-    "ParamGrad",
-    "Params",
+    "ParameterGradient",
+    "Parameters",
     "Scaler",
     "Scheduler",
-    "StateOf",
-    "Symbol",
+    "StateDict",
     "Tensor",
     "Unknown",
     "Value",
 ]
 
-NO: Final = ""  # a tensor that no loss scale is in
-MAYBE: Final = "?"  # this or that, by the path that was taken
+UNSCALED: Final = ""  # scaler key of a tensor without a loss scale
+MAYBE: Final = "?"  # differs between the paths that lead here
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Anything."""
+    """Any value."""
 
 
 UNKNOWN: Final = Unknown()
 
 
 @dataclass(frozen=True, slots=True)
-class Symbol:
-    """Something imported, by its dotted name: ``torch.nn.functional.mse_loss``."""
+class ImportedName:
+    """An imported or built-in object, by its dotted name."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
-class Const:
-    """A literal."""
+class Constant:
+    """The value of a literal."""
 
     value: object
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A tuple or list whose items are known; ``one`` if it stands for all of a comprehension's items."""
+class KnownItems:
+    """A tuple or list of known items; ``repeated`` if one item stands for those of a comprehension."""
 
     items: tuple[Value, ...]
-    one: bool = False
+    repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class StateOf:
+class StateDict:
     """``x.state_dict()`` of a scaler or an optimizer."""
 
     kind: str
@@ -81,8 +81,8 @@ class StateOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
-    """A dict literal: its values, and where it stands."""
+class DictLiteral:
+    """The values of a dict literal, and its node."""
 
     items: tuple[Value, ...]
     node: ast.AST
@@ -90,7 +90,7 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class Scaler:
-    """A gradient scaler; ``enabled`` is ``None`` where it depends on something."""
+    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition."""
 
     key: str
     node: ast.AST | None = None
@@ -100,50 +100,50 @@ class Scaler:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer; ``models`` are the keys of those whose parameters it holds, ``None`` if unknown.
+    """An optimizer; ``models`` are the keys of the models whose parameters it has, ``None`` if unknown.
 
-    ``many`` says that it is one of several, so that nothing is known about which.
+    ``one_of_several`` marks an item of a collection, where it is not known which.
     """
 
     key: str
     node: ast.AST | None = None
-    cls: str = ""
+    class_name: str = ""
     models: frozenset[str] | None = None
-    many: bool = False
+    one_of_several: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A module; ``wrap`` is the parallel class around it, ``origin`` its class's dotted name."""
+    """A module; ``wrapper`` is the parallel class around it, ``origin`` the dotted name of its class."""
 
     key: str
     node: ast.AST | None = None
-    wrap: str = ""
+    wrapper: str = ""
     origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Params:
-    """Parameters of models, or one of them; ``None`` where it is not known which."""
+class Parameters:
+    """One or all parameters of models; ``None`` if the models are unknown."""
 
     models: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)
-class ParamGrad:
+class ParameterGradient:
     """``p.grad`` of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduler:
-    """A learning-rate scheduler of torch's."""
+    """A learning-rate scheduler of torch."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """A loss function or module of torch's, by its name: ``BCELoss``, ``mse_loss``."""
+class LossFunction:
+    """A loss function or module of torch, by name, such as ``BCELoss`` or ``mse_loss``."""
 
     name: str
     node: ast.AST | None = None
@@ -155,62 +155,62 @@ class Tensor:
     """A tensor, or a structure of tensors that a model returned.
 
     Attributes:
-        scaled: key of the scaler whose scale is a factor of it, ``NO`` or ``MAYBE``.
-        cast: the 16-bit dtype that autocast gave it for certain, else empty.
-        under: the 16-bit dtype of the autocast that it was computed under, else empty.
-        upcast: the call that made it float32, and nothing else since.
-        roots: the model calls that it was computed from; ``None`` where that is not known.
+        scaler_key: key of the scaler that scaled it, ``UNSCALED`` or ``MAYBE``.
+        cast: the 16-bit dtype that autocast has certainly cast it to, else empty.
+        computed_under: the 16-bit dtype of autocast when it was computed, else empty.
+        upcast: the call that has cast it to float32, if no op followed.
+        model_calls: the model calls that it depends on; ``None`` if unknown.
         loss: the loss function that returned it, else empty.
-        divided: whether it was divided or multiplied by anything; ``None`` if unknown.
-        sigmoid: the call of a sigmoid that returned it.
-        node: the expression that made it.
+        divided: whether it was divided or multiplied; ``None`` if unknown.
+        sigmoid: the call of sigmoid that returned it.
+        node: the expression that created it.
     """
 
-    scaled: str = NO
+    scaler_key: str = UNSCALED
     cast: str = ""
-    under: str = ""
+    computed_under: str = ""
     upcast: ast.AST | None = None
-    roots: frozenset[str] | None = None
+    model_calls: frozenset[str] | None = None
     loss: str = ""
     divided: bool | None = None
     sigmoid: ast.AST | None = None
     node: ast.AST | None = None
 
 
-OPAQUE: Final = Tensor()  # what unknown code returned that was given no scaler
+UNSCALED_TENSOR: Final = Tensor()  # the result of unknown code that had no scaler
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
-    """What ``torch.autograd.grad(..., create_graph=True)`` returned; ``scaled`` as for a tensor."""
+class LossGradients:
+    """The result of ``torch.autograd.grad(..., create_graph=True)``, which becomes part of a loss."""
 
-    scaled: str
-    under: str
+    scaler_key: str
+    computed_under: str
     node: ast.AST
 
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """An autocast context; ``None`` is what is not known."""
+    """An autocast context; ``None`` stands for unknown."""
 
     enabled: bool | None
     device: str | None
     dtype: str | None
     node: ast.AST | None = None
-    plain: bool = True  # a fresh torch.autocast(...), not one that somebody else enters or made
-    switch: bool = False  # on, as far as a switch is set
+    explicit: bool = True  # a torch.autocast(...) of this script, not of unknown code
+    conditional: bool = False  # enabled by a setting that is assumed to be on
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """Another context manager that matters: ``no_grad``, ``no_sync``, ``null``."""
+class ContextManager:
+    """Another relevant context manager: ``no_grad``, ``no_sync``, ``null``."""
 
     kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class Managed:
-    """An object of Accelerate, Lightning, Fabric or DeepSpeed, or one that these look after."""
+    """An object that Accelerate, Lightning, Fabric or DeepSpeed manages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,40 +219,45 @@ class FunctionInfo:
 
     node: ast.FunctionDef | ast.AsyncFunctionDef
     owner: ClassInfo | None
-    busy: bool  # whether anything in it matters
+    relevant: bool  # whether anything in it matters
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a static method."""
+        return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.node.decorator_list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassInfo:
-    """A class of the file; ``bases`` are dotted names as far as they resolve."""
+    """A class of the file; ``bases`` are the dotted names of its base classes."""
 
     node: ast.ClassDef
     bases: tuple[str, ...]
     methods: dict[str, FunctionInfo]
-    mother: ClassInfo | None = None
+    base: ClassInfo | None = None
 
     def method(self, name: str) -> FunctionInfo | None:
-        """By name, also from base classes in the same file."""
+        """Return a method by name, also from base classes in the same file."""
         if name in self.methods:
             return self.methods[name]
-        return self.mother.method(name) if self.mother is not None else None
+        return self.base.method(name) if self.base is not None else None
 
     def derives(self, *endings: str) -> bool:
-        """Whether a base class has a name that ends so."""
+        """Return whether the last component of a base class's name is one of some names."""
         own = any(base.rpartition(".")[2] in endings for base in self.bases)
-        return own or (self.mother is not None and self.mother.derives(*endings))
+        return own or (self.base is not None and self.base.derives(*endings))
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of the file, with the frame it was defined in."""
+    """A function of the file, with the frame that defines it."""
 
     info: FunctionInfo
     frame: int
 
 
 @dataclass(frozen=True, slots=True)
-class ClassValue:
+class Class:
     """A class of the file."""
 
     info: ClassInfo
@@ -260,14 +265,14 @@ class ClassValue:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An object of a class of the file."""
+    """An instance of a class of the file."""
 
     key: str
     info: ClassInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundMethod:
     """A method of an instance."""
 
     owner: Instance
@@ -275,7 +280,7 @@ class Bound:
 
 
 Value: TypeAlias = (
-    "Unknown | Symbol | Const | Listed | StateOf | Entries | Scaler | Optimizer | Model | Params | ParamGrad"
-    " | Scheduler | Loss | Tensor | Gradients | Autocast | Context | Managed | Function | ClassValue"
-    " | Instance | Bound"
+    "Unknown | ImportedName | Constant | KnownItems | StateDict | DictLiteral | Scaler | Optimizer | Model"
+    " | Parameters | ParameterGradient | Scheduler | LossFunction | Tensor | LossGradients | Autocast"
+    " | ContextManager | Managed | Function | Class | Instance | BoundMethod"
 )

@@ -1,3 +1,3 @@
-"""Rules about what happened where: over the events of one root, of a whole file, or over its syntax alone."""
+"""Rules on the events of one entry point, on those of a whole file, or on the syntax alone."""
 
 from __future__ import annotations

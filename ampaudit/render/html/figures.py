@@ -8,10 +8,12 @@ from typing import Any
 
 from ampaudit.core.formats import format_named
 from ampaudit.core.text import escape_control, short_op
-from ampaudit.render.evidence import codes_by_site, evident_line, relative_path
+from ampaudit.render.findings import TOP
+from ampaudit.render.paths import relative_path
 from ampaudit.report.finding import Severity
 from ampaudit.report.gradients import BackwardReport
-from ampaudit.report.model import Report, SiteReport
+from ampaudit.report.model import Report
+from ampaudit.report.site import SiteReport
 
 __all__ = ["figure_data"]
 
@@ -38,20 +40,19 @@ def figure_data(report: Report) -> dict[str, Any]:
 
 
 def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any]]:
-    codes = codes_by_site(report)
+    codes = report.codes_by_site
     worst: dict[str, str] = {}
     wrong: dict[str, set[str]] = {"forward": set(), "backward": set()}
-    for finding in report.findings:
-        if finding.suppressed is None:
-            if finding.severity is not Severity.NOTE:  # the gravest come first
-                worst.setdefault(finding.site, finding.severity.value)
-            if finding.severity is Severity.ERROR:
-                wrong["backward" if finding.phase == "backward" else "forward"].add(finding.site)
+    for finding in report.active:
+        if finding.severity is not Severity.NOTE:  # the gravest come first
+            worst.setdefault(finding.site, finding.severity.value)
+        if finding.severity is Severity.ERROR:
+            wrong["backward" if finding.phase == "backward" else "forward"].add(finding.site)
     for site in sites:
-        line = evident_line(site.source)
+        line = site.source.evident if site.source is not None else None
         yield {
             "site": escape_control(site.site),
-            "layer": escape_control(site.layer or "(top module)"),
+            "layer": escape_control(site.layer or TOP),
             "type": escape_control(site.layer_type),
             "op": escape_control(short_op(site.op)),
             "precision": site.precision,
@@ -129,7 +130,7 @@ def _scales(backward: BackwardReport) -> dict[str, Any] | None:
         "rows": [[row.exponent, _short(row.flushed), row.overflowing] for row in advice.rows],
         "layers": [
             [
-                escape_control(layer.layer or "(top module)"),
+                escape_control(layer.layer or TOP),
                 layer.low,
                 layer.high,
                 _short(layer.flushed),

@@ -1,11 +1,11 @@
-"""The report as one HTML file that needs nothing else: no network, no server."""
+"""A document as one HTML file that needs nothing else: no network, no server."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,85 +14,47 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
-from ampaudit.core.errors import UsageError
 from ampaudit.core.text import escape_control, format_number, format_power, format_scale
-from ampaudit.render.bench_tables import bench_facts, bench_tables
-from ampaudit.render.html.bench_figures import bench_data
-from ampaudit.render.html.figures import figure_data
-from ampaudit.render.html.views import ReportView, view_of
-from ampaudit.report.bench import BenchReport
-from ampaudit.report.comparison import Comparison
+from ampaudit.core.version import __version__
+from ampaudit.render.documents import view_of
+from ampaudit.render.html.blocks import html_of
+from ampaudit.render.paths import relative_path
+from ampaudit.render.view import Page
 from ampaudit.report.documents import Document
-from ampaudit.report.model import Report
 from ampaudit.report.pages import all_pages
 
 __all__ = ["to_html"]
 
 _HERE = Path(__file__).parent
-# in this order: each may use those before it
-_SCRIPTS = (
-    *("values.js", "theme.js", "marks.js", "range.js", "detail.js", "strip.js", "scales.js", "findings.js"),
-    "main.js",
-)
-_BENCH_SCRIPTS = ("values.js", "theme.js", "bench.js")
 
 
 def to_html(document: Document) -> str:
-    """The page.
-
-    Raises:
-        UsageError: the report is not that of a scan or of ``bench``.
-    """
-    if isinstance(document, BenchReport):
-        return _bench(document)
-    if isinstance(document, Report):
-        reports: Sequence[Report] = (document,)
-    elif isinstance(document, Comparison):
-        reports = document.reports
-    else:
-        raise UsageError(
-            "only reports of scans and of bench have an HTML page", hint="use --format text, json or markdown"
-        )
-    views = [view_of(report) for report in reports]
-    scripts = _scripts(_SCRIPTS)
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            views=views,
-            data=_embedded([figure_data(report) for report in reports]),
-            style=Markup((_HERE / "style.css").read_text(encoding="utf-8")),
-            scripts=[Markup(script) for script in scripts],
-            policy=_policy(scripts),
-            pages=_pages(views),
-            titles={code: page.title for code, page in all_pages().items()},
-        )
-    )
-
-
-def _bench(report: BenchReport) -> str:
-    scripts = _scripts(_BENCH_SCRIPTS)
-    return (
-        _environment()
-        .get_template("bench.html.j2")
-        .render(
-            report=report,
-            tables=bench_tables(report),
-            facts=bench_facts(report),
-            data=_embedded(bench_data(report)),
-            style=Markup((_HERE / "style.css").read_text(encoding="utf-8")),
-            scripts=[Markup(script) for script in scripts],
-            policy=_policy(scripts),
-        )
-    )
+    """The page of its own that a document has, or one made of its sections."""
+    view = view_of(document)
+    page = view.page()
+    if page is None:
+        about: dict[str, Any] = {"name": view.name, "kind": document.kind, "version": __version__}
+        about["sections"] = list(view.sections(1))
+        page = Page("document.html.j2", ("theme.js",), None, about)
+    scripts = _scripts(tuple(page.scripts), library=page.data is not None)
+    values: dict[str, Any] = {
+        **page.values,
+        "data": _embedded(page.data),
+        "style": Markup((_HERE / "style.css").read_text(encoding="utf-8")),
+        "scripts": [Markup(script) for script in scripts],
+        "policy": _policy(scripts),
+        "pages": _pages(page.values.get("codes", ())),
+        "titles": {code: known.title for code, known in all_pages().items()},
+    }
+    return _environment().get_template(page.template).render(values)
 
 
 @cache
-def _scripts(names: tuple[str, ...]) -> tuple[str, str]:
-    """The chart library, and our own scripts as one."""
-    library = (_HERE / "vendor" / "plot.js").read_text(encoding="utf-8")
+def _scripts(names: tuple[str, ...], *, library: bool) -> tuple[str, ...]:
+    """The chart library, if it is needed, and our own scripts as one."""
     own = "\n".join((_HERE / "script" / name).read_text(encoding="utf-8") for name in names)
-    return library, f'"use strict";\n(() => {{\n{own}\n}})();\n'
+    wrapped = f'"use strict";\n(() => {{\n{own}\n}})();\n'
+    return ((_HERE / "vendor" / "plot.js").read_text(encoding="utf-8"), wrapped) if library else (wrapped,)
 
 
 def _policy(scripts: Sequence[str]) -> str:
@@ -113,11 +75,10 @@ def _breakable(name: str) -> Markup:
     return Markup(str(escape(name)).replace(".", ".<wbr>").replace("/", "/<wbr>"))
 
 
-def _pages(views: Sequence[ReportView]) -> dict[str, Markup]:
-    """The page of each code that was found, as HTML."""
+def _pages(codes: Collection[str]) -> dict[str, Markup]:
+    """The page of each code, as HTML."""
     known = all_pages()
-    codes = sorted({shown.code for view in views for shown in view.findings if shown.code in known})
-    return {code: Markup(_page_body(known[code].text)) for code in codes}
+    return {code: Markup(_page_body(known[code].text)) for code in sorted(codes) if code in known}
 
 
 def _page_body(text: str) -> str:
@@ -145,5 +106,7 @@ def _environment() -> Environment:
         "power": format_power,
         "scale": format_scale,
         "breakable": _breakable,
+        "relative": relative_path,
+        "html": html_of,
     }
     return made

@@ -1,60 +1,22 @@
-"""What the page says in words, taken out of a report once, so that the template only arranges it."""
+"""The words of the page of a scan, so that the template only arranges them."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ampaudit.core.text import escape_control, short_op
-from ampaudit.render.evidence import (
-    evidence_text,
-    evident_line,
-    ran_on,
-    relative_path,
-    title_of,
-    trial_text,
-)
-from ampaudit.render.gradient_tables import scales_that_suit
-from ampaudit.render.tables import least_headroom, nearest_of_all, summary_rows
+from ampaudit.core.text import escape_control, plural
+from ampaudit.render.findings import Alert, Suite
+from ampaudit.render.gradients import scales_that_suit
+from ampaudit.render.scan_summary import summary_rows
 from ampaudit.render.verdict import verdict_words
-from ampaudit.report.accuracy import output_word
-from ampaudit.report.finding import Finding
+from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
 
-__all__ = ["FindingView", "Line", "ReportView", "Tile", "view_of"]
+__all__ = ["MAX_FINDINGS", "ReportView", "Tile", "page_values"]
 
 MAX_FINDINGS = 1000  # as elements of the page; more would make a browser slow
-_PATH_SHOWN = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A source line: where, and what it says."""
-
-    place: str
-    code: str
-
-
-@dataclass(frozen=True, slots=True)
-class FindingView:
-    """One finding. All texts may be printed: names have no control characters."""
-
-    code: str
-    title: str
-    severity: str
-    layer: str
-    op: str
-    site: str
-    evidence: str
-    short: str
-    cause: str
-    advice: str
-    lines: tuple[Line, ...]
-    path: tuple[str, ...]
-    path_more: int
-    cures: tuple[tuple[str, str, str, str, str], ...]
-    suppressed: str
-    fate: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,68 +50,55 @@ class ReportView:
     sentence: str
     heading: str
     tiles: tuple[Tile, ...]
-    findings: tuple[FindingView, ...]
+    findings: tuple[Alert, ...]
     left_out: int
     facts: tuple[tuple[str, str], ...]
     scales: str
 
 
-def view_of(report: Report) -> ReportView:
-    """The words of one report."""
+def page_values(reports: Sequence[tuple[Report, Suite]]) -> dict[str, Any]:
+    """What the template prints of each report and its findings."""
+    views = [_view(report, suite.alerts) for report, suite in reports]
+    return {"views": views, "codes": {alert.code for view in views for alert in view.findings}}
+
+
+def _view(report: Report, alerts: Sequence[Alert]) -> ReportView:
     word, sentence = verdict_words(report)
-    active = Counter(f.severity.value for f in report.findings if f.suppressed is None)
     run = report.run
-    shown = report.findings[:MAX_FINDINGS]
     return ReportView(
         report=report,
         word=word,
         sentence=sentence,
-        heading=f"policy {escape_control(run.policy)}, {run.dtype}, {run.mode} mode, {ran_on(run)}",
-        tiles=tuple(_tiles(report, active)),
-        findings=tuple(map(_finding, shown)),
-        left_out=len(report.findings) - len(shown),
+        heading=f"policy {escape_control(run.policy)}, {run.dtype}, {run.mode} mode, {run.extent}",
+        tiles=tuple(_tiles(report)),
+        findings=tuple(alerts[:MAX_FINDINGS]),
+        left_out=len(alerts) - MAX_FINDINGS,
         facts=tuple(summary_rows(report, 0)),
         scales=scales_that_suit(report.backward) if report.backward is not None else "",
     )
 
 
-def _tiles(report: Report, active: Counter[str]) -> list[Tile]:
-    errors, warnings = active["error"], active["warning"]
-    cover = report.coverage
-    tiles = [
-        Tile(
-            "Errors",
-            str(errors),
-            f"{warnings} warning{'s' if warnings != 1 else ''}",
-            "bad" if errors else "good",
-        )
-    ]
-    least = nearest_of_all(report) if report.run.level == "ranges" else least_headroom(report)
-    if least is not None and least.forward is not None and least.forward.headroom_bits is not None:
-        bits = least.forward.headroom_bits
+def _tiles(report: Report) -> Iterator[Tile]:
+    errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
+    cover, proofs, level = report.coverage, report.proofs, report.run.level
+    yield Tile("Errors", str(errors), plural(warnings, "warning"), "bad" if errors else "good")
+    least = next(iter(report.by_headroom), None) if level == "ranges" else report.least_headroom
+    if least is not None and least.headroom_bits is not None:
+        bits = least.headroom_bits
         tone = "bad" if bits < 0 else "" if bits < 1 else "good"
-        tiles.append(Tile("Least headroom", f"{bits:.1f} bits", escape_control(least.site), tone))
-    if report.run.level == "scan":
-        tiles.append(_accuracy(report))
-    if report.run.level == "static" and report.proofs is not None:
-        tiles.append(
-            Tile("Proved", _share(report.proofs.proved, report.proofs.sites), "of all sites; nothing was run")
-        )
+        yield Tile("Least headroom", f"{bits:.1f} bits", escape_control(least.site), tone)
+    if level == "scan":
+        yield _accuracy(report)
+    if level == "static" and proofs is not None:
+        yield Tile("Proved", _share(proofs.proved, proofs.sites), "of all sites; nothing was run")
     else:
-        proved = (
-            f"; {report.proofs.proved} of {report.proofs.sites} proved" if report.proofs is not None else ""
-        )
+        proved = f"; {proofs.proved} of {proofs.sites} proved" if proofs is not None else ""
         note = f"{cover.audited} of {cover.sites} sites{proved}"
-        tiles.append(Tile("Audited", _share(cover.audited, cover.sites), note))
-    if report.run.level == "scan":
-        lowered = sum(site.precision == report.run.dtype for site in report.sites)
-        note = (
-            f"{cover.casts} casts; {len(report.promoted)} promoted"
-            if report.promoted
-            else f"{cover.casts} casts"
-        )
-        tiles.append(Tile("In 16 bits", f"{lowered} sites", f"of {len(report.sites)}; {note}"))
-    return tiles
+        yield Tile("Audited", _share(cover.audited, cover.sites), note)
+    if level == "scan":
+        promoted = f"; {len(report.promoted)} promoted" if report.promoted else ""
+        note = f"of {len(report.sites)}; {cover.casts} casts{promoted}"
+        yield Tile("In 16 bits", plural(len(report.low_precision_sites), "site"), note)
 
 
 def _share(part: int, whole: int) -> str:
@@ -158,56 +107,5 @@ def _share(part: int, whole: int) -> str:
 
 def _accuracy(report: Report) -> Tile:
     broken = report.broken_outputs
-    note = (
-        f"{escape_control(broken[0].name)} holds infinity or NaN"
-        if broken
-        else "signal to error against FP32"
-    )
-    return Tile("Output", output_word(report), note, "bad" if broken else "")
-
-
-def _finding(finding: Finding) -> FindingView:
-    source, line = finding.source, evident_line(finding.source)
-    places = [line] if line is not None else []
-    if source is not None:
-        others = ((source.file, source.line, source.code), *_caller(finding))
-        places += [type(line)(*o) for o in others if line is not None and o[:2] != (line.file, line.line)]
-    path = finding.poisons[:_PATH_SHOWN]
-    return FindingView(
-        code=finding.code,
-        title=title_of(finding.code, finding.kind),
-        severity=finding.severity.value if finding.suppressed is None else "suppressed",
-        layer=escape_control(finding.layer or "(top module)"),
-        op=escape_control(short_op(finding.op)),
-        site=escape_control(finding.site),
-        evidence=evidence_text(finding),
-        short=f"{bits:+.1f} bits" if (bits := finding.evidence.headroom_bits) is not None else "",
-        cause=escape_control(finding.cause),
-        advice=escape_control(finding.advice),
-        lines=tuple(
-            Line(f"{escape_control(relative_path(p.file))}:{p.line}", escape_control(p.code)) for p in places
-        ),
-        path=tuple(map(escape_control, path)),
-        path_more=len(finding.poisons) - len(path),
-        cures=tuple(
-            (
-                t.outcome,
-                escape_control(trial_text(t)),
-                _lines(t.diff or t.paste),
-                escape_control(t.before),
-                escape_control(t.after),
-            )
-            for t in finding.tried
-        ),
-        suppressed=finding.suppressed or "",
-        fate=finding.fate or "",
-    )
-
-
-def _caller(finding: Finding) -> list[tuple[str, int, str]]:
-    caller = finding.source.caller if finding.source is not None else None
-    return [(caller.file, caller.line, caller.code)] if caller is not None else []
-
-
-def _lines(text: str) -> str:
-    return "\n".join(escape_control(line) for line in text.splitlines())
+    holds = f"{escape_control(broken[0].name)} holds infinity or NaN" if broken else ""
+    return Tile("Output", report.accuracy, holds or "signal to error against FP32", "bad" if broken else "")

@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 from ampaudit.core.errors import UsageError, did_you_mean
 
-__all__ = ["LINTED", "Example", "Kind", "Level", "Page", "all_pages", "page_of", "parse_page"]
+__all__ = ["LINTED", "Example", "Kind", "Level", "Page", "all_pages", "page_of", "parse_page", "title_of"]
 
 Kind = Literal[
     "overflow",
@@ -73,6 +73,12 @@ def page_of(code: str) -> Page:
         hint = did_you_mean(code.upper(), pages) or "ampaudit explain lists all codes"
         raise UsageError(f"no check has the code {code!r}", hint=hint)
     return pages[code.upper()]
+
+
+def title_of(code: str, otherwise: str) -> str:
+    """The title of a page; something else where this version has none, as for a later one's code."""
+    page = all_pages().get(code)
+    return page.title if page is not None else otherwise
 
 
 @cache

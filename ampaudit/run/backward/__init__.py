@@ -1,4 +1,4 @@
-"""Gradients of the mixed graph and of FP32, op by op on the way back, and what they say about scales."""
+"""Gradients of the mixed graph and of FP32, op by op, and the loss scales that suit them."""
 
 from __future__ import annotations
 

@@ -1,46 +1,50 @@
-"""Goes back through a taped run, FP32 and 16 bits side by side, one op's derivative at a time."""
+"""Runs the backward pass of a recorded run op by op, FP32 and 16 bits side by side."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import fx
 
 from ampaudit.run.backends import Backend, Float32Backend
-from ampaudit.run.backward.custom_backward import Fault, GradientPair, Share, Ways, WaysThrough
-from ampaudit.run.backward.product import vjp
-from ampaudit.run.backward.tape import Tape, Taped
-from ampaudit.run.step import LOW_PRECISION_DTYPES, Step
-from ampaudit.trace.marks import APPLIED, is_mark, marked, number_of
+from ampaudit.run.backward.custom_backward import (
+    CustomBackwardRun,
+    CustomBackwards,
+    FaultSource,
+    GradientPair,
+    GradientShare,
+)
+from ampaudit.run.backward.tape import Tape, TapeEntry
+from ampaudit.run.backward.vjp import vjp
+from ampaudit.run.step import Step
+from ampaudit.trace.backward.marks import FUNCTION_OUTPUTS, is_mark, mark_number, marked_values
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["BackwardPass", "GradientPair", "GradientWatch", "Gradients"]
+__all__ = ["BackwardPass", "GradientObserver", "GradientPair", "Gradients"]
 
 
-class GradientWatch(Protocol):
-    """Sees gradients as they are made; what is returned goes on in the 16-bit run."""
+class GradientObserver:
+    """Sees gradients as they are made; what is returned goes on in the 16-bit run. This one ignores them."""
 
     def made(
-        self,
-        step: Step,
-        of: fx.Node,
-        out: Sequence[GradientPair | None],
-        pair: GradientPair,
-        fault: Fault | None = None,
+        self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
-        """An op's backward made its share of the gradient of ``of``, from the gradients ``out``.
-
-        A way back of the author's own says where in it is to blame.
-        """
+        """Look at one op's share of the gradient of ``of``; a custom backward names the op to blame in it."""
+        del step, of, fault
+        return pair[1]
 
     def summed(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
-        """All shares of the gradient of a node's value have been added up; hooks come next."""
+        """Look at the sum of all shares of a node's gradient, before its hooks run."""
+        del node
+        return pair[1]
 
     def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
-        """The gradient of a node's value is complete."""
+        """Look at the gradient of a node's value when it is complete."""
+        del node, dtype
+        return pair[1]
 
 
 @dataclass(slots=True)
@@ -70,14 +74,14 @@ class Gradients:
 
 
 class BackwardPass:
-    """The way back through one tape.
+    """The backward pass through one tape.
 
     Args:
         tape: of the run.
         needed: nodes that a gradient is for.
         dtypes: of each node's outputs in the converted model.
         backend: how the 16-bit run computes.
-        ways: the author's own ways back along the tape.
+        customs: the custom backwards along the tape.
     """
 
     def __init__(
@@ -86,104 +90,106 @@ class BackwardPass:
         needed: frozenset[fx.Node],
         dtypes: dict[fx.Node, tuple[torch.dtype | None, ...]],
         backend: Backend,
-        ways: Ways,
+        customs: CustomBackwards,
     ) -> None:
-        self._ways = ways  # of each run, for a second one begins anew
+        self._customs = customs
         self._tape = tape
         self._needed = needed
         self._dtypes = dtypes
         self._backend = backend
         self._reference = Float32Backend()
-        self._own = WaysThrough(ways, tape)
 
-    def run(self, loss: fx.Node, seed: GradientPair, watch: GradientWatch) -> None:
+    def run(self, loss: fx.Node, seed: GradientPair, observer: GradientObserver) -> None:
         """From the loss, whose gradient is the seed, to the parameters."""
         gradients = Gradients()
         gradients.pairs[loss] = {0: seed}
-        self._own = WaysThrough(self._ways, self._tape)
-        for taped in reversed(self._tape.steps):
-            self._step(taped, gradients, watch)
+        self._custom = CustomBackwardRun(self._customs, self._tape)
+        for entry in reversed(self._tape.steps):
+            self._step(entry, gradients, observer)
         for node in list(gradients.pairs):
-            self._complete(node, gradients.take(node, 1), watch)
+            self._complete(node, gradients.take(node, 1), observer)
 
-    def _step(self, taped: Taped, gradients: Gradients, watch: GradientWatch) -> None:
-        node = taped.step.node
-        if is_mark(taped.step.target):
-            if taped.step.target is APPLIED:
-                self._through_function(taped, gradients, watch)
+    def _step(self, entry: TapeEntry, gradients: Gradients, observer: GradientObserver) -> None:
+        node = entry.step.node
+        if is_mark(entry.step.target):
+            if entry.step.target is FUNCTION_OUTPUTS:
+                self._through_function(entry, gradients, observer)
             return
-        arrived = gradients.take(node, len(taped.step.dtypes))
+        arrived = gradients.take(node, len(entry.step.dtypes))
         if not any(arrived):
             return
-        if taped.step.target is operator.getitem:
+        if entry.step.target is operator.getitem:
             source, index = node.args
             pair = arrived[0]
             assert isinstance(source, fx.Node)
             assert isinstance(index, int)
             assert pair is not None
-            pair = self._completed(node, taped.step.dtypes[0], pair, watch)
-            gradients.add(source, index, pair, taped.step.dtypes[0], self._backend)
+            pair = self._completed(node, entry.step.dtypes[0], pair, observer)
+            gradients.add(source, index, pair, entry.step.dtypes[0], self._backend)
             return
-        out = self._complete(node, arrived, watch)
-        for used, made in self._products(taped, out):
-            pair = (made[0], watch.made(taped.step, used, out, made))
+        out = self._complete(node, arrived, observer)
+        for used, made in self._products(entry, out):
+            pair = (made[0], observer.made(entry.step, used, made))
             gradients.add(used, 0, pair, self._dtypes[used][0], self._backend)
 
     def _complete(
-        self, node: fx.Node, arrived: list[GradientPair | None], watch: GradientWatch
+        self, node: fx.Node, arrived: list[GradientPair | None], observer: GradientObserver
     ) -> list[GradientPair | None]:
         if len(arrived) > 1:  # each was complete at the getitem that shows it
             return arrived
         return [
-            None if pair is None else self._completed(node, dtype, pair, watch)
+            None if pair is None else self._completed(node, dtype, pair, observer)
             for pair, dtype in zip(arrived, self._dtypes[node], strict=True)
         ]
 
     def _completed(
-        self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair, watch: GradientWatch
+        self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair, observer: GradientObserver
     ) -> GradientPair:
-        pair = (pair[0], watch.summed(node, pair))
-        for step, number in self._own.hooks.get(node, ()):
-            for share in self._own.run(number, [pair]):
-                made = self._held(share)
-                pair = (made[0], watch.made(step, node, [pair], made, share.fault))
-        return pair[0], watch.complete(node, dtype, pair)
+        pair = (pair[0], observer.summed(node, pair))
+        for step, number in self._custom.hooks.get(node, ()):
+            for share in self._custom.run(number, [pair]):
+                made = self._as_stored(share)
+                pair = (made[0], observer.made(step, node, made, share.fault))
+        return pair[0], observer.complete(node, dtype, pair)
 
-    def _through_function(self, taped: Taped, gradients: Gradients, watch: GradientWatch) -> None:
+    def _through_function(self, entry: TapeEntry, gradients: Gradients, observer: GradientObserver) -> None:
         """A custom function's outputs have their gradients: its own backward makes those of its inputs."""
-        out = [self._complete(node, gradients.take(node, 1), watch)[0] for node in marked(taped.step.node)]
+        out = [
+            self._complete(node, gradients.take(node, 1), observer)[0]
+            for node in marked_values(entry.step.node)
+        ]
         if not any(out):
             return
-        for share in self._own.run(number_of(taped.step.node), out):
+        for share in self._custom.run(mark_number(entry.step.node), out):
             if share.node in self._needed:
-                made = self._held(share)
-                pair = (made[0], watch.made(taped.step, share.node, out, made, share.fault))
+                made = self._as_stored(share)
+                pair = (made[0], observer.made(entry.step, share.node, made, share.fault))
                 gradients.add(share.node, 0, pair, self._dtypes[share.node][0], self._backend)
 
-    def _held(self, share: Share) -> GradientPair:
+    def _as_stored(self, share: GradientShare) -> GradientPair:
         """Autograd gives a gradient the dtype of its value."""
         dtype = self._dtypes[share.node][0]
         first = self._reference.represent(share.pair[0], dtype)
         return first, self._backend.represent(share.pair[1], dtype)
 
     def _products(
-        self, taped: Taped, out: list[GradientPair | None]
+        self, entry: TapeEntry, out: list[GradientPair | None]
     ) -> Iterator[tuple[fx.Node, GradientPair]]:
         wanted = [
             node
-            for node in dict.fromkeys(taped.step.node.all_input_nodes)
-            if node in self._needed and isinstance(taped.inputs[node][0], torch.Tensor)
+            for node in dict.fromkeys(entry.step.node.all_input_nodes)
+            if node in self._needed and isinstance(entry.inputs[node][0], torch.Tensor)
         ]
         if not wanted:
             return
         first = [None if pair is None else pair[0] for pair in out]
         second = [None if pair is None else pair[1] for pair in out]
-        references = vjp(taped, 0, self._reference, wanted, first)
-        same = taped.shared and all(a is b for a, b in zip(first, second, strict=True))
+        references = vjp(entry, 0, self._reference, wanted, first)
+        same = entry.shared and all(a is b for a, b in zip(first, second, strict=True))
         if same and not any(self._dtypes[node][0] in LOW_PRECISION_DTYPES for node in wanted):
             values = references
         else:
-            values = vjp(taped, 1, self._backend, wanted, second)
+            values = vjp(entry, 1, self._backend, wanted, second)
         for node, reference, value in zip(wanted, references, values, strict=True):
             if reference is not None and value is not None:
                 if value is not reference:

@@ -1,4 +1,4 @@
-"""Runs the author's own ways back, backwards of functions and hooks, FP32 and 16 bits in lock-step."""
+"""Runs custom backwards, those of autograd functions and of hooks, FP32 and 16 bits in lock-step."""
 
 from __future__ import annotations
 
@@ -13,41 +13,46 @@ from torch import fx
 from ampaudit.core.errors import first_line
 from ampaudit.core.sites import SourceLine
 from ampaudit.run.backends import Backend, Float32Backend
-from ampaudit.run.backward.tape import Tape, Taped
-from ampaudit.run.backward.whole import called_as_whole
-from ampaudit.run.lockstep import LockStep, Pair, StepCall
-from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.backward.tape import Tape, TapeEntry
+from ampaudit.run.lockstep import LockStep, Observer, Pair, StepCall
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
+from ampaudit.trace.backward.marks import (
+    FUNCTION_INPUTS,
+    FUNCTION_OUTPUTS,
+    TENSOR_HOOK,
+    mark_number,
+    marked_values,
+    saved_values,
+)
 from ampaudit.trace.converted import convert
-from ampaudit.trace.graph import Site, WayBack
-from ampaudit.trace.marks import APPLIED, ENTERED, HOOKED, kept_values, marked, number_of
+from ampaudit.trace.graph import CustomBackward, FunctionCall, Site
 
-__all__ = ["Fault", "GradientPair", "Share", "Ways", "WaysThrough"]
+__all__ = ["CustomBackwardRun", "CustomBackwards", "FaultSource", "GradientPair", "GradientShare"]
 
 GradientPair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Who is to blame if a gradient is wrong: the way back, the op in it, and a line."""
+class FaultSource:
+    """Where a custom backward makes a wrong gradient: its name, the op in it, and a line."""
 
-    way: str
+    name: str
     op: str
     source: SourceLine | None
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What a way back adds to the gradient of a node."""
+class GradientShare:
+    """What a custom backward adds to the gradient of a node."""
 
     node: fx.Node
     pair: GradientPair
-    fault: Fault
+    fault: FaultSource
 
 
-class Ways:
-    """All ways back of a program.
+class CustomBackwards:
+    """All custom backwards of a program.
 
     Args:
         program: of the model.
@@ -55,122 +60,146 @@ class Ways:
         device: of both runs.
 
     Attributes:
-        unfollowed: those that do not run as steps: why, and what happens instead.
+        untraced: those that do not run as steps: why, and what happens instead.
     """
 
     def __init__(self, program: Program, backend: Backend, device: torch.device) -> None:
         self.backend = backend
         self.reference = Float32Backend()
-        self.ways = {way.number: way for way in program.traced.ways}
-        self.unfollowed: dict[int, tuple[str, str]] = {}
+        self.backwards = {custom.number: custom for custom in program.traced.custom_backwards}
+        self.untraced: dict[int, tuple[str, str]] = {}
         self.executors = {
-            number: LockStep(compile_program(way.traced, device), convert(way.traced), backend, device)
-            for number, way in self.ways.items()
-            if way.traced is not None
+            number: LockStep(compile_program(custom.traced, device), convert(custom.traced), backend, device)
+            for number, custom in self.backwards.items()
+            if custom.traced is not None
         }
 
 
-class WaysThrough:
-    """The ways back along one tape, as gradients arrive.
+class CustomBackwardRun:
+    """Runs the custom backwards along one tape, as gradients arrive.
 
     Attributes:
         hooks: of a node's gradient, in order: the step that marks one, and its number.
     """
 
-    def __init__(self, ways: Ways, tape: Tape) -> None:
-        self._ways = ways
-        self._shared: dict[str, Pair] = {}  # what one way back has made and another one reads
-        self._marks: dict[tuple[Any, int], Taped] = {}
+    def __init__(self, backwards: CustomBackwards, tape: Tape) -> None:
+        self._all = backwards
+        self._shared: dict[str, Pair] = {}  # made by one backward and read by another
+        self._marks: dict[tuple[Any, int], TapeEntry] = {}
         self.hooks: defaultdict[fx.Node, list[tuple[Step, int]]] = defaultdict(list)
-        for taped in tape.marks:
-            node = taped.step.node
-            self._marks[node.target, number_of(node)] = taped
-            if node.target is HOOKED:
-                self.hooks[marked(node)[0]].append((taped.step, number_of(node)))
+        for entry in tape.marks:
+            node = entry.step.node
+            self._marks[node.target, mark_number(node)] = entry
+            if node.target is TENSOR_HOOK:
+                self.hooks[marked_values(node)[0]].append((entry.step, mark_number(node)))
 
-    def run(self, number: int, given: Sequence[GradientPair | None]) -> list[Share]:
-        """From the gradients of a function's outputs to those of its inputs, and of leaves.
+    def run(self, number: int, given: Sequence[GradientPair | None]) -> list[GradientShare]:
+        """Turn the gradients of a function's outputs into those of its inputs, and of leaves.
 
         A hook's one input is the value whose gradient it is given.
         """
-        way = self._ways.ways.get(number)
-        if way is None:
+        custom = self._all.backwards.get(number)
+        if custom is None:
             return []
-        entered = self._marks.get((ENTERED, number)) or self._marks[HOOKED, number]
-        if way.traced is None:
-            return self._as_whole(way, entered, given)
-        kept = self._marks[kept_values, number]
-        values, watch = marked(kept.step.node), _FirstFault()
+        entered = self._marks.get((FUNCTION_INPUTS, number)) or self._marks[TENSOR_HOOK, number]
+        if custom.traced is None:
+            return self._as_whole(custom, entered, given)
+        kept = self._marks[saved_values, number]
+        values, observer = marked_values(kept.step.node), _FirstFault()
         pairs: list[Pair] = []
-        for kind, key in way.inputs:
+        for kind, key in custom.inputs:
             if kind == "gradient":
                 pairs.append(self._gradient(entered, number, int(key), given))
             elif kind == "shared":
                 pairs.append(self._shared[str(key)])
             else:
                 pairs.append(kept.inputs[values[int(key)]])
-        executor = self._ways.executors[number]
-        outputs = executor.run_pairs(pairs, watch)
-        first = len(outputs) - len(way.shares)
-        self._shared.update(zip(way.shares, outputs[first:], strict=True))
-        nodes = [*marked(entered.step.node), *(values[place] for place in way.leaves)]
-        numbers = [*way.returns, *range(first - len(way.leaves), first)]
+        executor = self._all.executors[number]
+        outputs = executor.run_pairs(pairs, observer)
+        first = len(outputs) - len(custom.shares)
+        self._shared.update(zip(custom.shares, outputs[first:], strict=True))
+        nodes = [*marked_values(entered.step.node), *(values[place] for place in custom.leaves)]
+        numbers = [*custom.returns, *range(first - len(custom.leaves), first)]
         made = executor.program.outputs
         return [
-            Share(node, outputs[index], watch.fault(way, made[index]))
+            GradientShare(node, outputs[index], observer.fault(custom, made[index]))
             for node, index in zip(nodes, numbers, strict=True)
             if index is not None
         ]
 
     def _gradient(
-        self, entered: Taped, number: int, index: int, given: Sequence[GradientPair | None]
+        self, entered: TapeEntry, number: int, index: int, given: Sequence[GradientPair | None]
     ) -> Pair:
-        """What arrived, or zeros, in the memory format of the value."""
-        shown = self._marks.get((APPLIED, number)) or entered
-        like, pair = shown.inputs[marked(shown.step.node)[index]], given[index]
+        """Return what arrived, or zeros, in the memory format of the value."""
+        shown = self._marks.get((FUNCTION_OUTPUTS, number)) or entered
+        like, pair = shown.inputs[marked_values(shown.step.node)[index]], given[index]
         if pair is None:
             zeros = torch.zeros_like(like[0])
             return zeros, zeros if like[0] is like[1] else torch.zeros_like(like[1])
         first = _laid_out(pair[0], like[0])
         return first, first if pair[0] is pair[1] else _laid_out(pair[1], like[1])
 
-    def _as_whole(self, way: WayBack, entered: Taped, given: Sequence[GradientPair | None]) -> list[Share]:
-        """Of a function that could not be followed, if it can be called on its own."""
-        reason = way.failure or ""
-        self._ways.unfollowed[way.number] = (reason, "left out" if entered.step.target is HOOKED else "")
-        if way.call is None:
+    def _as_whole(
+        self, custom: CustomBackward, entered: TapeEntry, given: Sequence[GradientPair | None]
+    ) -> list[GradientShare]:
+        """Call a function that could not be traced on its own, if that is possible."""
+        reason = custom.failure or ""
+        self._all.untraced[custom.number] = (reason, "left out" if entered.step.target is TENSOR_HOOK else "")
+        if custom.call is None:
             return []
-        nodes, fault = marked(entered.step.node), Fault(way.name, "", way.source)
+        nodes, fault = marked_values(entered.step.node), FaultSource(custom.name, "", custom.source)
         values = [entered.inputs[node] for node in nodes]
         try:
-            first = called_as_whole(way.call, [v[0] for v in values], [g and g[0] for g in given])
+            first = _call_whole(custom.call, [v[0] for v in values], [g and g[0] for g in given])
             dtypes = [node.meta["val"].dtype for node in nodes]
             low_precision = [
                 v[1].to(d) if v[1].is_floating_point() else v[1] for v, d in zip(values, dtypes, strict=True)
             ]
-            second = called_as_whole(way.call, low_precision, [g and g[1] for g in given])
+            second = _call_whole(custom.call, low_precision, [g and g[1] for g in given])
         except Exception as error:  # whatever the author's code, or a kernel, raises
-            self._ways.unfollowed[way.number] = (f"{reason}; run as a whole: {first_line(error)}", "")
+            self._all.untraced[custom.number] = (f"{reason}; run as a whole: {first_line(error)}", "")
             return []
-        self._ways.unfollowed[way.number] = (reason, "as a whole")
+        self._all.untraced[custom.number] = (reason, "as a whole")
         return [
-            Share(node, (a, self._ways.backend.represent(b, dtype)), fault)
+            GradientShare(node, (a, self._all.backend.represent(b, dtype)), fault)
             for node, dtype, a, b in zip(nodes, dtypes, first, second, strict=True)
             if a is not None and b is not None
         ]
 
 
-class _FirstFault:
-    """A watch that changes nothing and keeps the first step that makes inf or NaN in 16 bits only."""
+def _call_whole(
+    call: FunctionCall, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The gradients of what it is given, from those of its outputs, on kernels of the tensors' own dtypes.
+
+    Args:
+        call: the function, with its arguments that are no tensors.
+        values: its tensors.
+        gradients: of those outputs that have one, ``None`` where nothing has arrived.
+    """
+    leaves = [v.detach().clone().requires_grad_(v.is_floating_point()) for v in values]
+    args: list[Any] = list(call.args)
+    for place, leaf in zip(call.tensors, leaves, strict=True):
+        args[place] = leaf
+    with torch.enable_grad():
+        made: Any = call.function.apply(*args)
+    outputs = made if isinstance(made, tuple | list) else (made,)
+    pairs = [
+        (outputs[place], gradient.to(outputs[place].dtype))
+        for place, gradient in zip(call.outputs, gradients, strict=True)
+        if gradient is not None
+    ]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+class _FirstFault(Observer):
+    """An observer that changes nothing and keeps the first step that makes inf or NaN in 16 bits only."""
 
     def __init__(self) -> None:
         self._first: Site | None = None
         self._sites: dict[fx.Node, Site] = {}
-
-    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """It looks at whole results."""
-        del step, reference
-        return None
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Look at one result."""
@@ -183,12 +212,12 @@ class _FirstFault:
                 self._first = self._sites[step.node]
         return value
 
-    def fault(self, way: WayBack, made: fx.Node) -> Fault:
+    def fault(self, custom: CustomBackward, made: fx.Node) -> FaultSource:
         """Who is to blame: the first one, else what made the gradient."""
         site = self._first or self._sites.get(made)
         if site is None:
-            return Fault(way.name, "", way.source)
-        return Fault(way.name, site.op, site.source or way.source)
+            return FaultSource(custom.name, "", custom.source)
+        return FaultSource(custom.name, site.op, site.source or custom.source)
 
 
 def _laid_out(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Derivatives that need no result: for these ops the forward is not computed again just to go back.
+"""Derivatives that need no result, so that the forward of these ops is not computed again.
 
 Each is what torch's ``derivatives.yaml`` says, in the same ATen ops; autograd is the test's oracle.
 """

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ampaudit.run.backward.record import GradientRecord, GradientStats
-from ampaudit.run.flat import flat_pair
 from ampaudit.run.measure import BLOCK, FIELDS, measure_any, measure_cpu
+from ampaudit.run.views import flat_pair
 
 __all__ = ["EXPONENT_OFFSET", "GradientMeter", "counts_on_cpu", "exponent_counts"]
 
@@ -172,14 +172,14 @@ class GradientMeter:
             found = table.setdefault(row.name, GradientStats(row.low_precision))
             self._merge(found, fields, counts, row.elements)
             infinite, nan = self._wrong.pop((row.name, row.parameter), (0, 0))
-            found.seen.pos_inf += infinite
-            found.seen.nan += nan
+            found.values.pos_inf += infinite
+            found.values.nan += nan
             found.cancelled |= (row.name, row.parameter) in self._cancelled
 
     def _merge(
         self, found: GradientStats, fields: dict[str, float], counts: list[int], elements: int
     ) -> None:
-        found.seen.merge(fields, elements)
+        found.values.merge(fields, elements)
         *bins, flushed = counts
         found.flushed += flushed
         found.nonzero += sum(bins[: _BINS - 1])

@@ -1,4 +1,4 @@
-"""What was seen on the way back through a model: one entry per gradient, and the ops that broke one."""
+"""What a backward pass showed: one entry per gradient, and the ops that broke one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.run.observation import Observation
 
-__all__ = ["GradientOrigin", "GradientRecord", "GradientStats", "UnfollowedWay"]
+__all__ = ["GradientOrigin", "GradientRecord", "GradientStats", "UntracedBackward"]
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class GradientStats:
 
     Attributes:
         low_precision: whether it is held in 16 bits.
-        observe: peaks, counts and errors of the scaled gradient, as for a value.
+        values: peaks, counts and errors of the scaled gradient, as for a value.
         nonzero: elements that are not zero in FP32.
         flushed: of those, the elements that are zero in 16 bits.
         exponents: counts of FP32's magnitudes g, without the loss scale, by the e of 2^e < g <= 2^(e+1);
@@ -27,7 +27,7 @@ class GradientStats:
     """
 
     low_precision: bool = False
-    seen: Observation = field(default_factory=Observation)
+    values: Observation = field(default_factory=Observation)
     nonzero: int = 0
     flushed: int = 0
     exponents: Counter[int] = field(default_factory=Counter)
@@ -42,30 +42,30 @@ class GradientStats:
 
 @dataclass(frozen=True, slots=True)
 class GradientOrigin:
-    """An op whose backward made inf or NaN out of gradients and values that were in order.
+    """An op whose backward made inf or NaN from finite gradients and values.
 
     Attributes:
         site: the op; of several that share a value, the one where the sum of theirs went wrong.
         value: the site whose output's gradient it is, or the parameter's name.
         is_parameter: which of the two ``value`` is.
         batch: number of the first batch in which it happened, from 0.
-        way: the author's own backward or hook that did it, such as ``Scale.backward``; empty for torch's.
+        custom: the custom backward or hook that did it, such as ``Scale.backward``; empty for torch's.
         op: the op in it, as far as one is known.
-        source: that op's line, or where the way back is defined.
+        source: that op's line, or where the custom backward is defined.
     """
 
     site: SiteId
     value: str
     is_parameter: bool
     batch: int
-    way: str = ""
+    custom: str = ""
     op: str = ""
     source: SourceLine | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class UnfollowedWay:
-    """A backward or hook of the author's own that no trace could follow.
+class UntracedBackward:
+    """A custom backward or hook that could not be traced.
 
     Attributes:
         site: of the output whose gradient it takes.
@@ -93,12 +93,12 @@ class GradientRecord:
         least: how far down, at most.
         sites: by site, the gradient of what it makes.
         parameters: by name, the gradient of a parameter, in the dtype in which it is stored.
-        origins: ops whose backward broke a gradient, in the order of the way back.
+        origins: ops whose backward broke a gradient, in the order of the backward pass.
         losses: per batch the loss in FP32 and in 16 bits, without the scale.
         frozen: parameters that ask for no gradient.
         unused: parameters that ask for one, and that no batch's loss depends on.
         notes: what was not as in training.
-        unfollowed: ways back of the author's own that could not be followed.
+        untraced: custom backwards that could not be traced.
     """
 
     scale: float
@@ -112,7 +112,7 @@ class GradientRecord:
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
-    unfollowed: list[UnfollowedWay] = field(default_factory=list)
+    untraced: list[UntracedBackward] = field(default_factory=list)
 
     def broken_at(self, origin: GradientOrigin) -> GradientStats | None:
         """The gradient that broke there; ``None`` if it was not measured."""

@@ -1,4 +1,4 @@
-"""Which loss scales suit: from one run's exponents, the scales where nothing overflows and little is flushed.
+"""Finds the loss scales at which nothing overflows and little is flushed, from one run's exponents.
 
 A gradient g under the scale s is rounded as s * g. It becomes zero if |s * g| is at most half of the format's
 smallest subnormal number, and infinite from half an ulp beyond its largest. Scales are powers of two, so that
@@ -35,7 +35,7 @@ class NamedGradient:
 
     name: str
     layer: str
-    seen: GradientStats
+    stats: GradientStats
 
 
 def advice_on_scale(
@@ -51,7 +51,7 @@ def advice_on_scale(
     """
     by_layer: defaultdict[str, list[NamedGradient]] = defaultdict(list)
     for gradient in gradients:
-        if gradient.seen.low_precision and gradient.seen.nonzero:
+        if gradient.stats.low_precision and gradient.stats.nonzero:
             by_layer[gradient.layer].append(gradient)
     if not by_layer:
         return None
@@ -69,16 +69,16 @@ def _layer(
 ) -> LayerScales:
     exponents = _together(gradients)
     total = sum(exponents.values())
-    first = max(gradients, key=lambda gradient: gradient.seen.peak)
+    first = max(gradients, key=lambda gradient: gradient.stats.peak)
     fits = (k for k in _SEARCHED if _flushed(exponents, form, 2.0**k) <= share * total)
     return LayerScales(
         layer=layer,
         low=next(fits, _SEARCHED[-1]),
-        high=highest_exponent(first.seen.peak, form),
+        high=highest_exponent(first.stats.peak, form),
         high_at=first.name,
         elements=total,
         flushed=_flushed(exponents, form, scale) / total,
-        peak=first.seen.peak,
+        peak=first.stats.peak,
     )
 
 
@@ -89,7 +89,7 @@ def _table(gradients: Sequence[NamedGradient], form: NumberFormat) -> tuple[Scal
         ScaleRow(
             exponent,
             _flushed(exponents, form, 2.0**exponent) / total,
-            sum(gradient.seen.peak * 2.0**exponent >= form.overflow_at for gradient in gradients),
+            sum(gradient.stats.peak * 2.0**exponent >= form.overflow_at for gradient in gradients),
         )
         for exponent in TABLE
     )
@@ -98,7 +98,7 @@ def _table(gradients: Sequence[NamedGradient], form: NumberFormat) -> tuple[Scal
 def _together(gradients: Iterable[NamedGradient]) -> Counter[int]:
     total: Counter[int] = Counter()
     for gradient in gradients:
-        total.update(gradient.seen.exponents)
+        total.update(gradient.stats.exponents)
     return total
 
 

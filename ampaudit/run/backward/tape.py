@@ -1,4 +1,4 @@
-"""Remembers a lock-step run, so that one can go back through it."""
+"""Records a lock-step run for its backward pass."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from ampaudit.run.lockstep import Observer, Pair, StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
-from ampaudit.trace.functional import STOPS, OnCopy, WriteThrough
+from ampaudit.trace.backward.marks import (
+    FUNCTION_INPUTS,
+    FUNCTION_OUTPUTS,
+    is_mark,
+    mark_number,
+    marked_values,
+)
+from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough
 from ampaudit.trace.graph import Slot
-from ampaudit.trace.marks import APPLIED, ENTERED, is_mark, marked, number_of
 
-__all__ = ["Tape", "Taped", "needs_gradient", "unseen_write"]
+__all__ = ["Tape", "TapeEntry", "needs_gradient", "unseen_write"]
 
 
 @dataclass(frozen=True, slots=True)
-class Taped:
+class TapeEntry:
     """One step as it was called.
 
     Attributes:
@@ -35,31 +41,31 @@ class Taped:
     state: torch.Tensor | None
 
 
-class Tape:
-    """A watch that does what another does, and keeps each step that a gradient passes, with its inputs.
+class Tape(Observer):
+    """An observer that does what another does, and keeps each step that a gradient passes, with its inputs.
 
-    Marks of the author's own ways back are kept, too. No value is copied: a graph without in-place ops never
+    Marks of custom backwards are kept as well. No value is copied: a graph without in-place ops never
     changes one. So a run keeps its activations, FP32's and the 16-bit run's, as training does.
     """
 
-    def __init__(self, watch: Observer, needed: frozenset[fx.Node]) -> None:
-        self._watch = watch
+    def __init__(self, observer: Observer, needed: frozenset[fx.Node]) -> None:
+        self._observer = observer
         self._needed = needed
-        self.steps: list[Taped] = []
-        self.marks: list[Taped] = []
+        self.steps: list[TapeEntry] = []
+        self.marks: list[TapeEntry] = []
 
-    def expects(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """What the other watch expects."""
-        return self._watch.expects(step, reference)
+    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
+        """Let the other observer measure blocks."""
+        return self._observer.block_measure(step, reference)
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Let the other watch look, and remember the step."""
-        result = self._watch.observe(step, reference, value, call)
+        """Let the other observer look, and remember the step."""
+        result = self._observer.observe(step, reference, value, call)
         if is_mark(step.target):
-            self.marks.append(Taped(step, dict(call.inputs), call.shared, call.state))
+            self.marks.append(TapeEntry(step, dict(call.inputs), call.shared, call.state))
             self.steps.append(self.marks[-1])
         elif step.node in self._needed and (step.differentiable or unseen_write(step)):
-            self.steps.append(Taped(step, dict(call.inputs), call.shared, call.state))
+            self.steps.append(TapeEntry(step, dict(call.inputs), call.shared, call.state))
         return result
 
 
@@ -75,7 +81,7 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
     tensors = program.traced.tensors
     found: set[fx.Node] = set()
     places = {p.node: p for p in program.traced.placeholders}
-    with_leaves = {way.number for way in program.traced.ways if way.leaves}
+    with_leaves = {way.number for way in program.traced.custom_backwards if way.leaves}
     for node in program.inputs:
         tensor = tensors.get(node.name)
         trainable = places[node.name].slot is Slot.PARAMETER and tensor is not None and tensor.requires_grad
@@ -83,16 +89,16 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
             found.add(node)
     entered: dict[int, list[fx.Node]] = {}
     for step in program.steps:
-        if step.target is ENTERED:
-            entered[number_of(step.node)] = marked(step.node)
-        elif step.target is APPLIED:
+        if step.target is FUNCTION_INPUTS:
+            entered[mark_number(step.node)] = marked_values(step.node)
+        elif step.target is FUNCTION_OUTPUTS:
             # a function's leaves are known in the end only; one without such inputs has no outputs here
-            if found.intersection(entered[number_of(step.node)]) or number_of(step.node) in with_leaves:
-                found.update(marked(step.node))
+            if found.intersection(entered[mark_number(step.node)]) or mark_number(step.node) in with_leaves:
+                found.update(marked_values(step.node))
             continue
         if unseen_write(step) and step.node.all_input_nodes[0] in found:
             found.add(step.node)
-        passes = step.differentiable and str(step.target) not in STOPS
+        passes = step.differentiable and str(step.target) not in DETACH_OPS
         floats = any(d is not None and d.is_floating_point for d in step.dtypes)
         if passes and floats and any(used in found for used in step.node.all_input_nodes):
             found.add(step.node)

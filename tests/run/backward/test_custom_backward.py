@@ -228,7 +228,7 @@ def test_gradients_are_autograds(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     kept, x, scale = Kept(monkeypatch), rows(), 16.0
     record = audit(CASES[name](), (x,), loss=smooth, policy="half", scale=scale).record.gradients
     assert record is not None
-    assert [way.instead for way in record.unfollowed] == (["as a whole"] if "whole" in name else [])
+    assert [way.instead for way in record.untraced] == (["as a whole"] if "whole" in name else [])
     assert not record.unused
     assert not record.notes
     exact = gradients(model := CASES[name](), model(x), scale)

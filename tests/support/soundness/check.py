@@ -12,7 +12,7 @@ from torch import fx
 
 from ampaudit.bounds import BoundTable, Interval
 from ampaudit.run.backends import Emulated, Native
-from ampaudit.run.lockstep import LockStep, StepCall
+from ampaudit.run.lockstep import LockStep, Observer, StepCall
 from ampaudit.run.program import compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace import TracedModel
@@ -56,8 +56,8 @@ class Checked:
     failed: tuple[tuple[str, ...], str] | None = None
 
 
-class _Checker:
-    """A watch that holds each value of the converted run against its bound as it is made.
+class _Checker(Observer):
+    """An observer that holds each value of the converted run against its bound as it is made.
 
     A proof speaks of values that no overflow has touched: 1 / inf is 0, which is in no interval of 1 / x.
     What is touched is a matter of memory, since ops write in place; so no value is freed before the end.
@@ -69,9 +69,6 @@ class _Checker:
         self.touched: set[int] = set()
         self.alive: list[Any] = []
         self.given: set[str] = set()
-
-    def expects(self, step: Step, reference: Any) -> None:
-        """No blocks."""
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Look at what the step read and made."""
@@ -155,11 +152,11 @@ class Runs:
     def checked(self, table: BoundTable, inputs: Sequence[torch.Tensor], *, native: bool) -> Checked:
         """Run once, in the graph's true dtypes or emulated."""
         found = Checked()
-        watch = _Checker(self, table, found, native)
+        observer = _Checker(self, table, found, native)
         group: tuple[Step, ...] = ()
         try:
             with torch.no_grad(), torchs_own_kernels():
-                for steps in self._executors[native].steps([tensor.clone() for tensor in inputs], watch):
+                for steps in self._executors[native].steps([tensor.clone() for tensor in inputs], observer):
                     group = steps  # that is about to run
         except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
             found.failed = tuple(step.node.name for step in group), str(error).partition("\n")[0]

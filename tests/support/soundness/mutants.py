@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ampaudit.bounds import Interval, analysis, patterns, stored
-from ampaudit.bounds.transfers import TRANSFERS, OpCall, Registered
+from ampaudit.bounds.transfers import TRANSFERS, OpCall, RegisteredTransfer
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -40,7 +40,7 @@ class Mutant:
             if op._schema.name.split("::")[1].rstrip("_") in self.ops:
                 monkeypatch.setitem(TRANSFERS, op, self._broken(entry))
 
-    def _broken(self, entry: Registered) -> Registered:
+    def _broken(self, entry: RegisteredTransfer) -> RegisteredTransfer:
         wrap = self.wrap
         assert wrap is not None
         return replace(entry, function=lambda call: wrap(entry.function, call))

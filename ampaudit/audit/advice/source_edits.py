@@ -1,0 +1,200 @@
+"""Finds the code that a rewrite is about in the text of a file, and replaces it.
+
+Nothing is guessed: the statement on the line must hold exactly one place that looks like the op that was
+run, names of torch must be the file's own imports, and what moves to another line must mean the same there.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from ampaudit.audit.advice.interface import LineChange
+from ampaudit.audit.advice.source_file import SourceFile, parenthesized, replacement
+from ampaudit.audit.advice.source_scaling import scale_operand
+from ampaudit.lint.diagnostic import Fix
+
+__all__ = ["replacements"]
+
+_MODULES = ("torch", "torch.nn.functional", "torch.special")
+
+
+def replacements(text: str, change: LineChange) -> list[Fix]:
+    """Return the repairs that make a change; none where its place is not unique.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError: the text cannot be parsed.
+    """
+    file = SourceFile(text)
+    if change.pattern == "scale":
+        return scale_operand(file, change)
+    statement = file.statement(change.line.line)
+    if statement is None:
+        return []
+    find = {"log_softmax": _log_softmax, "log_sigmoid": _log_sigmoid, "number": _number}[change.pattern]
+    places = [node for node in file.expressions(statement) if _may_be(file, node, change)]
+    return find(file, places[0], change) if len(places) == 1 else []
+
+
+def _may_be(file: SourceFile, node: ast.expr, change: LineChange) -> bool:
+    """Whether an expression may be the op that was run, however it is written."""
+    if change.pattern == "number":
+        return file.number(node) == change.old and not isinstance(file.parent.get(node), ast.UnaryOp)
+    if not isinstance(node, ast.Call) or file.dotted(node.func).startswith("math."):
+        return False
+    function = node.func.attr if isinstance(node.func, ast.Attribute) else file.dotted(node.func)
+    return function.rpartition(".")[2] == "log"
+
+
+def _log_softmax(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
+    """``torch.log(torch.softmax(x, -1))``, and the same with functions of other modules or with methods."""
+    del change
+    written = _log_of(file, node)
+    inner, removal = _meant(file, written)
+    if not isinstance(inner, ast.Call):
+        return []
+    arguments = file.text[file.after(inner.func) : file.end(inner)]
+    module, _, function = file.dotted(inner.func).rpartition(".")
+    if function == "softmax" and module in _MODULES:
+        name = file.code(inner.func)
+        torch = _joined(file.name_of("torch"), "log_softmax") if "_stacklevel" not in arguments else None
+        fresh = f"{name.removesuffix('softmax')}log_softmax" if "." in name else torch
+    elif isinstance(inner.func, ast.Attribute) and inner.func.attr == "softmax" and _is_dim(inner):
+        fresh = f"{file.code(inner.func.value)}.log_softmax"
+    else:
+        return []
+    return [replacement(file, node, fresh + arguments), *removal] if fresh else []
+
+
+def _log_sigmoid(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
+    """``torch.log(torch.sigmoid(x))`` and ``torch.log(1 - torch.sigmoid(x))``, and the same with methods."""
+    del change
+    inner, minus = _log_of(file, node), False
+    if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub):
+        if not (isinstance(inner.left, ast.Constant) and inner.left.value == 1):
+            return []
+        inner, minus = inner.right, True
+    inner, removal = _meant(file, inner)
+    given = _argument(file, inner, "sigmoid")
+    functional = file.name_of("torch.nn.functional") or _joined(file.name_of("torch"), "nn.functional")
+    functional = functional or _joined(file.name_of("torch.nn"), "functional")
+    if given is None or functional is None:
+        return []
+    x = f"-{parenthesized(file, given)}" if minus else file.code(given)
+    return [replacement(file, node, f"{functional}.logsigmoid({x})"), *removal]
+
+
+def _meant(file: SourceFile, node: ast.expr | None) -> tuple[ast.expr | None, list[Fix]]:
+    """Resolve a name to what it is assigned, and remove the assignment if nothing else uses it.
+
+    Where the line stays, what it computes is written twice: that must be cheap, and do nothing else.
+    """
+    if not isinstance(node, ast.Name):
+        return node, []
+    defined = file.definition(node)
+    if defined is None or not isinstance(defined.value, ast.Call):
+        return None, []
+    function = file.function(defined) or file.tree
+    uses = [part for part in ast.walk(function) if isinstance(part, ast.Name) and part.id == node.id]
+    removal = file.removal(defined) if len(uses) == 2 else None
+    parts = [p for p in ast.walk(defined.value) if p is not defined.value]
+    plain = not any(isinstance(part, ast.Call | ast.NamedExpr | ast.Await) for part in parts)
+    if not plain and (removal is None or not file.follows(node, defined)):
+        return None, []
+    return defined.value, [removal] if removal is not None else []
+
+
+def _joined(name: str | None, rest: str) -> str | None:
+    return f"{name}.{rest}" if name else None
+
+
+def _number(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
+    """Replace the number as it is written, with its sign."""
+    if change.new:
+        return [replacement(file, node, change.new)]
+    torch, dtype = file.name_of("torch"), _dtype_of(file, node, change)
+    end = "min" if change.old < 0 else "max"
+    return [replacement(file, node, f"{torch}.finfo({dtype}).{end}")] if torch and dtype else []
+
+
+def _dtype_of(file: SourceFile, node: ast.expr, change: LineChange) -> str | None:
+    """Write the 16-bit dtype: that of a tensor beside the number, or what the result is cast to."""
+    beside = _operand_beside(file, node)
+    if change.held and beside is not None:
+        if (name := _name(file, beside)) is not None:
+            return f"{name}.dtype"
+        if (name := _only_name(beside)) is not None:
+            return f"{name}.dtype"
+    later = file.statement(change.second.line) if change.second is not None else None
+    here = file.statement(change.line.line)
+    if later is None or here is None or file.function(later) is not file.function(here):
+        return None
+    found = {
+        file.code(e)
+        for e in file.expressions(later)
+        if isinstance(e, ast.Attribute) and e.attr == "dtype" and _name(file, e.value)
+    }
+    dtype = found.pop() if len(found) == 1 else None
+    return dtype if dtype is not None and file.is_given(here, dtype.partition(".")[0]) else None
+
+
+def _operand_beside(file: SourceFile, node: ast.expr) -> ast.expr | None:
+    """The tensor that an op with this number is called on."""
+    call = file.parent.get(node)
+    call = file.parent.get(call) if isinstance(call, ast.keyword) else call
+    if isinstance(call, ast.BinOp):
+        return call.left if call.right is node else call.right
+    if not isinstance(call, ast.Call):
+        return None
+    function = file.dotted(call.func)
+    if function == "torch.where":
+        return next((argument for argument in call.args[1:] if argument is not node), None)
+    if function.startswith("torch."):
+        return call.args[0] if call.args else None
+    return call.func.value if isinstance(call.func, ast.Attribute) else None
+
+
+def _only_name(node: ast.expr) -> str | None:
+    """The one name in an arithmetic expression of it and of numbers, which has its dtype."""
+    parts = list(ast.walk(node))
+    names = {part.id for part in parts if isinstance(part, ast.Name)}
+    arithmetic = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Name, ast.Constant, ast.Load)
+    return names.pop() if len(names) == 1 and all(isinstance(p, arithmetic) for p in parts) else None
+
+
+def _name(file: SourceFile, node: ast.expr) -> str | None:
+    """Return the code of a name or of its attributes, which has no side effects when read again."""
+    simple = node
+    while isinstance(simple, ast.Attribute):
+        simple = simple.value
+    is_module = node is simple and isinstance(node, ast.Name) and node.id == "self"
+    return file.code(node) if isinstance(simple, ast.Name) and not is_module else None
+
+
+def _log_of(file: SourceFile, node: ast.expr) -> ast.expr | None:
+    """What the natural logarithm is taken of."""
+    return _argument(file, node, "log")
+
+
+def _argument(file: SourceFile, node: ast.expr | None, function: str) -> ast.expr | None:
+    """The only argument of a function of torch, or the tensor whose method it is."""
+    if not isinstance(node, ast.Call) or node.keywords or any(isinstance(a, ast.Starred) for a in node.args):
+        return None
+    name = file.dotted(node.func)
+    if len(node.args) == 1 and name in {f"{module}.{function}" for module in _MODULES}:
+        return node.args[0]
+    method = isinstance(node.func, ast.Attribute) and node.func.attr == function and not node.args
+    return node.func.value if method and isinstance(node.func, ast.Attribute) else None
+
+
+def _is_dim(call: ast.Call) -> bool:
+    """Whether a call has a dimension and nothing else: so is a tensor's method called, not a module."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    named = all(keyword.arg == "dim" for keyword in call.keywords)
+    return named and len(values) == 1 and isinstance(_literal(values[0]), int)
+
+
+def _literal(node: ast.expr) -> object:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None

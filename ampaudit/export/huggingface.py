@@ -1,0 +1,83 @@
+"""Copies what a Hugging Face directory holds beside its weights, and sets the dtype in its config."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
+from ampaudit.core.formats import low_precision_format
+from ampaudit.export.storage import StorageDecision
+from ampaudit.trace.storage import kept_by_author
+
+__all__ = ["copy_companions", "set_dtype"]
+
+CONFIG = "config.json"
+# weights in any format: those of the source would contradict ours
+_WEIGHTS = {
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pt2", ".gguf", ".ot"),
+    *(".tflite", ".data", ".npz", ".mlmodel"),
+}
+_NAMES = {MANIFEST, PLAN, REPORT}
+
+
+def copy_companions(source: Path, target: Path, output: Path) -> None:
+    """Copy configuration, tokenizer and everything else but weights, with subdirectories.
+
+    Args:
+        source: the model directory.
+        target: where to.
+        output: what is being written, which may lie within the source and is not copied into itself.
+    """
+    for path in sorted(source.rglob("*")):
+        if path.resolve().is_relative_to(output.resolve()):
+            continue
+        relative = path.relative_to(source)
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if hidden or not path.is_file() or path.suffix in _WEIGHTS or path.name.endswith(".index.json"):
+            continue
+        if str(relative) in _NAMES:
+            continue
+        place = target / relative
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
+
+
+def set_dtype(
+    directory: Path, model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str
+) -> tuple[str, ...]:
+    """Write into config.json the dtype with which ``from_pretrained`` loads what is planned.
+
+    It loads all parameters in one dtype, but for the modules that the model's class keeps in FP32. So
+    that is the 16-bit format only if the plan stores everything in it but for those.
+
+    Returns:
+        What a user should know.
+    """
+    path = directory / CONFIG
+    config = json.loads(path.read_text(encoding="utf-8"))
+    float32 = _in_float32(model, decisions, dtype)
+    name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    config[name] = dtype if not float32 else "float32"
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if not float32:
+        return ()
+    return (
+        f"from_pretrained has one dtype for the whole model and loads this directory in float32, since "
+        f"{len(float32)} tensors stay in it: run it under torch.autocast, or use model.pt2; --policy half or "
+        "keep-fp32-modules makes a directory that loads in 16 bits",
+    )
+
+
+def _in_float32(model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str) -> list[str]:
+    listed = kept_by_author(model, getattr(torch, low_precision_format(dtype).name))
+    return [
+        name
+        for name, decision in decisions.items()
+        if decision.dtype == "F32" and not listed(decision.parameter or name)
+    ]

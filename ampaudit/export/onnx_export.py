@@ -1,0 +1,198 @@
+"""Writes the exported program as ONNX with the casts of the plan, checks it, and runs it beside torch."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from ampaudit.core.errors import RunFailed, first_line
+from ampaudit.export.onnx_metadata import OnnxMetadata
+from ampaudit.export.reference import ReferenceOutputs, compare_output
+from ampaudit.trace.opnames import converts
+
+__all__ = ["OnnxFile", "names_of_inputs", "write_onnx"]
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_MIN_DB = 25.0  # a few roundings of bfloat16; a dropped eps or a lost cast of a norm is worse
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxFile:
+    """A model.onnx that was written.
+
+    Attributes:
+        casts: conversions between float formats in the file.
+        outputs: what ONNX Runtime computes from the inputs, without optimizations; empty if it cannot.
+        note: why it cannot.
+    """
+
+    casts: int
+    outputs: tuple[torch.Tensor, ...]
+    note: str
+
+    def max_error(self, reference: ReferenceOutputs) -> float | None:
+        """Return the largest difference from torch's outputs; ``None`` if ONNX Runtime gave none.
+
+        Raises:
+            RunFailed: they are so far apart that the file means something else.
+        """
+        if not self.outputs:
+            return None
+        largest = 0.0
+        for index, record in enumerate(reference.outputs):
+            expected = reference.tensors[f"output[{index}]"]
+            if not expected.isfinite().all():
+                continue  # the audit said so, and the user wants the file all the same
+            error, accuracy = compare_output(self.outputs[index], expected)
+            if error is None or (accuracy is not None and accuracy < _MIN_DB):
+                what = "is not finite" if error is None else f"agrees to {accuracy:.0f} dB only"
+                raise RunFailed(
+                    f"model.onnx computes something else than the program: {record.name} {what}",
+                    hint="leave out --onnx, and report it: torch's exporter, or ours, is wrong about an op",
+                )
+            largest = max(largest, error)
+        return largest
+
+
+def names_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
+    """Name the inputs as the model's forward does; ``None`` where one is nested or has no name."""
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return None
+    tensors = [name for name, value in bound.items() if isinstance(value, torch.Tensor)]
+    every = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    in_order = [bound[name] for name in tensors] if len(tensors) == len(every) else []
+    return tensors if in_order and all(a is b for a, b in zip(in_order, every, strict=True)) else None
+
+
+def write_onnx(
+    program: ExportedProgram,
+    path: Path,
+    inputs: Sequence[torch.Tensor],
+    *,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str],
+    metadata: OnnxMetadata,
+) -> OnnxFile:
+    """Export, check, count the casts, and run.
+
+    The exporter's optimizer is off: it drops ``x + eps`` for small eps, and may move casts. ONNX
+    Runtime's CPU kernels compute many 16-bit ops in FP32, so its result says that the file means the
+    same, and nothing about range.
+
+    Args:
+        program: of the converted graph, with its weights.
+        path: the new file.
+        inputs: the tensors of the batch, in order.
+        input_names: torch's if there are none.
+        output_names: paths in the model's output.
+        metadata: of the program's nodes and of the model.
+
+    Raises:
+        RunFailed: torch cannot export it, onnx finds it invalid, or casts are missing.
+    """
+    import onnx
+
+    labels = [name.removeprefix("output").lstrip(".") or "output" for name in output_names]
+    try:
+        metadata.mark_nodes(program)
+        exported = _export(program, labels, input_names)
+        metadata.annotate(exported)
+        exported.save(path, external_data=_bytes_of(program) > 1 << 30)
+        onnx.checker.check_model(str(path))
+    except Exception as error:
+        raise RunFailed(
+            f"the converted program could not be exported to ONNX: {_reason(error)}",
+            hint="leave out --onnx; the other files do not need it",
+        ) from error
+    casts = _casts_in(onnx.load(path, load_external_data=False))
+    lost = {to: count for to, count in _planned_casts(program).items() if casts[to] < count}
+    if lost:
+        raise RunFailed(f"the ONNX file lacks casts of the plan: {lost}", hint="leave out --onnx")
+    try:
+        outputs, note = _run(path, inputs), ""
+    except Exception as error:
+        outputs, note = (), f"ONNX Runtime cannot run it here: {first_line(error)}"
+    return OnnxFile(sum(casts.values()), outputs, note)
+
+
+def _reason(error: Exception) -> str:
+    """Return the root cause: the exporter's message wraps it in advice about reporting bugs."""
+    inner: BaseException = error
+    while inner.__cause__ is not None:
+        inner = inner.__cause__
+    return _COLOUR.sub("", first_line(inner))
+
+
+def _export(program: ExportedProgram, output_names: Sequence[str], input_names: Sequence[str] | None) -> Any:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # which of torchvision's ops are not there
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.onnx.export(
+                program,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                input_names=list(input_names) if input_names else None,
+                output_names=list(output_names),
+            )
+    finally:
+        logging.disable(before)
+
+
+def _bytes_of(program: ExportedProgram) -> int:
+    tensors = [*program.state_dict.values(), *program.constants.values()]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _planned_casts(program: ExportedProgram) -> Counter[str]:
+    """Count conversions between float formats by the format that they convert to."""
+    casts: Counter[str] = Counter()
+    for node in program.graph.nodes:
+        if node.op == "call_function" and converts(node.target):
+            to = node.meta["val"].dtype
+            given = node.all_input_nodes[0].meta["val"].dtype
+            if to in _FLOATS and given in _FLOATS and to != given:
+                casts[str(to).removeprefix("torch.")] += 1
+    return casts
+
+
+def _casts_in(model: Any) -> Counter[str]:
+    import onnx
+
+    kinds = {
+        onnx.TensorProto.FLOAT: "float32",
+        onnx.TensorProto.FLOAT16: "float16",
+        onnx.TensorProto.BFLOAT16: "bfloat16",
+    }
+    casts = [node for node in model.graph.node if node.op_type == "Cast"]
+    targets = [attribute.i for node in casts for attribute in node.attribute if attribute.name == "to"]
+    return Counter(kinds[to] for to in targets if to in kinds)
+
+
+def _run(path: Path, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    given = zip(session.get_inputs(), inputs, strict=True)
+    feeds = {place.name: tensor.detach().cpu().numpy() for place, tensor in given}
+    return tuple(torch.from_numpy(found) for found in session.run(None, feeds))

@@ -1,0 +1,245 @@
+"""Writes converted weights and their masters piece by piece, measuring what rounding does to them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ampaudit.checkpoint.header import TensorEntry
+from ampaudit.checkpoint.layout import MASTER, SINGLE
+from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint
+from ampaudit.checkpoint.parts import Part, dtype_of
+from ampaudit.checkpoint.write import Written, write_part, write_safetensors
+from ampaudit.core.formats import NumberFormat
+from ampaudit.export.storage import CASTABLE_TYPES, StorageDecision
+from ampaudit.policy.schema import Constants
+from ampaudit.trace.converted import clipped
+
+__all__ = ["StoredTensor", "TensorScan", "TensorStats", "WeightFiles", "write_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a converted checkpoint.
+
+    Attributes:
+        file: the file that holds it.
+        dtype: its safetensors type there.
+        shape: its sizes.
+        crc32: of its bytes.
+        reason: why it has this type.
+        parameter: the model's name of it, where the model is known.
+        master: the file that holds what it was rounded from, ``None`` if it is what it was, or was not kept.
+        master_dtype: type of that, also where it was not kept.
+        master_crc32: of its bytes.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    crc32: int
+    reason: str
+    parameter: str | None = None
+    master: str | None = None
+    master_dtype: str | None = None
+    master_crc32: int | None = None
+
+    @property
+    def original_dtype(self) -> str:
+        """The safetensors type before it was rounded."""
+        return self.master_dtype or self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """One tensor against a format.
+
+    Attributes:
+        peak: largest finite magnitude.
+        overflow: finite values that would become infinite.
+        broken: values that are NaN or infinite already.
+    """
+
+    peak: float
+    overflow: int
+    broken: int
+
+
+class TensorScan:
+    """Measures a tensor piece by piece, on its way elsewhere, while it is in the cache."""
+
+    def __init__(self, form: NumberFormat) -> None:
+        self._form = form
+        self._peak, self._overflow, self._broken = 0.0, 0, 0
+
+    def add(self, piece: torch.Tensor) -> None:
+        """Measure a piece; elements are counted only where its extremes say that there is need."""
+        if not piece.numel():
+            return
+        low, high = torch.aminmax(piece)
+        largest = max(-float(low), float(high))
+        if not math.isfinite(largest):
+            finite = piece[piece.isfinite()]
+            self._broken += piece.numel() - finite.numel()
+            largest = float(finite.abs().amax()) if finite.numel() else 0.0
+        if largest >= self._form.overflow_at:
+            magnitudes = piece.double().abs()
+            self._overflow += int((magnitudes.isfinite() & (magnitudes >= self._form.overflow_at)).sum())
+        self._peak = max(self._peak, largest)
+
+    @property
+    def stats(self) -> TensorStats:
+        """The statistics of all pieces so far."""
+        return TensorStats(self._peak, self._overflow, self._broken)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files of a converted checkpoint.
+
+    Attributes:
+        files: digest and size of each file.
+        tensors: place of each tensor.
+        stats: what rounding does to the values of each, where they were measured.
+    """
+
+    files: dict[str, tuple[str, int]]
+    tensors: dict[str, StoredTensor]
+    stats: dict[str, TensorStats]
+
+
+def write_weights(
+    checkpoint: Checkpoint,
+    decisions: Mapping[str, StorageDecision],
+    directory: Path,
+    *,
+    masters: bool,
+    clip: Constants | None,
+    measure: NumberFormat | None = None,
+    keep_overflowing: bool = False,
+) -> WeightFiles:
+    """Write working weights, and masters of those that are rounded, into a directory.
+
+    Args:
+        checkpoint: where the tensors are read from; shards stay shards, under their names.
+        decisions: for every tensor.
+        directory: to write to.
+        masters: whether to keep what is rounded.
+        clip: limits that values are moved into before they are rounded.
+        measure: the format that values are held against on their way.
+        keep_overflowing: store a tensor with measured overflow as it is.
+
+    Raises:
+        OSError: the disk is full, say.
+        WeightsError: the checkpoint cannot be read.
+    """
+    result = WeightFiles({}, {}, {})
+    for part in checkpoint.parts:
+        label = SINGLE if checkpoint.index is None else part.label
+        chosen = {name: decisions[name] for name in part.entries}
+        written = _write_working(part, chosen, directory / label, clip, measure, result.stats)
+        if keep_overflowing and (kept := _overflowing(part, chosen, result.stats)):
+            chosen |= kept
+            (directory / label).unlink()
+            written = _write_working(part, chosen, directory / label, clip, None, {})
+        result.files[label] = (written.sha256, written.size)
+        master = _write_masters(part, chosen, directory, label) if masters else None
+        if master is not None:
+            result.files[_master_name(label)] = (master.sha256, master.size)
+        for name, entry in part.entries.items():
+            result.tensors[name] = _stored(entry, chosen[name], label, written, master)
+    if checkpoint.index is not None:
+        _write_indexes(checkpoint, directory, result)
+    return result
+
+
+def _stored(
+    entry: TensorEntry, decision: StorageDecision, label: str, written: Written, master: Written | None
+) -> StoredTensor:
+    rounded = decision.dtype != entry.dtype
+    kept = master if rounded else None
+    return StoredTensor(
+        file=label,
+        dtype=decision.dtype,
+        shape=entry.shape,
+        crc32=written.crc32[entry.name],
+        reason=decision.reason,
+        parameter=decision.parameter,
+        master=_master_name(label) if kept is not None else None,
+        master_dtype=entry.dtype if rounded else None,
+        master_crc32=kept.crc32[entry.name] if kept is not None else None,
+    )
+
+
+def _overflowing(
+    part: Part, decisions: Mapping[str, StorageDecision], stats: Mapping[str, TensorStats]
+) -> dict[str, StorageDecision]:
+    """Tensors that the format cannot hold, kept as they are."""
+    return {
+        name: StorageDecision(entry.dtype, f"its peak of {stats[name].peak:.4g} does not fit")
+        for name, entry in part.entries.items()
+        if decisions[name].dtype != entry.dtype and name in stats and stats[name].overflow
+    }
+
+
+def _write_working(
+    part: Part,
+    decisions: Mapping[str, StorageDecision],
+    path: Path,
+    clip: Constants | None,
+    measure: NumberFormat | None,
+    stats: dict[str, TensorStats],
+) -> Written:
+    """Write one file of working weights, and put what is measured on the way into ``stats``."""
+
+    def rounded(entry: TensorEntry) -> Iterator[torch.Tensor]:
+        scan = TensorScan(measure) if measure is not None and entry.dtype in CASTABLE_TYPES else None
+        decision = decisions[entry.name]
+        dtype = dtype_of(decision.dtype) if decision.dtype != entry.dtype else None
+        for piece in part.pieces(entry.name):
+            exact = piece if clip is None or dtype is None else clipped(piece, clip)
+            if scan is not None:
+                scan.add(exact)
+            yield exact if dtype is None else exact.to(dtype)
+        if scan is not None:
+            stats[entry.name] = scan.stats
+
+    entries = [TensorEntry(e.name, decisions[e.name].dtype, e.shape) for e in part.entries.values()]
+    pieces = ((entry.name, rounded(entry)) for entry in part.entries.values())
+    return write_safetensors(path, entries, part.metadata, pieces)
+
+
+def _write_masters(
+    part: Part, decisions: Mapping[str, StorageDecision], directory: Path, label: str
+) -> Written | None:
+    rounded = [e.name for e in part.entries.values() if decisions[e.name].dtype != e.dtype]
+    return write_part(directory / _master_name(label), part, rounded) if rounded else None
+
+
+def _master_name(label: str) -> str:
+    start = "model" if label.startswith("model") else ""
+    rest = label.removeprefix(start)
+    return f"{MASTER}{rest}" if start else f"{MASTER}-{rest}"
+
+
+def _write_indexes(checkpoint: Checkpoint, directory: Path, result: WeightFiles) -> None:
+    """Write an index for the working shards under the old one's name, and one for the masters."""
+    assert checkpoint.index is not None
+    for index, masters in ((checkpoint.index, False), (f"{MASTER}{INDEX_SUFFIX}", True)):
+        weight_map: dict[str, str] = {}
+        total = 0
+        for name, stored in result.tensors.items():
+            file = stored.master if masters else stored.file
+            if file is not None:
+                weight_map[name] = file
+                dtype = stored.original_dtype if masters else stored.dtype
+                total += TensorEntry(name, dtype, stored.shape).size
+        if not weight_map:
+            continue
+        table = {"metadata": {**checkpoint.metadata, "total_size": total}, "weight_map": weight_map}
+        (directory / index).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

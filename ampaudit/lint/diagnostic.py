@@ -1,0 +1,61 @@
+"""Diagnostics of a script, and the fixes that resolve them."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+__all__ = ["Diagnostic", "Fix", "position_of", "remove_statement"]
+
+
+def position_of(node: ast.AST) -> tuple[int, int]:
+    """Return a node's line, from 1, and column in UTF-8 bytes, from 0; zeros for a node without position."""
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A change of the source that resolves a diagnostic, as data; ``lint.fixes`` applies it.
+
+    Attributes:
+        kind: name of the change, such as ``insert before``.
+        line: line of the node to change, from 1.
+        column: its column in UTF-8 bytes, from 0, as ``ast`` counts.
+        details: arguments of the change; for ``replace expression`` the new code, and line and column
+            (in characters) of the old expression's end.
+    """
+
+    kind: str
+    line: int
+    column: int
+    details: tuple[str, ...] = ()
+
+    @classmethod
+    def at(cls, node: ast.AST, kind: str, *details: str) -> Fix:
+        """Create a fix that changes a node."""
+        return cls(kind, *position_of(node), details)
+
+
+def remove_statement(statement: ast.stmt | None, node: ast.AST) -> Fix | None:
+    """Return the fix that removes a statement which consists of one expression only."""
+    alone = isinstance(statement, ast.Expr) and statement.value is node
+    return Fix.at(node, "remove statement") if alone else None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One mistake in a script.
+
+    Attributes:
+        code: code of the rule.
+        node: where it is.
+        cause: what is wrong, in one sentence.
+        advice: what to write instead.
+        fix: a safe change that resolves it, if there is one.
+    """
+
+    code: str
+    node: ast.AST
+    cause: str
+    advice: str
+    fix: Fix | None = None

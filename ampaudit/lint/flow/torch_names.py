@@ -1,0 +1,141 @@
+"""Tables of names of torch and related packages, each under one canonical name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = [
+    "ADAM_LIKE",
+    "AUTOCASTS",
+    "CONVENTIONAL_NAMES",
+    "DEPRECATED",
+    "DTYPES",
+    "FLOAT16_ROUNDS_TO_ZERO",
+    "HARMLESS_METHODS",
+    "LOSS_FUNCTIONS",
+    "MANAGING_PACKAGES",
+    "MATRIX_PRODUCTS",
+    "SCALERS",
+    "WITHOUT_HALF_KERNEL",
+    "canonical_name",
+]
+
+FLOAT16_ROUNDS_TO_ZERO: Final = 2.0**-25  # half of the smallest positive number; this and less rounds to zero
+AUTOCASTS: Final = {
+    "torch.autocast": None,
+    "torch.amp.autocast": None,
+    "torch.cuda.amp.autocast": "cuda",
+    "torch.cpu.amp.autocast": "cpu",
+}
+SCALERS: Final = frozenset(
+    {
+        "torch.amp.GradScaler",
+        "torch.GradScaler",
+        "torch.cuda.amp.GradScaler",
+        "torch.cpu.amp.GradScaler",
+        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+    }
+)
+DEPRECATED: Final = {
+    "torch.cuda.amp.autocast": "cuda",
+    "torch.cuda.amp.GradScaler": "cuda",
+    "torch.cuda.amp.custom_fwd": "cuda",
+    "torch.cuda.amp.custom_bwd": "cuda",
+    "torch.cpu.amp.autocast": "cpu",
+    "torch.cpu.amp.GradScaler": "cpu",
+}
+DTYPES: Final = {
+    "torch.float16": "float16",
+    "torch.half": "float16",
+    "torch.bfloat16": "bfloat16",
+    "torch.float32": "float32",
+    "torch.float": "float32",
+    "torch.float64": "float64",
+    "torch.double": "float64",
+}
+# names that scripts use so regularly that a snippet without its imports can be read
+CONVENTIONAL_NAMES: Final = {
+    "torch": "torch",
+    "nn": "torch.nn",
+    "F": "torch.nn.functional",
+    "optim": "torch.optim",
+    "autocast": "torch.autocast",
+    "GradScaler": "torch.amp.GradScaler",
+    "DDP": "torch.nn.parallel.DistributedDataParallel",
+    "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
+    "clip_grad_value_": "torch.nn.utils.clip_grad_value_",
+    "nullcontext": "contextlib.nullcontext",
+}
+# autocast's list of matrix products; source: torch, "Automatic Mixed Precision package", op reference
+MATRIX_PRODUCTS: Final = frozenset(
+    {f"torch.{n}" for n in "matmul mm bmm einsum addmm addbmm baddbmm mv chain_matmul".split()}
+    | {f"torch.nn.functional.{n}" for n in "linear conv1d conv2d conv3d scaled_dot_product_attention".split()}
+    | {"torch.linalg.vecdot", "torch.linalg.multi_dot"}
+)
+# LAPACK has no 16-bit routines, and autocast does not list these; tried on torch 2.13: each raises
+WITHOUT_HALF_KERNEL: Final = frozenset(
+    {
+        f"torch.linalg.{n}"
+        for n in "inv det slogdet svd svdvals eig eigh eigvals eigvalsh qr cholesky lu solve lstsq pinv"
+        " inv_ex cholesky_ex matrix_rank".split()
+    }
+    | {f"torch.{n}" for n in "inverse det logdet slogdet svd qr cholesky pinverse".split()}
+)
+LOSS_FUNCTIONS: Final = frozenset(
+    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy"
+    " binary_cross_entropy_with_logits cosine_embedding_loss ctc_loss hinge_embedding_loss"
+    " margin_ranking_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"
+    " poisson_nll_loss gaussian_nll_loss soft_margin_loss triplet_margin_loss".split()
+)
+# optimizers whose eps is added to a root of the same dtype as the parameters: name to default
+ADAM_LIKE: Final = {
+    **dict.fromkeys("Adam AdamW NAdam RAdam Adamax SparseAdam RMSprop".split(), 1e-8),
+    "Adagrad": 1e-10,
+}
+# packages that enter autocast and scale the loss themselves
+MANAGING_PACKAGES: Final = (
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "deepspeed",
+    "apex",
+    "ignite",
+    "composer",
+    "colossalai",
+    "fairscale",
+    "transformers.Trainer",
+    "transformers.trainer",
+)
+# calls that do nothing to gradients, whatever object they are methods of: logs, meters, bars
+HARMLESS_METHODS: Final = frozenset(
+    "update log info debug warning error print append add_scalar add_scalars add set_postfix"
+    " set_postfix_str set_description write format join items keys values len extend log_metrics"
+    " log_dict synchronize_between_processes wait_until_finished record start stop end elapsed_time"
+    " increment observe put send to item tolist numpy cpu cuda detach size dim numel synchronize".split()
+)
+
+
+def canonical_name(path: str) -> str:
+    """Return the canonical name of an object that has several."""
+    for old, new in _ALIASES:
+        if path == old or path.startswith(old + "."):
+            path = new + path[len(old) :]
+    return path
+
+
+_ALIASES: Final = (
+    ("torch.cuda.amp.autocast_mode", "torch.cuda.amp"),
+    ("torch.cuda.amp.grad_scaler", "torch.cuda.amp"),
+    ("torch.cpu.amp.autocast_mode", "torch.cpu.amp"),
+    ("torch.amp.autocast_mode", "torch.amp"),
+    ("torch.amp.grad_scaler", "torch.amp"),
+    ("torch.amp.autocast", "torch.autocast"),
+    ("torch.autograd.function.Function", "torch.autograd.Function"),
+    ("torch.nn.utils.clip_grad", "torch.nn.utils"),
+    ("torch.nn.parallel.distributed.DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel"),
+    ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel"),
+    ("torch.nn.parallel.data_parallel.DataParallel", "torch.nn.parallel.DataParallel"),
+    ("torch.nn.modules.loss", "torch.nn"),
+    ("torch.special.log_softmax", "torch.log_softmax"),
+)

@@ -1,0 +1,133 @@
+"""What a document is made of before it has a format: lines, tables, facts and sections.
+
+Texts in blocks are safe to print; a style is a few words of rich's, such as ``bold red``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = [
+    "Block",
+    "Facts",
+    "Indented",
+    "Labelled",
+    "Line",
+    "Rows",
+    "Section",
+    "Table",
+    "facts",
+    "headline",
+    "line",
+    "tabulate",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A text in pieces, each with its style; ``wrap`` is false for code and for lines that editors read."""
+
+    pieces: tuple[tuple[str, str], ...] = ()
+    wrap: bool = True
+
+    def __str__(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table.
+
+    Attributes:
+        heads: of the columns.
+        rows: of as many cells.
+        left: indices of the columns that are set flush left.
+        width: of the first column at least, in characters.
+        fold: whether what is too wide for its column goes on below; else it is cut.
+    """
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Line, ...], ...]
+    left: frozenset[int] = frozenset({0})
+    width: int | None = None
+    fold: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Rows of a bold label and what is said about it, for one thing or several side by side."""
+
+    rows: tuple[tuple[Line, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Rows of a label and blocks beside it."""
+
+    rows: tuple[tuple[Line, tuple[Block, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Indented:
+    """Blocks that stand so many characters further right."""
+
+    blocks: tuple[Block, ...]
+    by: int
+
+
+Block: TypeAlias = "Line | Table | Facts | Labelled | Indented"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Blocks that belong together.
+
+    Attributes:
+        blocks: in order.
+        title: above them, if there is one.
+        style: of a title that is a plain text.
+        level: 2 for a heading of the document, 3 for a title within it.
+    """
+
+    blocks: tuple[Block, ...]
+    title: str | Line = ""
+    style: str = "bold"
+    level: int = 3
+
+    @property
+    def heading(self) -> Line:
+        """The title in its style."""
+        return line(self.title, style=self.style) if isinstance(self.title, str) else self.title
+
+
+Piece: TypeAlias = "str | tuple[str, str]"
+Rows: TypeAlias = Iterable[Sequence["str | Line"]]
+
+
+def line(*pieces: Piece, style: str = "", wrap: bool = True) -> Line:
+    """A line of pieces; those without a style of their own have ``style``."""
+    return Line(tuple((p, style) if isinstance(p, str) else p for p in pieces), wrap)
+
+
+def _lines(rows: Rows) -> tuple[tuple[Line, ...], ...]:
+    return tuple(tuple(line(cell) if isinstance(cell, str) else cell for cell in row) for row in rows)
+
+
+def tabulate(
+    heads: Sequence[str], rows: Rows, *, left: Collection[str] = (), width: int | None = None
+) -> Table:
+    """A table; columns are set flush right, but for the first and those named in ``left``."""
+    flush = frozenset(index for index, head in enumerate(heads) if index == 0 or head in left)
+    return Table(tuple(heads), _lines(rows), flush, width)
+
+
+def headline(version: str, said: str) -> Section:
+    """The first line of a report."""
+    return Section((line(("ampaudit ", "bold"), (version, "bold"), f"  {said}"),))
+
+
+def facts(rows: Rows) -> Facts:
+    """Labels and texts."""
+    return Facts(_lines(rows))

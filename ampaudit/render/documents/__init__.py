@@ -1,0 +1,18 @@
+"""One module per kind of document, named like it, with the view that formats are made from."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ampaudit.render.view import View
+from ampaudit.report.documents import Document
+
+__all__ = ["view_of"]
+
+
+def view_of(document: Document) -> View[Any]:
+    """What formats are made from: ``ScanView`` of ``scan.py`` for a scan."""
+    module = import_module(f"{__name__}.{document.kind}")
+    view: View[Any] = getattr(module, f"{document.kind.title()}View")(document)
+    return view

@@ -1,0 +1,176 @@
+"""A bench: memory and speed of each mode against the first one, accuracy beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ampaudit.core.text import escape_control, format_bytes, format_number
+from ampaudit.render.blocks import Line, Rows, Section, facts, headline, line, tabulate
+from ampaudit.render.view import Page, Row, View
+from ampaudit.report.bench import PARTS, BenchReport, BenchRow
+
+__all__ = ["BROKEN", "BenchView", "bench_facts", "bench_tables"]
+
+BROKEN = "inf or NaN"
+_STYLES = {BROKEN: "bold red", "not supported": "yellow", "out of memory": "yellow", "failed": "yellow"}
+
+
+class BenchView(View[BenchReport]):
+    """A row per mode and batch size."""
+
+    def sections(self, verbosity: int = 0) -> Iterator[Section]:
+        """The tables of each batch size, and what did not run."""
+        report = self.document
+        where = f"{escape_control(report.device_name)} ({report.device})"
+        run = f"{_steps(report)} on {where}, median of {report.repeats}, modes in turns"
+        yield headline(report.tool.version, f"{escape_control(report.model.source)}: {run}")
+        yield from bench_tables(report)
+        yield Section((facts(bench_facts(report)),))
+
+    def digest(self) -> Iterator[Section]:
+        """What was measured; predictions are in the other formats."""
+        report = self.document
+        run = f": {_steps(report)} on {escape_control(report.device_name)}, median of {report.repeats}"
+        yield Section((line((escape_control(report.model.source), "code"), run),))
+        yield from (table for table in bench_tables(report) if ":" not in str(table.title))
+
+    def rows(self) -> Iterator[Row]:
+        """A row per mode and batch size."""
+        names = ("mode", "batch_size", "status", "seconds", "least", "most", "per_second", "peak_bytes")
+        work = ("flops", "fast_share", "bytes_moved", "cast_bytes")
+        for row in self.document.rows:
+            yield {
+                "device": self.document.device_name,
+                "train": int(self.document.train),
+                **{name: getattr(row, name) for name in (*names, "workspace_bytes", "sqnr_db", "at_best")},
+                "finite": None if row.finite is None else int(row.finite),
+                **{f"predicted_{name}": getattr(row.memory, name, None) for name in (*PARTS, "peak")},
+                **{name: getattr(row.work, name, None) for name in work},
+            }
+
+    def page(self) -> Page:
+        """Charts of memory and speed above the tables."""
+        from ampaudit.render.html.bench_figures import bench_data
+
+        report = self.document
+        values = {"report": report, "tables": bench_tables(report), "facts": list(bench_facts(report))}
+        return Page("bench.html.j2", ("values.js", "theme.js", "bench.js"), bench_data(report), values)
+
+
+def _steps(report: BenchReport) -> str:
+    return "training steps" if report.train else "forward passes"
+
+
+def bench_tables(report: BenchReport) -> list[Section]:
+    """Per batch size what each mode costs, the predicted split of memory, and the predicted work."""
+    tables: list[Section] = []
+    for size in dict.fromkeys(row.batch_size for row in report.rows):
+        rows = [row for row in report.rows if row.batch_size == size]
+        tables.append(_costs(f"Batch size {size}", rows))
+        if any(row.memory is not None for row in rows):
+            tables.append(_split(f"Batch size {size}: predicted memory at the peak of a step", rows))
+        if any(row.work is not None for row in rows):
+            tables.append(_work(f"Batch size {size}: predicted work of a step", rows, report.target))
+    if report.largest:
+        largest = [(one.mode, f"{one.batch_size:,}", one.how) for one in report.largest]
+        tables.append(_section("Largest batch that fits", ("mode", "batch size", "how"), largest))
+    return tables
+
+
+def _section(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Section:
+    """A table whose short rows are filled up."""
+    filled: Rows = ((*map(_cell, row), *[""] * (len(heads) - len(row))) for row in rows)
+    return Section((replace(tabulate(heads, filled), fold=False),), title)
+
+
+def _cell(text: str) -> Line:
+    return line(text, style=_STYLES.get(text, ""))
+
+
+def _costs(title: str, rows: Sequence[BenchRow]) -> Section:
+    metric = ("metric",) if any(row.metric is not None for row in rows) else ()
+    base = next((row for row in rows if row.status == "ok"), None)
+    made = []
+    for row in rows:
+        cells = [row.status] if row.status != "ok" or base is None else _cells(row, base)
+        made.append((row.mode, *cells, *([format_number(row.metric)] if row.metric is not None else [])))
+    names = ("step", "spread", "samples/s", "speed", "memory", "of first", "accuracy")
+    return _section(title, ("mode", *names, *metric), made)
+
+
+def _cells(row: BenchRow, base: BenchRow) -> list[str]:
+    assert row.seconds is not None
+    assert row.least is not None
+    assert row.most is not None
+    speed = f"{base.seconds / row.seconds:.2f} x" if base.seconds else ""
+    spread = f"{_milliseconds(row.least)} to {_milliseconds(row.most)}"
+    share = f"{row.peak_bytes / base.peak_bytes:.0%}" if row.peak_bytes and base.peak_bytes else ""
+    memory = format_bytes(row.peak_bytes) if row.peak_bytes else ""
+    step = f"{_milliseconds(row.seconds)} ms"
+    return [step, spread, format_number(row.per_second or 0.0), speed, memory, share, _accuracy(row)]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+
+
+def _accuracy(row: BenchRow) -> str:
+    if row.finite is False:
+        return BROKEN
+    if row.mode == "fp32":
+        return "reference"
+    return "exact" if row.sqnr_db is None else f"{row.sqnr_db:.0f} dB"
+
+
+def _split(title: str, rows: Sequence[BenchRow]) -> Section:
+    workspace = ("workspace",) if any(row.workspace_bytes for row in rows) else ()
+    made = []
+    for row in rows:
+        if row.memory is None:
+            continue
+        peak = row.memory.peak
+        sizes = (format_bytes(part) if part else "" for part in (getattr(row.memory, p) for p in PARTS))
+        ratio = f"{row.peak_bytes / peak:.0%}" if row.peak_bytes and peak else ""
+        own = (format_bytes(row.workspace_bytes) if row.workspace_bytes else "",) if workspace else ()
+        made.append((row.mode, *sizes, format_bytes(peak), ratio, *own))
+    return _section(title, ("mode", *PARTS, "peak", "measured", *workspace), made)
+
+
+def _work(title: str, rows: Sequence[BenchRow], target: str | None) -> Section:
+    best = ("at best", "speed at best") if target is not None else ()
+    base = next((row.at_best for row in rows if row.at_best is not None), None)
+    made = []
+    for row in rows:
+        if row.work is None:
+            continue
+        work = row.work
+        share = f"{work.cast_bytes / work.bytes_moved:.0%}" if work.bytes_moved else ""
+        cells = [f"{work.flops / 1e9:,.3g}", f"{work.fast_share:.0%}", format_bytes(work.bytes_moved), share]
+        if best and row.at_best is not None and base is not None:
+            cells += [f"{_milliseconds(row.at_best)} ms", f"{base / row.at_best:.2f} x"]
+        made.append((row.mode, *cells))
+    return _section(title, ("mode", "GFLOP", "16 bits or TF32", "bytes moved", "by casts", *best), made)
+
+
+def bench_facts(report: BenchReport) -> Iterator[tuple[str, str]]:
+    """What each mode ran, what did not run and why, and what the numbers mean."""
+    yield from {row.mode: escape_control(row.how) for row in report.rows if row.how}.items()
+    for row in report.rows:
+        if row.note:
+            yield row.mode, f"batch size {row.batch_size}, {row.status}: {escape_control(row.note)}"
+    first = report.rows[0].mode if report.rows else ""
+    yield "Speed", f"in multiples of {first}; accuracy: signal to error of the outputs against fp32"
+    yield (
+        "Memory",
+        "activations: all that is not named, casts of weights and temporaries, too; measured: of the peak",
+    )
+    if any(row.workspace_bytes for row in report.rows):
+        yield (
+            "Workspace",
+            "part of the measured peak that kernels of this CPU took for themselves: not predicted",
+        )
+    if report.interrupted:
+        yield "Note", "interrupted: what was finished is here"
+    for note in report.notes:
+        yield "Note", escape_control(note)

@@ -1,0 +1,118 @@
+"""A check of several targets: one table for all, then what is wrong with each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.core.sites import SourceLine
+from ampaudit.core.text import escape_control, format_bytes, plural
+from ampaudit.core.version import __version__
+from ampaudit.render.blocks import Line, Section, facts, line, tabulate
+from ampaudit.render.findings import Alert, Suite, safe_line
+from ampaudit.render.view import Row, View
+from ampaudit.report.check import CheckResults, TargetResult
+from ampaudit.report.pages import title_of
+
+__all__ = ["CheckView"]
+
+_STYLES = {"pass": "bold green", "fail": "bold red", "error": "bold yellow"}
+_SHOWN = 12
+
+
+class CheckView(View[CheckResults]):
+    """A suite with a case per target; a row per target."""
+
+    def sections(self, verbosity: int = 0) -> Iterator[Section]:
+        """A table of the targets, the breaches, the errors with their next step."""
+        results = self.document.targets
+        metric = any(r.measured is not None and r.measured.metric_drop is not None for r in results)
+        drop = ("metric drop",) if metric else ()
+        heads = ("target", "", "headroom", "output", "FP32", *drop, "time", "memory")
+        yield Section((tabulate(heads, [_cells(result, metric) for result in results], left=("",)),))
+        for result in results:
+            said = list(_details(result))
+            if said:
+                yield Section((facts(said),), title=escape_control(result.target))
+        failed = sum(result.exit_code != 0 for result in results)
+        total = plural(len(results), "target")
+        if failed:
+            yield Section((line(("FAIL  ", "bold red"), f"{failed} of {total}"),))
+        else:
+            yield Section((line(("PASS  ", "bold green"), f"{total} checked"),))
+
+    def suites(self) -> tuple[Suite, ...]:
+        """All targets as one suite."""
+        check = self.document
+        names = [escape_control(target.target) for target in check.targets]
+        suite = Suite(
+            name=self.name,
+            label=plural(len(names), "target"),
+            passed=check.exit_code == 0,
+            cases=tuple(names),
+            alerts=tuple(alert for target in check.targets for alert in _alerts(target)),
+            tool_version=__version__,
+            errors={name: t.error for name, t in zip(names, check.targets, strict=True) if t.error},
+            seconds={name: t.seconds for name, t in zip(names, check.targets, strict=True)},
+        )
+        return (suite,)
+
+    def rows(self) -> Iterator[Row]:
+        """A row per target."""
+        for target in self.document.targets:
+            seen = target.measured
+            names = ("headroom_bits", "headroom_site", "sqnr_db", "metric_fp32", "metric_lower", "fp32_share")
+            yield {
+                "target": target.target,
+                "verdict": target.verdict,
+                "policy": target.policy,
+                "dtype": target.dtype,
+                **{name: getattr(seen, name, None) for name in names},
+                "broken_outputs": len(seen.broken) if seen is not None else None,
+                "breaches": len(target.breaches),
+                "seconds": target.seconds,
+                "peak_bytes": target.peak_bytes or None,
+            }
+
+
+def _details(result: TargetResult) -> Iterator[tuple[str, str]]:
+    for breach in result.breaches[:_SHOWN]:
+        yield f"  {breach.budget}", f"{escape_control(breach.where)}: {escape_control(breach.what)}"
+    if len(result.breaches) > _SHOWN:
+        yield "", f"and {len(result.breaches) - _SHOWN} more"
+    for number, text in enumerate(result.error.splitlines()):
+        yield "" if number else "  error", escape_control(text.strip())
+    for note in result.notes:
+        yield "  note", escape_control(note)
+
+
+def _cells(result: TargetResult, metric: bool) -> list[str | Line]:
+    seen = result.measured
+    bits = seen.headroom_bits if seen else None
+    drop = seen.metric_drop if seen else None
+    return [
+        escape_control(result.target),
+        line((result.verdict.upper(), _STYLES[result.verdict])),
+        f"{bits:.1f} bits" if bits is not None else "",
+        seen.accuracy if seen else "",
+        f"{seen.fp32_share:.0%}" if seen else "",
+        *([f"{drop:.3g}" if drop is not None else ""] if metric else []),
+        f"{result.seconds:.1f} s",
+        format_bytes(result.peak_bytes) if result.peak_bytes else "",
+    ]
+
+
+def _alerts(target: TargetResult) -> Iterator[Alert]:
+    name = escape_control(target.target)
+    model = SourceLine(target.target.partition(":")[0], 1)
+    for breach in target.breaches:
+        yield Alert(
+            code=breach.budget,
+            title=title_of(breach.budget, breach.budget),
+            level=breach.severity,
+            fails=True,
+            case=name,
+            site=escape_control(breach.where),
+            cause=escape_control(breach.what),
+            advice=f"ampaudit scan {name} says more",
+            line=safe_line(breach.source.evident if breach.source is not None else model),
+        )

@@ -1,0 +1,103 @@
+"""Several policies on one model, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.core.text import escape_control, format_bytes, plural, short_op
+from ampaudit.render.blocks import Line, Section, line, tabulate
+from ampaudit.render.documents.scan import ScanView, reports_page
+from ampaudit.render.findings import Suite
+from ampaudit.render.gradients import scales_that_suit
+from ampaudit.render.view import Page, Row, View
+from ampaudit.report.comparison import Comparison
+from ampaudit.report.finding import Severity
+from ampaudit.report.model import Report
+
+__all__ = ["ComparisonView"]
+
+_SHOWN = 4
+
+
+class ComparisonView(View[Comparison]):
+    """A suite per policy; a row per site and policy."""
+
+    def __init__(self, document: Comparison) -> None:
+        super().__init__(document)
+        self.scans = [ScanView(report) for report in document.reports]
+
+    @property
+    def name(self) -> str:
+        """The model."""
+        return self.scans[0].name
+
+    def sections(self, verbosity: int = 0) -> Iterator[Section]:
+        """One row per policy, then what breaks under each."""
+        reports = self.document.reports
+        first, run = reports[0], reports[0].run
+        against = "FP32" if first.backward is not None else "one FP32 run"
+        what = f"{len(reports)} policies in {run.dtype}, {run.mode} mode"
+        where = f"on {run.device} ({run.backend}), against {against}"
+        yield Section((line(f"{self.name}: {what}, {where}", style="bold"),))
+        heads = ("policy", "", "breaks", "least headroom", "output", "16-bit sites", "casts", "weights")
+        yield Section((tabulate(heads, map(_cells, reports), left=("",)),))
+        for report in reports:
+            for said in _remarks(report):
+                yield Section((line((f"{report.run.policy}  ", "bold"), said),))
+
+    def suites(self) -> tuple[Suite, ...]:
+        """A suite per policy."""
+        return tuple(suite for scan in self.scans for suite in scan.suites())
+
+    def rows(self) -> Iterator[Row]:
+        """A row per site and policy."""
+        for scan in self.scans:
+            yield from scan.rows()
+
+    def digest(self) -> Iterator[Section | Suite]:
+        """The policies side by side, and the digest of each."""
+        rows = []
+        for report in self.document.reports:
+            verdict = "✅ PASS" if report.exit_code == 0 else "❌ FAIL"
+            breaks = str(report.count(Severity.ERROR))
+            policy = line((escape_control(report.run.policy), "code"))
+            rows.append((policy, verdict, breaks, _bits(report), report.accuracy))
+        heads = ("policy", "", "breaks", "least headroom", "output")
+        yield Section((tabulate(heads, rows, left=("",)),), "Policies side by side", level=2)
+        for scan in self.scans:
+            yield from scan.digest()
+
+    def page(self) -> Page:
+        """The page of a scan, with policies to choose from."""
+        return reports_page(self.document.reports)
+
+
+def _remarks(report: Report) -> Iterator[str]:
+    broken = [f for f in report.findings if f.severity is Severity.ERROR]
+    if broken:
+        names = [f"{escape_control(f.layer or '(top)')} {escape_control(short_op(f.op))}" for f in broken]
+        more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+        yield f"breaks at {', '.join(names[:_SHOWN])}{more}"
+    if report.backward is not None:
+        yield scales_that_suit(report.backward)
+    if report.promoted:
+        yield f"{plural(len(report.promoted), 'site')} promoted to float32 because of their values"
+
+
+def _bits(report: Report) -> str:
+    least = report.least_headroom
+    return f"{least.headroom_bits:.1f} bits" if least is not None else ""
+
+
+def _cells(report: Report) -> list[str | Line]:
+    errors, copies = report.count(Severity.ERROR), report.weights.working_bytes
+    return [
+        report.run.policy,
+        line(("PASS", "bold green") if report.exit_code == 0 else ("FAIL", "bold red")),
+        str(errors) if errors else "",
+        _bits(report),
+        report.accuracy,
+        f"{len(report.low_precision_sites)} of {len(report.sites)}",
+        str(report.coverage.casts),
+        format_bytes(copies) if copies else "FP32",
+    ]

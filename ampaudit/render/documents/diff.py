@@ -1,0 +1,120 @@
+"""A difference of two reports: what got worse, better or different, layer by layer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from ampaudit.core.text import escape_control
+from ampaudit.render.blocks import Block, Indented, Labelled, Section, facts, line, tabulate
+from ampaudit.render.view import Row, View
+from ampaudit.report.difference import Difference, Differences, Direction, SiteChange
+
+__all__ = ["DiffView"]
+
+_LAYERS, _SITES, _ROWS = 20, 4, 50
+_TITLES: dict[Direction, str] = {"worse": "Worse", "better": "Better", "other": "Different"}
+_STYLES = {"worse": "bold red", "better": "bold green", "other": "bold"}
+
+
+class DiffView(View[Differences]):
+    """A row per change."""
+
+    def sections(self, verbosity: int = 0) -> Iterator[Section]:
+        """Per policy: the verdicts, what got worse, better or different, layer by layer."""
+        for pair in self.document.pairs:
+            yield from self._pair(pair, verbosity > 0)
+
+    def _pair(self, pair: Difference, verbose: bool) -> Iterator[Section]:
+        source, policy = escape_control(pair.new.source), escape_control(pair.new.policy)
+        yield Section((line((source, "bold"), f": policy {policy}, {pair.new.dtype}"),))
+        worse, better = len(pair.of("worse")), len(pair.of("better"))
+        counts = (f"{worse} worse, {better} better", "bold red" if worse else "bold green")
+        verdicts = f"{pair.old.verdict.upper()} before, {pair.new.verdict.upper()} now"
+        yield Section((line(counts, f"  {verdicts}"),))
+        for way, title in _TITLES.items():
+            changes = pair.of(way)
+            if changes and (way != "other" or verbose):
+                yield Section(tuple(_by_layer(changes, verbose)), title, _STYLES[way])
+        yield Section((facts(self._summary(pair, verbose)),))
+
+    def _summary(self, pair: Difference, verbose: bool) -> Iterator[tuple[str, str]]:
+        found = self.document
+        less = f"(headroom within {found.bits:g} bits, accuracy within {found.decibels:g} dB)"
+        yield "As before", f"{pair.same} sites {less}"
+        for label, names in (("Added", pair.added), ("Removed", pair.removed)):
+            if names:
+                shown = ", ".join(escape_control(name) for name in names[:_SITES])
+                yield label, f"{len(names)} sites: {shown}{' ...' if len(names) > _SITES else ''}"
+        others = pair.of("other")
+        if others and not verbose:
+            yield "Different", f"{len(others)} changes that are neither; -v shows them"
+        for note in pair.notes:
+            yield "Note", note
+
+    def digest(self) -> Iterator[Section]:
+        """A table per policy, what got worse first."""
+        for pair in self.document.pairs:
+            worse, better = pair.of("worse"), pair.of("better")
+            counts = f": {len(worse)} worse, {len(better)} better"
+            title = line("❌ " if worse else "✅ ", (escape_control(pair.new.source), "code"), counts)
+            said = f"{escape_control(pair.new.policy)}, {pair.new.dtype}"
+            blocks: list[Block] = [line(f"{said}: {pair.old.verdict} before, {pair.new.verdict} now")]
+            changes = (*worse, *better)
+            rows = [
+                (_TITLES[c.way], line((escape_control(c.site), "code")), escape_control(c.what))
+                for c in changes[:_ROWS]
+            ]
+            if rows:
+                blocks.append(tabulate(("", "site", "what"), rows, left=("site", "what")))
+            if len(changes) > _ROWS:
+                blocks.append(line(f"and {len(changes) - _ROWS} more"))
+            summary = facts(("", f"{label}: {text}") for label, text in self._summary(pair, verbose=True))
+            yield Section((*blocks, summary), title, level=2)
+
+    def rows(self) -> Iterator[Row]:
+        """A row per change."""
+        for pair in self.document.pairs:
+            for change in pair.changes:
+                yield {
+                    "policy": pair.new.policy,
+                    "dtype": pair.new.dtype,
+                    "direction": change.way,
+                    "layer": change.layer,
+                    "site": change.site,
+                    "what": change.what,
+                    "before": change.before,
+                    "after": change.after,
+                }
+
+
+def _by_layer(changes: Sequence[SiteChange], verbose: bool) -> Iterator[Block]:
+    layers = _layers(changes)
+    shown = list(layers.items()) if verbose else list(layers.items())[:_LAYERS]
+    for layer, own in shown:
+        some = own if verbose else own[:_SITES]
+        rows = Labelled(tuple((line(_short(c), style="cyan"), (line(escape_control(c.what)),)) for c in some))
+        name = line(escape_control(layer or "(whole model)"), style="bold")
+        blocks: list[Block] = [name, Indented((rows,), 2)]
+        if len(own) > len(some):
+            blocks.append(line(f"  and {len(own) - len(some)} more", style="dim"))
+        yield Indented(tuple(blocks), 2)
+    if len(layers) > len(shown):
+        yield line(f"  and {len(layers) - len(shown)} more layers; -v lists all", style="dim")
+
+
+def _layers(changes: Sequence[SiteChange]) -> dict[str, list[SiteChange]]:
+    """The layers with the least of what is left first, new findings before all."""
+    found: defaultdict[str, list[SiteChange]] = defaultdict(list)
+    for change in changes:
+        found[change.layer].append(change)
+    return dict(sorted(found.items(), key=lambda item: min(map(_urgency, item[1]))))
+
+
+def _urgency(change: SiteChange) -> tuple[bool, float]:
+    return change.after is not None, change.after if change.after is not None else 0.0
+
+
+def _short(change: SiteChange) -> str:
+    """The op within its layer."""
+    return escape_control(change.site.removeprefix(f"{change.layer}/") if change.layer else change.site)

@@ -1,0 +1,126 @@
+"""Renders lint findings: location, cause, source line, advice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ampaudit.core.sites import SourceLine
+from ampaudit.core.text import escape_control, plural
+from ampaudit.render.blocks import Line, Section, line
+from ampaudit.render.findings import Alert, Suite, safe_line
+from ampaudit.render.view import Row, View
+from ampaudit.report.finding import threshold
+from ampaudit.report.lint import LintFinding, LintReport
+from ampaudit.report.pages import title_of
+
+__all__ = ["LintView"]
+
+_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+_WIDEST = 100
+
+
+class LintView(View[LintReport]):
+    """A suite with a case per file that has findings; a row per finding."""
+
+    def sections(self, verbosity: int = 0) -> Iterator[Section]:
+        """Render the findings and a summary; the summary alone if ``verbosity`` is -1."""
+        report = self.document
+        if verbosity >= 0:
+            for finding in report.findings:
+                if finding.suppressed is None or verbosity > 0:
+                    yield Section(tuple(_finding(finding)))
+        unread = (line(str(item), style="yellow", wrap=False) for item in report.unread)
+        verdict = ("FAIL  ", "bold red") if report.exit_code else ("PASS  ", "bold green")
+        yield Section((*unread, line(verdict, _summary(report), wrap=False)))
+
+    def suites(self) -> tuple[Suite, ...]:
+        """All files as one suite."""
+        report = self.document
+        rank = threshold(report.fail_on)
+        suite = Suite(
+            name=self.name,
+            label=plural(report.linted, "file"),
+            passed=report.exit_code == 0,
+            cases=tuple(dict.fromkeys(escape_control(finding.file) for finding in report.findings)),
+            alerts=tuple(_alert(finding, rank) for finding in report.findings),
+            tool_version=report.tool_version,
+            errors={f"{escape_control(u.file)}:{u.line}": escape_control(u.reason) for u in report.unread},
+        )
+        return (suite,)
+
+    def rows(self) -> Iterator[Row]:
+        """A row per finding."""
+        names = ("file", "cell", "line", "column", "code", "severity", "function", "cause", "advice")
+        for finding in self.document.findings:
+            yield {
+                **{name: getattr(finding, name) for name in names},
+                "suppressed": finding.suppressed,
+                "fixable": int(finding.fixable),
+            }
+
+
+def _finding(finding: LintFinding) -> Iterator[Line]:
+    """Lines that are not wrapped: editors and scripts read one per finding."""
+    cell = f"cell {finding.cell}:" if finding.cell is not None else ""
+    hidden = f" [suppressed: {escape_control(finding.suppressed)}]" if finding.suppressed is not None else ""
+    yield line(
+        f"{escape_control(finding.file)}:{cell}{finding.line}:{finding.column}: ",
+        (f"{finding.severity} {finding.code}", _STYLES[finding.severity]),
+        f" {escape_control(finding.cause)}",
+        (hidden, "dim"),
+        wrap=False,
+    )
+    shown, indent, width = _excerpt(finding)
+    yield line(f"{finding.line:>5} | {shown}", wrap=False)
+    if indent <= _WIDEST:
+        yield line(f"{'':>5} | {' ' * max(indent, 0)}{'^' * width}", style="red", wrap=False)
+    fix = "  (fixable with --fix)" if finding.fixable else ""
+    yield line(f"{'':>5} = {escape_control(finding.advice)}{fix}", wrap=False)
+
+
+def _excerpt(finding: LintFinding) -> tuple[str, int, int]:
+    """The line without its indentation, where the finding begins in it, and how wide it is."""
+    text = escape_control(finding.source.expandtabs(4))
+    # tabs and escaped characters make the text before the finding wider
+    before = len(escape_control(finding.source[: finding.column - 1].expandtabs(4)))
+    last = finding.end_column - 1 if finding.end_line == finding.line else len(finding.source.rstrip())
+    width = max(len(escape_control(finding.source[:last].expandtabs(4))) - before, 1)
+    indent = before - (len(text) - len(text.lstrip()))
+    shown = text.strip()
+    if len(shown) > _WIDEST:
+        return shown[:_WIDEST] + "…", indent, min(width, max(_WIDEST - indent, 1))
+    return shown, indent, width
+
+
+def _summary(report: LintReport) -> str:
+    if not report.linted:
+        said = "no Python, notebook or Markdown file found"
+    else:
+        levels = Counter(str(finding.severity) for finding in report.active)
+        parts = [plural(levels[level], level) for level in _STYLES if levels[level]]
+        said = f"{', '.join(parts) or 'no findings'} in {plural(report.linted, 'file')}"
+    counts = {
+        "fixable with --fix": sum(finding.fixable for finding in report.active),
+        "fixed": report.fixed,
+        "suppressed": len(report.findings) - len(report.active),
+    }
+    said += "".join(f"; {count} {what}" for what, count in counts.items() if count)
+    return said + (f"; {plural(len(report.unread), 'read error')}" if report.unread else "")
+
+
+def _alert(finding: LintFinding, rank: float) -> Alert:
+    cell = f"cell {finding.cell}, " if finding.cell is not None else ""
+    return Alert(
+        code=finding.code,
+        title=title_of(finding.code, finding.code),
+        level=finding.severity,
+        fails=finding.suppressed is None and finding.severity.rank >= rank,
+        case=escape_control(finding.file),
+        site=cell + (escape_control(finding.function) or "(module)"),
+        cause=escape_control(finding.cause),
+        advice=escape_control(finding.advice),
+        line=safe_line(SourceLine(finding.file, finding.line, finding.source.strip())),
+        suppressed=finding.suppressed,
+        region=(finding.column, finding.end_line, finding.end_column),
+    )

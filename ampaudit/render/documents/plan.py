@@ -1,0 +1,161 @@
+"""A plan: one row per op, the rules, the totals; and two plans side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from ampaudit.core.sites import pattern_of
+from ampaudit.core.text import escape_control, format_bytes, short_op
+from ampaudit.render.blocks import Block, Line, Section, Table, facts, line, tabulate
+from ampaudit.render.view import Row, View
+from ampaudit.report.plan import PlannedSite, PlanReport
+
+__all__ = ["PlanView", "plans_compared"]
+
+_QUIET_ROLES = ("view", "select")
+_DEFAULT = "(default)"
+Item = TypeVar("Item")
+
+
+class PlanView(View[PlanReport]):
+    """A row per op; ``layer`` is a glob that chooses layers for the sections."""
+
+    def __init__(self, document: PlanReport, layer: str | None = None) -> None:
+        super().__init__(document)
+        self.layer = layer
+
+    @property
+    def name(self) -> str:
+        """The model."""
+        return escape_control(self.document.model)
+
+    def sections(self, verbosity: int = 0) -> Iterator[Section]:
+        """Heading, one row per op (equal ops of a stack's layers as one), the rules, the totals."""
+        plan, verbose = self.document, verbosity > 0
+        sites = plan.matching(self.layer)
+        shown = [s for s in sites if verbose or s.role not in _QUIET_ROLES or s.casts]
+        how = f"policy {plan.policy}, {plan.dtype}; nothing was run in {plan.dtype}"
+        yield Section((line(("plan  ", "bold"), f"{self.name}: {how}"),))
+        blocks: list[Block] = [_site_table(shown, verbose)]
+        if len(shown) < len(sites):
+            hidden = len(sites) - len(shown)
+            blocks.append(line(f"and {hidden} sites that only hand on values; -v shows them", style="dim"))
+        yield Section(tuple(blocks))
+        if self.layer is not None:
+            below = "below, the rules of these layers and the totals of the whole model"
+            yield Section((line(below, style="dim"),))
+        yield Section((_rule_table(plan, sites),))
+        yield Section((facts(_totals(plan)),))
+
+    def rows(self) -> Iterator[Row]:
+        """A row per op."""
+        plan = self.document
+        names = ("site", "layer", "op", "role", "precision", "rule", "reason", "casts", "cast_bytes")
+        run = {"policy": plan.policy, "dtype": plan.dtype}
+        for site in plan.sites:
+            yield {**run, **{name: getattr(site, name) for name in names}}
+
+
+def _site_table(sites: Sequence[PlannedSite], verbose: bool) -> Table:
+    rows: list[tuple[str | Line, ...]] = []
+    groups = _stacked(sites, lambda s: s.site, lambda s: (s.precision, s.rule or "", s.op), verbose)
+    for name, times, members in groups:
+        site = members[0]
+        casts = sum(s.casts for s in members)
+        rows.append(
+            (
+                name,
+                times,
+                line((site.precision, "bold" if site.precision != "float32" else "")),
+                str(casts or ""),
+                format_bytes(sum(s.cast_bytes for s in members)) if casts else "",
+                escape_control(site.rule or _DEFAULT),
+            )
+        )
+    heads = ("site", "times", "precision", "casts", "bytes", "rule")
+    return tabulate(heads, rows, left=("precision", "rule"), width=24)
+
+
+def _stacked(
+    items: Iterable[Item],
+    site: Callable[[Item], str],
+    alike: Callable[[Item], tuple[str, ...]],
+    verbose: bool,
+) -> Iterator[tuple[str, str, list[Item]]]:
+    """Items of the same place in different layers of a stack together, with their name and number."""
+    groups: dict[tuple[str, ...], list[Item]] = {}
+    for item in items:
+        place = site(item) if verbose else pattern_of(site(item))
+        groups.setdefault((place, *alike(item)), []).append(item)
+    for (place, *_), members in groups.items():
+        several = len(members) > 1
+        yield (
+            escape_control(place if several else site(members[0])),
+            str(len(members)) if several else "",
+            members,
+        )
+
+
+def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
+    counts = Counter(site.rule for site in sites)
+    used = (use for use in plan.rules if counts[use.rule])
+    rows = (
+        (escape_control(use.rule or _DEFAULT), str(counts[use.rule]), use.reason, escape_control(use.why))
+        for use in used
+    )
+    return tabulate(("rule", "sites", "reason", "why"), rows, left=("reason", "why"))
+
+
+def _totals(plan: PlanReport) -> list[tuple[str, str]]:
+    """Precision, casts and weights in words."""
+    weights = plan.weights
+    other = f", {plan.other} in another dtype" if plan.other else ""
+    moved = f"{plan.casts} inserted, moving {format_bytes(plan.cast_bytes)} per forward pass of this batch"
+    sizes = f"{format_bytes(weights.before)} before, {format_bytes(weights.after)} after conversion"
+    masters = f"; training keeps {format_bytes(weights.masters)} of FP32 masters beside them"
+    return [
+        ("Precision", f"{plan.lower} computing sites in {plan.dtype}, {plan.float32} in float32{other}"),
+        ("Casts", f"{moved}; {plan.author_casts} of the author's own"),
+        ("Weights", f"{sizes}{masters if weights.masters else ''}"),
+        *(("Note", escape_control(note)) for note in plan.notes),
+    ]
+
+
+def plans_compared(first: PlanReport, second: PlanReport, *, verbose: bool = False) -> Iterator[Section]:
+    """The ops that two policies run in different precisions on one model, and what each costs."""
+    theirs = {site.site: site for site in second.sites}
+    common = [(s, theirs[s.site]) for s in first.sites if s.site in theirs]
+    compared = [(a, b) for a, b in common if a.role not in _QUIET_ROLES]
+    different = [(a, b) for a, b in compared if a.precision != b.precision]
+    policies = f"{escape_control(first.model)}: {first.policy} and {second.policy} in {first.dtype}"
+    run = f"run {len(different)} of {len(compared)} sites differently"
+    yield Section((line(("diff  ", "bold"), f"{policies} {run}"),))
+    if different:
+        yield Section((_difference_table(first, second, different, verbose),))
+    only = [len(first.sites) - len(common), len(second.sites) - len(common)]
+    if any(only):
+        sides = f"{only[0]} sites only under {first.policy}, {only[1]} only under {second.policy}"
+        yield Section((line(f"{sides}: code that asks for the dtype, or ops that one of them splits"),))
+    totals = zip(_totals(first)[:3], _totals(second)[:3], strict=True)
+    heads = (line(""), line(first.policy, style="bold"), line(second.policy, style="bold"))
+    yield Section((facts([heads, *((label, ours, other) for (label, ours), (_, other) in totals)]),))
+
+
+def _difference_table(
+    first: PlanReport,
+    second: PlanReport,
+    different: Sequence[tuple[PlannedSite, PlannedSite]],
+    verbose: bool,
+) -> Table:
+    heads = ("site", "times", first.policy, second.policy)
+    groups = _stacked(
+        different, lambda pair: pair[0].site, lambda pair: (*map(_side, pair), short_op(pair[0].op)), verbose
+    )
+    rows = ((name, times, *map(_side, members[0])) for name, times, members in groups)
+    return tabulate(heads, rows, left=heads[2:], width=24)
+
+
+def _side(site: PlannedSite) -> str:
+    return f"{site.precision} {escape_control(site.rule or _DEFAULT)}"

@@ -1,0 +1,161 @@
+"""A scan of one model under one policy: verdict, what broke, what came near, what was looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ampaudit.core.text import escape_control, format_bytes, format_number
+from ampaudit.render.blocks import Section, facts, headline, line, tabulate
+from ampaudit.render.finding_blocks import finding_sections
+from ampaudit.render.findings import TOP, Suite, alert_of
+from ampaudit.render.gradients import gradient_sections, scales_that_suit
+from ampaudit.render.scan_summary import summary_rows
+from ampaudit.render.scan_tables import all_sites, level_sections
+from ampaudit.render.verdict import VERDICT_STYLES, verdict_words
+from ampaudit.render.view import Cell, Page, Row, View
+from ampaudit.report.finding import Severity, threshold
+from ampaudit.report.model import Report
+from ampaudit.report.site import SiteReport
+
+__all__ = ["ScanView", "reports_page"]
+
+_FINDINGS = 25  # more are a list that nobody reads
+_NEAREST = 5
+_SCRIPTS = (
+    *("values.js", "theme.js", "marks.js", "range.js", "detail.js", "strip.js", "scales.js", "findings.js"),
+    "main.js",
+)
+
+
+class ScanView(View[Report]):
+    """A suite with a case per layer; a row per site."""
+
+    @property
+    def name(self) -> str:
+        """The model."""
+        return escape_control(self.document.model.source)
+
+    def sections(self, verbosity: int = 0) -> Iterator[Section]:
+        """The verdict, findings, the tables of the level that was run, and a summary."""
+        report, full = self.document, verbosity > 0
+        word, sentence = verdict_words(report)
+        verdict = Section((line((word, VERDICT_STYLES[word]), f"  {sentence}"),))
+        if verbosity < 0:
+            yield verdict
+            return
+        run = report.run
+        what = "FP32 ranges" if run.level == "ranges" else f"policy {run.policy}, {run.dtype}"
+        yield headline(report.tool.version, f"{self.name}: {what}, {run.mode} mode, {run.extent}")
+        yield verdict
+        active = self.suites()[0].active
+        shown = [alert for alert in active if full or alert.level is not Severity.NOTE]
+        limit = len(shown) if full else _FINDINGS
+        yield from finding_sections(shown[:limit])
+        if len(shown) > limit:
+            more = f"and {len(shown) - limit:,} more findings; -v shows all"
+            yield Section((line(more, style="bold"),))
+        yield from level_sections(report, _NEAREST)
+        if report.backward is not None:
+            yield from gradient_sections(report.backward, run.dtype, _NEAREST, full=full)
+        yield Section((facts(summary_rows(report, len(active) - len(shown))),))
+        if full:
+            yield all_sites(report)
+
+    def suites(self) -> tuple[Suite, ...]:
+        """The layers as one suite."""
+        report = self.document
+        rank = threshold(report.fail_on)
+        layers = [site.layer for site in report.sites if site.forward is not None]
+        layers += [finding.layer for finding in report.findings]
+        suite = Suite(
+            name=self.name,
+            label=f"{escape_control(report.run.policy)}, {report.run.dtype}",
+            passed=report.exit_code == 0,
+            cases=tuple(escape_control(layer or TOP) for layer in dict.fromkeys(layers)),
+            alerts=tuple(alert_of(f, escape_control(f.layer or TOP), rank) for f in report.findings),
+            tool_version=report.tool.version,
+            seconds={"": sum(report.timings.values())} if report.timings else {},
+        )
+        return (suite,)
+
+    def rows(self) -> Iterator[Row]:
+        """A row per site."""
+        codes = self.document.codes_by_site
+        run = {"policy": self.document.run.policy, "dtype": self.document.run.dtype}
+        for index, site in enumerate(self.document.sites):
+            source = site.source
+            yield {
+                **run,
+                "index": index,
+                **_fields(site, ("site", "layer", "layer_type", "op", "role", "precision")),
+                "shape": "x".join(map(str, site.shape)),
+                **_fields(site, ("rule", "reason", "verdict")),
+                "by_design": int(site.by_design),
+                "findings": " ".join(codes[site.site]),
+                **_measured(site),
+                "file": source.file if source is not None else None,
+                "line": source.line if source is not None else None,
+            }
+
+    def digest(self) -> Iterator[Section | Suite]:
+        """The suite, the sites nearest the limit, and the numbers of the run."""
+        report = self.document
+        yield from self.suites()
+        nearest = [
+            (
+                line((escape_control(site.site), "code")),
+                format_number(seen.peak),
+                f"{seen.headroom_bits:.1f} bits",
+            )
+            for site in report.nearest_sites[:_NEAREST]
+            if (seen := site.forward)
+        ]
+        if nearest:
+            yield Section((tabulate(("site", "peak", "headroom"), nearest),), "Nearest the limit")
+        yield Section((facts(("", fact) for fact in _numbers(report)),))
+
+    def page(self) -> Page:
+        """Charts of every site, findings with their pages, and a summary."""
+        return reports_page((self.document,))
+
+
+def reports_page(reports: Sequence[Report]) -> Page:
+    """A page for one policy or several to choose from."""
+    from ampaudit.render.html.figures import figure_data
+    from ampaudit.render.html.views import page_values
+
+    data = [figure_data(report) for report in reports]
+    views = [(report, ScanView(report).suites()[0]) for report in reports]
+    return Page("page.html.j2", _SCRIPTS, data, page_values(views))
+
+
+def _numbers(report: Report) -> Iterator[str]:
+    cover, weights = report.coverage, report.weights
+    yield f"{cover.audited} of {cover.sites} floating-point sites audited"
+    if report.proofs is not None:
+        yield f"{report.proofs.proved} of {report.proofs.sites} proved"
+    if report.promoted:
+        yield f"{len(report.promoted)} promoted to float32 because of their values"
+    if weights.working_bytes:
+        masters, copies = format_bytes(weights.master_bytes), format_bytes(weights.working_bytes)
+        yield f"weights {masters} in FP32, {copies} in 16 bits"
+    if report.backward is not None:
+        yield scales_that_suit(report.backward)
+    yield report.run.extent
+
+
+def _fields(value: object, names: Sequence[str]) -> Mapping[str, Cell]:
+    return {name: getattr(value, name, None) for name in names}
+
+
+def _measured(site: SiteReport) -> Mapping[str, Cell]:
+    counts = ("peak", "min_nonzero", "headroom_bits", "inf", "nan", "elements", "sqnr_db", "local_sqnr_db")
+    shares = ("max_error", "max_relative_error", "flushed", "subnormal")
+    gradient = _fields(
+        site.gradient, ("precision", "peak", "headroom_bits", "inf", "nan", "flushed", "sqnr_db")
+    )
+    return {
+        **_fields(site.forward, (*counts, *shares)),
+        "bound": site.bound,
+        **{f"gradient_{name}": value for name, value in gradient.items()},
+    }

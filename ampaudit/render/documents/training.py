@@ -1,0 +1,193 @@
+"""Training runs: verdict, curves, what went wrong, and the health of each parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ampaudit.core.text import escape_control, format_bytes, format_number, format_scale, plural
+from ampaudit.render.blocks import Block, Line, Section, facts, headline, line, tabulate
+from ampaudit.render.finding_blocks import finding_sections
+from ampaudit.render.findings import Alert, Suite, alert_of
+from ampaudit.render.view import Row, View
+from ampaudit.report.finding import Severity
+from ampaudit.report.training import ParameterHealth, TrainingReport, Variant
+
+__all__ = ["TrainingView", "sparkline"]
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH, _PARAMETERS = 38, 5
+
+
+class TrainingView(View[TrainingReport]):
+    """A suite with a case per run; a row per parameter and run."""
+
+    @property
+    def name(self) -> str:
+        """The model."""
+        return escape_control(self.document.model.source)
+
+    def sections(self, verbosity: int = 0) -> Iterator[Section]:
+        """Verdict, findings, curves, and the parameters that lose most."""
+        report, verdict = self.document, Section((self._verdict(),))
+        if verbosity < 0:
+            yield verdict
+            return
+        what = f"{report.steps} steps of {report.optimizer} on {report.device}"
+        yield headline(report.tool.version, f"{self.name}: {what}")
+        yield verdict
+        alerts = self._alerts()
+        shown = [alert for alert in alerts if verbosity > 0 or alert.level is not Severity.NOTE]
+        yield from finding_sections(shown)
+        yield from _curves(report.variants)
+        for variant in report.variants[1:] or report.variants:
+            yield _health(variant, len(variant.health.parameters) if verbosity > 0 else _PARAMETERS)
+        yield Section((facts(_summary(report, len(alerts) - len(shown))),))
+
+    def suites(self) -> tuple[Suite, ...]:
+        """The runs as one suite."""
+        report = self.document
+        suite = Suite(
+            name=self.name,
+            label=f"training, {report.dtype}",
+            passed=report.exit_code == 0,
+            cases=tuple(escape_control(variant.name) for variant in report.variants),
+            alerts=self._alerts(),
+            tool_version=report.tool.version,
+        )
+        return (suite,)
+
+    def rows(self) -> Iterator[Row]:
+        """A row per parameter and run."""
+        names = ("elements", "zero", "flushed", "broken", "update_ratio", "lost", "state_flushed")
+        for variant in self.document.variants:
+            for parameter in variant.health.parameters:
+                yield {
+                    "run": variant.name,
+                    "parameter": parameter.name,
+                    "gradient_peak": parameter.largest_gradient,
+                    **{name: getattr(parameter, name) for name in names},
+                }
+
+    def digest(self) -> Iterator[Section | Suite]:
+        """The suite, and a row per run."""
+        yield from self.suites()
+        rows = [
+            (
+                line((escape_control(v.name), "code")),
+                _shown(v.final_loss),
+                "" if v.metric is None else _shown(v.metric),
+                str(v.health.skipped),
+            )
+            for v in self.document.variants
+        ]
+        yield Section((tabulate(("run", "last loss", "metric", "skipped steps"), rows),))
+
+    def _alerts(self) -> tuple[Alert, ...]:
+        report = self.document
+        failing = Severity.ERROR.rank if report.verdict == "fail" else math.inf
+        return tuple(
+            alert_of(f, escape_control(f.site.rpartition("/")[0]), failing, f.site.partition("/")[0])
+            for f in report.findings
+        )
+
+    def _verdict(self) -> Line:
+        report = self.document
+        if report.verdict == "fail":
+            errors = sum(f.severity is Severity.ERROR for f in report.findings)
+            what = f"{report.dtype} training deviates from FP32 ({plural(errors, 'finding')})"
+            return line(("FAIL", "bold red"), f"  {what}")
+        others = ", ".join(v.name for v in report.variants if v.name != "fp32")
+        return line(("PASS", "bold green"), f"  {others}: the loss follows FP32's")
+
+
+def _curves(variants: Sequence[Variant]) -> Iterator[Section]:
+    metric = ("metric",) if any(v.metric is not None for v in variants) else ()
+    low, high = _range(variants)
+    curves, costs = [], []
+    for variant in variants:
+        name, losses = escape_control(variant.name), [step.loss for step in variant.health.steps]
+        last = variant.final_loss if variant.final_loss is not None else (losses[-1] if losses else None)
+        ends = (_shown(losses[0] if losses else None), _shown(last))
+        scored = (_shown(variant.metric),) if metric else ()
+        curves.append((name, sparkline(losses, low, high), *ends, *scored))
+        held = variant.peak_bytes if variant.peak_bytes is not None else variant.bytes_held
+        step = f"{variant.seconds * 1e3:.3g} ms"
+        costs.append((name, str(variant.health.skipped), _scale(variant), step, format_bytes(held)))
+    heads = ("run", "curve", "first", "last", *metric)
+    title = "Loss, from the same start on the same batches"
+    yield Section((tabulate(heads, curves, left=("curve",)),), title)
+    heads = ("run", "skipped", "loss scale", "step", "memory")
+    yield Section((tabulate(heads, costs, left=("loss scale",)),))
+
+
+def _range(variants: Sequence[Variant]) -> tuple[float, float]:
+    """Of FP32's losses, so that a run that explodes does not flatten the others."""
+    losses = [step.loss for step in variants[0].health.steps if step.loss is not None] if variants else []
+    return (min(losses), max(losses)) if losses else (0.0, 1.0)
+
+
+def sparkline(values: Sequence[float | None], low: float, high: float, width: int = _WIDTH) -> str:
+    """A curve in one line; ``!`` is not finite."""
+    count = min(width, len(values))
+    found: list[str] = []
+    for place in range(count):
+        part = values[place * len(values) // count : (place + 1) * len(values) // count]
+        finite = [value for value in part if value is not None]
+        if len(finite) < len(part):
+            found.append("!")
+            continue
+        share = (sum(finite) / len(finite) - low) / (high - low) if high > low else 0.0
+        found.append(_BLOCKS[min(max(int(share * len(_BLOCKS)), 0), len(_BLOCKS) - 1)])
+    return "".join(found)
+
+
+def _scale(variant: Variant) -> str:
+    scales = [step.scale for step in variant.health.steps]
+    if not scales or set(scales) == {1.0}:
+        return ""
+    first, last = scales[0], scales[-1]
+    return format_scale(first) if len(set(scales)) == 1 else f"{format_scale(first)} to {format_scale(last)}"
+
+
+def _shown(value: float | None) -> str:
+    return "not finite" if value is None or not math.isfinite(value) else format_number(value)
+
+
+def _health(variant: Variant, rows: int) -> Section:
+    health = variant.health
+    parameters = sorted(health.parameters, key=lambda p: (-p.broken, -p.flushed, -(p.lost or 0.0)))
+    run = f"{escape_control(variant.name)} ({escape_control(variant.how)})"
+    heads = ("parameter", "gradient", "over steps", "zero", "flushed", "update", "lost")
+    blocks: list[Block] = [tabulate(heads, map(_parameter, parameters[:rows]), left=("over steps",))]
+    if len(parameters) > rows:
+        blocks.append(line(f"and {len(parameters) - rows} more; -v lists all", style="dim"))
+    return Section(tuple(blocks), f"{run}: gradients and updates, every {health.every} steps")
+
+
+def _parameter(parameter: ParameterHealth) -> tuple[str, ...]:
+    peaks = [math.log2(p) if p else (None if p is None else -40.0) for p in parameter.gradient_peaks]
+    finite = [p for p in peaks if p is not None]
+    return (
+        escape_control(parameter.name),
+        _shown(parameter.largest_gradient),
+        sparkline(peaks, min(finite, default=0.0), max(finite, default=1.0), 16),
+        f"{parameter.zero:.1%}",
+        f"{parameter.flushed:.1%}",
+        "" if parameter.update_ratio is None else f"{parameter.update_ratio:.2g}",
+        "" if parameter.lost is None else f"{parameter.lost:.0%}",
+    )
+
+
+def _summary(report: TrainingReport, hidden: int) -> Iterator[tuple[str, str]]:
+    gpu = any(v.peak_bytes is not None for v in report.variants)
+    held = "of parameters, gradients and the optimizer's state; a CPU's step times say nothing about a GPU's"
+    yield "Memory", "allocated at most" if gpu else held
+    yield "Zero", "share of gradient elements that are zero, for whatever reason"
+    yield "Flushed", f"share of gradient elements below what {report.dtype} holds under the step's scale"
+    yield "Update", "norm of the update over that of the weights, median over steps"
+    yield "Lost", f"share of updates that {report.dtype} weights would lose: less than half an ulp"
+    for note in report.notes:
+        yield "Note", escape_control(note)
+    if hidden:
+        yield "Notes", f"{plural(hidden, 'more finding')} of severity note; -v shows them"

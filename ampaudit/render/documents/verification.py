@@ -1,0 +1,53 @@
+"""A verified directory: the verdict, the problems, and what was checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.core.text import escape_control, format_bytes, plural
+from ampaudit.render.blocks import Line, Section, line
+from ampaudit.render.view import Row, View
+from ampaudit.report.verification import Verification
+
+__all__ = ["VerificationView"]
+
+_SHOWN = 20
+
+
+class VerificationView(View[Verification]):
+    """A row per problem."""
+
+    @property
+    def name(self) -> str:
+        """The directory."""
+        return escape_control(self.document.directory)
+
+    def sections(self, verbosity: int = 0) -> Iterator[Section]:
+        """The verdict, the problems, and what was checked."""
+        found, directory = self.document, escape_control(self.document.directory)
+        count = len(found.problems)
+        if count:
+            head = line(("FAIL  ", "bold red"), f"{plural(count, 'problem')} in {directory}")
+        else:
+            head = line(("PASS  ", "bold green"), f"{directory} is what was written")
+        yield Section((head,))
+        if count:
+            yield Section(tuple(self._problems(count if verbosity > 0 else _SHOWN)))
+        masters = f", {found.masters} of them rounded from the masters kept" if found.masters else ""
+        size = format_bytes(found.bytes)
+        checked = f"checked  {found.files} files, {size}; {found.tensors} tensors{masters}"
+        ran = (line(f"run      {escape_control(output)}") for output in found.outputs)
+        yield Section((line(checked), *ran))
+
+    def _problems(self, shown: int) -> Iterator[Line]:
+        problems = self.document.problems
+        for problem in problems[:shown]:
+            text = f"{escape_control(problem.where)}: {escape_control(problem.what)}"
+            yield line((f"  {problem.kind:<10}", "bold"), text)
+        if len(problems) > shown:
+            yield line(f"  and {len(problems) - shown} more; -v shows them", style="dim")
+
+    def rows(self) -> Iterator[Row]:
+        """A row per problem."""
+        for problem in self.document.problems:
+            yield {"kind": problem.kind, "where": problem.where, "what": problem.what}

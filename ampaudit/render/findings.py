@@ -1,0 +1,182 @@
+"""Findings, each turned once into what any format shows of it, and the suites that they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ampaudit.core.sites import SourceLine
+from ampaudit.core.text import escape_control, plural, short_op
+from ampaudit.report.finding import Finding, Severity, Source, Trial
+from ampaudit.report.pages import title_of
+
+__all__ = ["TOP", "Alert", "Suite", "alert_of", "safe_line"]
+
+TOP = "(top module)"
+_POISONS_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One thing to tell somebody. Every text in it is safe to print: names have no control characters.
+
+    Attributes:
+        code: of a check, or the name of a budget.
+        title: the page's, in a few words.
+        level: how grave.
+        fails: whether it fails its suite.
+        case: what it is about, among the suite's cases.
+        site: the op, or the name of what is not one.
+        cause: why.
+        advice: what to do next; empty where something was tried.
+        can_try: whether ``--advise`` could try something.
+        layer: the module; something to name it by where there is none.
+        op: the ATen op.
+        evidence: its numbers in words.
+        headroom: in bits.
+        path: later sites that it poisons.
+        trials: changes that cure or fix it.
+        line: where to show it, in the user's own code if possible.
+        source: the line that computes the value.
+        caller: the user's line that led there.
+        fate: what becomes of a value that is not finite.
+        suppressed: why it does not count.
+        region: first column, last line and the column behind its end, from 1, where they are known.
+    """
+
+    code: str
+    title: str
+    level: Severity
+    fails: bool
+    case: str
+    site: str
+    cause: str
+    advice: str
+    can_try: bool = False
+    layer: str = ""
+    op: str = ""
+    evidence: str = ""
+    headroom: str = ""
+    path: tuple[str, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    line: SourceLine | None = None
+    source: SourceLine | None = None
+    caller: SourceLine | None = None
+    fate: str = ""
+    suppressed: str | None = None
+    region: tuple[int, int, int] | None = None
+
+    @property
+    def poisons(self) -> str:
+        """How many later sites it poisons, and the first of them; empty if none."""
+        if not self.path:
+            return ""
+        shown, more = ", ".join(self.path[:_POISONS_SHOWN]), len(self.path) - _POISONS_SHOWN
+        rest = f" and {more} more" if more > 0 else ""
+        return f"poisons {plural(len(self.path), 'later site')}: {shown}{rest}"
+
+    @property
+    def text(self) -> str:
+        """Cause, evidence, what is poisoned and what cures it, each on a line."""
+        cures = (f"{trial.outcome}: {trial.change}" for trial in self.trials)
+        return "\n".join(part for part in (self.cause, self.evidence, self.poisons, *cures) if part)
+
+    @property
+    def places(self) -> tuple[SourceLine, ...]:
+        """Its lines, the one to show first."""
+        if self.line is None:
+            return ()
+        shown = (self.line.file, self.line.line)
+        others = (place for place in (self.source, self.caller) if place is not None)
+        return self.line, *(place for place in others if (place.file, place.line) != shown)
+
+    @property
+    def related(self) -> SourceLine | None:
+        """The line inside a library that computes the value, if it is another one than is shown."""
+        return self.source if self.source in self.places[1:] else None
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """One audited thing: a model under one policy, one training run beside others, or a set of targets.
+
+    Attributes:
+        name: of the model.
+        label: how it was audited: ``torch-cuda, float16``.
+        passed: its verdict.
+        cases: what was looked at, each to pass or fail by itself: layers, runs or targets.
+        alerts: in order of gravity.
+        tool_version: of the ampaudit that audited.
+        errors: cases that could not be audited, and why.
+        seconds: of the audit; per case where that is known.
+    """
+
+    name: str
+    label: str
+    passed: bool
+    cases: tuple[str, ...]
+    alerts: tuple[Alert, ...]
+    tool_version: str
+    errors: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def active(self) -> tuple[Alert, ...]:
+        """Alerts that are not suppressed."""
+        return tuple(alert for alert in self.alerts if alert.suppressed is None)
+
+
+def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Alert:
+    """What any format shows of a finding.
+
+    Args:
+        finding: any.
+        case: what it is about, among the suite's cases.
+        rank: of the severity from which it fails.
+        unnamed: stands for its layer where it has none.
+    """
+    source, bits = finding.source, finding.evidence.headroom_bits
+    return Alert(
+        code=finding.code,
+        title=title_of(finding.code, finding.kind),
+        level=finding.severity,
+        fails=finding.severity.rank >= rank and finding.suppressed is None,
+        case=case,
+        site=escape_control(finding.site),
+        cause=escape_control(finding.cause),
+        advice="" if finding.tried else escape_control(finding.advice),
+        can_try=finding.severity is Severity.ERROR and finding.phase != "backward",
+        layer=escape_control(finding.layer or unnamed),
+        op=escape_control(short_op(finding.op)),
+        evidence=finding.evidence.in_words,
+        headroom=f"{bits:+.1f} bits" if bits is not None else "",
+        path=tuple(map(escape_control, finding.poisons)),
+        trials=tuple(map(_safe_trial, finding.tried)),
+        line=safe_line(source.evident if source is not None else None),
+        source=safe_line(source),
+        caller=safe_line(source.caller if source is not None else None),
+        fate=finding.fate or "",
+        suppressed=finding.suppressed,
+    )
+
+
+def safe_line(line: SourceLine | Source | None) -> SourceLine | None:
+    """A source line that is safe to print."""
+    return (
+        None if line is None else SourceLine(escape_control(line.file), line.line, escape_control(line.code))
+    )
+
+
+def _safe_trial(trial: Trial) -> Trial:
+    return replace(
+        trial,
+        change=escape_control(trial.in_words),
+        paste=_lines(trial.paste),
+        diff=_lines(trial.diff),
+        before=escape_control(trial.before),
+        after=escape_control(trial.after),
+    )
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(escape_control, text.splitlines()))

@@ -1,0 +1,84 @@
+"""The summary of a scan: coverage, proofs, precision, accuracy, memory, notes and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampaudit.core.formats import format_named
+from ampaudit.core.text import escape_control, format_bytes, format_number, plural
+from ampaudit.report.extrapolation import Proofs
+from ampaudit.report.model import Report
+
+__all__ = ["summary_rows"]
+
+_OUTPUTS = 4
+
+
+def summary_rows(report: Report, hidden: int) -> Iterator[tuple[str, str]]:
+    """Pairs of a label and what is said; ``hidden`` notes are not among the findings shown."""
+    cover, run = report.coverage, report.run
+    if run.level != "static":
+        measured = f"({cover.measured} measured, the others hand values on)"
+        gaps = f"{len(cover.uncovered_ops)} ops not covered; no rule mentions {cover.no_rule} sites"
+        yield "Coverage", f"{cover.audited} of {cover.sites} floating-point sites audited {measured}; {gaps}"
+    if report.proofs is not None:
+        yield from _proofs(report, report.proofs)
+    yield from _beyond_the_batches(report)
+    if run.level == "scan":
+        yield from _run(report)
+    limits = format_named(run.dtype)
+    smallest = f"smallest normal {limits.min_normal:.3g}"
+    yield "Limits", f"{limits.name} ends at {format_number(limits.max)}, {smallest}"
+    for note in report.notes:
+        yield "Note", escape_control(note)
+    if hidden:
+        yield "Notes", f"{plural(hidden, 'more finding')} of severity note; -v shows them"
+    if report.timings:
+        yield "Time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.timings.items())
+
+
+def _run(report: Report) -> Iterator[tuple[str, str]]:
+    cover, weights, dtype = report.coverage, report.weights, report.run.dtype
+    own = (
+        f"; {cover.author_sites} sites in the author's autocast(enabled=False)" if cover.author_sites else ""
+    )
+    casts = f"{cover.casts} casts inserted, {cover.author_casts} conversions of the author's own{own}"
+    yield "Precision", f"{len(report.low_precision_sites)} sites in {dtype}; {casts}"
+    yield "Outputs", _outputs(report)
+    masters, copies = format_bytes(weights.master_bytes), format_bytes(weights.working_bytes)
+    yield "Weights", f"{masters} of FP32 masters, {copies} of 16-bit copies"
+    if report.run.backend != "native":
+        yield "Contract", report.run.contract
+
+
+def _proofs(report: Report, proofs: Proofs) -> Iterator[tuple[str, str]]:
+    over = sum(site.verdict == "overflows" for site in report.sites)
+    watched = "not proved" if report.run.level == "static" else "observed only"
+    rest = max(proofs.sites - proofs.proved - over, 0)
+    ranges = ", ".join(
+        f"{escape_control(a.name)} in {format_number(a.low)}:{format_number(a.high)} ({a.source})"
+        for a in proofs.assumed
+    )
+    yield "Proofs", f"{proofs.proved} of {proofs.sites} sites proved, {rest} {watched}, {over} overflow"
+    yield "Assumed", f"{ranges or 'nothing about inputs'}; {proofs.contract}"
+    if proofs.uncovered_ops:
+        yield "Unbounded", f"ops that no proof covers: {', '.join(proofs.uncovered_ops)}"
+
+
+def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
+    """What was found, or is to be expected, on other inputs."""
+    for s in report.stressed:
+        found = f"overflows: --inputs {s.file}" if s.overflows else "no overflow found"
+        reached = f"peak {format_number(s.seen)} raised to {format_number(s.reached)}"
+        yield "Stress", f"{escape_control(s.site)}: {reached}; {escape_control(found)}"
+    for t in report.tails:
+        rate = f"{format_number(t.per_million)} expected overflows per million samples"
+        interval = f"(90 %: {format_number(t.low)} to {format_number(t.high)}, from {t.batches} batches)"
+        yield "Tail", f"{escape_control(t.site)}: {rate} {interval}"
+
+
+def _outputs(report: Report) -> str:
+    shown = ", ".join(f"{escape_control(o.name)} {o.in_words}" for o in report.outputs[:_OUTPUTS])
+    more = f" and {len(report.outputs) - _OUTPUTS} more" if len(report.outputs) > _OUTPUTS else ""
+    repaired = ", with the faults repaired" if any(f.origin for f in report.findings) else ""
+    return f"signal to error against FP32{repaired}: {shown}{more}"

@@ -1,0 +1,154 @@
+"""The tables of a scan: what came near the limit, what other formats would do, every site."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ampaudit.core.formats import format_named
+from ampaudit.core.text import escape_control, format_number, plural
+from ampaudit.render.blocks import Block, Section, Table, line, tabulate
+from ampaudit.report.model import Report
+from ampaudit.report.site import SiteReport
+
+__all__ = ["all_sites", "level_sections"]
+
+_WIDTH = 36
+
+
+def level_sections(report: Report, count: int) -> Iterator[Section]:
+    """The tables of a scan, of ``--ranges`` or of ``--static``; each shows about ``count`` sites."""
+    if report.run.level == "ranges":
+        yield from _what_if(report, count)
+    elif report.run.level == "static":
+        yield from _unproved(report, 2 * count)
+    else:
+        yield from _promoted(report, count)
+        yield from _changed(report, 2 * count)
+        yield from _nearest(report, count)
+
+
+def _nearest(report: Report, count: int) -> Iterator[Section]:
+    """Healthy sites with the least headroom."""
+    sites = report.nearest_sites
+    if not sites:
+        return
+    rows = []
+    for site in sites[:count]:
+        assert site.forward is not None
+        sqnr = site.forward.sqnr_db
+        rows.append(
+            (
+                escape_control(site.site),
+                format_number(site.forward.peak),
+                f"{site.headroom_bits:.1f} bits",
+                "exact" if sqnr is None else f"{sqnr:.0f} dB",
+                *((_proved(site),) if report.proofs else ()),
+            )
+        )
+    heads = ("site", "peak", "headroom", "accuracy", *(("proved below",) if report.proofs else ()))
+    title = f"Nearest the limit, of {len(sites)} healthy sites in {report.run.dtype}"
+    yield Section((tabulate(heads, rows, width=_WIDTH),), title)
+
+
+def _proved(site: SiteReport) -> str:
+    """The bound where it is a proof."""
+    return format_number(site.bound) if site.verdict == "proved" and site.bound is not None else "no"
+
+
+def _unproved(report: Report, count: int) -> Iterator[Section]:
+    """Sites without a proof, in graph order: the first decides what becomes of those after it."""
+    sites = [s for s in report.sites if s.verdict != "proved"]
+    if not sites:
+        return
+    rows = (
+        (escape_control(site.site), "unbounded" if site.bound is None else format_number(site.bound))
+        for site in sites[:count]
+    )
+    shown = "; the first" if len(sites) > count else ""
+    table = tabulate(("site", "bound"), rows, width=_WIDTH)
+    yield Section((table,), f"Not proved: {plural(len(sites), 'site')}{shown}")
+
+
+def _changed(report: Report, count: int) -> Iterator[Section]:
+    """Verdicts that differ from those under the usual execution contract."""
+    if not report.changed:
+        return
+    rows = ((escape_control(change.site), change.usual, change.here) for change in report.changed[:count])
+    table = tabulate(("site", "usual", "here"), rows, left=("usual", "here"), width=_WIDTH)
+    title = f"Other verdicts than under the usual contract: {plural(len(report.changed), 'site')}"
+    yield Section((table,), title)
+
+
+def _promoted(report: Report, count: int) -> Iterator[Section]:
+    """Sites that the policy keeps in float32 because of their values: without that, some would break."""
+    promoted = set(report.promoted)
+    sites = [s for s in report.sites if s.site in promoted]
+    if not sites:
+        return
+    limit = format_named(report.run.dtype).max
+    over = sum(s.forward is not None and s.forward.peak > limit for s in sites)
+    beyond = f"; {over} of them pass {format_number(limit)}" if over else ""
+    rows = []
+    for site in sorted(sites, key=lambda s: s.forward.peak if s.forward else 0.0, reverse=True)[:count]:
+        bits = f"{site.headroom_bits:+.1f} bits" if site.headroom_bits is not None else ""
+        peak = format_number(site.forward.peak) if site.forward else ""
+        rows.append((escape_control(site.site), peak, bits, escape_control(site.rule or "")))
+    heads = ("site", "peak", "headroom", "rule")
+    blocks: list[Block] = [tabulate(heads, rows, left=("rule",), width=_WIDTH)]
+    if len(sites) > count:
+        more = f"and {len(sites) - count} more; -v lists every site with its rule"
+        blocks.append(line(more, style="dim"))
+    title = f"Promoted to float32 because of their values: {plural(len(sites), 'site')}{beyond}"
+    yield Section(tuple(blocks), title)
+
+
+def _what_if(report: Report, count: int) -> Iterator[Section]:
+    """FP32 values against every format, for ``--ranges``."""
+    sites = [s for s in report.sites if s.what_if is not None]
+    what = "sites that overflow, sites that lose over 1 % of their values to zero, the least headroom"
+    title = f"What if: FP32 values of {len(sites)} sites against each format"
+    yield Section((line(what, style="dim"), _format_table(sites)), title)
+    measured = [s for s in sites if s.headroom_bits is not None]
+    rows = [
+        (
+            escape_control(site.site),
+            format_number(site.forward.peak if site.forward else 0.0),
+            f"{site.headroom_bits:+.1f} bits",
+        )
+        for site in sorted(measured, key=lambda s: s.headroom_bits or 0.0)[:count]
+    ]
+    if rows:
+        title = f"Largest values, with headroom in {report.run.dtype}"
+        yield Section((tabulate(("site", "peak", "headroom"), rows),), title)
+
+
+def _format_table(sites: list[SiteReport]) -> Table:
+    rows = []
+    for name in sites[0].what_if or {} if sites else {}:
+        cases = [(s, s.what_if[name]) for s in sites if s.what_if is not None]
+        over = sum(case.overflows for _, case in cases)
+        vanish = sum(case.vanish > 0.01 for _, case in cases)
+        bits = [(case.headroom_bits, s.site) for s, case in cases if case.headroom_bits is not None]
+        least, where = min(bits, default=(0.0, ""))
+        rows.append((name, str(over), str(vanish), f"{least:.1f} bits", escape_control(where)))
+    return tabulate(("format", "overflow", "vanish", "headroom", "least at"), rows, left=("least at",))
+
+
+def all_sites(report: Report) -> Section:
+    """Every floating-point site, for ``-v``."""
+    heads = ("site", "precision", "peak", "headroom", "accuracy", "alone", "rule")
+    return Section((tabulate(heads, _site_rows(report), left=("rule",)),), "All sites")
+
+
+def _site_rows(report: Report) -> Iterable[tuple[str, ...]]:
+    for site in report.sites:
+        seen = site.forward
+        yield (
+            escape_control(site.site),
+            site.precision,
+            format_number(seen.peak) if seen else "",
+            f"{seen.headroom_bits:.1f}" if seen and seen.headroom_bits is not None else "",
+            f"{seen.sqnr_db:.0f}" if seen and seen.sqnr_db is not None else "",
+            f"{seen.local_sqnr_db:.0f}" if seen and seen.local_sqnr_db is not None else "",
+            escape_control(site.rule or site.role),
+        )

@@ -1,0 +1,67 @@
+"""Sections as something that rich can print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Section, Table
+from ampaudit.render.documents import view_of
+from ampaudit.render.grid import hanging, labelled, open_table
+from ampaudit.render.plaintext import as_text
+from ampaudit.report.documents import Document
+
+__all__ = ["printable", "to_text"]
+
+
+def printable(sections: Iterable[Section]) -> Group:
+    """The sections, one empty line between them."""
+    parts: list[RenderableType] = []
+    for section in sections:
+        parts += [Text()] if parts else []
+        parts += [_text(section.heading)] if section.title else []
+        parts += map(_rendered, section.blocks)
+    return Group(*parts)
+
+
+def to_text(document: Document, width: int = 100) -> str:
+    """The document as plain text."""
+    shown = printable(view_of(document).sections())
+    return as_text(lambda console: console.print(shown, crop=False), width)
+
+
+def _rendered(block: Block) -> RenderableType:
+    match block:
+        case Line():
+            return _text(block)
+        case Table():
+            return _table(block)
+        case Facts():
+            return labelled(tuple(map(_text, row)) for row in block.rows)
+        case Labelled():
+            return hanging((_text(label), _group(blocks)) for label, blocks in block.rows)
+        case Indented():
+            return Padding(_group(block.blocks), (0, 0, 0, block.by), expand=False)
+
+
+def _group(blocks: Iterable[Block]) -> RenderableType:
+    found = [_rendered(block) for block in blocks]
+    return found[0] if len(found) == 1 else Group(*found)
+
+
+def _text(line: Line, *, fold: bool = False) -> Text:
+    made = Text(no_wrap=True, overflow="ignore") if not line.wrap else Text(overflow="fold" if fold else None)
+    for text, style in line.pieces:
+        made.append(text, style or None)
+    return made
+
+
+def _table(table: Table) -> RenderableType:
+    left = [table.heads[index] for index in table.left]
+    made = open_table(*table.heads, width=table.width, left=left)
+    for row in table.rows:
+        made.add_row(*(_text(cell, fold=table.fold) for cell in row))
+    return made

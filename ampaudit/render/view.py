@@ -1,0 +1,71 @@
+"""What every format is made from: a document, turned once into sections, suites of findings and rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from ampaudit.render.blocks import Section
+from ampaudit.render.findings import Suite
+from ampaudit.report.documents import Document
+
+__all__ = ["Cell", "Page", "Row", "View"]
+
+D = TypeVar("D", bound=Document)
+Cell: TypeAlias = str | int | float | None
+Row: TypeAlias = Mapping[str, Cell]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page in HTML of its own.
+
+    Attributes:
+        template: file name.
+        scripts: in this order: each may use those before it.
+        data: that the scripts draw.
+        values: that the template prints.
+    """
+
+    template: str
+    scripts: Sequence[str]
+    data: Any
+    values: Mapping[str, Any]
+
+
+class View(ABC, Generic[D]):
+    """One document. A subclass has ``sections``, and whatever else its kind can be shown as."""
+
+    def __init__(self, document: D) -> None:
+        self.document = document
+
+    @property
+    def name(self) -> str:
+        """What the document is about, as a title; safe to print."""
+        return f"ampaudit {self.document.kind}"
+
+    @abstractmethod
+    def sections(self, verbosity: int = 0) -> Iterable[Section]:
+        """The document for people: -1 is the verdict alone, 1 is everything."""
+
+    def suites(self) -> tuple[Suite, ...]:
+        """What is judged, with its findings; the formats of code hosts and test runners need it."""
+        raise NotImplementedError
+
+    def rows(self) -> Iterable[Row]:
+        """A flat table for spreadsheets and data frames."""
+        raise NotImplementedError
+
+    def digest(self) -> Iterable[Section | Suite]:
+        """A summary for a review."""
+        return self.suites() if self.offers("suites") else self.sections()
+
+    def page(self) -> Page | None:
+        """A page of its own; without one, a page is made of the sections."""
+        return None
+
+    def offers(self, part: str) -> bool:
+        """Whether this kind of document has ``suites`` or ``rows``; the others it always has."""
+        return part not in ("suites", "rows") or getattr(type(self), part) is not getattr(View, part)

@@ -1,0 +1,109 @@
+"""What is known about one op of a model: its precision, the rule behind it, and what was measured there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ampaudit.core.sites import SiteId
+from ampaudit.report.finding import Source
+from ampaudit.report.gradients import Gradient
+
+__all__ = ["Forward", "SiteReport", "WhatIf"]
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One number format against a site's FP32 values.
+
+    Attributes:
+        headroom_bits: log2(format's max / peak), ``None`` where all values are zero.
+        overflows: whether the peak rounds to infinity (or NaN) in that format.
+        vanish: share of the sampled non-zero values that round to zero.
+    """
+
+    headroom_bits: float | None
+    overflows: bool
+    vanish: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What was measured at a site.
+
+    Attributes:
+        peak: largest magnitude: FP32's, or the 16-bit run's where that was measured and is larger.
+        headroom_bits: log2(max of the run's format / peak).
+        inf: elements infinite in 16 bits only.
+        nan: elements NaN in 16 bits only.
+        elements: elements looked at for peak, inf and nan: all of them.
+        sqnr_db: accumulated signal to quantization-noise ratio against FP32; null for a weight that fits.
+            On a CPU, over every eighth block of 262,144 elements of what is larger than that.
+        local_sqnr_db: the same for this op alone on exact inputs, over local_elements of its output.
+        local_elements: see local_sqnr_db.
+        sampled: elements looked at for the fields that follow.
+        min_nonzero: smallest non-zero magnitude.
+        flushed: share that is zero in 16 bits and not in FP32.
+        subnormal: share that is subnormal in the run's format.
+        max_error: largest absolute error.
+        max_relative_error: largest relative error.
+        exponents: count of FP32 values per floor(log2|x|).
+    """
+
+    peak: float
+    headroom_bits: float | None
+    inf: int
+    nan: int
+    elements: int
+    sqnr_db: float | None
+    local_sqnr_db: float | None
+    local_elements: int
+    sampled: int
+    min_nonzero: float | None
+    flushed: float
+    subnormal: float
+    max_error: float
+    max_relative_error: float
+    exponents: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SiteReport:
+    """One site.
+
+    ``forward`` is null where it hands on the values of its input (role view or select). ``by_design``:
+    it is near the limit because it takes in a mask, or is a value that no parameter has touched. ``bound``:
+    no input of the proof's domain makes a larger magnitude here; null without a proof, or if unbounded.
+    ``gradient`` is that of its output (``--backward``). ``inside`` is the largest square seen inside a norm
+    that is given 16 bits, ``bound_inside`` a bound on it.
+    """
+
+    site: SiteId
+    layer: str
+    layer_type: str
+    op: str
+    role: str
+    precision: str
+    shape: tuple[int, ...]
+    rule: str | None
+    reason: str
+    why: str
+    source: Source | None
+    verdict: Literal["proved", "observed", "overflows", "poisoned", "not observed"]
+    by_design: bool
+    forward: Forward | None
+    gradient: Gradient | None = None
+    bound: float | None = None
+    bound_inside: float | None = None
+    inside: float | None = None
+    what_if: dict[str, WhatIf] | None = None
+
+    @property
+    def headroom_bits(self) -> float | None:
+        """Headroom of its values; ``None`` where nothing was measured, or all values are zero."""
+        return self.forward.headroom_bits if self.forward is not None else None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it was looked at, and neither overflows nor takes in what did."""
+        return self.verdict in ("observed", "proved")

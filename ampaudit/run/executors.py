@@ -1,0 +1,117 @@
+"""Keeps one executor per kind of call: a batch of another shape, or with another flag, is traced anew."""
+
+from __future__ import annotations
+
+import time
+
+from torch import nn
+
+from ampaudit.core.errors import InputError
+from ampaudit.policy import plain_fp32
+from ampaudit.run.backends import choose_backend
+from ampaudit.run.config import RunConfig
+from ampaudit.run.lockstep import LockStep
+from ampaudit.run.program import Program, compile_program
+from ampaudit.run.record import RunRecord
+from ampaudit.source.interface import Batch
+from ampaudit.trace import Site, trace
+from ampaudit.trace.converted import ConvertedModel, convert
+from ampaudit.trace.fake_model import named_tensors
+from ampaudit.trace.functional import functionalized
+from ampaudit.trace.graph import TracedModel
+from ampaudit.trace.keys import TraceCache, call_key
+from ampaudit.trace.state import PythonState, apply_changes
+from ampaudit.trace.structure import structural_copy
+
+__all__ = ["ExecutorCache"]
+
+
+class ExecutorCache:
+    """Traces a model for each kind of call and compiles the trace.
+
+    Where the model's code counts its calls, or draws random numbers in Python, each batch is traced anew, on
+    a copy of the model that goes through the states that the user's would go through.
+
+    Args:
+        model: the user's.
+        config: of the run.
+        record: takes the time that tracing needs.
+
+    Attributes:
+        model: the user's, or its copy, as it is before the next batch.
+        backend: of all executors.
+        sites: of all graphs, by id.
+        parameter_free: ids of sites that no parameter reaches.
+        converted: the graphs with sites of their own, or all of them.
+        programs: by identity, where the policy has measured rules.
+    """
+
+    def __init__(self, model: nn.Module, config: RunConfig, record: RunRecord) -> None:
+        self.model = model
+        self.backend = config.backend or choose_backend(config.device)
+        self.sites: dict[str, Site] = {}
+        self.parameter_free: set[str] = set()
+        self.converted: list[ConvertedModel] = []
+        self.programs: dict[int, Program] = {}
+        self._config = config
+        self._record = record
+        self._is_copy = False
+        self._executors: TraceCache[LockStep] = TraceCache()
+
+    def get(self, batch: Batch, number: int) -> LockStep:
+        """The executor for such a batch, traced on first use."""
+        key = call_key(batch.args, batch.kwargs)
+        executor = self._executors.find(key)
+        if executor is None:
+            state = PythonState(self.model)
+            executor = self._traced(batch, number)
+            if not executor.program.traced.random_constants:
+                self._executors.keep(key, state, executor)
+        self._follow(executor.program.traced)
+        return executor
+
+    def _traced(self, batch: Batch, number: int) -> LockStep:
+        started = time.perf_counter()
+        config = self._config
+        rules = config.rules or plain_fp32()
+        author_rules = config.author_rules if config.rules else plain_fp32()
+        differentiated, seed = config.differentiator is not None, config.seed + number
+        setting = (
+            rules,
+            author_rules,
+            config.number_format,
+            config.measured,
+            config.edits,
+            differentiated,
+            seed,
+        )
+        traced = trace(self.model, batch.args, batch.kwargs, *setting, trace_backward=differentiated)
+        if not traced.outputs:
+            raise InputError(
+                f"{type(self.model).__name__} returns no tensor: there is nothing to compare",
+                hint="return the tensors that are used",
+            )
+        traced = functionalized(traced) if differentiated else traced
+        converted = convert(traced, config.release)
+        self._record.add_seconds("trace", time.perf_counter() - started)
+        program = compile_program(traced, config.device)
+        executor = LockStep(program, converted, self.backend, config.device, reference_only=config.fp32_only)
+        if rules.measured:
+            self.programs[id(program)] = program
+        if config.keep_graphs or any(s.id not in self.sites for s in traced.sites) or not self.converted:
+            self.converted.append(converted)
+        for site in traced.sites:
+            self.sites.setdefault(site.id, site)
+        free = {node.name for node in program.parameter_free}
+        self.parameter_free |= {site.id for site in traced.sites if site.node in free}
+        return executor
+
+    def _follow(self, traced: TracedModel) -> None:
+        """Let the state of a copy of the model go on as a call of the model would; the user's stays."""
+        if not any(change.plain for change in traced.changes):
+            return
+        if not self._is_copy or traced.reads:  # then the model as it was is run, too
+            tensors = named_tensors(self.model).values()
+            self.model = structural_copy(self.model, {id(t): t for t in tensors})
+            self._executors, self._is_copy = TraceCache(), True
+        apply_changes(traced.changes, PythonState(self.model))

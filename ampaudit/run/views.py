@@ -1,0 +1,72 @@
+"""Views tensors as vectors in memory order, and complex numbers as two real components each."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["as_complex", "components", "flat_pair", "rounded_components", "sample"]
+
+SAMPLE_RUNS = 8
+SAMPLE_RUN_LENGTH = 64
+
+
+def flat_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tensors as vectors whose elements correspond; without a copy where both are dense alike."""
+    if first is second:
+        vector = _flat(first) if _dense(first) else first.reshape(-1)
+        return vector, vector
+    if first.stride() == second.stride() and _dense(first) and _dense(second):
+        return _flat(first), _flat(second)
+    return first.reshape(-1), second.reshape(-1)
+
+
+def sample(vector: torch.Tensor) -> torch.Tensor:
+    """All of a short vector; else 8 evenly spaced runs of 64 elements (a view, so a cheap copy)."""
+    total = SAMPLE_RUNS * SAMPLE_RUN_LENGTH
+    if vector.numel() <= total:
+        return vector
+    step = (vector.numel() - SAMPLE_RUN_LENGTH) // (SAMPLE_RUNS - 1)
+    stride = vector.stride(0)
+    return vector.as_strided(
+        (SAMPLE_RUNS, SAMPLE_RUN_LENGTH), (step * stride, stride), vector.storage_offset()
+    ).reshape(-1)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def components(tensor: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts along a new last dimension; a real tensor as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_complex(parts: torch.Tensor) -> torch.Tensor:
+    """The complex numbers whose ``components`` are given."""
+    return torch.view_as_complex(parts.contiguous())
+
+
+def rounded_components(tensor: torch.Tensor, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """A tensor in float32 or complex64 whose real numbers, or components, are rounded to a 16-bit format.
+
+    Torch warns of every tensor of complex32 that is made, so none is.
+    """
+    if tensor.is_complex():
+        return as_complex(components(tensor).to(dtype).float())
+    return tensor.to(dtype).float()

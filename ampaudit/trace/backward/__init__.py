@@ -1,0 +1,1 @@
+"""Traces custom backwards: of autograd functions, and hooks on tensors."""

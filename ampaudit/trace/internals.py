@@ -1,0 +1,126 @@
+"""Gathers the private names of torch that tracing depends on, and replaces attributes of torch for a while.
+
+No other module assigns to an attribute of torch, and few read a private one (tests/test_architecture.py lists
+them): when a new release of torch breaks tracing, this is the place to look first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch._export.utils as export_utils
+import torch.utils.checkpoint
+from torch._C import DispatchKey
+from torch._dynamo import _trace_wrapped_higher_order_op as indexing
+from torch._functorch.autograd_function import custom_function_call
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    fetch_object_proxy,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.modules import module as nn_module
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "BackwardHookFunction",
+    "DispatchKey",
+    "FakeTensor",
+    "FakeTensorMode",
+    "ProxyTorchDispatchMode",
+    "Replacement",
+    "ShapeEnv",
+    "TorchDispatchMode",
+    "custom_function_call",
+    "disable_proxy_modes_tracing",
+    "export_utils",
+    "fetch_object_proxy",
+    "function_apply",
+    "function_base",
+    "global_hooks",
+    "has_kernel",
+    "indexing",
+    "inside_transform",
+    "patched",
+    "recompute",
+    "recording_mode",
+    "region_calls",
+    "track_tensor_tree",
+    "unset_fake_temporarily",
+    "without_autocast",
+    "without_modes",
+    "without_pre_dispatch",
+    "without_torch_function",
+]
+
+without_autocast: Callable[[], Any] = torch._C._DisableAutocast
+without_modes: Callable[[], Any] = _disable_current_modes
+without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
+# below Function.apply, which a model may hold as `swish = Swish.apply`
+function_base: Any = _SingleLevelFunction
+function_apply: Any = torch._C._FunctionBase.__dict__["apply"]
+recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+# hooks that every module calls
+global_hooks = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
+# nodes of an exported graph that enter and leave regions
+region_calls = frozenset(
+    (
+        torch.amp.autocast_mode._enter_autocast,
+        torch.amp.autocast_mode._exit_autocast,
+        torch._C._set_grad_enabled,
+    )
+)
+
+
+class Replacement(NamedTuple):
+    """An attribute of torch and what takes its place."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+@contextmanager
+def patched(replacements: Iterable[Replacement]) -> Iterator[None]:
+    """Replace attributes of torch while active, and restore them in reverse order."""
+    with ExitStack() as stack:
+        for owner, name, value in replacements:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def has_kernel(op: OpOverload, key: str) -> bool:
+    """Whether a kernel is registered for a dispatch key, or an alias of several."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def inside_transform() -> bool:
+    """Whether the current code runs inside ``torch.vmap`` or another transform."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def recording_mode() -> ProxyTorchDispatchMode | None:
+    """The mode that records ops where the model's code calls them; ``None`` outside a trace."""
+    mode: ProxyTorchDispatchMode | None = torch._ops._get_dispatch_mode_pre_dispatch(
+        torch._C._TorchDispatchModeKey.PROXY
+    )
+    return mode
+
+
+@contextmanager
+def without_pre_dispatch() -> Iterator[None]:
+    """Skip the dispatch key at which ``torch.export`` records ops."""
+    key = DispatchKey.PreDispatch
+    included = torch._C._dispatch_tls_local_include_set().remove(key)
+    excluded = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield

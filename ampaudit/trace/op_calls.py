@@ -1,0 +1,165 @@
+"""Rewrites calls of ops: dtype arguments, clipped numbers, and ``out=`` variants."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ampaudit.policy.schema import Constants
+from ampaudit.trace.internals import disable_proxy_modes_tracing
+from ampaudit.trace.opnames import (
+    argument_names,
+    base_name,
+    converts,
+    mutated_arguments,
+    named_arguments,
+    op_name,
+)
+from ampaudit.trace.values import CASTABLE_DTYPES, dtype_name, sizes_of
+
+__all__ = [
+    "OpCalled",
+    "refuse_mixed_product",
+    "returning",
+    "with_clipped_numbers",
+    "with_dtype",
+    "with_dtype_overload",
+    "with_low_precision_dtype",
+    "written_into",
+]
+
+_PRODUCTS = frozenset(
+    """
+    addbmm addmm addmv baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    convolution convolution_backward dot einsum linear matmul mm mv vdot
+    """.split()
+)
+# arguments that would be tensors if they were not constants; eps and p are attributes
+_OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
+
+
+@dataclass(frozen=True, slots=True)
+class OpCalled:
+    """An op with its arguments."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by name; those left at their default are absent."""
+        return named_arguments(self.op, self.args, self.kwargs)
+
+
+def with_dtype(called: OpCalled) -> OpCalled:
+    """Set ``dtype=float32`` where the caller left it unset; as autocast does, only for a 16-bit input."""
+    given = called.named
+    first = given.get(argument_names(called.op)[0])
+    if given.get("dtype") is None and getattr(first, "dtype", None) in CASTABLE_DTYPES:
+        return replace(called, kwargs=called.kwargs | {"dtype": torch.float32})
+    return called
+
+
+def with_dtype_overload(called: OpCalled) -> OpCalled:
+    """Call the overload of a norm that takes a dtype, with float32."""
+    names = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+    overload: OpOverload = getattr(called.op.overloadpacket, names[called.op._overloadname])
+    return OpCalled(overload, called.args, called.kwargs | {"dtype": torch.float32})
+
+
+def with_low_precision_dtype(called: OpCalled, dtype: torch.dtype) -> OpCalled:
+    """Replace ``dtype=float32``: in an FP32 graph it is what the trace saw, not what the author asked for."""
+    if converts(called.op) or called.kwargs.get("dtype") is not torch.float32:
+        return called
+    return replace(called, kwargs=called.kwargs | {"dtype": dtype})
+
+
+def with_clipped_numbers(called: OpCalled, limits: Constants) -> tuple[OpCalled, dict[int | str, Any]]:
+    """Clip Python numbers that are operands to the limits.
+
+    Returns:
+        The call to trace, and the original value of each argument that changed, by position or name.
+    """
+    originals: dict[int | str, Any] = {}
+
+    def clip(key: int | str, name: str, value: Any) -> Any:
+        if name not in _OPERANDS or not isinstance(value, float) or not value or not math.isfinite(value):
+            return value
+        magnitude = min(max(abs(value), limits.min_positive), limits.max_finite)
+        if magnitude != abs(value):
+            originals[key] = value
+        return math.copysign(magnitude, value)
+
+    pairs = zip(argument_names(called.op), called.args, strict=False)
+    args = tuple(clip(position, name, value) for position, (name, value) in enumerate(pairs))
+    kwargs = {name: clip(name, name, value) for name, value in called.kwargs.items()}
+    return OpCalled(called.op, args, kwargs), originals
+
+
+def refuse_mixed_product(called: OpCalled) -> None:
+    """Raise what a kernel would, and fake tensors do not: a product's factors have one dtype."""
+    found = {a.dtype for a in called.args if isinstance(a, torch.Tensor) and a.is_floating_point()}
+    if base_name(called.op) in _PRODUCTS and len(found) > 1:
+        names = " and ".join(sorted(map(dtype_name, found)))
+        raise RuntimeError(f"{op_name(called.op)} of {names}: expected both to have the same dtype")
+
+
+@cache
+def _out_arguments(op: OpOverload) -> tuple[str, ...]:
+    """Names of the ``out=`` arguments, which the op writes its results to."""
+    written = [op._schema.arguments[position] for position in mutated_arguments(op)]
+    only = all(argument.kwarg_only and str(argument.type) == "Tensor" for argument in written)
+    return tuple(argument.name for argument in written) if only else ()
+
+
+@cache
+def returning(op: OpOverload) -> OpOverload | None:
+    """The overload that returns the result instead; its additional arguments have defaults."""
+    names = _out_arguments(op)
+    if not names:
+        return None
+    taken = [_kind(argument) for argument in op._schema.arguments if argument.name not in names]
+    found: list[tuple[int, OpOverload]] = []
+    for overload in op.overloadpacket.overloads():
+        other: OpOverload = getattr(op.overloadpacket, overload)
+        more = [a for a in other._schema.arguments if _kind(a) not in taken]
+        takes_all = len(other._schema.arguments) - len(more) == len(taken)
+        if takes_all and not mutated_arguments(other) and all(a.has_default_value() for a in more):
+            found.append((len(more), other))
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _kind(argument: Any) -> tuple[str, str]:
+    return argument.name, str(argument.type)
+
+
+def written_into(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], list[bool]]:
+    """Call the op once, unrecorded, for its errors and because it gives its outputs their size.
+
+    Returns:
+        Keyword arguments of the op that returns its results, the tensors that they go to, and which of those
+        the op has resized.
+    """
+    op, kwargs = called.op, called.kwargs
+    names = _out_arguments(op)
+    outs: list[torch.Tensor] = [kwargs[name] for name in names]
+    before = [sizes_of(out) for out in outs]
+    with disable_proxy_modes_tracing():
+        op(*called.args, **kwargs)
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    other = returning(op)
+    if other is not None and _is_factory(op, other):
+        rest |= {"dtype": outs[0].dtype, "device": outs[0].device}
+    return rest, outs, [sizes_of(out) != size for out, size in zip(outs, before, strict=True)]
+
+
+def _is_factory(op: OpOverload, other: OpOverload) -> bool:
+    """Whether an op makes a tensor from numbers, whose dtype ``out=`` determines."""
+    names = {argument.name for argument in op._schema.arguments}
+    return any(a.name == "dtype" and a.name not in names for a in other._schema.arguments)

@@ -1,0 +1,100 @@
+"""Reads dtypes, sizes and shared memory off the (fake) tensors of a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = [
+    "CASTABLE_DTYPES",
+    "LOW_PRECISION_DTYPES",
+    "UNKNOWN_SIZE",
+    "WIDE",
+    "SharedMemory",
+    "dtype_name",
+    "fits",
+    "float_value",
+    "sizes_of",
+    "sizes_vary",
+    "storage_id",
+]
+
+# the 16-bit dtypes (per component), and the dtype that holds each of their values exactly
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+LOW_PRECISION_DTYPES = tuple(WIDE)
+# dtypes that a policy may change; float64 is absent on purpose: autocast leaves it alone, and so do we
+CASTABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+UNKNOWN_SIZE = -1
+_DROPOUT = torch.ops.aten.dropout.default
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype without its module: ``float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def float_value(value: Any) -> torch.Tensor | None:
+    """The first floating-point tensor of an op's (fake) result, if there is one."""
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.Tensor) and item.is_floating_point():
+            return item
+    return None
+
+
+def _known_size(size: Any) -> int | None:
+    """The size as a number, or ``None`` where it depends on the data (``x[x > 0]``, ``nonzero``)."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    number: int | None = size.node.maybe_as_int()
+    return number
+
+
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor, with ``UNKNOWN_SIZE`` where it depends on the data; empty for no tensor."""
+    numbers = [_known_size(size) for size in getattr(value, "shape", ())]
+    return tuple(UNKNOWN_SIZE if number is None else number for number in numbers)
+
+
+def fits(value: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+    """Whether a value of a run has the sizes of its traced counterpart, as far as they are known."""
+    return value.ndim == len(sizes) and all(
+        known in (UNKNOWN_SIZE, size) for size, known in zip(value.shape, sizes, strict=True)
+    )
+
+
+def sizes_vary(value: Any) -> bool:
+    """Whether some tensor of a traced result has a size that depends on the data."""
+    items = value if isinstance(value, list | tuple) else (value,)
+    return any(UNKNOWN_SIZE in sizes_of(item) for item in items)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones included."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class SharedMemory:
+    """Which values of a traced graph share memory.
+
+    Schemas do not say: ``atleast_3d``, ``contiguous`` and ``to`` return their input or a copy. The fake
+    tensors of the trace do, but for a dropout that does nothing: on fake tensors it returns its input.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._same: dict[int, int] = {}
+        for node in graph.nodes:
+            if node.target is _DROPOUT and not (node.args[2] if len(node.args) > 2 else node.kwargs["train"]):
+                self._same[storage_id(node.meta["val"])] = self._root(storage_id(node.args[0].meta["val"]))
+
+    def of(self, value: Any) -> frozenset[int]:
+        """The memories of a traced value, one for each tensor in it."""
+        items = value if isinstance(value, list | tuple) else (value,)
+        return frozenset(self._root(storage_id(item)) for item in items if isinstance(item, torch.Tensor))
+
+    def _root(self, number: int) -> int:
+        while number in self._same:
+            number = self._same[number]
+        return number

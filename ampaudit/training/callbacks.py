@@ -1,0 +1,45 @@
+"""Records the health of a run inside somebody else's trainer: what its callbacks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ampaudit.report.training import Health
+from ampaudit.training.watch import TrainingMonitor, watch
+
+__all__ = ["HealthRecorder"]
+
+
+class HealthRecorder:
+    """Watches a run from its start to its end, and writes the report.
+
+    Args:
+        path: of the JSON report; ``None`` writes none.
+        every: watch one step of so many.
+        dtype: the 16-bit format that is asked about.
+    """
+
+    def __init__(self, path: Path | str | None = None, *, every: int = 10, dtype: str = "float16") -> None:
+        self._path, self._every, self._dtype = path, every, dtype
+        self._monitor: TrainingMonitor | None = None
+
+    @property
+    def health(self) -> Health | None:
+        """What was recorded so far."""
+        return None if self._monitor is None else self._monitor.health()
+
+    def _start(self, model: nn.Module, optimizer: Any, scaler: Any) -> None:
+        """Watch the optimizer inside the trainer's own."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._monitor = watch(model, optimizer, scaler, every=self._every, dtype=self._dtype)
+        self._monitor.__enter__()
+
+    def _stop(self, *, save: bool) -> None:
+        """Take the hooks off, and write the report if asked to; what was recorded is kept."""
+        if self._monitor is not None:
+            self._monitor.__exit__(None, None, None)
+            if save and self._path is not None:
+                self._monitor.save(self._path, force=True)

@@ -1,0 +1,91 @@
+"""Modules that compute what a model computes in another way, over its parameters and submodules."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["AutocastModule", "ModelProxy", "in_float32"]
+
+
+class ModelProxy(nn.Module):
+    """Calls a model in another way; an optimizer, a checkpoint and DDP see the model's own tensors.
+
+    Args:
+        model: the user's; called itself, it computes as before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        hidden = self.__dict__
+        hidden["_ampaudit_model"] = model
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            hidden[table] = model.__dict__[table]
+        self.training = model.training
+        self._ampaudit_plain = False
+
+    @property
+    def original(self) -> nn.Module:
+        """The user's model, with the same parameters."""
+        model: nn.Module = self.__dict__["_ampaudit_model"]
+        return model
+
+    def train(self, mode: bool = True) -> ModelProxy:
+        """Set the mode of this module and of the model."""
+        self.original.train(mode)
+        self.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
+        if self._ampaudit_plain:
+            return self.original(*args, **kwargs)
+        return self.mixed(*args, **kwargs)
+
+    @abstractmethod
+    def mixed(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute in mixed precision."""
+
+    @contextmanager
+    def float32(self) -> Iterator[nn.Module]:
+        """Call the model as it is, in FP32 with its masters, while active."""
+        before, self._ampaudit_plain = self._ampaudit_plain, True
+        try:
+            yield self
+        finally:
+            self._ampaudit_plain = before
+
+
+class AutocastModule(ModelProxy):
+    """Runs the model's own code under autocast, for what no graph can hold; outputs are float32.
+
+    Args:
+        model: the user's.
+        device: device type of the autocast.
+        dtype: its 16-bit format.
+    """
+
+    def __init__(self, model: nn.Module, device: str, dtype: torch.dtype) -> None:
+        super().__init__(model)
+        self._ampaudit_autocast = device, dtype
+
+    def mixed(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own code under autocast."""
+        device, dtype = self._ampaudit_autocast
+        with torch.autocast(device, dtype=dtype):
+            return in_float32(self.original(*args, **kwargs))
+
+
+def in_float32(output: Any) -> Any:
+    """Convert the 16-bit tensors of an output to float32: a loss outside is then computed in float32."""
+
+    def wide(value: torch.Tensor) -> torch.Tensor:
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+    return pytree.tree_map_only(torch.Tensor, wide, output)

@@ -1,0 +1,62 @@
+"""model.onnx, judged by onnx's checker, ONNX Runtime and the program's own casts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from ampaudit.core.errors import RunFailed
+from ampaudit.export import onnx_export
+from ampaudit.export.convert import convert
+from tests.support.converted import load, tied
+
+
+def exported(tmp_path: Path, policy: str) -> tuple[Path, object]:
+    _, made = convert(tied(), None, tmp_path / "out", policy=policy, onnx=True)
+    assert made is not None
+    return tmp_path / "out", made
+
+
+@pytest.mark.parametrize("policy", ["torch-cuda", "half", "tensorflow"])
+def test_onnx_keeps_casts_and_islands_and_means_the_same(tmp_path: Path, policy: str) -> None:
+    """Oracles: onnx's checker and shapes; ONNX Runtime; the program's own casts, counted."""
+    out, made = exported(tmp_path, policy)
+    model = onnx.load(out / "model.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    values = onnx.shape_inference.infer_shapes(model).graph
+    kinds = {
+        v.name: v.type.tensor_type.elem_type for v in [*values.value_info, *values.output, *values.input]
+    }
+    kinds |= {i.name: i.data_type for i in values.initializer}
+    half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
+    (norm,) = [n for n in model.graph.node if n.op_type == "LayerNormalization"]
+    assert {kinds[name] for name in norm.input} == {half if policy == "half" else single}
+    products = [n for n in model.graph.node if n.op_type in ("MatMul", "Gemm")]
+    assert {kinds[n.output[0]] for n in products} == {half}
+    program = torch.export.load(out / "model.pt2")
+    casts = [n for n in program.graph.nodes if "aten.to" in str(n.target) or "_to_copy" in str(n.target)]
+    given = [(n.meta["val"], n.all_input_nodes[0].meta["val"]) for n in casts]
+    wanted = sum(a.is_floating_point() and a.dtype != b.dtype for a, b in given)
+    adds = [n for n in program.graph.nodes if str(n.target) == "aten.add.Tensor"]
+    promoted = sum(len({i.meta["val"].dtype for i in n.all_input_nodes}) == 2 for n in adds)
+    assert made.onnx_casts == wanted + promoted  # ONNX has no promotion: it is a Cast there
+    session = onnxruntime.InferenceSession(out / "model.onnx", providers=["CPUExecutionProvider"])
+    found = session.run(["logits"], {"ids": torch.arange(12).view(2, 6).numpy()})[0]
+    recorded = load(out / "reference.safetensors")["output[0]"]
+    two_ulps = 2 * 2.0**-10 * float(recorded.abs().max())
+    assert abs(torch.from_numpy(found).float() - recorded.float()).max() <= two_ulps
+    assert made.onnx_error <= two_ulps
+
+
+def test_an_onnx_file_that_means_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = onnx_export._run
+    monkeypatch.setattr(onnx_export, "_run", lambda *given: tuple(t * 1.2 for t in run(*given)))
+    with pytest.raises(RunFailed, match="computes something else"):
+        exported(tmp_path, "torch-cuda")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,93 @@
+"""The exported program: what it computes, trains and returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ampaudit.core.errors import UsageError
+from ampaudit.export.manifest import read_manifest
+from ampaudit.export.reference import compare_output
+from ampaudit.source import Batch, ModelSource
+from tests.support.converted import Tied, converted, load, same_bits, tied
+
+
+@pytest.mark.parametrize("policy", ["torch-cuda", "half", "keep-fp32-modules", "tensorflow", "onnx"])
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_the_program_computes_what_the_plan_says(tmp_path: Path, policy: str, mode: str) -> None:
+    """Oracles: the recorded FP32 outputs are the model's; half() gives the same bits; the rest is near."""
+    source = tied()
+    if mode == "train" and policy == "onnx":
+        with pytest.raises(UsageError, match="clips weights"):
+            converted(source, tmp_path / "out", policy=policy, mode=mode)
+        return
+    out = converted(source, tmp_path / "out", policy=policy, mode=mode)
+    program = torch.export.load(out / "model.pt2")
+    batch = source.batches[0]
+    with torch.no_grad():
+        found = program.module()(*batch.args)
+        exact = source.model(*batch.args)
+        native = None
+        if policy == "half":
+            half = Tied().eval()
+            half.load_state_dict(source.model.state_dict())
+            native = half.half()(*batch.args)
+    recorded = load(out / "reference.safetensors")
+    for index, name in enumerate(("logits", "hidden")):
+        assert same_bits(recorded[f"fp32[{index}]"], exact[name])
+        assert same_bits(recorded[f"output[{index}]"], found[name])
+        assert (found[name].float() - exact[name]).abs().max() < 0.02
+        if native is not None:
+            assert same_bits(native[name], found[name])
+    stored = {t.dtype for t in program.state_dict.values() if t.is_floating_point() and t.dtype.itemsize > 1}
+    if mode == "train":
+        assert stored == {torch.float32}
+        assert any(p.requires_grad for p in program.parameters())
+    else:
+        assert torch.float16 in stored
+
+
+def test_training_keeps_masters_that_learn(tmp_path: Path) -> None:
+    out = converted(tied(), tmp_path / "out", policy="torch-cuda", mode="train")
+    module = torch.export.load(out / "model.pt2").module()
+    weight = dict(module.named_parameters())["inner.weight"]
+    module(torch.arange(12).view(2, 6))["logits"].float().square().sum().backward()
+    assert weight.dtype is torch.float32
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+    assert weight.grad.abs().sum() > 0
+
+
+class Caching(nn.Module):
+    """Returns what its program does not: a cache, in front of what both return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.config = nn.Linear(8, 8), type("Config", (), {"use_cache": True})()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        extra = {"cache": x * 2} if self.config.use_cache else {}
+        return {**extra, "hidden": self.inner(x)}
+
+
+def test_outputs_are_matched_by_name(tmp_path: Path) -> None:
+    source = ModelSource("m", "object", Caching(), (Batch((torch.randn(4, 8),)),))
+    out = converted(source, tmp_path / "out", policy="half")
+    (output,) = read_manifest(out).outputs
+    assert output.name == "output.hidden"
+    assert output.sqnr_db is not None
+    assert output.sqnr_db > 50
+
+
+@pytest.mark.gpu
+def test_the_program_runs_on_a_gpu(tmp_path: Path) -> None:
+    out = converted(tied(), tmp_path / "out", policy="torch-cuda")
+    program = torch.export.passes.move_to_device_pass(torch.export.load(out / "model.pt2"), "cuda")
+    recorded = load(out / "reference.safetensors")
+    with torch.no_grad():
+        found = program.module()(recorded["input[0]"].cuda())
+    error, accuracy = compare_output(found["logits"].cpu(), recorded["output[0]"])
+    assert error == 0 or (accuracy is not None and accuracy > 40)

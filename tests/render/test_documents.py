@@ -1,0 +1,127 @@
+"""Every kind of document in every format: written, or refused with the formats that it has."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import jsonschema
+import pytest
+from junitparser import JUnitXml
+
+from ampaudit.core.errors import UsageError
+from ampaudit.render.documents import view_of
+from ampaudit.render.formats import FORMATS
+from ampaudit.render.json import json_schema
+from ampaudit.render.render import as_file, for_terminal, formats_of
+from ampaudit.render.view import View
+from ampaudit.report.documents import DOCUMENTS
+from ampaudit.report.saved import parse_document
+from tests.support.paths import ROOT
+from tests.support.saved import SAMPLES, sample
+
+RENDER = ROOT / "ampaudit" / "render"
+ALWAYS = {"text", "json", "html", "markdown"}
+WITH_FINDINGS = {"scan", "comparison", "check", "training", "lint"}
+
+
+def test_every_document_has_a_view_and_a_sample() -> None:
+    assert DOCUMENTS.keys() == SAMPLES.keys()
+    modules = {path.stem for path in (RENDER / "documents").glob("[a-z]*.py")}
+    assert modules == DOCUMENTS.keys()
+    for kind in DOCUMENTS:
+        assert isinstance(view_of(sample(kind)), View)
+        assert type(sample(kind)) is DOCUMENTS[kind]
+        assert sample(kind).kind == kind
+
+
+def test_every_format_has_a_writer_and_is_made_from_a_part_of_the_view() -> None:
+    for form in FORMATS.values():
+        module, _, function = form.writer.partition(":")
+        assert callable(getattr(import_module(module), function))
+        assert form.needs == "document" or callable(getattr(View, form.needs))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_a_document_is_written_or_refused_with_what_it_can_be(kind: str, form: str) -> None:
+    document = sample(kind)
+    known = formats_of(document)
+    if form not in known:
+        with pytest.raises(UsageError) as caught:
+            as_file(document, form)
+        assert f"{kind!r} has no format {form!r}" in str(caught.value)
+        assert caught.value.hint == f"use --format {', '.join(known[:-1])} or {known[-1]}"
+        return
+    text = as_file(document, form)
+    assert text.endswith("\n") or form == "html"
+    if form == "json":
+        assert json.loads(text)["kind"] == kind
+        assert parse_document(text, kind) == document
+    elif form == "html":
+        assert text.startswith("<!doctype html>")
+        assert text.rstrip().endswith("</html>")
+    elif form == "csv":
+        assert len({len(row) for row in csv.reader(io.StringIO(text))}) == 1
+    elif form == "junit":
+        assert JUnitXml.fromstring(text.encode()).tests > 0
+    elif form == "sarif":
+        assert json.loads(text)["runs"]
+    else:
+        assert text.strip()
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_which_formats_a_document_has(kind: str) -> None:
+    known = set(formats_of(sample(kind)))
+    assert known >= ALWAYS
+    assert ({"sarif", "junit", "github"} <= known) == (kind in WITH_FINDINGS)
+    assert ("csv" in known) == (kind != "conversion")
+
+
+@pytest.mark.parametrize("verbosity", [-1, 0, 1])
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_a_terminal_shows_every_document(kind: str, verbosity: int) -> None:
+    assert for_terminal(sample(kind), verbosity) is not None
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_json_follows_the_schema_of_its_kind(kind: str) -> None:
+    schema = json_schema(kind)
+    assert {"kind", "schema"} <= schema["properties"].keys()
+    jsonschema.Draft202012Validator(schema).validate(json.loads(as_file(sample(kind), "json")))
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_a_document_that_does_not_say_its_kind_is_read(kind: str) -> None:
+    """As every document was saved before there was a field for it."""
+    data = json.loads(as_file(sample(kind), "json"))
+    del data["kind"]
+    if kind in ("plan", "conversion", "verification"):
+        del data["schema"]
+    assert parse_document(json.dumps(data), kind) == sample(kind)
+
+
+def questions(path: Path) -> Iterator[str]:
+    """Names of documents that a module asks a value for: ``isinstance``, ``case Name():``, ``type(x) is``."""
+    names = {document.__name__ for document in DOCUMENTS.values()}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = list(ast.walk(node.args[1]))
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        elif isinstance(node, ast.Compare):
+            asked = [part for side in (node.left, *node.comparators) for part in ast.walk(side)]
+            yield from (".kind" for n in asked if ast.unparse(n) == "document.kind")
+        yield from (n.id for n in asked if isinstance(n, ast.Name) and n.id in names)
+
+
+@pytest.mark.parametrize("path", sorted(RENDER.rglob("*.py")), ids=lambda p: str(p.relative_to(RENDER)))
+def test_no_format_asks_what_kind_of_document_it_is(path: Path) -> None:
+    assert list(questions(path)) == []
