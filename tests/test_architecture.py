@@ -148,6 +148,10 @@ def torch_names(tree: ast.Module) -> dict[str, str]:
     return {name: path for name, path in found.items() if path.split(".")[0] == "torch"}
 
 
+def names_in(tree: ast.AST) -> list[ast.Name]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+
+
 def dotted(node: ast.expr) -> str:
     """``torch.cuda.amp`` for an expression that is such a chain of names, else nothing."""
     text = ast.unparse(node)
@@ -159,13 +163,14 @@ def test_torch_is_replaced_in_one_place_only(module: str) -> None:
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     imported = imports_of(module)
     assert ("unittest.mock" in imported or "unittest" in imported) is (module == PATCHER)
-    if module not in PATCHING | {PATCHER}:
-        assert PATCHER not in imported or "patched" not in ast.unparse(tree), (
-            f"{module} replaces a name of torch"
-        )
+    if module != PATCHER:
+        replaces = PATCHER in imported and any(name.id == "patched" for name in names_in(tree))
+        assert replaces is (module in PATCHING), "keep the list PATCHING exact"
     names = torch_names(tree)
     for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+        if isinstance(node, ast.AnnAssign | ast.AugAssign):
+            targets = [node.target]
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
             targets = [ast.Attribute(node.args[0], "_")]
         for target in targets:
@@ -212,3 +217,42 @@ def test_nothing_committed_names_a_machine() -> None:
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.*"), *ROOT.glob("*.txt"), *PACKAGE.rglob("*.py")]:
         text = path.read_text(encoding="utf-8")
         assert not any(host in text for host in hosts), path
+
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def rooms_and_names() -> list[tuple[str, str]]:
+    """Each name in backticks on the architecture page, with the room of its section."""
+    found, room = [], ""
+    for line in PAGE.splitlines():
+        if line.startswith("## "):
+            room = " ".join(re.findall(r"`([\w/]+)/`", line))
+        found += [(room, name) for name in re.findall(r"`([^`]+)`", line) if not line.startswith("## ")]
+    return found
+
+
+def test_the_architecture_page_shows_the_floors() -> None:
+    rows = re.findall(r"^\| (\d) \| `(\w+)/` \|.*\| (yes|no) \|$", PAGE, re.MULTILINE)
+    assert {room: int(floor) for floor, room, _ in rows} == FLOORS
+    assert {room for _, room, torch in rows if torch == "no"} == WITHOUT_TORCH
+
+
+@pytest.mark.parametrize(
+    ("rooms", "name"), sorted({n for n in rooms_and_names() if n[1].endswith((".py", "/"))})
+)
+def test_the_architecture_page_names_files_that_exist(rooms: str, name: str) -> None:
+    places = [PACKAGE, ROOT, *(PACKAGE / room for room in rooms.split())]
+    assert any((place / name).exists() for place in places), f"{name} is not in {rooms or 'the package'}"
+
+
+def test_the_architecture_page_names_classes_that_exist() -> None:
+    defined = set()
+    for path in MODULES.values():
+        defined |= {
+            node.name
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if hasattr(node, "name")
+        }
+    named = {name for _, name in rooms_and_names() if re.fullmatch(r"[A-Z][a-z]+\w*", name)}
+    assert named - {"ProxyTorchDispatchMode"} <= defined, named - defined

@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from operator import attrgetter
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
+from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Suite
 from ampaudit.report.documents import Document
@@ -36,7 +38,14 @@ class Page:
 
 
 class View(ABC, Generic[D]):
-    """One document. A subclass has ``sections``, and whatever else its kind can be shown as."""
+    """One document. A subclass has ``sections``, and whatever else its kind can be shown as.
+
+    Attributes:
+        about: path of the field that names what the document is about.
+        document: the value.
+    """
+
+    about: ClassVar[str] = ""
 
     def __init__(self, document: D) -> None:
         self.document = document
@@ -44,7 +53,9 @@ class View(ABC, Generic[D]):
     @property
     def name(self) -> str:
         """What the document is about, as a title; safe to print."""
-        return f"ampaudit {self.document.kind}"
+        if not self.about:
+            return f"ampaudit {self.document.kind}"
+        return escape_control(attrgetter(self.about)(self.document))
 
     @abstractmethod
     def sections(self, verbosity: int = 0) -> Iterable[Section]:

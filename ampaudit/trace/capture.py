@@ -123,14 +123,7 @@ def capture(
     facts = FactFinder(entry, config.number_format.name, config.measured)
     caster = Caster(config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits)
     try:
-        with (
-            quiet(),
-            contextlib.nullcontext() if config.seed is None else seeded(config.seed),
-            torch.set_grad_enabled(config.differentiated),
-            autocast_visible(file.autocast, low_dtype),
-            DispatchHook(caster).installed(),
-            watch_custom_backwards(tracer, current_layer) as custom_code,
-        ):
+        with _tracing(config, caster), watch_custom_backwards(tracer, current_layer) as custom_code:
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:
         raise
@@ -148,6 +141,19 @@ def capture(
         backward_notes=(*custom_code.notes, *(_unseen_hooks(model) if tracer is not None else ())),
         reads=tuple(reads.lines),
     )
+
+
+@contextlib.contextmanager
+def _tracing(config: TraceConfig, caster: Caster) -> Iterator[None]:
+    """Set up torch's state for an export under a caster."""
+    with (
+        quiet(),
+        contextlib.nullcontext() if config.seed is None else seeded(config.seed),
+        torch.set_grad_enabled(config.differentiated),
+        autocast_visible(config.rules.file.autocast, config.low_dtype),
+        DispatchHook(caster).installed(),
+    ):
+        yield
 
 
 def _trace_backward(

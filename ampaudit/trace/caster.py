@@ -203,12 +203,7 @@ class Caster:
         return rules.decide(facts), dtype
 
     def apply(
-        self,
-        decision: Decision,
-        dtype: torch.dtype,
-        called: OpCalled,
-        cast: Call,
-        tracer_id: int,
+        self, decision: Decision, dtype: torch.dtype, called: OpCalled, cast: Call, tracer_id: int
     ) -> OpCalled:
         """The call to trace instead, with casts made through ``cast(tensor, dtype)``.
 
@@ -220,9 +215,9 @@ class Caster:
             return with_dtype(called)
         if kind is Cast.APPEND_DTYPE:
             return with_dtype_overload(called)
-        target = self._target(kind, dtype, called)
         values = written_values(called.op, called.args, called.kwargs)
         written = [value for value in values if _castable(value)]
+        target = self._target(kind, dtype, called)
         if target is not None and written:
             target = written[0].dtype
         if kind is Cast.LOWER and self.rules.file.level == "graph":
@@ -233,10 +228,7 @@ class Caster:
                 return cast(value, torch.complex64)
             if to is None or not _castable(value) or value.dtype == to or any(value is w for w in written):
                 return value
-            key = (id(value), self._writes[storage_id(value)], to, tracer_id)
-            if key not in self._casts:
-                self._casts[key] = (value, cast(value, to))
-            return self._casts[key][1]
+            return self._shared_cast(value, to, cast, tracer_id)
 
         special = {"lower": dtype, "float32": torch.float32, "keep": None}
         exceptions = {name: special[how] for name, how in decision.arguments}
@@ -249,6 +241,12 @@ class Caster:
         args = tuple(convert_all(name, value) for name, value in pairs)
         kwargs = {name: convert_all(name, value) for name, value in called.kwargs.items()}
         return OpCalled(called.op, args, kwargs)
+
+    def _shared_cast(self, value: torch.Tensor, to: torch.dtype, cast: Call, tracer_id: int) -> torch.Tensor:
+        key = (id(value), self._writes[storage_id(value)], to, tracer_id)
+        if key not in self._casts:
+            self._casts[key] = (value, cast(value, to))
+        return self._casts[key][1]
 
     def clipped(self, called: OpCalled, decision: Decision) -> tuple[OpCalled, dict[int | str, Any]]:
         """Clip Python numbers as some converters do: operands are constants of the graph."""

@@ -214,7 +214,7 @@ def test_a_fingerprint_follows_the_line_and_not_its_number() -> None:
 def test_github_and_junit_and_markdown(project: Path, cli: CLI) -> None:
     github = cli("lint", "src", "--format", "github", cwd=project).stdout
     assert (
-        "::error file=src/train.py,line=11,title=AMP803 optimizer stepped past the scaler,col=9::" in github
+        "::error file=src/train.py,line=11,title=AMP803 optimizer step bypasses the scaler,col=9::" in github
     )
     junit = JUnitXml.fromstring(as_file(report_of(BAD), "junit").encode())
     assert junit.failures == 1

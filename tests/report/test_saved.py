@@ -290,6 +290,24 @@ def test_diff_says_it_with_its_exit_code(cli: Cli, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("suffix", [".html", ".csv", ".md", ".json", ".txt", ".sarif", ".xml"])
+def test_diff_takes_the_format_of_any_suffix_or_says_which_it_has(
+    cli: Cli, tmp_path: Path, suffix: str
+) -> None:
+    policies = json.loads(text_of("policies"))["reports"]
+    for name, report in (("bad", policies[0]), ("good", policies[2])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    done = cli("diff", "good.json", "bad.json", "-o", f"d{suffix}", cwd=tmp_path)
+    if suffix in (".sarif", ".xml"):
+        assert done.returncode == 2
+        assert "next: use --format text, json, html, markdown or csv" in done.stderr
+        assert not (tmp_path / f"d{suffix}").exists()
+    else:
+        assert done.returncode == 1
+        assert "3 worse, 0 better" in done.stderr
+        assert "blocks.1.wo" in (tmp_path / f"d{suffix}").read_text()
+
+
 def test_neither_command_needs_torch() -> None:
     code = (
         "import sys\nsys.argv = ['ampaudit', {}]\n"

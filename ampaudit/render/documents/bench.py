@@ -19,12 +19,14 @@ _STYLES = {BROKEN: "bold red", "not supported": "yellow", "out of memory": "yell
 class BenchView(View[BenchReport]):
     """A row per mode and batch size."""
 
+    about = "model.source"
+
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """The tables of each batch size, and what did not run."""
         report = self.document
         where = f"{escape_control(report.device_name)} ({report.device})"
         run = f"{_steps(report)} on {where}, median of {report.repeats}, modes in turns"
-        yield headline(report.tool.version, f"{escape_control(report.model.source)}: {run}")
+        yield headline(report.tool.version, f"{self.name}: {run}")
         yield from bench_tables(report)
         yield Section((facts(bench_facts(report)),))
 
@@ -32,7 +34,7 @@ class BenchView(View[BenchReport]):
         """What was measured; predictions are in the other formats."""
         report = self.document
         run = f": {_steps(report)} on {escape_control(report.device_name)}, median of {report.repeats}"
-        yield Section((line((escape_control(report.model.source), "code"), run),))
+        yield Section((line((self.name, "code"), run),))
         yield from (table for table in bench_tables(report) if ":" not in str(table.title))
 
     def rows(self) -> Iterator[Row]:

@@ -26,11 +26,6 @@ class ComparisonView(View[Comparison]):
         super().__init__(document)
         self.scans = [ScanView(report) for report in document.reports]
 
-    @property
-    def name(self) -> str:
-        """The model."""
-        return self.scans[0].name
-
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """One row per policy, then what breaks under each."""
         reports = self.document.reports
@@ -38,7 +33,7 @@ class ComparisonView(View[Comparison]):
         against = "FP32" if first.backward is not None else "one FP32 run"
         what = f"{len(reports)} policies in {run.dtype}, {run.mode} mode"
         where = f"on {run.device} ({run.backend}), against {against}"
-        yield Section((line(f"{self.name}: {what}, {where}", style="bold"),))
+        yield Section((line(f"{self.scans[0].name}: {what}, {where}", style="bold"),))
         heads = ("policy", "", "breaks", "least headroom", "output", "16-bit sites", "casts", "weights")
         yield Section((tabulate(heads, map(_cells, reports), left=("",)),))
         for report in reports:

@@ -20,10 +20,7 @@ _SHOWN = 8
 class ConversionView(View[Conversion]):
     """Facts only."""
 
-    @property
-    def name(self) -> str:
-        """The model."""
-        return escape_control(self.document.source)
+    about = "source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """What was converted, and what came of it."""

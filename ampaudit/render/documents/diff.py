@@ -23,15 +23,19 @@ class DiffView(View[Differences]):
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Per policy: the verdicts, what got worse, better or different, layer by layer."""
         for pair in self.document.pairs:
-            yield from self._pair(pair, verbosity > 0)
+            yield from self._verdict(pair)
+            if verbosity >= 0:
+                yield from self._changes(pair, verbosity > 0)
 
-    def _pair(self, pair: Difference, verbose: bool) -> Iterator[Section]:
+    def _verdict(self, pair: Difference) -> Iterator[Section]:
         source, policy = escape_control(pair.new.source), escape_control(pair.new.policy)
         yield Section((line((source, "bold"), f": policy {policy}, {pair.new.dtype}"),))
         worse, better = len(pair.of("worse")), len(pair.of("better"))
         counts = (f"{worse} worse, {better} better", "bold red" if worse else "bold green")
         verdicts = f"{pair.old.verdict.upper()} before, {pair.new.verdict.upper()} now"
         yield Section((line(counts, f"  {verdicts}"),))
+
+    def _changes(self, pair: Difference, verbose: bool) -> Iterator[Section]:
         for way, title in _TITLES.items():
             changes = pair.of(way)
             if changes and (way != "other" or verbose):

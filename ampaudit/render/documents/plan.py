@@ -22,14 +22,11 @@ Item = TypeVar("Item")
 class PlanView(View[PlanReport]):
     """A row per op; ``layer`` is a glob that chooses layers for the sections."""
 
+    about = "model"
+
     def __init__(self, document: PlanReport, layer: str | None = None) -> None:
         super().__init__(document)
         self.layer = layer
-
-    @property
-    def name(self) -> str:
-        """The model."""
-        return escape_control(self.document.model)
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Heading, one row per op (equal ops of a stack's layers as one), the rules, the totals."""

@@ -30,10 +30,7 @@ _SCRIPTS = (
 class ScanView(View[Report]):
     """A suite with a case per layer; a row per site."""
 
-    @property
-    def name(self) -> str:
-        """The model."""
-        return escape_control(self.document.model.source)
+    about = "model.source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """The verdict, findings, the tables of the level that was run, and a summary."""

@@ -22,10 +22,7 @@ _WIDTH, _PARAMETERS = 38, 5
 class TrainingView(View[TrainingReport]):
     """A suite with a case per run; a row per parameter and run."""
 
-    @property
-    def name(self) -> str:
-        """The model."""
-        return escape_control(self.document.model.source)
+    about = "model.source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Verdict, findings, curves, and the parameters that lose most."""

@@ -17,10 +17,7 @@ _SHOWN = 20
 class VerificationView(View[Verification]):
     """A row per problem."""
 
-    @property
-    def name(self) -> str:
-        """The directory."""
-        return escape_control(self.document.directory)
+    about = "directory"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """The verdict, the problems, and what was checked."""
