@@ -1,77 +1,48 @@
 """ampaudit names the layers of a PyTorch model that overflow in 16 bits.
 
-The names below are loaded on first use, so that ``import ampaudit`` and ``ampaudit --help`` never
-import torch.
+The public names and where they come from stand in ``__init__.pyi``. They are loaded on first use, so that
+``import ampaudit`` and ``ampaudit --help`` never import torch.
 """
 
 from __future__ import annotations
 
+import ast
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-if TYPE_CHECKING:
-    from ampaudit.audit.plan import plan
-    from ampaudit.audit.scan import scan
-    from ampaudit.ci.assertion import UnsafeModel, assert_safe
-    from ampaudit.core.errors import AuditError
-    from ampaudit.export.convert import convert_model
-    from ampaudit.export.options import ConvertOptions
-    from ampaudit.export.verify import verify
-    from ampaudit.report.conversion import Conversion
-    from ampaudit.report.model import Report
-    from ampaudit.report.plan import PlanReport
-    from ampaudit.report.verification import Verification
-    from ampaudit.training.prepare import Prepared, prepare
-    from ampaudit.training.scaler import LossScaler, scaler
-    from ampaudit.training.watch import TrainingMonitor, watch
-
-from ampaudit.core.version import __version__
-
-__all__ = [
-    "AuditError",
-    "Conversion",
-    "ConvertOptions",
-    "LossScaler",
-    "PlanReport",
-    "Prepared",
-    "Report",
-    "TrainingMonitor",
-    "UnsafeModel",
-    "Verification",
-    "__version__",
-    "assert_safe",
-    "convert_model",
-    "plan",
-    "prepare",
-    "scaler",
-    "scan",
-    "verify",
-    "watch",
-]
-
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _HOMES = {
-    "AuditError": "ampaudit.core.errors",
-    "Conversion": "ampaudit.report.conversion",
-    "ConvertOptions": "ampaudit.export.options",
-    "LossScaler": "ampaudit.training.scaler",
-    "PlanReport": "ampaudit.report.plan",
-    "Prepared": "ampaudit.training.prepare",
-    "Report": "ampaudit.report.model",
-    "UnsafeModel": "ampaudit.ci.assertion",
-    "Verification": "ampaudit.report.verification",
-    "assert_safe": "ampaudit.ci.assertion",
-    "convert_model": "ampaudit.export.convert",
-    "plan": "ampaudit.audit.plan",
-    "prepare": "ampaudit.training.prepare",
-    "scaler": "ampaudit.training.scaler",
-    "scan": "ampaudit.audit.scan",
-    "verify": "ampaudit.export.verify",
-    "TrainingMonitor": "ampaudit.training.watch",
-    "watch": "ampaudit.training.watch",
+    alias.asname or alias.name: (node.module or "", alias.name)
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
+__all__ = sorted(_HOMES)
+
+
+class _PublicModule(ModuleType):
+    """Keeps ``ampaudit.lint`` and ``ampaudit.bench`` the functions that they are.
+
+    Importing a package of the same name would put the package in their place.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _PublicModule
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'ampaudit' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ampaudit' has no attribute {name!r}")
+    module, original = _HOMES[name]
+    return getattr(import_module(module), original)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from ampaudit.audit.checks import Finding
-from ampaudit.audit.scan import scan_source
+from ampaudit.audit.scan import scan
+from ampaudit.core.config import SourceConfig
 from ampaudit.report.model import Report
-from ampaudit.source import SourceOptions
 from ampaudit.source.open import open_source
 from tests.support.paths import ROOT
 
@@ -17,8 +17,8 @@ EXAMPLES = ROOT / "examples"
 
 
 def report_of(name: str, policy: str = "torch-cuda", **options: object) -> Report:
-    source = open_source(str(EXAMPLES / name), SourceOptions(batches=2))
-    return scan_source(source, policy=policy, dtype="float16", device="cpu", **options)  # type: ignore[arg-type]
+    source = open_source(str(EXAMPLES / name), SourceConfig(batches=2))
+    return scan(source, policy=policy, dtype="float16", device="cpu", **options)  # type: ignore[arg-type]
 
 
 def least_headroom(report: Report) -> float:
@@ -58,7 +58,7 @@ def test_the_sentence_model_keeps_its_meaning() -> None:
     from ampaudit.trace import trace
     from ampaudit.trace.converted import convert
 
-    source = open_source(str(EXAMPLES / "sentence_encoder.py"), SourceOptions())
+    source = open_source(str(EXAMPLES / "sentence_encoder.py"), SourceConfig())
     batch = source.batches[0]
     rules = load_policy("torch-cuda")
     converted = convert(trace(source.model, batch.args, batch.kwargs, rules, rules, FLOAT16))
@@ -94,5 +94,5 @@ def test_the_digits_network_learns_and_is_healthy() -> None:
     report = report_of("digits_cnn.py")
     assert report.findings == ()
     assert least_headroom(report) > 8
-    source = open_source(str(EXAMPLES / "digits_cnn.py"), SourceOptions())
+    source = open_source(str(EXAMPLES / "digits_cnn.py"), SourceConfig())
     assert sys.modules[type(source.model).__module__].accuracy(source.model) > 0.9

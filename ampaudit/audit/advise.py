@@ -12,8 +12,8 @@ from ampaudit.audit.advice import AdviceContext, Proposal, diff_of, proposals
 from ampaudit.audit.checks import ALL_CHECKS, CheckContext, Finding, Severity, run_checks
 from ampaudit.audit.checks.mixed_dtypes import refused_sites
 from ampaudit.audit.checks.suppress import Suppression, suppressed
+from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.context import context_of
-from ampaudit.audit.settings import Settings
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
@@ -39,7 +39,7 @@ def advised(
     source: ModelSource,
     plan: RunConfig,
     context: CheckContext,
-    settings: Settings,
+    settings: ScanConfig,
     hiding: Sequence[Suppression] = (),
 ) -> tuple[Finding, ...]:
     """Return the findings, with the smallest changes that were tried and removed each of the first errors."""
@@ -73,7 +73,7 @@ class _Advisor:
     subject: AdviceContext
     source: ModelSource
     plan: RunConfig
-    settings: Settings
+    settings: ScanConfig
     before: Errors
     refused: frozenset[SiteId]
     hiding: tuple[Suppression, ...]
@@ -86,7 +86,7 @@ class _Advisor:
                 break
             if any(trial.kind == alternatives[0].kind for trial in found):
                 continue
-            self.settings.told(f"trying a cure for {finding.site}", index, index + 1)
+            self.settings.on_progress(f"trying a cure for {finding.site}", index, index + 1)
             best = _best([trial for p in alternatives if (trial := self._tried(p, finding)) is not None])
             found += [best] if best is not None else []
         found.sort(key=lambda trial: trial.outcome != "cure")
@@ -137,10 +137,10 @@ class _Advisor:
         try:
             if proposal.model is not None and not _same_function(self.source, proposal):
                 return None
-            (audit,) = run_audits(model, self.source.batches, [changed], self.settings.told)
+            (audit,) = run_audits(model, self.source.batches, [changed], self.settings.on_progress)
         except AuditError:
             return None
-        return context_of(audit, form, replace(self.settings, prove=False, static=False))
+        return context_of(audit, form, self.settings.changed(prove=False, static=False))
 
 
 def _best(tried: Sequence[Trial]) -> Trial | None:

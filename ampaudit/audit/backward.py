@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ampaudit.audit.settings import Settings
+from ampaudit.audit.config import ScanConfig
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.policy.scaling import StartingScale, starting_scale
 from ampaudit.run.audit import RunConfig
@@ -17,7 +17,7 @@ __all__ = ["differentiated"]
 
 
 def differentiated(
-    source: ModelSource, plans: Sequence[RunConfig], settings: Settings
+    source: ModelSource, plans: Sequence[RunConfig], settings: ScanConfig
 ) -> tuple[ModelSource, list[RunConfig]]:
     """Return the source with its loss, and the configurations with a backward pass.
 
@@ -38,7 +38,7 @@ def differentiated(
     return replace(source, model=model, batches=batches), [_going_back(plan, settings) for plan in plans]
 
 
-def _going_back(plan: RunConfig, settings: Settings) -> RunConfig:
+def _going_back(plan: RunConfig, settings: ScanConfig) -> RunConfig:
     assert plan.rules is not None, "--ranges goes forward only"
     scale = starting_scale(plan.rules.file.loss_scale, plan.number_format)
     if settings.loss_scale is not None:
@@ -46,7 +46,7 @@ def _going_back(plan: RunConfig, settings: Settings) -> RunConfig:
     return replace(plan, differentiator=lambda p: GradientAudit(p, scale))
 
 
-def _refuse_forward_only(settings: Settings, source: ModelSource) -> None:
+def _refuse_forward_only(settings: ScanConfig, source: ModelSource) -> None:
     given = {
         "--ranges": settings.ranges,
         "--static": settings.static,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampaudit.audit.checks.interface import CheckContext
-from ampaudit.audit.settings import Settings
+from ampaudit.audit.config import ScanConfig
 from ampaudit.bounds import BoundTable
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
@@ -16,7 +16,7 @@ __all__ = ["context_of"]
 
 
 def context_of(
-    audit: Audit, form: NumberFormat, settings: Settings, bounds: BoundTable | None = None
+    audit: Audit, form: NumberFormat, settings: ScanConfig, bounds: BoundTable | None = None
 ) -> CheckContext:
     """Build the context of one audit under a number format."""
     contract = parse_contract(settings.contract)

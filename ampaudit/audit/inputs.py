@@ -1,28 +1,57 @@
-"""Wraps a model and inputs in memory as a source."""
+"""Models and inputs as Python gives them, as a source that every command takes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError
 from ampaudit.source import Batch, ModelSource
+from ampaudit.source.open import open_source
+from ampaudit.trace.isolation import preserved
 
-__all__ = ["Inputs", "source_of"]
+__all__ = ["Inputs", "Model", "as_source"]
 
 Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Model = nn.Module | ModelSource | str | Path
+_HOW = "scan(model, inputs) or scan(model, batches=[...])"
 
 
-def source_of(model: nn.Module, batches: Iterable[Inputs]) -> ModelSource:
-    """Wrap a model and batches, each a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+def as_source(
+    model: Model,
+    inputs: Inputs | None = None,
+    batches: Iterable[Inputs] | None = None,
+    options: SourceConfig | None = None,
+) -> ModelSource:
+    """Return a model with its batches.
+
+    Args:
+        model: in memory; or loaded already; or where it is to be loaded from.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        batches: several batches instead.
+        options: how to load it.
 
     Raises:
-        InputError: a batch is something else.
+        InputError: there are no inputs, or a batch is something else.
+        AuditError: the model cannot be loaded; see ``open_source``.
     """
-    return ModelSource(type(model).__name__, "object", model, tuple(_batch(item) for item in batches))
+    if inputs is not None and batches is not None:
+        raise InputError("give either inputs or batches, not both", hint=_HOW)
+    given = [inputs] if inputs is not None else batches
+    if isinstance(model, nn.Module):
+        if given is None:
+            raise InputError("give either inputs or batches", hint=_HOW)
+        model = ModelSource(type(model).__name__, "object", model, ())
+    elif not isinstance(model, ModelSource):
+        with preserved():
+            model = open_source(str(model), options or SourceConfig())
+    return model if given is None else replace(model, batches=tuple(map(_batch, given)))
 
 
 def _batch(item: Any) -> Batch:

@@ -2,80 +2,57 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Unpack
 
-from ampaudit.audit.inputs import Inputs, source_of
+import torch
+
+from ampaudit.audit.config import PlanConfig, PlanOptions, rules_of
+from ampaudit.audit.inputs import Inputs, Model, as_source
 from ampaudit.audit.plan_report import build_plan
+from ampaudit.core.config import Progress, silent
 from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet, load_policy
 from ampaudit.report.plan import PlanReport
-from ampaudit.run.audit import Progress, RunConfig, measure, promoted_sites, silent
+from ampaudit.run.audit import RunConfig, measure, promoted_sites
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.converted import convert
 from ampaudit.trace.isolation import preserved
 
-__all__ = ["plan", "plan_source", "trace_under"]
-
-
-def plan(
-    model: nn.Module,
-    inputs: Inputs,
-    *,
-    policy: str | RuleSet = "ampaudit",
-    dtype: str = "float16",
-    device: str = "auto",
-    seed: int = 0,
-) -> PlanReport:
-    """What a policy does to each op of a model in memory; nothing is run in 16 bits.
-
-    Args:
-        model: in the mode (``train()`` or ``eval()``) that is meant; it is not changed.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
-        policy: name of a shipped policy, path of a rule file, or a loaded rule set.
-        dtype: ``float16`` or ``bfloat16``.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        seed: of the random numbers that the model draws.
-
-    Raises:
-        AuditError: see ``ampaudit.core.errors``.
-    """
-    return plan_source(source_of(model, [inputs]), policy, dtype, device=device, seed=seed)
+__all__ = ["plan", "trace_under"]
 
 
 @preserved()
-def plan_source(
-    source: ModelSource,
-    policy: str | RuleSet,
-    dtype: str,
+def plan(
+    model: Model,
+    inputs: Inputs | None = None,
     *,
-    device: str = "auto",
-    seed: int = 0,
-    progress: Progress | None = None,
+    config: PlanConfig | None = None,
+    **options: Unpack[PlanOptions],
 ) -> PlanReport:
-    """What a policy does to each op of a model, for the shapes of its first batch.
+    """Show what a policy does to each op, for the shapes of the first batch; nothing is run in 16 bits.
 
     A policy with measured rules needs numbers: the batches are run once in FP32 to get them.
 
     Args:
-        source: the model and its batches.
-        policy: name, path or rule set.
-        dtype: ``float16`` or ``bfloat16``.
-        device: ``auto``, ``cpu`` or ``cuda``: what rules about devices see, and where numbers are measured.
-        seed: of the random numbers that the model draws.
-        progress: told about each batch.
+        model: in the mode (``train()`` or ``eval()``) that is meant; it is not changed. Or where to load
+            it from: a path, or ``package.module:factory``.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        config: the options as one value.
+        **options: fields of ``PlanConfig``, which go before those of ``config``.
+
+    Returns:
+        The plan: each op's precision and why, casts, bytes, and weights memory.
 
     Raises:
         AuditError: see ``ampaudit.core.errors``.
     """
-    form = low_precision_format(dtype)
-    where = pick_device(device)
-    rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
-    rules = rules.for_environment(environment_of(where))
-    traced, notes = trace_under(source, rules, form, where, seed, progress)
+    chosen, source = PlanConfig.given(config, options), as_source(model, inputs)
+    form, where = low_precision_format(chosen.dtype), pick_device(chosen.device)
+    rules = rules_of(chosen.policy).for_environment(environment_of(where))
+    traced, notes = trace_under(source, rules, form, where, chosen.seed, chosen.on_progress)
     masters = rules.file.weights.master
     return build_plan(convert(traced), source.location, masters=masters, notes=notes)
 
@@ -86,7 +63,7 @@ def trace_under(
     form: NumberFormat,
     where: torch.device,
     seed: int = 0,
-    progress: Progress | None = None,
+    on_progress: Progress = silent,
 ) -> tuple[TracedModel, tuple[str, ...]]:
     """The graph of the first batch under a policy, after an FP32 run if its rules ask for one; and notes.
 
@@ -98,7 +75,7 @@ def trace_under(
     notes: tuple[str, ...] = ()
     if rules.measured:
         setting = RunConfig(rules, author, form, where, seed, reference_only=True)
-        seen, sites = measure(source.model, source.batches, setting, progress or silent)
+        seen, sites = measure(source.model, source.batches, setting, on_progress)
         promoted = promoted_sites(rules, sites, seen)
         count = len(source.batches)
         batches = "1 batch" if count == 1 else f"{count} batches"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ampaudit.audit.checks import CheckContext
-from ampaudit.audit.settings import Settings
+from ampaudit.audit.config import ScanConfig
 from ampaudit.bounds import Bound, BoundTable, bound
 from ampaudit.bounds.domain import assumptions, contains
 from ampaudit.bounds.stored import format_of
@@ -34,7 +34,7 @@ __all__ = ["compare_with_run", "prove", "static_audit"]
 Leaves = list[list[torch.Tensor]]
 
 
-def prove(audit: Audit, batches: Sequence[Batch], plan: RunConfig, settings: Settings) -> BoundTable:
+def prove(audit: Audit, batches: Sequence[Batch], plan: RunConfig, settings: ScanConfig) -> BoundTable:
     """Bounds that hold in every graph of an audit: a site is proved if it is in each.
 
     Raises:

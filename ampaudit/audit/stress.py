@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampaudit.audit.checks import CheckContext
-from ampaudit.audit.settings import Settings
+from ampaudit.audit.config import ScanConfig
 from ampaudit.bounds import BoundTable
+from ampaudit.core.config import silent
 from ampaudit.core.errors import AuditError
 from ampaudit.report.extrapolation import Stressed
-from ampaudit.run.audit import Audit, RunConfig, run_audits, silent
+from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.search import Search
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.inputs import save_inputs, with_tensors
@@ -29,7 +30,7 @@ def stressed(
     audit: Audit,
     plan: RunConfig,
     context: CheckContext,
-    settings: Settings,
+    settings: ScanConfig,
 ) -> tuple[Stressed, ...]:
     """One result per searched site, the nearest to the limit first; inputs that overflow one are saved."""
     table = context.bounds
@@ -39,7 +40,7 @@ def stressed(
     start = tensor_leaves(batch.args, batch.kwargs)
     found: list[Stressed] = []
     for number, site in enumerate(_targets(context, table)):
-        settings.told(f"stressing {site.id}", number, SITES)
+        settings.on_progress(f"stressing {site.id}", number, SITES)
         best = search.ascend(site.id, start, settings.stress, settings.seed + number)
         seen = context.observed(site.id).ref_peak
         over = best.peak >= context.number_format.overflow_at

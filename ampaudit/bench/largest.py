@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from ampaudit.bench.mode_runs import release_memory, start_run
 from ampaudit.bench.modes import BenchSetup, ModeRunner, NotSupported, build_mode, with_batch_size
 from ampaudit.bench.predict import holds_graph, predict_step
+from ampaudit.core.config import Progress
 from ampaudit.report.bench import Largest
-from ampaudit.run.audit import Progress
 
 __all__ = ["largest", "search"]
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from ampaudit.core.config import split_commas
 from ampaudit.core.errors import UsageError, did_you_mean
 
-__all__ = ["MODES", "parse_modes"]
+__all__ = ["DEFAULT_MODES", "MODES", "parse_modes"]
 
 MODES = ("fp32", "tf32", "autocast", "half", "bf16", "converted", "converted+compile")
+DEFAULT_MODES = MODES[:-1]
 
 
-def parse_modes(text: str) -> tuple[str, ...]:
-    """Parse names from ``fp32,autocast``.
+def parse_modes(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Read names, or ``fp32,autocast``; each once.
 
     Raises:
         UsageError: one is no mode.
     """
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = tuple(dict.fromkeys(split_commas(given)))
     for name in names:
         if name not in MODES:
             hint = f"{did_you_mean(name, MODES)}one of: {', '.join(MODES)}"

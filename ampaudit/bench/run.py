@@ -2,81 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Unpack
 
+from ampaudit.audit.config import rules_of
+from ampaudit.audit.inputs import Inputs, Model, as_source
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.bench.batches import batch_size_of
-from ampaudit.bench.devices.catalogue import Device
+from ampaudit.bench.config import BenchConfig, BenchOptions
 from ampaudit.bench.devices.host import this_machine
 from ampaudit.bench.largest import largest
 from ampaudit.bench.mode_runs import ModeRun, finish_run, start_run, time_step
 from ampaudit.bench.modes import BenchSetup, with_batch_size
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.formats import low_precision_format
-from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
 from ampaudit.report.model import ModelInfo
-from ampaudit.run.audit import Progress, silent
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 
-__all__ = ["BenchSettings", "bench_source"]
+__all__ = ["bench"]
 
 CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and caching differ"
 
 
-@dataclass(frozen=True, slots=True)
-class BenchSettings:
-    """How to measure.
-
-    Attributes:
-        modes: in the order of the table; the first is what others are compared with.
-        sizes: of batches; empty takes the model file's own.
-        policy: of conversions.
-        dtype: of autocast and conversions.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        train: whether steps are training steps.
-        repeats: timed steps of each mode.
-        seed: of random numbers.
-        target: a device to estimate the time for.
-        max_batch: whether to search for the largest batch that fits.
-        progress: told about each mode.
-    """
-
-    modes: Sequence[str]
-    sizes: Sequence[int] = ()
-    policy: str | RuleSet = "ampaudit"
-    dtype: str = "float16"
-    device: str = "auto"
-    train: bool = False
-    repeats: int = 10
-    seed: int = 0
-    target: Device | None = None
-    max_batch: bool = False
-    progress: Progress | None = None
-
-
-def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
+def bench(
+    model: Model,
+    inputs: Inputs | None = None,
+    *,
+    config: BenchConfig | None = None,
+    **options: Unpack[BenchOptions],
+) -> BenchReport:
     """Measure every mode at every batch size; an interrupted run reports what is finished.
+
+    Args:
+        model: it is not changed. Or where to load it from: a path, or ``package.module:factory``.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        config: the options as one value.
+        **options: fields of ``BenchConfig``, which go before those of ``config``.
+
+    Returns:
+        The report: time, memory and accuracy of each mode.
 
     Raises:
         AuditError: the model has no loss to train with, or there is no such device.
     """
-    setup = _setup(source, settings)
+    chosen = BenchConfig.given(config, options)
+    source = as_source(model, inputs, options=SourceConfig.of(chosen))
+    source = replace(source, loss=chosen.loss or source.loss)
+    setup = _setup(source, chosen)
     first = source.batches[0]
     rows: list[BenchRow] = []
     most: tuple[Largest, ...] = ()
     interrupted = False
-    for size in settings.sizes or (batch_size_of(first),):
-        found, interrupted = _of_size(with_batch_size(setup, size), size, settings)
+    for size in chosen.sizes or (batch_size_of(first),):
+        found, interrupted = _of_size(with_batch_size(setup, size), size, chosen)
         rows += found
         if interrupted:
             break
     if interrupted and not any(row.status == "ok" for row in rows):
         raise KeyboardInterrupt
-    if settings.max_batch and not interrupted:
+    if chosen.max_batch and not interrupted:
         try:
-            most = tuple(largest(setup, settings.modes, settings.progress or silent))
+            most = tuple(largest(setup, chosen.modes, chosen.on_progress))
         except KeyboardInterrupt:
             interrupted = True
     machine = this_machine()
@@ -89,45 +78,43 @@ def bench_source(source: ModelSource, settings: BenchSettings) -> BenchReport:
         device_name=next((found.name for found in machine.devices if found.kind == kind), kind),
         dtype=setup.form.name,
         policy=setup.rules.name,
-        train=settings.train,
-        repeats=settings.repeats,
+        train=chosen.train,
+        repeats=chosen.repeats,
         rows=tuple(rows),
-        target=settings.target.id if settings.target is not None else None,
+        target=chosen.target.id if chosen.target is not None else None,
         largest=most,
         interrupted=interrupted,
-        notes=tuple(_notes(settings, kind)),
+        notes=tuple(_notes(chosen, kind)),
         environment=this_environment(),
     )
 
 
-def _setup(source: ModelSource, settings: BenchSettings) -> BenchSetup:
-    device, form = pick_device(settings.device), low_precision_format(settings.dtype)
-    rules = settings.policy if isinstance(settings.policy, RuleSet) else load_policy(settings.policy)
-    rules = rules.for_environment(environment_of(device))
-    return BenchSetup(source, device, form, rules, settings.train, settings.seed, settings.target)
+def _setup(source: ModelSource, config: BenchConfig) -> BenchSetup:
+    device, form = pick_device(config.device), low_precision_format(config.dtype)
+    rules = rules_of(config.policy).for_environment(environment_of(device))
+    return BenchSetup(source, device, form, rules, config.train, config.seed, config.target)
 
 
-def _notes(settings: BenchSettings, kind: str) -> Iterator[str]:
+def _notes(config: BenchConfig, kind: str) -> Iterator[str]:
     if kind == "cpu":
         yield CPU_NOTE
-    if settings.target is not None:
+    if config.target is not None:
         yield (
-            f"at best: a roofline estimate for {settings.target.name}, as if every kernel reached the peak "
+            f"at best: a roofline estimate for {config.target.name}, as if every kernel reached the peak "
             "rates; launches, caches and sizes that miss tensor cores are left out"
         )
 
 
-def _of_size(setup: BenchSetup, size: int, settings: BenchSettings) -> tuple[list[BenchRow], bool]:
+def _of_size(setup: BenchSetup, size: int, config: BenchConfig) -> tuple[list[BenchRow], bool]:
     """Measure one size; if interrupted, the rows are of modes that were timed at least once."""
-    progress = settings.progress or silent
     runs: list[ModeRun] = []
     interrupted = False
     try:
-        for index, mode in enumerate(settings.modes):
-            progress(f"preparing batch size {size}", index, len(settings.modes))
+        for index, mode in enumerate(config.modes):
+            config.on_progress(f"preparing batch size {size}", index, len(config.modes))
             runs.append(start_run(mode, setup, size))
-        for repeat in range(settings.repeats):
-            progress(f"timing batch size {size}", repeat, settings.repeats)
+        for repeat in range(config.repeats):
+            config.on_progress(f"timing batch size {size}", repeat, config.repeats)
             for run in runs:
                 if run.runner is not None:
                     time_step(run, setup.device)

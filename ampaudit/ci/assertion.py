@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from ampaudit.policy import RuleSet
+    from ampaudit.audit.config import ScanOptions
+    from ampaudit.audit.inputs import Inputs, Model
     from ampaudit.report.budgets import Breach
-    from ampaudit.report.finding import FailOn
     from ampaudit.report.model import Report
 
 __all__ = ["UnsafeModel", "assert_safe"]
@@ -33,31 +31,26 @@ class UnsafeModel(AssertionError):
 
 
 def assert_safe(
-    model: nn.Module,
-    inputs: Any = None,
+    model: Model,
+    inputs: Inputs | None = None,
     *,
-    batches: Iterable[Any] | None = None,
-    dtype: str = "float16",
-    policy: str | RuleSet = "ampaudit",
-    min_headroom: float | None = None,
-    min_sqnr: float | None = None,
-    fail_on: FailOn = "error",
+    batches: Iterable[Inputs] | None = None,
     allow: Iterable[str] = (),
-    **options: Any,
+    **options: Unpack[ScanOptions],
 ) -> Report:
-    """Audit a model as ``ampaudit.scan`` does; the report, if the model is safe.
+    """Audit a model as ``ampaudit.scan`` does, and fail unless it is safe.
 
     Args:
         model: in the mode that is to be audited.
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
         batches: several batches instead.
-        dtype: ``float16`` or ``bfloat16``.
-        policy: what is lowered: ``torch-cuda`` is autocast, ``half`` is ``model.half()``.
-        min_headroom: bits that every 16-bit site must keep below the format's end.
-        min_sqnr: dB that every output must keep against FP32.
-        fail_on: severity from which a finding counts.
         allow: codes of findings that do not count.
-        **options: see ``ampaudit.scan``.
+        **options: fields of ``ScanConfig``. Here ``min_headroom`` is what every 16-bit site must keep below
+            the format's end, and ``min_sqnr`` what every output must keep against FP32; without them,
+            neither is asked for.
+
+    Returns:
+        The report, if the model is safe.
 
     Raises:
         UnsafeModel: an ``AssertionError`` whose message is the report.
@@ -73,8 +66,9 @@ def assert_safe(
 
         allowed = tuple(allow)
         check_codes(allowed)
-        budgets = Budgets(fail_on=fail_on, allow=allowed, min_headroom=min_headroom, min_sqnr=min_sqnr)
-        report = scan(model, inputs, batches=batches, dtype=dtype, policy=policy, fail_on=fail_on, **options)
+        headroom, sqnr = options.pop("min_headroom", None), options.pop("min_sqnr", None)
+        budgets = Budgets(options.get("fail_on", "error"), allowed, headroom, sqnr)
+        report = scan(model, inputs, batches=batches, **options)
         found = list(breaches(report, measured_in(report), budgets))
         message = _message(report, found) if found else ""
     if found:

@@ -1,34 +1,112 @@
-"""``[tool.ampaudit]`` in a project's pyproject.toml."""
+"""The options of ``check``, and ``[tool.ampaudit]`` in pyproject.toml."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+from annotated_types import Ge, Gt, Le
+from pydantic import AllowInfNan
+
+from ampaudit.audit.config import Ignored
+from ampaudit.core.config import (
+    Config,
+    DeviceName,
+    DtypeName,
+    FilePath,
+    OnProgress,
+    Option,
+    Seed,
+    Texts,
+    silent,
+)
 from ampaudit.core.errors import UsageError
-from ampaudit.core.pyproject import LEVEL, TEXTS, Key, checked, read_table
+from ampaudit.core.pyproject import read_options
+from ampaudit.report.finding import FailOn
 
-__all__ = ["parse_size", "read_config"]
+__all__ = ["CheckConfig", "CheckOptions", "parse_size", "read_config"]
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_FINITE = AllowInfNan(False)
+
+
+class CheckConfig(Config):
+    """What targets are held against, and how they are run."""
+
+    targets: Annotated[Texts, Option("Models, converted directories, globs.", command_line=False)] = ()
+    policy: Annotated[str, Option("Policy name or rule file; converted directories: as-is.")] = "ampaudit"
+    dtype: DtypeName = "float16"
+    device: DeviceName = "auto"
+    fail_on: Annotated[FailOn, Option("Severity from which a finding counts.")] = "error"
+    allow: Annotated[Texts, Option("Findings that do not count (repeatable).", metavar="CODE")] = ()
+    ignore: Ignored = ()
+    min_headroom: Annotated[
+        float | None, _FINITE, Option("Least headroom of every 16-bit site.", metavar="BITS")
+    ] = None
+    min_sqnr: Annotated[float | None, _FINITE, Option("Least accuracy of every output.", metavar="DB")] = None
+    max_metric_drop: Annotated[
+        float | None, _FINITE, Option("Largest fall of the model file's metric(output, batch).", metavar="X")
+    ] = None
+    max_fp32_share: Annotated[
+        float | None, Ge(0), Le(1), _FINITE, Option("Largest share of sites in float32.", metavar="P")
+    ] = None
+    baseline: Annotated[
+        FilePath | None, Option("An earlier report: only what is new or worse counts.", metavar="FILE")
+    ] = None
+    weights: Annotated[
+        FilePath | None, Option("Checkpoint: safetensors, or .pt state_dict.", metavar="FILE")
+    ] = None
+    inputs: Annotated[
+        FilePath | None,
+        Option("Python file with example_inputs(), batches() or metric().", metavar="FILE"),
+    ] = None
+    batches: Annotated[int, Ge(1), Option("Batches to run.")] = 1
+    seed: Seed = 0
+    train: Annotated[bool, Option("Use the models in training mode.")] = False
+    jobs: Annotated[int, Ge(1), Option("Targets at a time.", flags=("-j",))] = 1
+    timeout: Annotated[float | None, Gt(0), Option("Stop a target that takes longer.", metavar="SECONDS")] = (
+        None
+    )
+    max_memory: Annotated[
+        str | None, Option("Stop a target that takes more, such as 4GB.", metavar="SIZE")
+    ] = None
+    on_progress: OnProgress = silent
+
+
+class CheckOptions(TypedDict, total=False):
+    """The fields of ``CheckConfig`` as keywords."""
+
+    policy: str
+    dtype: str
+    device: DeviceName
+    fail_on: FailOn
+    allow: Sequence[str]
+    ignore: Sequence[str]
+    min_headroom: float | None
+    min_sqnr: float | None
+    max_metric_drop: float | None
+    max_fp32_share: float | None
+    baseline: str | Path | None
+    weights: str | Path | None
+    inputs: str | Path | None
+    batches: int
+    seed: int
+    train: bool
+    jobs: int
+    timeout: float | None
+    max_memory: str | None
+    on_progress: OnProgress
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The table's values, by option name with underscores; empty without the table.
-
-    Paths in it are taken from the file's own directory.
+    """Read the options in a pyproject.toml, by field name; globs among the targets are expanded.
 
     Raises:
         UsageError: not TOML, or a key or value that ``ampaudit check`` does not know.
     """
-    values = read_table(path, "tool", "ampaudit")
-    values.pop("lint", None)  # a table of its own, for ampaudit lint
-    found = checked(path, "tool.ampaudit", values, _KEYS)
-    for name in ("baseline", "inputs", "weights"):
-        if name in found:
-            found[name] = str(path.parent / found[name])
+    found = read_options(CheckConfig, path, "tool.ampaudit", tables=("lint",))
     if "targets" in found:
         found["targets"] = [place for target in found["targets"] for place in _places(path, target)]
     return found
@@ -66,46 +144,3 @@ def parse_size(text: str) -> int:
         return int(float(digits) * _UNITS[compact[len(digits) :]])
     except (ValueError, KeyError, OverflowError) as error:
         raise UsageError(f"{text!r} is no size", hint="write 4GB, 500MB or 2GiB") from error
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-_NUMBER: Key = (_is_number, "a number")
-_COUNT: Key = (_is_count, "a whole number")
-_MANY: Key = (lambda v: _is_count(v) and v > 0, "a whole number above 0")
-_TEXT: Key = (_is_text, "a text")
-_KEYS: dict[str, Key] = {
-    "targets": TEXTS,
-    "policy": _TEXT,
-    "dtype": _TEXT,
-    "device": _TEXT,
-    "fail-on": LEVEL,
-    "allow": TEXTS,
-    "ignore": TEXTS,
-    "min-headroom": _NUMBER,
-    "min-sqnr": _NUMBER,
-    "max-metric-drop": _NUMBER,
-    "max-fp32-share": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-    "baseline": _TEXT,
-    "weights": _TEXT,
-    "inputs": _TEXT,
-    "batches": _MANY,
-    "seed": _COUNT,
-    "jobs": _MANY,
-    "timeout": (_is_positive, "a number above 0"),
-    "max-memory": _TEXT,
-}

@@ -9,20 +9,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 from pydantic import TypeAdapter
 
+from ampaudit.core.config import Progress
 from ampaudit.core.text import format_bytes
 from ampaudit.report.check import Request, TargetResult
 
 __all__ = ["Limits", "check_all"]
 
 _POLL_SECONDS = 0.05
-Told = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Limits:
     memory: int | None = None
 
 
-def check_all(requests: Sequence[Request], limits: Limits, told: Told) -> list[TargetResult]:
+def check_all(requests: Sequence[Request], limits: Limits, on_progress: Progress) -> list[TargetResult]:
     """The results in the order of the requests, whatever becomes of each process.
 
     A process that is stopped, or dies, is a result like any other: its target could not be audited.
@@ -54,7 +54,7 @@ def check_all(requests: Sequence[Request], limits: Limits, told: Told) -> list[T
                     if result is not None:
                         results[number] = result
                         del running[number]
-                        told("checking", len(results), len(requests))
+                        on_progress("checking", len(results), len(requests))
         finally:
             for worker in running.values():
                 worker.stop()

@@ -9,25 +9,23 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
-from ampaudit.audit.scan import scan_source
+from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.scan import scan
 from ampaudit.ci.judge import breaches, measured_in, read_baseline
 from ampaudit.ci.metric import Outputs, with_metric
+from ampaudit.core.config import Config, SourceConfig
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
 from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
-from ampaudit.source import ModelSource, SourceOptions
 from ampaudit.source.open import open_source
 
 __all__ = ["check_target"]
 
-_SOURCE = ("batches", "seed", "weights", "inputs", "train")
-_SETTINGS = ("device", "seed", "min_headroom", "min_sqnr", "ignore")
 AS_IS = "as-is"
 
 
@@ -37,23 +35,20 @@ def check_target(request: Request) -> TargetResult:
     Raises:
         AuditError: see ``ampaudit.core.errors``.
     """
-    options = request.options
-    given: dict[str, Any] = {name: options[name] for name in _SOURCE if options.get(name) is not None}
-    for name in ("weights", "inputs"):
-        if name in given:
-            given[name] = Path(given[name])
     baseline = read_baseline(Path(request.baseline)) if request.baseline else None
-    source = open_source(request.target, SourceOptions(**given))
+    source = open_source(request.target, SourceConfig.read(_own(SourceConfig, request)))
+    config = ScanConfig.read(_own(ScanConfig, request))
     budgets = Budgets.of(request.budgets)
     found: list[Breach] = []
     notes: list[str] = []
-    policy = str(options.get("policy") or "ampaudit")
     if source.kind == "converted":
-        policy = AS_IS
-        options = {**options, "dtype": source.dtype or options.get("dtype")}
+        config = config.changed(policy=AS_IS, dtype=source.dtype or config.dtype)
         found += _integrity(Path(request.target))
         notes.append("audited as it was converted, casts and all; its files were verified")
-    report, outputs = _scanned(source, policy, options)
+    outputs: Outputs = {}
+    if source.metric is not None:
+        config = config.changed(keep_outputs=outputs.__setitem__)
+    report = scan(source, config=config)
     measured = with_metric(measured_in(report), source, outputs)
     if source.kind == "converted":
         measured = _with_recorded(measured, Path(request.target))
@@ -78,13 +73,8 @@ def check_target(request: Request) -> TargetResult:
     )
 
 
-def _scanned(source: ModelSource, policy: str, options: dict[str, object]) -> tuple[Any, Outputs]:
-    outputs: Outputs = {}
-    settings: dict[str, Any] = {name: options[name] for name in _SETTINGS if options.get(name) is not None}
-    if source.metric is not None:
-        settings["keep_outputs"] = outputs.__setitem__
-    dtype = str(options.get("dtype") or "float16")
-    return scan_source(source, policy=policy, dtype=dtype, **settings), outputs
+def _own(record: type[Config], request: Request) -> dict[str, object]:
+    return {name: value for name, value in request.options.items() if name in record.model_fields}
 
 
 def _integrity(directory: Path) -> list[Breach]:

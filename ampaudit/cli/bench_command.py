@@ -2,49 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ampaudit.cli.common_options import (
+from ampaudit.bench.config import BenchConfig
+from ampaudit.cli.options import (
+    config_from,
+    config_options,
     debug_option,
-    device_option,
-    dtype_option,
+    force_option,
     output_option,
+    plot_option,
     report_format_option,
 )
 from ampaudit.cli.output import deliver_document
-
-if TYPE_CHECKING:
-    from ampaudit.report.bench import BenchReport
+from ampaudit.core.config import SourceConfig
+from ampaudit.report.bench import BenchReport
 
 __all__ = ["bench_command"]
 
-_FILE = click.Path(path_type=Path)
-DEFAULT_MODES = "fp32,tf32,autocast,half,bf16,converted"
 
-
-@click.command("bench", short_help="Measure what 16 bits buy: time, memory, accuracy.")
+@click.command("bench")
 @click.argument("model")
-@click.option("--train", is_flag=True, help="Training steps instead of forward passes.")
-@click.option("--modes", default=DEFAULT_MODES, show_default=True, help="Also: converted+compile.")
-@click.option("--batch-size", "sizes", metavar="N[,N]", help="Sizes of batches.  [default: the model file's]")
-@click.option("--for", "target", metavar="DEVICE", help="Estimate the time on a device: ampaudit devices.")
-@click.option("--max-batch", is_flag=True, help="Search for the largest batch; on a CPU, with --for.")
-@click.option("--plot", type=_FILE, metavar="FILE", help="Draw memory and speed: .png, .svg or .pdf.")
-@click.option(
-    "--repeats", type=click.IntRange(1), default=10, show_default=True, help="Timed steps of each mode."
-)
-@click.option("--policy", default="ampaudit", show_default=True, help="Policy of conversions.")
-@dtype_option
-@device_option
-@click.option("--weights", type=_FILE, metavar="FILE", help="Checkpoint to load.")
-@click.option("--inputs", type=_FILE, metavar="FILE", help="Python file with example_inputs() or batches().")
-@click.option("--seed", type=int, default=0, show_default=True)
-@report_format_option
+@config_options(BenchConfig, SourceConfig, leave_out=("batches", "stream"))
+@plot_option("memory and speed")
+@report_format_option()
 @output_option
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@force_option
 @debug_option
 @click.pass_context
 def bench_command(context: click.Context, /, model: str, **options: Any) -> None:
@@ -68,46 +53,17 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
 
 
 def _measured(location: str, options: dict[str, Any]) -> BenchReport:
-    from ampaudit.bench.devices.catalogue import device_named
-    from ampaudit.bench.names import parse_modes
     from ampaudit.cli.progress import ProgressBar
     from ampaudit.policy import load_policy
 
-    sizes, modes = _sizes(options["sizes"]), parse_modes(options["modes"])
-    target = device_named(options["target"]) if options["target"] is not None else None
     policy = load_policy(options["policy"])  # its mistakes show before torch is loaded
     with ProgressBar(location) as progress:
-        from ampaudit.bench.run import BenchSettings, bench_source
-        from ampaudit.source.interface import SourceOptions
+        config = config_from(BenchConfig, options, policy=policy, on_progress=progress.update)
+
+        from ampaudit.bench.run import bench
         from ampaudit.source.open import open_source
 
-        chosen = {name: options[name] for name in ("seed", "weights", "inputs", "train")}
-        settings = BenchSettings(
-            modes=modes,
-            sizes=sizes,
-            policy=policy,
-            dtype=options["dtype"],
-            device=options["device"],
-            train=options["train"],
-            repeats=options["repeats"],
-            seed=options["seed"],
-            target=target,
-            max_batch=options["max_batch"],
-            progress=progress.update,
-        )
-        return bench_source(open_source(location, SourceOptions(**chosen)), settings)
-
-
-def _sizes(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise click.UsageError(f"--batch-size {text}: give whole numbers from 1 on, such as 8,32")
-    return tuple(dict.fromkeys(sizes))
+        return bench(open_source(location, config_from(SourceConfig, options)), config=config)
 
 
 def _deliver(report: BenchReport, options: dict[str, Any]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from ampaudit.cli.common_options import debug_option, format_option
+from ampaudit.cli.options import debug_option, format_option
 from ampaudit.cli.output import deliver
 
 __all__ = ["devices_command"]
 
 
-@click.command("devices", short_help="What this machine and others can do in 16 bits.")
+@click.command("devices")
 @click.argument("name", required=False)
 @format_option
 @debug_option

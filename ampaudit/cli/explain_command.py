@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["explain_command"]
 
 
-@click.command("explain", short_help="Print the page of a check, such as AMP106.")
+@click.command("explain")
 @click.argument("code", required=False)
 def explain_command(code: str | None) -> None:
     """Print what CODE means, why it is bad, and what to write instead; without CODE, list all codes."""

@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ampaudit.cli.common_options import debug_option, output_option
+from ampaudit.cli.options import (
+    config_from,
+    config_options,
+    configuration_option,
+    debug_option,
+    force_option,
+    given,
+    output_option,
+    quiet_option,
+    report_format_option,
+    verbose_option,
+)
 from ampaudit.cli.output import deliver_document
-from ampaudit.core.pyproject import LEVELS
+from ampaudit.lint.config import LintConfig, read_lint_config
 
 if TYPE_CHECKING:
-    from ampaudit.lint.linting import LintedFile, RuleSelection
+    from ampaudit.lint.linting import LintedFile
     from ampaudit.report.lint import LintReport
 
 __all__ = ["lint_command"]
@@ -22,40 +33,23 @@ __all__ = ["lint_command"]
 _STDIN = "-"
 
 
-@click.command("lint", short_help="Find mixed-precision mistakes in training scripts.")
+@click.command("lint")
 @click.argument("paths", nargs=-1)
-@click.option("--select", multiple=True, metavar="CODES", help="Codes or prefixes to enable (repeatable).")
-@click.option("--ignore", multiple=True, metavar="CODES", help="Codes or prefixes to disable (repeatable).")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Files or directories to skip (repeatable).")
+@config_options(LintConfig)
 @click.option("--fix", is_flag=True, help="Apply safe fixes in place.")
 @click.option("--diff", is_flag=True, help="Show the changes of --fix without making them.")
-@click.option(
-    "--fail-on",
-    type=click.Choice(LEVELS),
-    help="Lowest severity that makes the exit code 1.  [default: warning]",
-)
 @click.option(
     "--stdin-filename",
     default="stdin.py",
     metavar="NAME",
     help="File name assumed for standard input; its suffix selects the parser.",
 )
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Configuration file.  [default: the nearest pyproject.toml]",
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "sarif", "github", "junit", "markdown"]),
-    help="Output format.  [default: by the suffix of --output, else text]",
-)
+@configuration_option
+@report_format_option("text", "json", "sarif", "github", "junit", "markdown")
 @output_option
-@click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
-@click.option("-q", "--quiet", is_flag=True, help="Print the summary only.")
-@click.option("-v", "--verbose", is_flag=True, help="Also print suppressed findings.")
+@force_option
+@quiet_option
+@verbose_option("Also print suppressed findings.")
 @debug_option
 @click.pass_context
 def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: Any) -> None:
@@ -67,8 +61,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     """
     from ampaudit.core.files import check_writable
     from ampaudit.core.pyproject import find_config
-    from ampaudit.lint.config import read_lint_config
-    from ampaudit.lint.linting import RuleSelection
+    from ampaudit.lint.lint import lint_report
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
@@ -76,13 +69,11 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
         raise click.UsageError("--fix and --diff cannot be combined")
     path = options["config"] or find_config(Path.cwd())
     configured = read_lint_config(path) if path is not None else {}
-    selection = RuleSelection.parse(
-        options["select"] or configured.get("select", ()), options["ignore"] or configured.get("ignore", ())
-    )
     exclude = [*options["exclude"], *configured.get("exclude", ())]
-    linted = list(_linted(paths or (".",), selection, exclude, options))
-    fail_on = options["fail_on"] or configured.get("fail_on", "warning")
-    report = _report(linted, fail_on, fixed=options["fix"])
+    config = config_from(LintConfig, configured | given(options), exclude=exclude)
+    linted = list(_linted(paths or (".",), config, options))
+    fixed = sum(file.fixed for file in linted) if options["fix"] else 0
+    report = lint_report(linted, config.fail_on, fixed=fixed)
     if options["diff"]:
         context.exit(_print_diff(linted, report))
     if options["fix"] and _STDIN in paths:
@@ -94,32 +85,15 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     context.exit(report.exit_code)
 
 
-def _linted(
-    paths: tuple[str, ...], selection: RuleSelection, exclude: list[str], options: dict[str, Any]
-) -> Iterable[LintedFile]:
-    from ampaudit.lint.linting import lint_bytes, lint_files
+def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> Iterable[LintedFile]:
+    from ampaudit.lint.linting import RuleSelection, lint_bytes, lint_files
 
-    change = options["fix"] or options["diff"]
+    change, selection = options["fix"] or options["diff"], RuleSelection.parse(config.select, config.ignore)
     if _STDIN in paths:
         if len(paths) > 1:
             raise click.UsageError("'-' cannot be combined with other paths")
         return [lint_bytes(sys.stdin.buffer.read(), options["stdin_filename"], selection, fix=change)]
-    return lint_files(paths, selection, exclude=exclude, fix=change)
-
-
-def _report(linted: list[LintedFile], fail_on: Any, *, fixed: bool) -> LintReport:
-    from ampaudit.core.version import __version__
-    from ampaudit.report.lint import LintReport
-
-    return LintReport(
-        schema=1,
-        tool_version=__version__,
-        fail_on=fail_on,
-        linted=len(linted),
-        findings=tuple(finding for file in linted for finding in file.findings),
-        unread=tuple(item for file in linted for item in file.unread),
-        fixed=sum(file.fixed for file in linted) if fixed else 0,
-    )
+    return lint_files(paths, selection, exclude=config.exclude, fix=change)
 
 
 def _print_diff(linted: list[LintedFile], report: LintReport) -> int:

@@ -5,53 +5,64 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from importlib import import_module
 from typing import NoReturn
 
 import click
 
-from ampaudit.cli.bench_command import bench_command
-from ampaudit.cli.check_command import check_command
-from ampaudit.cli.convert_command import convert_command, verify_command
-from ampaudit.cli.devices_command import devices_command
-from ampaudit.cli.explain_command import explain_command
-from ampaudit.cli.lint_command import lint_command
-from ampaudit.cli.plan_command import plan_command
-from ampaudit.cli.report_command import diff_command, report_command
-from ampaudit.cli.rules_command import rules_group
-from ampaudit.cli.scan_command import scan_command
 from ampaudit.cli.terminal import make_printable
-from ampaudit.cli.train_command import train_command
 from ampaudit.core.errors import AuditError
 from ampaudit.core.version import __version__
 
-__all__ = ["main", "run"]
+__all__ = ["COMMANDS", "main", "run"]
 
 INTERRUPTED = 130
+# where each command is, and its line in the list of all
+COMMANDS = {
+    "scan": ("scan_command:scan_command", "Name the layers that overflow."),
+    "plan": ("plan_command:plan_command", "Show what a policy does to each op."),
+    "train": ("train_command:train_command", "Train in FP32 and 16 bits side by side."),
+    "convert": ("convert_command:convert_command", "Write a converted checkpoint."),
+    "verify": ("convert_command:verify_command", "Check a converted directory."),
+    "check": ("check_command:check_command", "The pre-deployment gate."),
+    "lint": ("lint_command:lint_command", "Find mixed-precision mistakes in training scripts."),
+    "bench": ("bench_command:bench_command", "Measure what 16 bits buy: time, memory, accuracy."),
+    "report": ("report_command:report_command", "Show a saved report again, in any format."),
+    "diff": ("report_command:diff_command", "Say what got better or worse between two reports."),
+    "rules": ("rules_command:rules_group", "List, show, check and compare policies."),
+    "devices": ("devices_command:devices_command", "What this machine and others can do in 16 bits."),
+    "explain": ("explain_command:explain_command", "Print the page of a check, such as AMP106."),
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class Program(click.Group):
+    """A group that imports a command when it is called, so that ``ampaudit --help`` is fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(f"ampaudit.cli.{module}"), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="ampaudit")
 def main() -> None:
     """Find the layers of a PyTorch model that break in 16 bits, before you deploy it.
 
     Exit codes: 0 clean, 1 findings, 2 bad usage or input, 3 the audit could not be carried out.
     """
-
-
-COMMANDS: tuple[click.Command, ...] = (
-    *(scan_command, plan_command, train_command, convert_command, verify_command, check_command),
-    *(
-        lint_command,
-        bench_command,
-        report_command,
-        diff_command,
-        rules_group,
-        devices_command,
-        explain_command,
-    ),
-)
-for _command in COMMANDS:
-    main.add_command(_command)
 
 
 def run() -> NoReturn:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
-from ampaudit.cli.common_options import debug_option, device_option, dtype_option, format_option
-from ampaudit.cli.model_options import load_source, model_options
+from ampaudit.audit.config import PlanConfig
+from ampaudit.cli.loading import load_source
+from ampaudit.cli.options import (
+    config_from,
+    config_options,
+    debug_option,
+    force_option,
+    format_option,
+    output_option,
+    verbose_option,
+)
 from ampaudit.cli.output import deliver
+from ampaudit.core.config import SourceConfig
 
 __all__ = ["plan_command"]
 
 
-@click.command("plan", short_help="Show what a policy does to each op.")
+@click.command("plan")
 @click.argument("model")
-@click.option("--policy", default="ampaudit", show_default=True, help="Policy name or rule file.")
-@dtype_option
-@device_option
+@config_options(PlanConfig, SourceConfig)
 @click.option("--layer", metavar="GLOB", help="Only layers that match, such as 'encoder.layer.0.*'.")
-@model_options
 @format_option
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE.")
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("-v", "--verbose", is_flag=True, help="One row per site, views too.")
+@output_option
+@force_option
+@verbose_option("One row per site, with views.")
 @debug_option
 def plan_command(model: str, **options: Any) -> None:
     """Print each op's precision, the rule that decided and why, casts, bytes, and weights memory.
@@ -40,29 +46,23 @@ def plan_command(model: str, **options: Any) -> None:
         check_writable(options["output"], force=options["force"])
     rules = load_policy(options["policy"])  # its mistakes show before torch is loaded
     with ProgressBar(model) as progress:
-        source = load_source(model, options)
+        config = config_from(PlanConfig, options, policy=rules, on_progress=progress.update)
+        source = load_source(model, config_from(SourceConfig, options))
 
-        from ampaudit.audit.plan import plan_source
+        from ampaudit.audit.plan import plan
 
-        plan = plan_source(
-            source,
-            rules,
-            options["dtype"],
-            device=options["device"],
-            seed=options["seed"],
-            progress=progress.update,
-        )
+        made = plan(source, config=config)
     from ampaudit.render.documents.plan import PlanView
     from ampaudit.render.json import to_json
     from ampaudit.render.terminal import printable
 
     layer = options["layer"]
-    if layer is not None and not plan.matching(layer):
+    if layer is not None and not made.matching(layer):
         raise click.BadParameter(
-            _no_layer(layer, sorted({s.layer for s in plan.sites})), param_hint="--layer"
+            _no_layer(layer, sorted({s.layer for s in made.sites})), param_hint="--layer"
         )
-    json = to_json(plan) if options["form"] == "json" else None
-    shown = printable(PlanView(plan, layer).sections(int(options["verbose"])))
+    json = to_json(made) if options["form"] == "json" else None
+    shown = printable(PlanView(made, layer).sections(int(options["verbose"])))
     deliver(lambda console: console.print(shown), json, options["output"], force=options["force"])
 
 

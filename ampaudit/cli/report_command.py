@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ampaudit.cli.common_options import debug_option, output_option, report_format_option
+from ampaudit.cli.options import debug_option, output_option, report_format_option
 from ampaudit.cli.output import deliver_document
 
 __all__ = ["diff_command", "report_command"]
@@ -15,9 +15,9 @@ __all__ = ["diff_command", "report_command"]
 _FILE = click.Path(path_type=Path)
 
 
-@click.command("report", short_help="Show a saved report again, in any format.")
+@click.command("report")
 @click.argument("file", type=_FILE)
-@report_format_option
+@report_format_option()
 @output_option
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
@@ -36,7 +36,7 @@ def report_command(file: Path, **options: Any) -> None:
     deliver_document(read_document(file), options)
 
 
-@click.command("diff", short_help="Say what got better or worse between two reports.")
+@click.command("diff")
 @click.argument("old", type=_FILE)
 @click.argument("new", type=_FILE)
 @click.option(
@@ -49,7 +49,7 @@ def report_command(file: Path, **options: Any) -> None:
 @click.option(
     "--db", type=click.FloatRange(min=0), default=3.0, show_default=True, help="Smallest change of accuracy."
 )
-@report_format_option
+@report_format_option()
 @output_option
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("-v", "--verbose", is_flag=True, help="Every layer and site.")

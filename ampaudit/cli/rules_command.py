@@ -7,14 +7,16 @@ from typing import Any
 
 import click
 
-from ampaudit.cli.common_options import debug_option, dtype_option, format_option
-from ampaudit.cli.model_options import load_source, model_options
+from ampaudit.audit.config import PlanConfig
+from ampaudit.cli.loading import load_source
+from ampaudit.cli.options import config_from, config_options, debug_option, format_option, verbose_option
 from ampaudit.cli.output import deliver
+from ampaudit.core.config import SourceConfig
 
 __all__ = ["rules_group"]
 
 
-@click.group("rules", short_help="List, show, check and compare policies.")
+@click.group("rules")
 def rules_group() -> None:
     """The cast policies: YAML files that say which ops run in 16 bits, and why."""
 
@@ -64,38 +66,36 @@ def validate_command(file: str, debug: bool) -> None:
 @click.argument("first")
 @click.argument("second")
 @click.option("--model", metavar="MODEL", help="Compare on this model, as ``ampaudit scan`` takes it.")
-@dtype_option
-@model_options
+@config_options(PlanConfig, SourceConfig, leave_out=("policy", "device"))
 @format_option
-@click.option("-v", "--verbose", is_flag=True, help="One row per site.")
+@verbose_option("One row per site.")
 @debug_option
-def diff_command(first: str, second: str, model: str | None, dtype: str, form: str, **options: Any) -> None:
+def diff_command(first: str, second: str, model: str | None, form: str, **options: Any) -> None:
     """The ops that two policies treat differently; with --model, the layers of your model."""
     from ampaudit.policy import load_policy
 
     a, b = load_policy(first), load_policy(second)
     if model is not None:
-        _model_diff(a, b, model, dtype, form, options)
+        _model_diff(a, b, model, form, options)
         return
     from ampaudit.core.formats import low_precision_format
     from ampaudit.render.rules_text import diff_rows, render_diff
 
-    rows = diff_rows(a, b, low_precision_format(dtype).name)
+    rows = diff_rows(a, b, low_precision_format(options["dtype"]).name)
     shown = render_diff(a, b, rows, verbose=options["verbose"])
     deliver(lambda console: console.print(shown), _json(rows, form), None, force=False)
 
 
-def _model_diff(a: Any, b: Any, model: str, dtype: str, form: str, options: dict[str, Any]) -> None:
+def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) -> None:
     from ampaudit.cli.progress import ProgressBar
 
     with ProgressBar(model) as progress:
-        source = load_source(model, options)
+        config = config_from(PlanConfig, options, on_progress=progress.update)
+        source = load_source(model, config_from(SourceConfig, options))
 
-        from ampaudit.audit.plan import plan_source
+        from ampaudit.audit.plan import plan
 
-        plans = [
-            plan_source(source, p, dtype, seed=options["seed"], progress=progress.update) for p in (a, b)
-        ]
+        plans = [plan(source, config=config, policy=policy) for policy in (a, b)]
     from ampaudit.render.documents.plan import plans_compared
     from ampaudit.render.json import to_json
     from ampaudit.render.terminal import printable

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from ampaudit.cli.common_options import (
+from ampaudit.audit.config import ScanConfig
+from ampaudit.cli.loading import load_source
+from ampaudit.cli.options import (
+    config_from,
+    config_options,
     debug_option,
-    device_option,
-    dtype_option,
-    fail_on_option,
-    ignore_option,
+    force_option,
+    given,
     output_option,
-    policies_option,
+    quiet_option,
     report_format_option,
+    verbose_option,
 )
-from ampaudit.cli.model_options import load_source, model_options
 from ampaudit.cli.output import deliver_document
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.text import escape_control
 
 if TYPE_CHECKING:
@@ -34,56 +34,15 @@ if TYPE_CHECKING:
 
 __all__ = ["scan_command"]
 
-_FILE = click.Path(path_type=Path)
 
-
-@click.command("scan", short_help="Name the layers that overflow.")
+@click.command("scan")
 @click.argument("model")
-@policies_option
-@dtype_option
-@click.option("--ranges", is_flag=True, help="One FP32 run only: what every format would do to its values.")
-@device_option
-@model_options
-@report_format_option
+@config_options(ScanConfig, SourceConfig)
+@report_format_option()
 @output_option
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@fail_on_option
-@click.option(
-    "--min-headroom", type=float, default=1.0, show_default=True, metavar="BITS", help="Warn below this."
-)
-@click.option(
-    "--min-sqnr", type=float, default=20.0, show_default=True, metavar="DB", help="Accuracy asked for."
-)
-@click.option("--advise", is_flag=True, help="Try changes for each error; print those that cure it.")
-@click.option("--diff", is_flag=True, help="Print rewrites as a diff of the source; implies --advise.")
-@click.option(
-    "--contract",
-    default="",
-    metavar="WORDS",
-    help="Another way to compute: lower-accumulate, saturate, flush-to-zero, decomposed.",
-)
-@click.option("--backward", is_flag=True, help="Audit gradients, too, and the loss scale; implies --train.")
-@click.option(
-    "--loss-scale",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="X",
-    help="Multiply the loss by X instead of the policy's scale.",
-)
-@click.option("--prove", is_flag=True, help="Prove sites safe for every input in its range, too.")
-@click.option(
-    "--stress",
-    type=click.IntRange(0),
-    default=0,
-    metavar="N",
-    help="Search for inputs that overflow: N evaluations a site.",
-)
-@click.option("--static", is_flag=True, help="Proofs only: nothing is run.")
-@click.option(
-    "--assume", multiple=True, metavar="INPUT=LOW:HIGH", help="An input's range, for proofs; 'input' is all."
-)
-@ignore_option
-@click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
-@click.option("-v", "--verbose", is_flag=True, help="Notes and every site, too.")
+@force_option
+@quiet_option
+@verbose_option("Notes and every site.")
 @debug_option
 @click.pass_context
 def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
@@ -146,43 +105,18 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
     policies = [load_policy(name.strip()) for name in options["policy"].split(",")]
     if options["ranges"] and len(policies) > 1:
         raise click.UsageError("--ranges runs FP32 only: no policy makes a difference to it")
-    if options["backward"] and not _is_given("train"):
-        options = options | {"train": True}
+    asked = given(options)
+    loading = config_from(SourceConfig, options)
+    if options["backward"] and "train" not in asked:
+        loading = loading.changed(train=True)
     with ProgressBar(location) as progress:
-        source = load_source(location, options)
-        dtype = options["dtype"]
+        config = config_from(ScanConfig, options, on_progress=progress.update)
+        config = config.changed(prove=config.prove or bool(config.assume))
+        source = load_source(location, loading)
         if source.kind == "converted":  # its casts are in its program
-            policies = policies if _is_given("policy") else [load_policy("as-is")]
-            dtype = dtype if _is_given("dtype") else source.dtype or dtype
+            policies = policies if "policy" in asked else [load_policy("as-is")]
+            config = config.changed(dtype=config.dtype if "dtype" in asked else source.dtype or config.dtype)
 
         from ampaudit.audit.scan import scan_policies
 
-        audit = partial(
-            scan_policies,
-            source,
-            dtype=dtype,
-            device=options["device"],
-            seed=options["seed"],
-            ranges=options["ranges"],
-            min_headroom=options["min_headroom"],
-            min_sqnr=options["min_sqnr"],
-            ignore=options["ignore"],
-            advise=options["advise"],
-            diff=options["diff"],
-            stress=options["stress"],
-            backward=options["backward"],
-            loss_scale=options["loss_scale"],
-            contract=options["contract"],
-            prove=options["prove"] or bool(options["assume"]),
-            static=options["static"],
-            assume=options["assume"],
-            fail_on=options["fail_on"],
-            progress=progress.update,
-        )
-        return _each(lambda chosen: audit(policies=chosen), policies)
-
-
-def _is_given(option: str) -> bool:
-    """Whether an option stands on the command line."""
-    source = click.get_current_context().get_parameter_source(option)
-    return source is ParameterSource.COMMANDLINE
+        return _each(lambda chosen: scan_policies(source, chosen, config), policies)

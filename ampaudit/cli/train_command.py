@@ -2,53 +2,40 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ampaudit.cli.common_options import (
+from ampaudit.cli.options import (
+    FILE,
+    config_from,
+    config_options,
     debug_option,
-    device_option,
-    dtype_option,
-    fail_on_option,
+    force_option,
     output_option,
-    policies_option,
+    plot_option,
+    quiet_option,
     report_format_option,
+    verbose_option,
 )
 from ampaudit.cli.output import deliver_document
-
-if TYPE_CHECKING:
-    from ampaudit.report.training import TrainingReport
+from ampaudit.core.config import SourceConfig
+from ampaudit.report.training import TrainingReport
+from ampaudit.training.config import TrainConfig
 
 __all__ = ["train_command"]
 
-_FILE = click.Path(path_type=Path)
 
-
-@click.command("train", short_help="Train in FP32 and 16 bits side by side.")
+@click.command("train")
 @click.argument("model")
-@click.option("--steps", type=click.IntRange(1), default=100, show_default=True, help="Steps of each run.")
-@policies_option
-@dtype_option
-@click.option(
-    "--loss-scale", metavar="NAME|X", help="A profile (torch, deepspeed, one ...) or a fixed scale."
-)
-@click.option(
-    "--every", type=click.IntRange(1), default=10, show_default=True, help="Watch one step of so many."
-)
-@device_option
-@click.option("--weights", type=_FILE, metavar="FILE", help="Checkpoint to start from.")
-@click.option("--inputs", type=_FILE, metavar="FILE", help="Python file with batches().")
-@click.option("--seed", type=int, default=0, show_default=True)
-@report_format_option
+@config_options(TrainConfig, SourceConfig, leave_out=("batches", "train", "stream"))
+@report_format_option()
 @output_option
-@click.option("--plot", type=_FILE, metavar="FILE", help="Draw the curves: .png, .svg or .pdf.")
-@click.option("--tensorboard", type=_FILE, metavar="DIR", help="Write TensorBoard summaries to DIR.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
-@fail_on_option
-@click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
-@click.option("-v", "--verbose", is_flag=True, help="Notes and every parameter, too.")
+@plot_option("the curves")
+@click.option("--tensorboard", type=FILE, metavar="DIR", help="Write TensorBoard summaries to DIR.")
+@force_option
+@quiet_option
+@verbose_option("Notes and every parameter.")
 @debug_option
 @click.pass_context
 def train_command(context: click.Context, /, model: str, **options: Any) -> None:
@@ -79,39 +66,14 @@ def _trained(location: str, options: dict[str, Any]) -> TrainingReport:
     from ampaudit.cli.progress import ProgressBar
     from ampaudit.policy import load_policy
 
-    policies = [load_policy(name.strip()) for name in options["policy"].split(",")]
+    config = config_from(TrainConfig, options)
+    config = config.changed(policies=[load_policy(str(name)) for name in config.policies])
     with ProgressBar(location) as progress:
-        from ampaudit.source.interface import SourceOptions
         from ampaudit.source.open import open_source
-        from ampaudit.training.train import MAX_BATCHES, TrainSettings, train_source
+        from ampaudit.training.train import MAX_BATCHES, train
 
-        names = ("seed", "weights", "inputs")
-        count = min(options["steps"], MAX_BATCHES)
-        chosen = {name: options[name] for name in names}
-        source = open_source(location, SourceOptions(batches=count, train=True, **chosen))
-        settings = TrainSettings(
-            steps=options["steps"],
-            policies=policies,
-            dtype=options["dtype"],
-            device=options["device"],
-            loss_scale=_scale(options["loss_scale"]),
-            every=options["every"],
-            seed=options["seed"],
-            fail_on=options["fail_on"],
-            progress=progress.update,
-        )
-        return train_source(source, settings)
-
-
-def _scale(given: str | None) -> str | float | None:
-    """A number, or the name of a profile."""
-    try:
-        value = None if given is None else float(given)
-    except ValueError:
-        return given
-    if value is not None and not 0 < value < float("inf"):
-        raise click.UsageError("--loss-scale must be positive and finite")
-    return value
+        loading = config_from(SourceConfig, options, batches=min(config.steps, MAX_BATCHES), train=True)
+        return train(open_source(location, loading), config=config, on_progress=progress.update)
 
 
 def _deliver(report: TrainingReport, options: dict[str, Any]) -> None:

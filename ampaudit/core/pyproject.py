@@ -1,49 +1,67 @@
-"""Tables of a project's pyproject.toml: found, read, and held against the keys that there are."""
+"""Finds, reads and validates the tables of pyproject.toml."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.core.config import Config, no_such, option_of, value_type
+from ampaudit.core.errors import UsageError
 
-__all__ = ["LEVEL", "LEVELS", "TEXTS", "Key", "are_texts", "checked", "find_config", "read_table"]
-
-Key: TypeAlias = tuple[Callable[[Any], bool], str]  # whether a value fits, and what it must be
-
-
-def are_texts(value: Any) -> bool:
-    """Whether a value is a list of texts."""
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-TEXTS: Key = (are_texts, "a list of texts")
-LEVELS = ("error", "warning", "note", "never")  # what --fail-on may be
-LEVEL: Key = (lambda value: value in LEVELS, "error, warning, note or never")
+__all__ = ["find_config", "read_options"]
 
 
 def find_config(start: Path) -> Path | None:
-    """The pyproject.toml of a directory or the nearest one above it."""
+    """Return the pyproject.toml of a directory, or the nearest one above it."""
     for directory in (start, *start.parents):
         if (directory / "pyproject.toml").is_file():
             return directory / "pyproject.toml"
     return None
 
 
-def read_table(path: Path, *names: str) -> dict[str, Any]:
-    """A table, such as ``tool``, ``ampaudit``; empty where there is none.
+def read_options(
+    record: type[Config], path: Path, table: str, tables: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Read the options of a command that stand in its table; paths are taken from the file's directory.
+
+    Args:
+        record: whose fields are the keys, with hyphens.
+        path: of the file.
+        table: such as ``tool.ampaudit``.
+        tables: names of tables inside it, which are not read.
+
+    Returns:
+        The values by field name; empty where there is no such table.
 
     Raises:
-        UsageError: the file cannot be read, is not TOML, or what has the name is no table.
+        UsageError: the file cannot be read, a key is unknown, or a value does not fit.
     """
+    fields = {
+        name.replace("_", "-"): name
+        for name, field in record.model_fields.items()
+        if (option := option_of(field)) and option.file
+    }
+    values: dict[str, Any] = {}
+    for key, value in _table(path, table).items():
+        if key in tables:
+            continue
+        if key not in fields:
+            raise no_such("key", key, f"{path}: {table}.", list(fields))
+        is_path = value_type(record.model_fields[fields[key]]) is Path and isinstance(value, str)
+        values[fields[key]] = path.parent / value if is_path else value
+    made = record.read(values, f"{path}: {table}.")
+    return {name: getattr(made, name) for name in values}
+
+
+def _table(path: Path, table: str) -> dict[str, Any]:
     try:
         found: Any = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path after --config") from error
     except ValueError as error:
         raise UsageError(f"{path}: not valid TOML: {error}", hint="correct it") from error
+    names = table.split(".")
     for depth, name in enumerate(names, 1):
         found = found.get(name, {})
         if not isinstance(found, dict):
@@ -52,21 +70,3 @@ def read_table(path: Path, *names: str) -> dict[str, Any]:
             dotted = ".".join(names[:depth])
             raise UsageError(f"{path}: {dotted} is not a table", hint=f"write [{dotted}]")
     return dict(found)
-
-
-def checked(path: Path, table: str, values: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
-    """The values by key with underscores.
-
-    Raises:
-        UsageError: a key that does not exist, or a value that does not fit.
-    """
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in keys:
-            hint = f"{did_you_mean(name, keys)}known keys: {', '.join(keys)}"
-            raise UsageError(f"{path}: {table}.{name}: no such key", hint=hint)
-        fits, wanted = keys[name]
-        if not fits(value):
-            raise UsageError(f"{path}: {table}.{name} = {value!r}", hint=f"it must be {wanted}")
-        found[name.replace("-", "_")] = value
-    return found

@@ -11,9 +11,9 @@ from typing import Unpack
 import torch
 from torch import nn
 
-from ampaudit.audit.inputs import Inputs, source_of
+from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.inputs import Inputs, Model, as_source
 from ampaudit.audit.scan import Audited, audit_policies
-from ampaudit.audit.settings import ScanOptions, Settings
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
 from ampaudit.checkpoint.open import Checkpoint, open_checkpoint, weights_in
@@ -21,13 +21,13 @@ from ampaudit.checkpoint.parts import InMemory
 from ampaudit.checkpoint.write import write_part
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import staged_directory
+from ampaudit.export.config import ConvertConfig, ConvertOptions
 from ampaudit.export.convert_weights import conversion_of
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
 from ampaudit.export.huggingface import copy_companions, set_dtype
 from ampaudit.export.manifest import manifest_of, write_manifest
 from ampaudit.export.onnx_export import OnnxFile, names_of_inputs, write_onnx
 from ampaudit.export.onnx_metadata import metadata_of
-from ampaudit.export.options import ConvertOptions
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.export.program import export_program
 from ampaudit.export.reference import (
@@ -48,86 +48,74 @@ from ampaudit.trace.converted import identity
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.isolation import preserved
 
-__all__ = ["convert_model", "convert_source"]
-
-
-def convert_model(
-    model: nn.Module,
-    inputs: Inputs,
-    output: str | Path,
-    options: ConvertOptions | None = None,
-    **scan_options: Unpack[ScanOptions],
-) -> tuple[Report, Conversion | None]:
-    """Audit a model in memory, and write the converted directory if nothing breaks.
-
-    Args:
-        model: in the mode that is meant; it is not changed.
-        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
-        output: the directory to write.
-        options: how to convert.
-        **scan_options: how to audit; see ``Settings``.
-
-    Returns:
-        The report, and what was written, ``None`` if the report's verdict is ``fail``.
-
-    Raises:
-        AuditError: see ``ampaudit.core.errors``; nothing is left behind.
-    """
-    source = source_of(model, [inputs])
-    chosen = options or ConvertOptions()
-    audited, made = convert_source(source, Path(output), chosen, Settings(**scan_options))
-    return audited.report, made
+__all__ = ["convert"]
 
 
 @preserved()
-def convert_source(
-    source: ModelSource, output: Path, options: ConvertOptions, settings: Settings
-) -> tuple[Audited, Conversion | None]:
-    """Audit a model under a policy and write the converted directory, if nothing fails.
+def convert(
+    model: Model,
+    inputs: Inputs | None,
+    output: str | Path,
+    *,
+    config: ConvertConfig | None = None,
+    **options: Unpack[ConvertOptions],
+) -> tuple[Report, Conversion | None]:
+    """Audit a model, and write its converted checkpoint if nothing breaks.
+
+    Args:
+        model: in the mode that is meant; it is not changed. Or where to load it from: a path, or
+            ``package.module:factory``.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; ``None``
+            takes those of the model's file.
+        output: the directory to write.
+        config: the options as one value.
+        **options: fields of ``ConvertConfig``, which go before those of ``config``.
 
     Returns:
-        The audit, and what was written: ``None`` if it has findings at or above ``settings.fail_on``.
+        The report, and what was written: ``None`` if there are findings from ``fail_on`` on.
 
     Raises:
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
-    options.check(output)
-    if options.onnx and source.release is not None:
+    chosen, output = ConvertConfig.given(config, options), Path(output)
+    chosen.check(output)
+    source = as_source(model, inputs)
+    if chosen.onnx and source.release is not None:
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
     if source.kind == "converted":
         raise SourceError(f"{source.location} is converted already", hint="--to float32 undoes it")
-    options = options.loaded()
-    (audited,) = audit_policies(source, [options.rules], options.dtype, settings)
+    chosen = chosen.loaded()
+    (audited,) = audit_policies(source, [chosen.rules], ScanConfig.of(chosen))
     if audited.report.exit_code:
-        return audited, None
+        return audited.report, None
     converted = audited.audit.converted
-    graph = fold_casts(converted, options.mode)
-    storage = graph if options.mode == "inference" else fold_casts(converted, "inference")
-    checkpoint, names = _checkpoint(source, options)
+    graph = fold_casts(converted, chosen.mode)
+    storage = graph if chosen.mode == "inference" else fold_casts(converted, "inference")
+    checkpoint, names = _checkpoint(source, chosen)
     decisions = decide_as_planned(checkpoint, planned_dtypes(source.model, storage), names)
     notes: list[str] = list(converted.traced.notes)
-    with staged_directory(output, force=options.force, ours=MANIFEST) as stage:
+    with staged_directory(output, force=chosen.force, ours=MANIFEST) as stage:
         if source.kind == "huggingface":
             copy_companions(Path(source.location), stage, output)
-            notes += set_dtype(stage, source.model, decisions, options.dtype)
+            notes += set_dtype(stage, source.model, decisions, chosen.dtype)
         clip = converted.traced.clip
-        files = write_weights(checkpoint, decisions, stage, masters=options.masters, clip=clip)
+        files = write_weights(checkpoint, decisions, stage, masters=chosen.masters, clip=clip)
         (stage / PLAN).write_text(plan_rules(converted.traced, audited.rules, source.location), "utf-8")
         (stage / REPORT).write_text(to_json(audited.report), "utf-8")
         mapped, ready = _map_written(source, graph, stage, files) if source.release else (None, {})
         weights = folded_weights(converted, graph, ready)
         with mapped.dropping() if mapped is not None else nullcontext():
-            reference, onnx = _write_program(stage, source, audited, graph, weights, options, settings.seed)
+            reference, onnx = _write_program(stage, source, audited, graph, weights, chosen)
         onnx_error = onnx.max_error(reference) if onnx is not None and not source.model.training else None
         notes += [note for note in (reference.note, onnx.note if onnx else "") if note]
         inputs = [t for name, t in reference.tensors.items() if name.startswith("input")]
         manifest = manifest_of(
-            options,
+            chosen,
             files,
             kind="model",
             source=source.location,
             source_sha256=source.sha256,
-            seed=settings.seed,
+            seed=chosen.seed,
             clip=clip,
             notes=notes,
             inputs_sha256=digest_of_tensors(inputs) if inputs else None,
@@ -136,10 +124,12 @@ def convert_source(
         manifest = write_manifest(stage, manifest)
     made = conversion_of(output, checkpoint, files, manifest)
     casts = onnx.casts if onnx is not None else None
-    return audited, replace(made, verdict=audited.report.verdict, onnx_casts=casts, onnx_error=onnx_error)
+    return audited.report, replace(
+        made, verdict=audited.report.verdict, onnx_casts=casts, onnx_error=onnx_error
+    )
 
 
-def _checkpoint(source: ModelSource, options: ConvertOptions) -> tuple[Checkpoint, dict[str, str]]:
+def _checkpoint(source: ModelSource, options: ConvertConfig) -> tuple[Checkpoint, dict[str, str]]:
     """Open what the tensors are read from; with the model's names for them where these differ.
 
     Files are read where there are any, so that all that is in them survives.
@@ -178,8 +168,7 @@ def _write_program(
     audited: Audited,
     graph: FoldedGraph,
     weights: Mapping[str, torch.Tensor],
-    options: ConvertOptions,
-    seed: int,
+    options: ConvertConfig,
 ) -> tuple[ReferenceOutputs, OnnxFile | None]:
     """Write the program, what it computes, and its ONNX form."""
     if not options.program:
@@ -194,7 +183,7 @@ def _write_program(
             {}, (), "its weights were streamed, so the program was written and not run"
         ), None
     call: Call = program.example_inputs or ((), {})
-    reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, seed)
+    reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, options.seed)
     write_part(stage / REFERENCE, InMemory(REFERENCE, reference.tensors, {}))
     if not options.onnx:
         return reference, None

@@ -10,8 +10,8 @@ from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.formats import low_precision_format
+from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
-from ampaudit.export.options import ConvertOptions
 from ampaudit.export.storage import decide_by_name
 from ampaudit.export.weight_files import WeightFiles, write_weights
 from ampaudit.report.conversion import Conversion
@@ -24,7 +24,7 @@ def is_checkpoint(location: str) -> bool:
     return location.endswith((".safetensors", ".safetensors.index.json", *PICKLED))
 
 
-def convert_weights(path: Path, output: Path, options: ConvertOptions) -> Conversion:
+def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Conversion:
     """Convert a checkpoint alone, by name, shape and value: no model is built and no code is run.
 
     Raises:

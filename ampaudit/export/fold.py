@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from ampaudit.checkpoint.parts import type_name
 from ampaudit.core.errors import UsageError
-from ampaudit.export.storage import Mode
+from ampaudit.export.config import Mode
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Placeholder, Role, Site, Slot

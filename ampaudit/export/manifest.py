@@ -17,7 +17,7 @@ from ampaudit.checkpoint.header import unique_json
 from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.core.errors import WeightsError, first_line
 from ampaudit.core.version import __version__
-from ampaudit.export.options import ConvertOptions
+from ampaudit.export.config import ConvertConfig
 from ampaudit.export.weight_files import StoredTensor, WeightFiles
 from ampaudit.policy.schema import Constants
 from ampaudit.report.conversion import OutputRecord
@@ -123,7 +123,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def manifest_of(
-    options: ConvertOptions,
+    options: ConvertConfig,
     weights: WeightFiles,
     *,
     kind: Literal["model", "weights"],

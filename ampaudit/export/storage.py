@@ -19,13 +19,11 @@ from ampaudit.policy.schema import Cast, KeepFp32
 
 __all__ = [
     "CASTABLE_TYPES",
-    "Mode",
     "StorageDecision",
     "decide_as_planned",
     "decide_by_name",
 ]
 
-Mode = Literal["inference", "train"]  # casts folded into the weights; or masters, and casts in the graph
 CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
 
 

@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Unpack
 
 from ampaudit.checkpoint.layout import PROGRAM
+from ampaudit.export.config import VerifyConfig, VerifyOptions
 from ampaudit.export.integrity import check_files, check_rounding
 from ampaudit.export.manifest import read_manifest
 from ampaudit.report.problem import Problem
@@ -20,27 +22,32 @@ _TOLERANCE_DB = {"float16": 40.0, "bfloat16": 25.0}
 _TIMEOUT = 3600.0
 
 
-def verify(directory: Path | str, *, run: bool = True, tolerance_db: float | None = None) -> Verification:
+def verify(
+    directory: str | Path, *, config: VerifyConfig | None = None, **options: Unpack[VerifyOptions]
+) -> Verification:
     """Check hashes and rounding; load the program in a fresh process, run it, and compare.
 
     Args:
         directory: what ``ampaudit convert`` wrote.
-        run: also load and run the program.
-        tolerance_db: agreement, in dB, that is asked of outputs whose bits differ; 40 for float16 and 25
-            for bfloat16 if not given.
+        config: the options as one value.
+        **options: fields of ``VerifyConfig``, which go before those of ``config``.
+
+    Returns:
+        What was checked, and every problem.
 
     Raises:
         WeightsError: there is no manifest that can be trusted.
     """
-    directory = Path(directory)
+    chosen, directory = VerifyConfig.given(config, options), Path(directory)
     manifest = read_manifest(directory)
     problems = [*check_files(directory, manifest), *check_rounding(directory, manifest)]
     lines: list[str] = []
-    if run and PROGRAM in manifest.files and (directory / PROGRAM).is_file() and manifest.outputs:
-        asked = tolerance_db if tolerance_db is not None else _TOLERANCE_DB.get(manifest.dtype, 40.0)
+    if chosen.run and PROGRAM in manifest.files and (directory / PROGRAM).is_file() and manifest.outputs:
+        asked = chosen.tolerance_db
+        asked = _TOLERANCE_DB.get(manifest.dtype, 40.0) if asked is None else asked
         more, lines = _in_fresh_process(directory, asked)
         problems += more
-    elif run:
+    elif chosen.run:
         lines = ["nothing was run: the directory holds no program with recorded outputs"]
     return Verification(
         directory=str(directory),

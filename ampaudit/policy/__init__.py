@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from ampaudit.policy.decide import Decision, RuleSet
 from ampaudit.policy.facts import Measurement, OpFacts, TargetEnvironment
 from ampaudit.policy.load import load_file, load_policy, plain_fp32
@@ -11,6 +13,7 @@ __all__ = [
     "Decision",
     "Measurement",
     "OpFacts",
+    "Policy",
     "RuleSet",
     "TargetEnvironment",
     "load_file",
@@ -18,3 +21,5 @@ __all__ = [
     "plain_fp32",
     "policy_names",
 ]
+
+Policy: TypeAlias = RuleSet  # what users call it

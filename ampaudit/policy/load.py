@@ -43,13 +43,19 @@ class Loaded:
         return RuleSet(self.file, self.ops)
 
 
-def load_policy(name_or_path: str) -> RuleSet:
-    """Load the policy of that name, or a rule file.
+def load_policy(name_or_path: str | Path) -> RuleSet:
+    """Load a policy.
+
+    Args:
+        name_or_path: of a shipped policy, or of a rule file.
+
+    Returns:
+        Its rules, with those that it inherits.
 
     Raises:
         PolicyError: unknown name, unreadable file, or a mistake in it (with line and column).
     """
-    return load_file(name_or_path).rules
+    return load_file(str(name_or_path)).rules
 
 
 def load_file(name_or_path: str) -> Loaded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ampaudit.report.card import Rows, Shown, counted
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
 __all__ = ["PARTS", "BenchReport", "BenchRow", "Largest", "Memory", "Status", "Work"]
@@ -110,8 +111,8 @@ class BenchRow:
         return self.batch_size / self.seconds if self.seconds else None
 
 
-@dataclass(frozen=True, slots=True)
-class BenchReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class BenchReport(Shown):
     """Modes side by side, measured in turns in one run."""
 
     schema: Literal[1]
@@ -135,3 +136,13 @@ class BenchReport:
     def exit_code(self) -> int:
         """0 if at least one mode ran; else 3: there is nothing to compare."""
         return 0 if any(row.status == "ok" for row in self.rows) else 3
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        return f"{self.model.source} on {self.device_name}: {counted(len(self.rows), 'row')}"
+
+    def card_rows(self) -> Rows:
+        """Return the modes."""
+        times = ["" if row.seconds is None else f"{row.seconds:.3g} s" for row in self.rows]
+        return [(r.mode, r.batch_size, r.status, s) for r, s in zip(self.rows, times, strict=True)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.report.budgets import Breach, Measurements
+from ampaudit.report.card import Rows, Shown, counted
 
 __all__ = ["CheckResults", "Request", "TargetResult"]
 
@@ -59,8 +60,8 @@ class TargetResult:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResults:
+@dataclass(frozen=True, slots=True, repr=False)
+class CheckResults(Shown):
     """All targets of one ``ampaudit check``."""
 
     schema: Literal[1]
@@ -78,3 +79,15 @@ class CheckResults:
         """Passes if every target does."""
         failed = any(target.exit_code != 0 for target in targets)
         return cls(1, "fail" if failed else "pass", tuple(targets))
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        return f"{self.verdict.upper()} {counted(len(self.targets), 'target')}"
+
+    def card_rows(self) -> Rows:
+        """Return the targets."""
+        return [
+            (target.verdict, target.target, target.error or ", ".join(b.budget for b in target.breaches))
+            for target in self.targets
+        ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ampaudit.report.card import Rows, Shown
 from ampaudit.report.model import Report
 
 __all__ = ["Comparison"]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison(Shown):
     """Reports of one model under several policies."""
 
     schema: Literal[1] = field(default=1, kw_only=True)
@@ -22,3 +23,12 @@ class Comparison:
     def exit_code(self) -> int:
         """The gravest of all: 3, a check that crashed, before 1, findings."""
         return max(report.exit_code for report in self.reports)
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        return f"{len(self.reports)} policies: {', '.join(report.run.policy for report in self.reports)}"
+
+    def card_rows(self) -> Rows:
+        """Return the headline of each report."""
+        return [(report.headline,) for report in self.reports]

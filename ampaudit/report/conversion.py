@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ampaudit.core.text import format_bytes
+from ampaudit.report.card import Rows, Shown
+
 __all__ = ["Conversion", "OutputRecord"]
 
 
@@ -27,8 +30,8 @@ class OutputRecord:
     sqnr_db: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
+@dataclass(frozen=True, slots=True, repr=False)
+class Conversion(Shown):
     """A converted directory.
 
     Attributes:
@@ -75,3 +78,13 @@ class Conversion:
     notes: tuple[str, ...]
     schema: Literal[1] = 1
     kind: Literal["conversion"] = "conversion"
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        sizes = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
+        return f"{self.source} to {self.output}: {self.policy}, {self.dtype}, {sizes}"
+
+    def card_rows(self) -> Rows:
+        """Return the files."""
+        return [(name, format_bytes(size)) for name, size in self.files.items()]

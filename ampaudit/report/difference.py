@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ampaudit.report.card import Shown
+
 __all__ = ["Difference", "Differences", "Direction", "ReportSummary", "SiteChange"]
 
 Direction = Literal["worse", "better", "other"]
@@ -69,8 +71,8 @@ class Difference:
         return tuple(change for change in self.changes if change.way == way)
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
+@dataclass(frozen=True, slots=True, repr=False)
+class Differences(Shown):
     """One difference per policy that both files hold."""
 
     schema: Literal[1]
@@ -83,3 +85,8 @@ class Differences:
     def exit_code(self) -> int:
         """1 if anything got worse."""
         return int(any(pair.of("worse") for pair in self.pairs))
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        return "something is worse" if self.exit_code else "nothing is worse"

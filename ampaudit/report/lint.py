@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.core.text import escape_control
+from ampaudit.report.card import Rows, Shown, counted
 from ampaudit.report.finding import FailOn, Severity, threshold
 
 __all__ = ["LintFinding", "LintReport", "UnreadFile"]
@@ -60,8 +61,8 @@ class UnreadFile:
         return f"{escape_control(self.file)}:{self.line}: not read: {escape_control(self.reason)}"
 
 
-@dataclass(frozen=True, slots=True)
-class LintReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class LintReport(Shown):
     """All files of one lint.
 
     Attributes:
@@ -95,3 +96,13 @@ class LintReport:
         if any(finding.severity.rank >= least for finding in self.active):
             return 1
         return 2 if self.unread else 0
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        found = f"{counted(len(self.findings), 'finding')} in {counted(self.linted, 'file')}"
+        return f"{'FAIL' if self.exit_code else 'PASS'} {found}"
+
+    def card_rows(self) -> Rows:
+        """Return the findings."""
+        return [(f.severity, f.code, f"{f.file}:{f.line}", f.cause) for f in self.findings]

@@ -13,6 +13,7 @@ from typing import Literal
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.report.accuracy import OutputAccuracy
+from ampaudit.report.card import Rows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, Finding, Severity
 from ampaudit.report.gradients import BackwardReport
@@ -120,8 +121,8 @@ class Environment:
     torch: str
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(Shown):
     """A whole audit.
 
     ``raised`` is schema 1's name for ``promoted``.
@@ -225,3 +226,15 @@ class Report:
         if self.broken_outputs:
             return "broken"
         return self.worst_output.in_words if self.worst_output is not None else "exact"
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        errors, warnings = (self.count(severity) for severity in (Severity.ERROR, Severity.WARNING))
+        found = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
+        how = f"in {self.run.dtype} under {self.run.policy}"
+        return f"{self.verdict.upper()} {self.model.source} {how}: {found}"
+
+    def card_rows(self) -> Rows:
+        """Return the findings."""
+        return [(f.severity, f.code, f.layer, f.cause) for f in self.findings if f.suppressed is None]

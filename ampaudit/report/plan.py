@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from ampaudit.report.card import Rows, Shown, counted
+
 __all__ = ["PlanReport", "PlannedSite", "PlannedWeights", "RuleUse"]
 
 
@@ -64,8 +66,8 @@ class RuleUse:
     sites: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlanReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanReport(Shown):
     """A plan. ``lower``, ``float32`` and ``other`` count sites that compute floating-point values."""
 
     model: str
@@ -87,3 +89,14 @@ class PlanReport:
     def matching(self, layer: str | None) -> tuple[PlannedSite, ...]:
         """Sites in the layers that a glob matches; all without a glob."""
         return tuple(site for site in self.sites if layer is None or fnmatchcase(site.layer, layer))
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        casts = counted(self.casts, "cast")
+        sites = f"{self.lower} sites in {self.dtype}, {self.float32} in float32"
+        return f"{self.model} under {self.policy}: {sites}, {casts}"
+
+    def card_rows(self) -> Rows:
+        """Return the rules that decided."""
+        return [(use.rule or "", counted(use.sites, "site"), use.why) for use in self.rules]

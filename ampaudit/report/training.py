@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ampaudit.report.card import Rows, Shown, counted
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
@@ -117,8 +118,8 @@ class Variant:
     peak_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class TrainingReport(Shown):
     """Training runs from the same start on the same batches (``ampaudit train``), or one watched loop."""
 
     schema: Literal[1]
@@ -140,3 +141,13 @@ class TrainingReport:
     def exit_code(self) -> int:
         """0 for a pass, 1 for findings at or above the threshold."""
         return 0 if self.verdict == "pass" else 1
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        runs = ", ".join(variant.name for variant in self.variants)
+        return f"{self.verdict.upper()} {self.model.source}: {counted(self.steps, 'step')} in {runs}"
+
+    def card_rows(self) -> Rows:
+        """Return the findings."""
+        return [(f.severity, f.code, f.layer, f.cause) for f in self.findings if f.suppressed is None]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ampaudit.report.card import Rows, Shown, counted
 from ampaudit.report.problem import Problem
 
 __all__ = ["Verification"]
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verification(Shown):
     """A verified directory: how much there was to check, what is wrong, what the program computed."""
 
     directory: str
@@ -29,3 +30,13 @@ class Verification:
     def exit_code(self) -> int:
         """0 if nothing is wrong, 1 otherwise."""
         return 1 if self.problems else 0
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
+        found = counted(len(self.problems), "problem")
+        return f"{'FAIL' if self.problems else 'PASS'} {self.directory}: {found}"
+
+    def card_rows(self) -> Rows:
+        """Return the problems."""
+        return [(problem.kind, problem.where, problem.what) for problem in self.problems]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from ampaudit.core.config import Progress
 from ampaudit.core.errors import InputError
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
@@ -23,14 +24,7 @@ from ampaudit.trace import Site
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["Audit", "Progress", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits", "silent"]
-
-Progress = Callable[[str, int, int], None]
-
-
-def silent(phase: str, done: int, total: int) -> None:
-    """Progress that nobody sees."""
-    del phase, done, total
+__all__ = ["Audit", "RunConfig", "Runner", "measure", "promoted_sites", "run_audits"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ampaudit.source.interface import Batch, ModelSource, SourceOptions
+from ampaudit.source.interface import Batch, ModelSource
 
-__all__ = ["Batch", "ModelSource", "SourceOptions"]
+__all__ = ["Batch", "ModelSource"]

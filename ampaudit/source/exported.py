@@ -11,16 +11,17 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError, first_line
 from ampaudit.source.inputs import functions_of, inputs_from
-from ampaudit.source.interface import Batch, ModelSource, SourceOptions
+from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.trace.internals import Replacement, patched
 from ampaudit.trace.replay import REPLAYED, Replayer
 
 __all__ = ["from_exported", "load_program"]
 
 
-def from_exported(path: Path, options: SourceOptions, location: str) -> ModelSource:
+def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSource:
     """Load the program of a ``.pt2`` file, with inputs from --inputs or its own example inputs.
 
     Raises:

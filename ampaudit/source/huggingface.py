@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError, SourceError
 from ampaudit.source.inputs import functions_of, inputs_from
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, SourceOptions
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 
 __all__ = ["from_directory"]
@@ -20,7 +21,7 @@ __all__ = ["from_directory"]
 _BATCH, _LENGTH = 2, 32
 
 
-def from_directory(path: Path, options: SourceOptions, location: str) -> ModelSource:
+def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSource:
     """Load the model of a directory in FP32, with inputs from --inputs or random ones that fit it.
 
     Raises:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "SourceOptions"]
+__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource"]
 
 # inputs must differ from the random numbers of the weights
 INPUT_SEED_OFFSET = 1_000_003
@@ -47,27 +46,6 @@ class Batch:
             return pytree.tree_map_only(torch.Tensor, once, value)
 
         return Batch(over(self.args), over(self.kwargs), over(self.item))
-
-
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
-    """How to load a model.
-
-    Attributes:
-        batches: the maximal number of batches.
-        seed: the seed for making the model and its inputs.
-        weights: a checkpoint to load into the model.
-        inputs: a Python file whose example_inputs() or batches() replace the source's own.
-        train: audit in training mode.
-        stream: leave the weights on disk; each is read when an op needs it, and dropped afterwards.
-    """
-
-    batches: int = 1
-    seed: int = 0
-    weights: Path | None = None
-    inputs: Path | None = None
-    train: bool = False
-    stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)

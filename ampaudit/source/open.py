@@ -11,14 +11,15 @@ from pathlib import Path
 from ampaudit.checkpoint.header import unique_json
 from ampaudit.checkpoint.layout import MANIFEST, PROGRAM
 from ampaudit.checkpoint.open import weights_in
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError, UsageError, first_line
 from ampaudit.core.formats import LOW_PRECISION_NAMES
-from ampaudit.source.interface import ModelSource, SourceOptions
+from ampaudit.source.interface import ModelSource
 
 __all__ = ["open_source"]
 
 
-def open_source(location: str, options: SourceOptions) -> ModelSource:
+def open_source(location: str, options: SourceConfig) -> ModelSource:
     """Load the model at ``location``.
 
     Args:
@@ -30,7 +31,7 @@ def open_source(location: str, options: SourceOptions) -> ModelSource:
         SourceError, InputError, WeightsError: the model, its inputs or weights cannot be loaded.
     """
     saved = options.inputs if options.inputs is not None and options.inputs.suffix == ".safetensors" else None
-    opened = options if saved is None else replace(options, inputs=None, batches=1)
+    opened = options if saved is None else options.changed(inputs=None, batches=1)
     source = _streamed(location, opened) if options.stream else _open(location, opened)
     if saved is not None:
         from ampaudit.source.inputs import with_inputs
@@ -54,7 +55,7 @@ def _converted_dtype(manifest: Path) -> str | None:
     return dtype if dtype in LOW_PRECISION_NAMES else None
 
 
-def _streamed(location: str, options: SourceOptions) -> ModelSource:
+def _streamed(location: str, options: SourceConfig) -> ModelSource:
     """Load a source, and leave its weights on disk."""
     from ampaudit.source.streamed import with_mapped, without_weights
 
@@ -73,7 +74,7 @@ def _streamed(location: str, options: SourceOptions) -> ModelSource:
     return replace(source, release=release)
 
 
-def _open(location: str, options: SourceOptions) -> ModelSource:
+def _open(location: str, options: SourceConfig) -> ModelSource:
     path = Path(location)
     if path.is_dir() and (path / MANIFEST).is_file() and (path / PROGRAM).is_file():
         from ampaudit.source.exported import from_exported

@@ -10,15 +10,16 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError
 from ampaudit.source.inputs import batches_of, functions_of, has_inputs
-from ampaudit.source.interface import ModelSource, SourceOptions
+from ampaudit.source.interface import ModelSource
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 
 __all__ = ["from_import_path", "from_python_file"]
 
 
-def from_python_file(path: Path, factory: str | None, options: SourceOptions, location: str) -> ModelSource:
+def from_python_file(path: Path, factory: str | None, options: SourceConfig, location: str) -> ModelSource:
     """Load the model of a Python file.
 
     Raises:
@@ -31,7 +32,7 @@ def from_python_file(path: Path, factory: str | None, options: SourceOptions, lo
     return _source(module, factory, options, location, "python", digest)
 
 
-def from_import_path(name: str, factory: str, options: SourceOptions, location: str) -> ModelSource:
+def from_import_path(name: str, factory: str, options: SourceConfig, location: str) -> ModelSource:
     """Load the model of ``package.module:factory``, with inputs from that module or --inputs."""
     torch.manual_seed(options.seed)
     module = import_module_named(name)
@@ -43,7 +44,7 @@ def from_import_path(name: str, factory: str, options: SourceOptions, location: 
 def _source(
     module: ModuleType,
     factory: str | None,
-    options: SourceOptions,
+    options: SourceConfig,
     location: str,
     kind: str,
     digest: str | None,

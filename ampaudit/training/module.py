@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampaudit.core.config import silent
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
-from ampaudit.run.audit import RunConfig, measure, silent
+from ampaudit.run.audit import RunConfig, measure
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves

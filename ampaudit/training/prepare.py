@@ -110,6 +110,9 @@ def prepare(
         group: processes that must skip steps together, where their gradients are not already the same;
             ``True`` for all of them.
 
+    Returns:
+        The model, the optimizer and the scaler to train with.
+
     Raises:
         UsageError: the policy cannot be trained under in this way.
         PolicyError: no such policy or profile.

@@ -158,7 +158,15 @@ class LossScaler(GradScaler):
 
 
 def scaler(name: str = "torch", device: str = "cuda", *, group: Any = None) -> LossScaler:
-    """Return a loss scaler: torch, apex, mxnet, deepspeed, megatron-core, tensorflow, one, none ...
+    """Make the loss scaler of a system.
+
+    Args:
+        name: torch, apex, mxnet, deepspeed, megatron-core, tensorflow, one, none ...
+        device: where the gradients are.
+        group: processes that must skip steps together; ``True`` for all of them.
+
+    Returns:
+        The scaler, to be used as torch's own.
 
     Raises:
         PolicyError: no such profile.

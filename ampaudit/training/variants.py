@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from ampaudit.core.config import Progress
 from ampaudit.core.errors import InputError, ReferenceBroken
 from ampaudit.policy import RuleSet
 from ampaudit.report.training import Health, Variant
-from ampaudit.run.audit import Progress
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.structure import structural_copy

@@ -179,6 +179,9 @@ def watch(
         every: watch one step of so many; the others cost nothing.
         dtype: the 16-bit format that weights, gradients and states are judged by.
 
+    Returns:
+        What records the loop, as a context manager.
+
     Raises:
         UsageError: the optimizer is another model's, or ``every`` is less than 1.
     """

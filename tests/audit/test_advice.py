@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit import ConvertOptions, convert_model, scan
+from ampaudit import convert, scan
 from ampaudit.audit.advice import Proposal
 from ampaudit.audit.advise import _same_function
 from ampaudit.audit.checks import Finding
-from ampaudit.audit.inputs import source_of
-from ampaudit.audit.scan import scan_source
+from ampaudit.audit.inputs import as_source
+from ampaudit.core.config import SourceConfig
 from ampaudit.report.model import Report
 from ampaudit.report.pages import all_pages
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from tests.support.models import CASES
 from tests.support.models.score import COMBINATIONS
@@ -31,8 +30,8 @@ def advised_page(code: str, place: Path) -> Report:
     path = place / "model.py"
     example = all_pages()[code].bad
     path.write_text(example.code, encoding="utf-8")
-    source = open_source(str(path), SourceOptions())
-    return scan_source(source, policy=example.options["policy"], dtype="float16", advise=True)
+    source = open_source(str(path), SourceConfig())
+    return scan(source, policy=example.options["policy"], dtype="float16", advise=True)
 
 
 @pytest.mark.parametrize("code", ["AMP108", "AMP113", "AMP203", "AMP204", "AMP301"])
@@ -89,7 +88,7 @@ def test_another_function_is_no_cure() -> None:
     """The guard of the rescaling: FP32 must give the same bits."""
     model, other = Pair().eval(), Pair().eval()
     other.load_state_dict(model.state_dict())
-    source = source_of(model, [torch.randn(4, WIDTH)])
+    source = as_source(model, batches=[torch.randn(4, WIDTH)])
     assert _same_function(source, Proposal("rescale", "", "", model=other))
     with torch.no_grad():
         other.down.bias[0] += 1e-3
@@ -160,7 +159,7 @@ def test_a_pasted_rule_converts_to_a_program_that_runs(tmp_path: Path) -> None:
     (found,) = errors(scan(model, x, policy="half", advise=True))
     rule = next(trial for trial in found.tried if trial.kind == "rule")
     policy = pasted(tmp_path / "mine.yaml", "half", rule.paste)
-    _, made = convert_model(model, x, tmp_path / "out", ConvertOptions(policy=policy))
+    _, made = convert(model, x, tmp_path / "out", policy=policy)
     assert made is not None
     program = torch.export.load(tmp_path / "out" / "model.pt2")
     with torch.no_grad():

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.audit.advice import Proposal
-from ampaudit.audit.scan import scan_source
+from ampaudit.audit.scan import scan
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.formats import low_precision_format
 from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
@@ -20,7 +21,6 @@ from ampaudit.policy import load_policy
 from ampaudit.report.finding import Finding, Trial
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from ampaudit.trace import trace
 from ampaudit.trace.converted import convert
@@ -38,7 +38,7 @@ def errors(report: Report) -> list[Finding]:
 
 def opened(text: str, path: Path, batches: int) -> ModelSource:
     path.write_text(text, encoding="utf-8")
-    return open_source(str(path), SourceOptions(batches=batches))
+    return open_source(str(path), SourceConfig(batches=batches))
 
 
 def tensors(value: object) -> list[torch.Tensor]:
@@ -148,7 +148,7 @@ def test_what_is_printed_is_what_the_change_does(name: str, tmp_path: Path) -> N
     case = CASES[name]
     least = float(case.options.get("min_sqnr", MIN_SITES))  # type: ignore[arg-type]
     source = opened(case.source, tmp_path / "model.py", case.count)
-    report = scan_source(source, policy=case.policy, dtype="float16", diff=True, **case.options)  # type: ignore[arg-type]
+    report = scan(source, policy=case.policy, dtype="float16", diff=True, **case.options)  # type: ignore[arg-type]
     found = errors(report)
     assert found, "the model has no fault"
     trials = [(finding, trial) for finding in found for trial in finding.tried]
@@ -158,7 +158,7 @@ def test_what_is_printed_is_what_the_change_does(name: str, tmp_path: Path) -> N
     assert not kinds & set(case.never)
     for finding, trial in trials:
         changed, policy, dtype, real = applied(case, trial, source, tmp_path)
-        again = scan_source(changed, policy=policy, dtype=dtype, min_sqnr=least)
+        again = scan(changed, policy=policy, dtype=dtype, min_sqnr=least)
         left = errors(again)
         assert finding.site not in {f.site for f in left}, trial
         assert len(left) == trial.left
@@ -197,6 +197,6 @@ def test_without_proof_a_change_is_not_even_tried(
     monkeypatch.setattr("ampaudit.audit.advise._Advisor._tried", noted)
     case = CASES[name]
     source = opened(case.source, tmp_path / "model.py", case.count)
-    scan_source(source, policy=case.policy, dtype="float16", advise=True)
+    scan(source, policy=case.policy, dtype="float16", advise=True)
     assert offered
     assert not {"rewrite", "rescale"} & set(offered)

@@ -13,13 +13,12 @@ from torch import nn
 
 from ampaudit import scan
 from ampaudit.audit.checks import Finding
-from ampaudit.audit.scan import scan_source
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import format_named
 from ampaudit.policy import load_policy
 from ampaudit.report.model import Report
 from ampaudit.run.weights import weight_ranges
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from ampaudit.trace import trace
 from ampaudit.trace.converted import convert
@@ -127,8 +126,8 @@ Write = Callable[[str], Path]
 
 
 def audited(path: Path, **options: list[str]) -> Report:
-    return scan_source(
-        open_source(str(path), SourceOptions()),
+    return scan(
+        open_source(str(path), SourceConfig()),
         policy="half",
         dtype="float16",
         ignore=options.get("ignore", []),

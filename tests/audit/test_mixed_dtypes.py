@@ -12,10 +12,10 @@ from torch import nn
 
 from ampaudit import scan
 from ampaudit.audit.checks.mixed_dtypes import refused_sites
+from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.context import context_of
-from ampaudit.audit.inputs import source_of
+from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import audit_policies
-from ampaudit.audit.settings import Settings
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import FLOAT16
 
@@ -88,8 +88,8 @@ def test_a_policy_that_mixes_dtypes_is_told_from_one_that_torch_runs(returns: bo
     path = tmp_path / "mine.yaml"
     path.write_text(f"name: mine\ntitle: mine\nextends: [half]\nrules:\n{rules}")
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-    source = source_of(model, [torch.randn(4, 8)])
-    (made,) = audit_policies(source, [str(path)], "float16", Settings())
-    context = context_of(made.audit, FLOAT16, Settings())
+    source = as_source(model, batches=[torch.randn(4, 8)])
+    (made,) = audit_policies(source, [str(path)], ScanConfig())
+    context = context_of(made.audit, FLOAT16, ScanConfig())
     assert refused_sites(context) == (set() if returns else {"1/layer_norm"})
     assert all(f.code != "AMP307" for f in made.report.findings)

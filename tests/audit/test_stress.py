@@ -10,10 +10,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.audit.scan import scan_source
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError
 from ampaudit.report.model import Report
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from tests.support.zoo import ZOO
 
@@ -33,9 +32,9 @@ def example_inputs():
 """
 
 
-def stressed(path: Path, place: Path, options: SourceOptions | None = None, stress: int = 30) -> Report:
-    source = open_source(str(path), options or SourceOptions())
-    return scan_source(
+def stressed(path: Path, place: Path, options: SourceConfig | None = None, stress: int = 30) -> Report:
+    source = open_source(str(path), options or SourceConfig())
+    return scan(
         source, policy="half", dtype="float16", assume=["input=-1:1"], stress=stress, stress_dir=str(place)
     )
 
@@ -49,7 +48,7 @@ def test_an_input_that_overflows_is_found_saved_and_overflows_again(model_file, 
     assert [s.site for s in broken] == ["(top)/mul"]
     assert broken[0].reached == pytest.approx(12 * 8200)
     assert broken[0].file is not None
-    again = stressed(path, tmp_path, SourceOptions(inputs=Path(broken[0].file)), stress=0)
+    again = stressed(path, tmp_path, SourceConfig(inputs=Path(broken[0].file)), stress=0)
     assert [f.site for f in again.findings if f.severity == "error"] == ["(top)/mul"]
     assert "overflow-_top_mul.safetensors" in broken[0].file
 
@@ -106,13 +105,13 @@ def test_a_file_with_other_tensors_is_refused(model_file, tmp_path: Path, tensor
     path = tmp_path / "inputs.safetensors"
     save_file(tensors, path)
     with pytest.raises(InputError, match=message):
-        open_source(str(model_file(MODEL)), SourceOptions(inputs=path))
+        open_source(str(model_file(MODEL)), SourceConfig(inputs=path))
 
 
 def test_a_file_that_is_no_safetensors_is_refused(model_file, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "inputs.safetensors"
     path.write_bytes(b"\x00" * 20)
     with pytest.raises(InputError, match="cannot be read"):
-        open_source(str(model_file(MODEL)), SourceOptions(inputs=path))
+        open_source(str(model_file(MODEL)), SourceConfig(inputs=path))
     with pytest.raises(InputError, match="cannot be read"):
-        open_source(str(model_file(MODEL)), SourceOptions(inputs=tmp_path / "none.safetensors"))
+        open_source(str(model_file(MODEL)), SourceConfig(inputs=tmp_path / "none.safetensors"))

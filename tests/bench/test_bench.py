@@ -16,10 +16,11 @@ from rich.console import Console
 from torch import nn
 
 import ampaudit.bench.run as running
-from ampaudit.audit.inputs import source_of
+from ampaudit.audit.inputs import as_source
+from ampaudit.bench.config import BenchConfig
 from ampaudit.bench.devices.catalogue import device_named
 from ampaudit.bench.mode_runs import ModeRun
-from ampaudit.bench.run import BenchSettings, bench_source
+from ampaudit.bench.run import bench
 from ampaudit.core.errors import UsageError
 from ampaudit.render.bench_plot import plot_bench
 from ampaudit.render.blocks import Table
@@ -44,24 +45,24 @@ def test_an_interrupted_run_keeps_what_is_finished(monkeypatch: pytest.MonkeyPat
         real(run, device)
 
     monkeypatch.setattr(running, "time_step", time_step)
-    source = source_of(nn.Linear(8, 8).eval(), [torch.ones(2, 8)])
-    report = bench_source(source, BenchSettings(["fp32", "bf16"], sizes=(2, 4, 8), repeats=2))
+    source = as_source(nn.Linear(8, 8).eval(), batches=[torch.ones(2, 8)])
+    report = bench(source, modes=["fp32", "bf16"], sizes=(2, 4, 8), repeats=2)
     assert report.interrupted
     # two steps of both modes with two samples, then one of the first with four
     assert [(row.mode, row.batch_size) for row in report.rows] == [("fp32", 2), ("bf16", 2), ("fp32", 4)]
     assert all(row.seconds for row in report.rows)
     asked = 5
     with pytest.raises(KeyboardInterrupt):
-        bench_source(source, BenchSettings(["fp32"], repeats=1))
+        bench(source, modes=["fp32"], repeats=1)
 
 
 @pytest.fixture(scope="module")
 def report() -> BenchReport:
     torch.manual_seed(0)
-    settings = BenchSettings(
-        ["fp32", "tf32", "half"], sizes=(2, 8), repeats=2, target=device_named("rtx3090")
+    settings = BenchConfig(
+        modes=["fp32", "tf32", "half"], sizes=(2, 8), repeats=2, target=device_named("rtx3090")
     )
-    return bench_source(bert(False), settings)
+    return bench(bert(False), config=settings)
 
 
 def test_the_table_fits_and_says_it_all(report: BenchReport) -> None:

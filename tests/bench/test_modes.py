@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.audit.inputs import source_of
+from ampaudit.audit.inputs import as_source
 from ampaudit.bench.devices.catalogue import device_named
 from ampaudit.bench.names import parse_modes
 from ampaudit.core.errors import UsageError
@@ -24,7 +24,9 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_locked_flags_of_torch_do_no_harm() -> None:
     """torch.testing's tools lock the global flags of cudnn for the whole process."""
     torch.backends.disable_global_flags()
-    assert rows_of(source_of(nn.Linear(8, 8).eval(), [torch.ones(2, 8)]), "fp32")["fp32"].status == "ok"
+    assert (
+        rows_of(as_source(nn.Linear(8, 8).eval(), batches=[torch.ones(2, 8)]), "fp32")["fp32"].status == "ok"
+    )
 
 
 def test_accuracy_stands_beside_each_mode() -> None:
@@ -35,7 +37,7 @@ def test_accuracy_stands_beside_each_mode() -> None:
     large = nn.Linear(8, 8)
     with torch.no_grad():
         large.weight.fill_(1e4)
-    broken = rows_of(source_of(large.eval(), [torch.ones(2, 8)]), "fp32,half")
+    broken = rows_of(as_source(large.eval(), batches=[torch.ones(2, 8)]), "fp32,half")
     assert broken["fp32"].finite is True
     assert broken["half"].finite is False
     assert broken["half"].status == "ok"
@@ -63,7 +65,7 @@ class Picky(nn.Module):
 
 
 def test_a_mode_that_fails_is_a_row() -> None:
-    found = rows_of(source_of(Picky().eval(), [torch.ones(2, 8)]), "fp32,tf32,half")
+    found = rows_of(as_source(Picky().eval(), batches=[torch.ones(2, 8)]), "fp32,tf32,half")
     assert found["fp32"].status == "ok"
     assert found["half"].status == "failed"
     assert found["half"].note == "TypeError: float32 weights, please"
@@ -73,7 +75,7 @@ def test_a_mode_that_fails_is_a_row() -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, torch.OutOfMemoryError])
 def test_out_of_memory_is_a_row(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
-    source = source_of(nn.Linear(8, 8).eval(), [torch.ones(2, 8)])
+    source = as_source(nn.Linear(8, 8).eval(), batches=[torch.ones(2, 8)])
     real = nn.Linear.forward
 
     def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.audit.inputs import source_of
+from ampaudit.audit.inputs import as_source
 from ampaudit.source import ModelSource
 from tests.support.bench import bert, example, resnet, rows_of
 
@@ -41,7 +41,8 @@ def test_weights_gradients_and_states_are_exact() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     count = sum(p.numel() for p in model.parameters())
     source = replace(
-        source_of(model.train(), [torch.randn(4, 64)]), loss=lambda output: output.float().square().mean()
+        as_source(model.train(), batches=[torch.randn(4, 64)]),
+        loss=lambda output: output.float().square().mean(),
     )
     found = rows_of(source, "fp32,half,autocast", train=True)
     for mode, size in (("fp32", 4), ("autocast", 4), ("half", 2)):
@@ -63,7 +64,7 @@ def test_weights_gradients_and_states_are_exact() -> None:
 def test_masters_are_told_apart_from_weights() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
     source = replace(
-        source_of(model.train(), [torch.randn(4, 64)]), loss=lambda output: output.float().mean()
+        as_source(model.train(), batches=[torch.randn(4, 64)]), loss=lambda output: output.float().mean()
     )
     memory = rows_of(source, "converted", train=True, policy="apex-o2")["converted"].memory
     assert memory is not None
@@ -82,7 +83,7 @@ def test_a_prediction_that_is_not_possible_says_why() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2 if float(x.sum()) > 0 else x
 
-    row = rows_of(source_of(Counting().eval(), [torch.ones(2, 8)]), "fp32")["fp32"]
+    row = rows_of(as_source(Counting().eval(), batches=[torch.ones(2, 8)]), "fp32")["fp32"]
     assert row.status == "ok"
     assert row.memory is None
     assert row.note.startswith("no prediction: DataDependentOutputException")

@@ -21,13 +21,13 @@ from ampaudit.ci.config import parse_size, read_config
 from ampaudit.ci.judge import breaches, check_codes, measured_in, read_baseline
 from ampaudit.ci.metric import with_metric
 from ampaudit.ci.pool import Limits, check_all
+from ampaudit.core.config import silent
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.export.manifest import read_manifest
 from ampaudit.render.json import to_json
 from ampaudit.report.budgets import Budgets, Measurements
 from ampaudit.report.check import Request, TargetResult
 from ampaudit.report.model import Report
-from ampaudit.run.audit import silent
 from ampaudit.source import Batch, ModelSource
 from tests.support.converted import converted, tied
 from tests.support.paths import ROOT
@@ -180,7 +180,7 @@ def test_configuration(tmp_path: Path) -> None:
     text += 'baseline = "b.json"'
     found = read_config(config(tmp_path, text))
     assert found["min_headroom"] == 2
-    assert found["baseline"] == str(tmp_path / "b.json")
+    assert found["baseline"] == tmp_path / "b.json"
     assert found["targets"] == [f"{tmp_path}/m.py", f"{tmp_path}/m.py:get_model", "pkg.mod:f"]
     assert read_config(config(tmp_path, "[tool.other]\na = 1")) == {}
     (tmp_path / "n.py").write_text(GOOD)

@@ -13,15 +13,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ampaudit.audit.scan import scan_source
-from ampaudit.audit.settings import Settings
+from ampaudit.audit.scan import scan
 from ampaudit.checkpoint.layout import MANIFEST
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError, WeightsError
-from ampaudit.export.convert import convert_source
+from ampaudit.export.convert import convert
 from ampaudit.export.manifest import read_manifest
-from ampaudit.export.options import ConvertOptions
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from tests.support.converted import Tied, converted, load, same_bits, tied
 
@@ -91,13 +89,11 @@ def test_a_model_that_breaks_is_not_converted(tmp_path: Path) -> None:
             return x * 300 * x
 
     source = ModelSource("large.py", "python", Large(), (Batch((torch.full((4,), 100.0),)),))
-    audited, made = convert_source(source, tmp_path / "out", ConvertOptions(policy="half"), Settings())
+    report, made = convert(source, None, tmp_path / "out", policy="half")
     assert made is None
-    assert audited.report.exit_code == 1
+    assert report.exit_code == 1
     assert not (tmp_path / "out").exists()
-    _, made = convert_source(
-        source, tmp_path / "out", ConvertOptions(policy="half"), Settings(fail_on="never")
-    )
+    _, made = convert(source, None, tmp_path / "out", policy="half", fail_on="never")
     assert made is not None
     assert made.outputs[0].max_error is None
 
@@ -133,20 +129,20 @@ def test_weights_that_do_not_match_the_model(tmp_path: Path) -> None:
     weights = {"weight": torch.ones(5, 4), "bias": torch.ones(4)}
     safetensors.torch.save_file(weights, tmp_path / "w.safetensors")
     with pytest.raises(WeightsError, match="does not match the model"):
-        open_source(str(tmp_path / "m.py"), SourceOptions(weights=tmp_path / "w.safetensors"))
+        open_source(str(tmp_path / "m.py"), SourceConfig(weights=tmp_path / "w.safetensors"))
 
 
 def test_a_converted_directory_is_not_converted_again(tmp_path: Path) -> None:
     out = converted(tied(), tmp_path / "out", policy="half")
-    source = open_source(str(out), SourceOptions())
+    source = open_source(str(out), SourceConfig())
     assert source.kind == "converted"
     with pytest.raises(SourceError, match="converted already"):
-        convert_source(source, tmp_path / "again", ConvertOptions(), Settings())
+        convert(source, None, tmp_path / "again")
 
 
 def test_a_converted_directory_can_be_scanned_as_it_is(tmp_path: Path) -> None:
     out = converted(tied(), tmp_path / "out", policy="torch-cuda")
-    report = scan_source(open_source(str(out), SourceOptions()), policy="as-is", dtype="float16")
+    report = scan(open_source(str(out), SourceConfig()), policy="as-is", dtype="float16")
     assert report.verdict == "pass"
     inner = next(site for site in report.sites if site.site == "inner/linear")
     assert inner.precision == "float16"

@@ -16,9 +16,9 @@ import torch
 from safetensors import safe_open
 
 from ampaudit.core.errors import OutputError, UsageError
+from ampaudit.export.config import ConvertConfig
 from ampaudit.export.convert_weights import convert_weights
 from ampaudit.export.manifest import read_manifest
-from ampaudit.export.options import ConvertOptions
 from ampaudit.export.restore import restore
 from tests.support.converted import load, same_bits
 
@@ -48,7 +48,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".bin"])
 def test_a_checkpoint_alone(tmp_path: Path, suffix: str) -> None:
     path = save(tmp_path / f"w{suffix}", WEIGHTS)
-    made = convert_weights(path, tmp_path / "out", ConvertOptions())
+    made = convert_weights(path, tmp_path / "out", ConvertConfig())
     after = load(tmp_path / "out" / "model.safetensors")
     assert made.exit_code == 0
     lowered = {"a.weight", "already", "brain", "empty"}
@@ -67,7 +67,7 @@ def test_a_checkpoint_alone(tmp_path: Path, suffix: str) -> None:
 
 def test_a_policy_of_16_bit_weights_casts_all_and_says_what_breaks(tmp_path: Path) -> None:
     weights = WEIGHTS | {"nan": torch.tensor([1.0, math.nan, math.inf])}
-    made = convert_weights(save(tmp_path / "w.pt", weights), tmp_path / "out", ConvertOptions(policy="half"))
+    made = convert_weights(save(tmp_path / "w.pt", weights), tmp_path / "out", ConvertConfig(policy="half"))
     after = load(tmp_path / "out" / "model.safetensors")
     assert made.overflow == {"big.weight": 4}
     assert made.broken == {"nan": 2}
@@ -80,7 +80,7 @@ def test_a_policy_of_16_bit_weights_casts_all_and_says_what_breaks(tmp_path: Pat
 @pytest.mark.parametrize("policy", ["as-is", "apex-o0"])
 def test_a_policy_that_lowers_nothing_changes_nothing(tmp_path: Path, policy: str) -> None:
     path = save(tmp_path / "w.safetensors", WEIGHTS)
-    convert_weights(path, tmp_path / "out", ConvertOptions(policy=policy))
+    convert_weights(path, tmp_path / "out", ConvertConfig(policy=policy))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == path.read_bytes()
     assert not (tmp_path / "out" / "master.safetensors").exists()
 
@@ -88,8 +88,8 @@ def test_a_policy_that_lowers_nothing_changes_nothing(tmp_path: Path, policy: st
 def test_a_policy_that_asks_for_modules_needs_the_model(tmp_path: Path) -> None:
     path = save(tmp_path / "w.pt", WEIGHTS)
     with pytest.raises(UsageError, match="by the class of their module"):
-        convert_weights(path, tmp_path / "out", ConvertOptions(policy="keep-fp32-modules"))
-    for options in (ConvertOptions(mode="train"), ConvertOptions(onnx=True)):
+        convert_weights(path, tmp_path / "out", ConvertConfig(policy="keep-fp32-modules"))
+    for options in (ConvertConfig(mode="train"), ConvertConfig(onnx=True)):
         with pytest.raises(UsageError, match="no graph"):
             convert_weights(path, tmp_path / "out", options)
 
@@ -102,7 +102,7 @@ def test_shards_stay_shards(tmp_path: Path) -> None:
     weight_map = {"a": names[0], "b": names[0], "c": names[1]}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 400}, "weight_map": weight_map}))
-    convert_weights(index, tmp_path / "out", ConvertOptions())
+    convert_weights(index, tmp_path / "out", ConvertConfig())
     table = json.loads((tmp_path / "out" / index.name).read_text())
     assert table["weight_map"] == weight_map
     assert table["metadata"]["total_size"] == 81 * 2 + 3 * 4 + 16 * 2
@@ -119,10 +119,10 @@ def test_shards_stay_shards(tmp_path: Path) -> None:
 
 def test_existing_output(tmp_path: Path) -> None:
     path = save(tmp_path / "w.pt", WEIGHTS)
-    convert_weights(path, tmp_path / "out", ConvertOptions())
+    convert_weights(path, tmp_path / "out", ConvertConfig())
     with pytest.raises(OutputError, match="exists"):
-        convert_weights(path, tmp_path / "out", ConvertOptions())
-    convert_weights(path, tmp_path / "out", ConvertOptions(policy="half", force=True))
+        convert_weights(path, tmp_path / "out", ConvertConfig())
+    convert_weights(path, tmp_path / "out", ConvertConfig(policy="half", force=True))
     assert read_manifest(tmp_path / "out").policy == "half"
 
 
@@ -130,7 +130,7 @@ def test_a_link_as_output(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(OutputError, match="symbolic link"):
-        convert_weights(save(tmp_path / "w.pt", WEIGHTS), tmp_path / "link", ConvertOptions(force=True))
+        convert_weights(save(tmp_path / "w.pt", WEIGHTS), tmp_path / "link", ConvertConfig(force=True))
 
 
 def small_files_only() -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ampaudit.core.formats import low_precision_format
+from ampaudit.export.config import Mode
 from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel, as_structure, export_program
-from ampaudit.export.storage import Mode
 from ampaudit.policy import load_policy
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.converted import convert

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ampaudit.source.interface import SourceOptions
+from ampaudit.core.config import SourceConfig
 from ampaudit.source.open import open_source
 from tests.support import zoo
 from tests.support.converted import converted, load, same_bits
@@ -21,7 +21,7 @@ def test_given_weights_are_those_that_are_written(tmp_path: Path) -> None:
     made.save_pretrained(tmp_path / "hf")
     state = {name: tensor * 2 for name, tensor in made.state_dict().items()}
     safetensors.torch.save_file(state, tmp_path / "w.safetensors")
-    source = open_source(str(tmp_path / "hf"), SourceOptions(weights=tmp_path / "w.safetensors"))
+    source = open_source(str(tmp_path / "hf"), SourceConfig(weights=tmp_path / "w.safetensors"))
     options = {"policy": "half", "weights": tmp_path / "w.safetensors", "program": False}
     stored = load(converted(source, tmp_path / "out", **options) / "model.safetensors")
     name = "embeddings.word_embeddings.weight"
@@ -39,7 +39,7 @@ def test_transformers_loads_what_was_stored(tmp_path: Path, architecture: str, p
     torch.manual_seed(0)
     made = zoo.ZOO[architecture]().model
     made.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
-    source = open_source(str(tmp_path / "hf"), SourceOptions())
+    source = open_source(str(tmp_path / "hf"), SourceConfig())
     out = converted(source, tmp_path / "out", policy=policy, program=False)
     index = "model.safetensors.index.json"
     assert (

@@ -9,16 +9,14 @@ import onnxruntime
 import pytest
 import torch
 
-from ampaudit.audit.settings import Settings
 from ampaudit.core.errors import RunFailed
 from ampaudit.export import onnx_export
-from ampaudit.export.convert import convert_source
-from ampaudit.export.options import ConvertOptions
+from ampaudit.export.convert import convert
 from tests.support.converted import load, tied
 
 
 def exported(tmp_path: Path, policy: str) -> tuple[Path, object]:
-    _, made = convert_source(tied(), tmp_path / "out", ConvertOptions(policy=policy, onnx=True), Settings())
+    _, made = convert(tied(), None, tmp_path / "out", policy=policy, onnx=True)
     assert made is not None
     return tmp_path / "out", made
 

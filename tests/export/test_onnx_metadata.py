@@ -40,8 +40,8 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).eval()
     out = tmp_path_factory.mktemp("onnx") / "out"
-    options = ampaudit.ConvertOptions(policy=request.param, onnx=True)
-    ampaudit.convert_model(model, torch.randn(4, 8), out, options)
+    options = ampaudit.ConvertConfig(policy=request.param, onnx=True)
+    ampaudit.convert(model, torch.randn(4, 8), out, config=options)
     return out
 
 

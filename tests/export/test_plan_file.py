@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from ampaudit.core.config import silent
 from ampaudit.core.formats import FLOAT16
 from ampaudit.export.plan_file import plan_rules
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.load import load_file
 from ampaudit.policy.paths import policy_names
-from ampaudit.run.audit import RunConfig, measure, silent
+from ampaudit.run.audit import RunConfig, measure
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
 from tests.support import zoo

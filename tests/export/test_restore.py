@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.export.restore import restore
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from tests.support import zoo
 from tests.support.converted import converted, load, same_bits, tied
@@ -35,7 +35,7 @@ def test_masters_restore_every_bit(tmp_path: Path, policy: str) -> None:
 def test_a_bfloat16_directory_is_restored_as_one(tmp_path: Path) -> None:
     made = zoo.bert().model.bfloat16()
     made.save_pretrained(tmp_path / "hf")
-    source = open_source(str(tmp_path / "hf"), SourceOptions())
+    source = open_source(str(tmp_path / "hf"), SourceConfig())
     out = converted(source, tmp_path / "out", policy="half", program=False)
     assert {t.dtype for t in load(out / "model.safetensors").values()} == {torch.float16}
     restore(out, tmp_path / "back", force=False)

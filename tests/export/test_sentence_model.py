@@ -11,14 +11,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from ampaudit.audit.settings import Settings
-from ampaudit.export.convert import convert_source
+from ampaudit.core.config import SourceConfig
+from ampaudit.export.config import ConvertConfig
+from ampaudit.export.convert import convert
 from ampaudit.export.manifest import read_manifest
-from ampaudit.export.options import ConvertOptions
 from ampaudit.export.restore import restore
 from ampaudit.export.verify import verify
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
 from ampaudit.source.user_code import module_from_file
 from tests.support.paths import ROOT
@@ -71,7 +70,7 @@ with torch.no_grad(): hidden = model(**batch).last_hidden_state
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
     module = module_from_file(EXAMPLE)
-    opened = open_source(str(module.model_directory()), SourceOptions())
+    opened = open_source(str(module.model_directory()), SourceConfig())
     (batch, _) = module.batches()
     return ModelSource(
         opened.location, opened.kind, opened.model, (Batch((), dict(batch)),), sha256=opened.sha256
@@ -81,8 +80,8 @@ def source() -> ModelSource:
 @pytest.fixture(scope="module")
 def out(source: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sentence")
-    options = ConvertOptions(policy="keep-fp32-modules", onnx=True)
-    _, made = convert_source(source, folder / "out", options, Settings())
+    options = ConvertConfig(policy="keep-fp32-modules", onnx=True)
+    _, made = convert(source, None, folder / "out", config=options)
     assert made is not None
     kwargs = {name: tensor.contiguous() for name, tensor in source.batches[0].kwargs.items()}
     safetensors.torch.save_file(kwargs, folder / "batch.safetensors")
@@ -137,8 +136,8 @@ def test_it_verifies(out: Path) -> None:
 def test_an_autocast_plan_loads_in_float32_and_says_so(source: ModelSource, tmp_path: Path) -> None:
     from transformers import AutoModel
 
-    options = ConvertOptions(policy="torch-cuda", program=False)
-    _, made = convert_source(source, tmp_path / "out", options, Settings())
+    options = ConvertConfig(policy="torch-cuda", program=False)
+    _, made = convert(source, None, tmp_path / "out", config=options)
     assert made is not None
     assert any("from_pretrained" in note for note in made.notes)
     model = AutoModel.from_pretrained(tmp_path / "out", dtype="auto")

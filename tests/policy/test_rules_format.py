@@ -116,7 +116,7 @@ def test_device_and_version_conditions(tmp_path: Path) -> None:
 
 def test_scan_and_plan_know_the_version_and_no_device_here(tmp_path: Path) -> None:
     from ampaudit import scan
-    from ampaudit.audit.plan import plan_source
+    from ampaudit.audit.plan import plan
     from ampaudit.source import Batch, ModelSource
 
     text = """
@@ -134,7 +134,7 @@ def test_scan_and_plan_know_the_version_and_no_device_here(tmp_path: Path) -> No
     rules = policy(tmp_path, text)
     found = {s.rule for s in scan(Model().eval(), x, policy=rules, device="cpu").sites}
     source = ModelSource("Model", "object", Model().eval(), (Batch((x,)),))
-    planned = {s.rule for s in plan_source(source, rules, "float16", device="cpu").sites}
+    planned = {s.rule for s in plan(source, policy=rules, device="cpu").sites}
     assert found == planned | {None}
     assert "version" in planned
     assert "device" not in planned

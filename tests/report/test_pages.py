@@ -11,13 +11,14 @@ import pytest
 from ampaudit.audit import scan as workflow
 from ampaudit.audit.checks import ALL_CHECKS, Check, CheckContext, Finding
 from ampaudit.audit.checks.origins import DOMAIN_CAUSES, OVERFLOW_CAUSES
+from ampaudit.core.config import SourceConfig
 from ampaudit.report.model import Report
 from ampaudit.report.pages import Example, Page, all_pages
 from ampaudit.report.pages.page import LINTED
 from ampaudit.report.training import TrainingReport
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.training.train import TrainSettings, train_source
+from ampaudit.training.config import TrainConfig
+from ampaudit.training.train import train
 from tests.support.paths import ROOT
 
 # those that reading finds have tests of their own: test_lint.py
@@ -34,9 +35,9 @@ def trained(path: Path, options: dict[str, str]) -> TrainingReport:
     steps = int(options.pop("steps"))
     given = options.pop("loss_scale", None)
     scale = given if given is None or given[0].isalpha() else float(given)
-    source = open_source(str(path), SourceOptions(batches=steps, train=True))
-    settings = TrainSettings(steps=steps, policies=(options.pop("policy"),), loss_scale=scale)
-    return train_source(source, settings)
+    source = open_source(str(path), SourceConfig(batches=steps, train=True))
+    settings = TrainConfig(steps=steps, policies=(options.pop("policy"),), loss_scale=scale)
+    return train(source, config=settings)
 
 
 def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> Report | TrainingReport:
@@ -48,8 +49,8 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
         return trained(path, options)
     if options.pop("crash", None):
         monkeypatch.setattr(workflow, "ALL_CHECKS", (Check("AMP101", _crash), *ALL_CHECKS))
-    return workflow.scan_source(
-        open_source(str(path), SourceOptions(train=options.pop("mode", "") == "train")),
+    return workflow.scan(
+        open_source(str(path), SourceConfig(train=options.pop("mode", "") == "train")),
         policy=options.pop("policy", "half"),
         dtype=options.pop("dtype", "float16"),
         ranges=options.pop("ranges", "") == "true",

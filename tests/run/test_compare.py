@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import scan_policies
 from ampaudit.cli.main import main
 from ampaudit.core.errors import TraceFailed
@@ -37,18 +38,18 @@ def source_of(model: nn.Module, *batches: Batch) -> ModelSource:
 def test_side_by_side_equals_one_by_one(name: str) -> None:
     zoo = ZOO[name]()
     source = source_of(zoo.model.eval(), Batch((), zoo.kwargs))
-    together = scan_policies(source, policies=POLICIES, dtype="float16")
+    together = scan_policies(source, POLICIES, ScanConfig())
     for policy, report in zip(POLICIES, together, strict=True):
-        (alone,) = scan_policies(source, policies=[policy], dtype="float16")
+        (alone,) = scan_policies(source, [policy], ScanConfig())
         assert without_time(report) == without_time(alone), policy
 
 
 def test_training_with_dropout_falls_back_to_one_after_the_other() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).train()
     source = source_of(model, Batch((torch.randn(4, 8),)))
-    together = scan_policies(source, policies=["torch-cuda", "half"], dtype="float16")
+    together = scan_policies(source, ["torch-cuda", "half"], ScanConfig())
     for policy, report in zip(["torch-cuda", "half"], together, strict=True):
-        (alone,) = scan_policies(source, policies=[policy], dtype="float16")
+        (alone,) = scan_policies(source, [policy], ScanConfig())
         assert without_time(report) == without_time(alone)
 
 
@@ -78,9 +79,9 @@ def test_chance_and_writes_of_one_policy_do_not_reach_the_other(
     kind: type[nn.Module], policies: list[str]
 ) -> None:
     source = source_of(kind().train(), Batch((torch.randn(2, 4, 8),)))
-    together = scan_policies(source, policies=policies, dtype="float16")
+    together = scan_policies(source, policies, ScanConfig())
     for policy, report in zip(policies, together, strict=True):
-        (alone,) = scan_policies(source, policies=[policy], dtype="float16")
+        (alone,) = scan_policies(source, [policy], ScanConfig())
         assert without_time(report) == without_time(alone)
 
 
@@ -107,10 +108,10 @@ class Grows(nn.Module):
 def test_broken_models_with_dtype_branches_and_writes_compare_the_same() -> None:
     torch.manual_seed(0)
     source = source_of(Grows().eval(), Batch((torch.randn(4, 16),)), Batch((torch.randn(4, 16) * 3,)))
-    together = scan_policies(source, policies=POLICIES, dtype="float16")
+    together = scan_policies(source, POLICIES, ScanConfig())
     assert any(report.findings for report in together)
     for policy, report in zip(POLICIES, together, strict=True):
-        (alone,) = scan_policies(source, policies=[policy], dtype="float16")
+        (alone,) = scan_policies(source, [policy], ScanConfig())
         assert without_time(report) == without_time(alone), policy
 
 
@@ -133,9 +134,9 @@ def test_the_reference_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(audit_module, "SharedReference", spy)
     monkeypatch.setattr(Float32Backend, "call", count)
-    scan_policies(source, policies=["torch-cuda"], dtype="float16")
+    scan_policies(source, ["torch-cuda"], ScanConfig())
     alone, calls = calls, 0
-    scan_policies(source, policies=["torch-cuda", "apex-o1", "paddle-o1"], dtype="float16")
+    scan_policies(source, ["torch-cuda", "apex-o1", "paddle-o1"], ScanConfig())
     (shared,) = made
     computing = sum(step.makes_values for step in shared.programs[0].steps)
     assert shared.taken > 2 * 0.6 * computing

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.audit.inputs import source_of
+from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.inputs import as_source
 from ampaudit.audit.scan import scan_policies
 from ampaudit.core.errors import ReferenceBroken
 from ampaudit.core.formats import FLOAT16
@@ -372,8 +373,8 @@ def test_policies_share_one_run_per_batch() -> None:
         return h * 2 if h.dtype == torch.float32 else h + h
 
     _CALLS.clear()
-    source = source_of(Of(reading).eval(), [inputs(), inputs(2)])
-    reports = scan_policies(source, policies=["half", "apex-o3"], dtype="float16")
+    source = as_source(Of(reading).eval(), batches=[inputs(), inputs(2)])
+    reports = scan_policies(source, ["half", "apex-o3"], ScanConfig())
     assert len(reports) == 2
     assert len(_CALLS) == 2
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import ampaudit
 from ampaudit.audit.checks import Severity
-from ampaudit.audit.scan import scan_source
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
@@ -29,7 +29,7 @@ from tests.support.zoo import ZOO
 
 def audit_with(backend: Emulated | Native, model: nn.Module, batch: Batch, policy: str) -> Report:
     source = ModelSource("test", "object", model, (batch,))
-    return scan_source(source, policy=policy, dtype="float16", device="cpu", backend=backend)
+    return ampaudit.scan(source, policy=policy, dtype="float16", device="cpu", backend=backend)
 
 
 @pytest.mark.parametrize("policy", ["torch-cuda", "half"])

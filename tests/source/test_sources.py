@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampaudit import scan
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError, InputError, SourceError, WeightsError
-from ampaudit.source import SourceOptions
 from ampaudit.source.open import open_source
 from tests.support.zoo import ZOO
 
@@ -31,7 +31,7 @@ INPUTS = "def example_inputs():\n    return torch.randn(2, 8)\n"
 
 
 def test_a_python_file_with_one_model(model_file: Write) -> None:
-    source = open_source(str(model_file(MODEL + INPUTS)), SourceOptions(batches=3))
+    source = open_source(str(model_file(MODEL + INPUTS)), SourceConfig(batches=3))
     assert type(source.model).__name__ == "Net"
     assert not source.model.training
     assert len(source.batches) == 3
@@ -49,7 +49,7 @@ def test_a_python_file_with_one_model(model_file: Write) -> None:
     ],
 )
 def test_forms_of_inputs(model_file: Write, body: str, args: int, kwargs: set[str]) -> None:
-    source = open_source(str(model_file(MODEL + body)), SourceOptions(batches=2))
+    source = open_source(str(model_file(MODEL + body)), SourceConfig(batches=2))
     assert len(source.batches) == 2
     assert len(source.batches[0].args) == args
     assert set(source.batches[0].kwargs) == kwargs
@@ -58,16 +58,16 @@ def test_forms_of_inputs(model_file: Write, body: str, args: int, kwargs: set[st
 
 def test_a_named_factory_and_an_import_path(model_file: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model_file(MODEL + INPUTS + "def build():\n    return Net().train()\n", "some_models.py")
-    assert type(open_source(f"{path}:build", SourceOptions()).model).__name__ == "Net"
+    assert type(open_source(f"{path}:build", SourceConfig()).model).__name__ == "Net"
     monkeypatch.chdir(path.parent)
-    source = open_source("some_models:build", SourceOptions(train=True))
+    source = open_source("some_models:build", SourceConfig(train=True))
     assert source.kind == "import"
     assert source.model.training
 
 
 def test_the_same_seed_gives_the_same_weights_and_inputs(model_file: Write) -> None:
     path = str(model_file(MODEL + INPUTS))
-    first, second, other = (open_source(path, SourceOptions(seed=s)) for s in (1, 1, 2))
+    first, second, other = (open_source(path, SourceConfig(seed=s)) for s in (1, 1, 2))
     assert torch.equal(first.model.inner.weight, second.model.inner.weight)
     assert torch.equal(first.batches[0].args[0], second.batches[0].args[0])
     assert not torch.equal(first.model.inner.weight, other.model.inner.weight)
@@ -75,7 +75,7 @@ def test_the_same_seed_gives_the_same_weights_and_inputs(model_file: Write) -> N
 
 def test_a_hugging_face_directory(tmp_path: Path) -> None:
     ZOO["bert"]().model.save_pretrained(tmp_path / "model")
-    source = open_source(str(tmp_path / "model"), SourceOptions())
+    source = open_source(str(tmp_path / "model"), SourceConfig())
     assert source.kind == "huggingface"
     assert scan(source.model, batches=source.batches).exit_code == 0
 
@@ -83,7 +83,7 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["t5", "vit", "gpt2"])
 def test_inputs_are_made_for_other_directories(tmp_path: Path, name: str) -> None:
     ZOO[name]().model.save_pretrained(tmp_path / "model")
-    source = open_source(str(tmp_path / "model"), SourceOptions())
+    source = open_source(str(tmp_path / "model"), SourceConfig())
     assert scan(source.model, batches=source.batches, ranges=True).coverage.measured > 20
 
 
@@ -103,7 +103,7 @@ def test_an_exported_program_under_a_policy_of_level_graph(tmp_path: Path, polic
     inputs = (torch.randn(2, 8),), {"scale": torch.tensor(2.0)}
     path = tmp_path / "model.pt2"
     torch.export.save(torch.export.export(model, *inputs, strict=False), path)
-    source = open_source(str(path), SourceOptions())
+    source = open_source(str(path), SourceConfig())
     exported = scan(source.model, batches=source.batches, policy=policy)
     alive = scan(model, {"x": inputs[0][0], **inputs[1]}, policy=policy)
     kinds = ({s.site: (s.precision, s.rule, s.layer, s.source) for s in r.sites} for r in (exported, alive))
@@ -116,7 +116,7 @@ def test_an_exported_program_keeps_layers_lines_and_values(tmp_path: Path) -> No
     model = Scaled().eval()
     inputs = (torch.randn(2, 8),), {"scale": torch.ones(1)}
     torch.export.save(torch.export.export(model, *inputs, strict=False), tmp_path / "m.pt2")
-    source = open_source(str(tmp_path / "m.pt2"), SourceOptions())
+    source = open_source(str(tmp_path / "m.pt2"), SourceConfig())
     for policy in ("torch-cuda", "half"):
         exported = scan(source.model, batches=source.batches, policy=policy)
         live = scan(model, {"x": inputs[0][0], "scale": inputs[1]["scale"]}, policy=policy)
@@ -135,7 +135,7 @@ def test_weights_from_both_kinds_of_checkpoint(model_file: Write, tmp_path: Path
     torch.save(state, tmp_path / "w.pt")
     torch.save({"state_dict": state, "epoch": 3}, tmp_path / "wrapped.pt")
     for name in ("w.safetensors", "w.pt", "wrapped.pt"):
-        source = open_source(path, SourceOptions(weights=tmp_path / name))
+        source = open_source(path, SourceConfig(weights=tmp_path / name))
         assert torch.equal(source.model.inner.weight, state["inner.weight"])
 
 
@@ -154,7 +154,7 @@ def test_a_hostile_pickle_is_refused_and_does_not_run(model_file: Write, tmp_pat
     path = str(model_file(MODEL + INPUTS))
     for name in ("bad.pt", "raw.pt"):
         with pytest.raises(WeightsError, match=r"(would run code|corrupt)"):
-            open_source(path, SourceOptions(weights=tmp_path / name))
+            open_source(path, SourceConfig(weights=tmp_path / name))
     assert not marker.exists()
 
 
@@ -176,13 +176,13 @@ def test_a_hostile_exported_program_is_refused_and_does_not_run(tmp_path: Path) 
             bad.writestr(item.filename, data)
     assert replaced
     with pytest.raises(SourceError, match=r"(refused|not a readable)"):
-        open_source(str(hostile), SourceOptions())
+        open_source(str(hostile), SourceConfig())
     assert not marker.exists()
 
 
 def raises(location: str, kind: type[AuditError], message: str, **options: object) -> AuditError:
     with pytest.raises(kind, match=message) as caught:
-        open_source(location, SourceOptions(**options))  # type: ignore[arg-type]
+        open_source(location, SourceConfig(**options))  # type: ignore[arg-type]
     assert caught.value.exit_code == 2
     assert caught.value.hint
     return caught.value
@@ -218,7 +218,7 @@ def test_bad_inputs(model_file: Write) -> None:
         str(model_file(MODEL + "def example_inputs():\n    return 'text'\n", "b.py")), InputError, "gave str"
     )
     nan = model_file(MODEL + "def example_inputs():\n    return torch.full((2, 8), float('nan'))\n", "c.py")
-    source = open_source(str(nan), SourceOptions())
+    source = open_source(str(nan), SourceConfig())
     with pytest.raises(InputError, match=r"input\[0\] of batch 0 holds NaN"):
         scan(source.model, batches=source.batches)
 

@@ -13,15 +13,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from ampaudit.audit.scan import scan_source
-from ampaudit.audit.settings import Settings
+from ampaudit.audit.scan import scan
 from ampaudit.checkpoint.header import TensorEntry, laid_out
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError, UsageError, WeightsError
-from ampaudit.export.convert import convert_source
+from ampaudit.export.convert import convert
 from ampaudit.export.manifest import read_manifest
-from ampaudit.export.options import ConvertOptions
 from ampaudit.report.model import Report
-from ampaudit.source.interface import ModelSource, SourceOptions
+from ampaudit.source.interface import ModelSource
 from ampaudit.source.open import open_source
 from tests.support import zoo
 
@@ -48,7 +47,7 @@ def example_inputs(): return torch.arange(20).view(2, 10)
 def model(tmp_path: Path) -> Path:
     (tmp_path / "m.py").write_text(MODEL)
     torch.manual_seed(5)
-    made = open_source(str(tmp_path / "m.py"), SourceOptions()).model
+    made = open_source(str(tmp_path / "m.py"), SourceConfig()).model
     made.steps.fill_(0.5)
     torch.manual_seed(6)
     with torch.no_grad():
@@ -59,7 +58,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, *, stream: bool, **options: Any) -> ModelSource:
-    return open_source(str(path), SourceOptions(stream=stream, **options))
+    return open_source(str(path), SourceConfig(stream=stream, **options))
 
 
 def without_timings(report: Report) -> Report:
@@ -70,9 +69,7 @@ def without_timings(report: Report) -> Report:
 def test_the_report_is_the_same(model: Path, policy: str) -> None:
     weights = model.with_name("w.safetensors")
     reports = [
-        without_timings(
-            scan_source(opened(model, stream=stream, weights=weights), policy=policy, dtype="float16")
-        )
+        without_timings(scan(opened(model, stream=stream, weights=weights), policy=policy, dtype="float16"))
         for stream in (False, True)
     ]
     assert reports[0] == reports[1]
@@ -94,7 +91,7 @@ def test_hugging_face_directories(tmp_path: Path, architecture: str) -> None:
     torch.manual_seed(0)
     zoo.ZOO[architecture]().model.save_pretrained(tmp_path)
     reports = [
-        without_timings(scan_source(opened(tmp_path, stream=s), policy="torch-cuda", dtype="float16"))
+        without_timings(scan(opened(tmp_path, stream=s), policy="torch-cuda", dtype="float16"))
         for s in (False, True)
     ]
     assert reports[0] == reports[1]
@@ -148,7 +145,7 @@ def test_a_streamed_conversion_writes_the_same_weights(model: Path, tmp_path: Pa
     for stream in (False, True):
         source = opened(model, stream=stream, weights=weights)
         out = tmp_path / f"out-{stream}"
-        _, made = convert_source(source, out, ConvertOptions(policy="half", weights=weights), Settings())
+        _, made = convert(source, None, out, policy="half", weights=weights)
         assert made is not None
         manifests.append(read_manifest(out))
         with torch.no_grad():

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from ampaudit.core.config import silent
 from ampaudit.core.formats import FLOAT16, NumberFormat
 from ampaudit.policy import load_policy
 from ampaudit.policy.scaling import StartingScale
-from ampaudit.run.audit import Audit, RunConfig, run_audits, silent
+from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.backward.gradients import GradientAudit
 from ampaudit.run.backward.observers import MeasuringObserver
 from ampaudit.source.interface import Batch

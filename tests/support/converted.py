@@ -8,9 +8,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from ampaudit.audit.settings import Settings
-from ampaudit.export.convert import convert_source
-from ampaudit.export.options import ConvertOptions
+from ampaudit.export.convert import convert
 from ampaudit.source import Batch, ModelSource
 
 __all__ = ["Tied", "converted", "load", "same_bits", "tied"]
@@ -42,8 +40,8 @@ def tied() -> ModelSource:
 
 
 def converted(source: ModelSource, out: Path, **options: object) -> Path:
-    audited, made = convert_source(source, out, ConvertOptions(**options), Settings())
-    assert made is not None, audited.report.findings
+    report, made = convert(source, None, out, **options)
+    assert made is not None, report.findings
     return out
 
 

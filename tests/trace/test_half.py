@@ -168,8 +168,8 @@ def test_a_double_model_converts(tmp_path: Any) -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).double()
     x = torch.ones(2, 4, dtype=torch.float64)
-    options = ampaudit.ConvertOptions("half")
-    report, made = ampaudit.convert_model(model, x, tmp_path / "out", options)
+    options = ampaudit.ConvertConfig(policy="half")
+    report, made = ampaudit.convert(model, x, tmp_path / "out", config=options)
     assert report.exit_code == 0
     assert made is not None
     written = load_file(tmp_path / "out" / "model.safetensors")

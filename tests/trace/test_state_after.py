@@ -62,7 +62,7 @@ WAYS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "scan static": lambda m, _: ampaudit.scan(m, X, static=True),
     "plan": lambda m, _: ampaudit.plan(m, X),
     "assert_safe": lambda m, _: ampaudit.assert_safe(m, X, fail_on="never"),
-    "convert": lambda m, p: ampaudit.convert_model(m, X, p / "out"),
+    "convert": lambda m, p: ampaudit.convert(m, X, p / "out"),
     "call": lambda m, _: call_unchanged(m, (X,), {}, seed=0),
 }
 
@@ -83,7 +83,7 @@ def test_nothing_has_changed(kind: type[Writing], way: str, mode: bool, tmp_path
 
 
 def test_a_model_that_writes_its_buffers_verifies(tmp_path: Path) -> None:
-    report, made = ampaudit.convert_model(Writing().eval(), X, tmp_path / "out")
+    report, made = ampaudit.convert(Writing().eval(), X, tmp_path / "out")
     assert report.exit_code == 0
     assert made is not None
     found = ampaudit.verify(str(tmp_path / "out"))

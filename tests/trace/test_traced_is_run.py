@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import ampaudit
-from ampaudit.audit.inputs import source_of
-from ampaudit.audit.scan import scan_source
+from ampaudit.audit.inputs import as_source
+from ampaudit.audit.scan import scan
 from ampaudit.trace.keys import call_key
 from ampaudit.trace.state import PythonState
 
@@ -291,11 +291,12 @@ def test_a_scan_draws_other_numbers_for_each_batch() -> None:
 
 
 def test_policies_side_by_side_see_the_same_states() -> None:
-    source = source_of(Model(big(1e6, at=2)), [X, X])
-    alone = [scan_source(source, policy=policy, dtype="float16").exit_code for policy in ("half", "apex-o0")]
+    source = as_source(Model(big(1e6, at=2)), batches=[X, X])
+    alone = [scan(source, policy=policy, dtype="float16").exit_code for policy in ("half", "apex-o0")]
+    from ampaudit.audit.config import ScanConfig
     from ampaudit.audit.scan import scan_policies
 
-    both = scan_policies(source, policies=["half", "apex-o0"], dtype="float16")
+    both = scan_policies(source, ["half", "apex-o0"], ScanConfig())
     assert [report.exit_code for report in both] == alone == [1, 0]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils import checkpoint
 
-from ampaudit.audit.scan import scan_source
+import ampaudit
 from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.run.backends import Emulated, Native
@@ -158,6 +158,6 @@ def test_a_model_that_is_already_half_is_audited_as_it_is() -> None:
     for policy in ("half", "torch-cuda"):
         for backend in (Emulated(), Native()):
             source = ModelSource("half", "object", model, (batch,))
-            report = scan_source(source, policy=policy, dtype="float16", device="cpu", backend=backend)
+            report = ampaudit.scan(source, policy=policy, dtype="float16", device="cpu", backend=backend)
             assert report.findings == ()
             assert report.outputs[0].sqnr_db is not None

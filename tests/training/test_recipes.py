@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 
 import ampaudit
+from ampaudit.core.config import SourceConfig
 from ampaudit.report.training import TrainingReport
-from ampaudit.source.interface import SourceOptions
 from ampaudit.source.open import open_source
-from ampaudit.training.train import TrainSettings, train_source
+from ampaudit.training.train import train
 from tests.support.paths import ROOT
 
 PLACE = ROOT / "examples" / "training"
@@ -137,8 +137,8 @@ def test_a_rank_that_dies_is_told_and_nobody_hangs(tmp_path: Path) -> None:
 
 
 def trained(name: str, policies: tuple[str, ...], steps: int, **options: object) -> TrainingReport:
-    source = open_source(str(PLACE / f"{name}.py"), SourceOptions(batches=steps, train=True))
-    return train_source(source, TrainSettings(steps=steps, policies=policies, **options))  # type: ignore[arg-type]
+    source = open_source(str(PLACE / f"{name}.py"), SourceConfig(batches=steps, train=True))
+    return train(source, steps=steps, policies=policies, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "steps"), [("digits", 100), ("text", 120)])
@@ -174,10 +174,10 @@ def test_without_a_scale_small_gradients_are_lost(tmp_path: Path) -> None:
     text = text.replace("output, batch[1])", "output, batch[1]) * 1e-7", 1)
     text = text.replace("torch.optim.Adam(params, lr=2e-3)", "torch.optim.SGD(params, lr=1e6)")
     path.write_text(text, encoding="utf-8")
-    source = open_source(str(path), SourceOptions(batches=60, train=True))
-    without = train_source(source, TrainSettings(steps=60, policies=("apex-o2",), loss_scale="one"))
+    source = open_source(str(path), SourceConfig(batches=60, train=True))
+    without = train(source, steps=60, policies=("apex-o2",), loss_scale="one")
     assert {f.code for f in without.findings if f.site.startswith("apex-o2/")} >= {"AMP711", "AMP715"}
-    scaled = train_source(source, TrainSettings(steps=60, policies=("apex-o2",)))
+    scaled = train(source, steps=60, policies=("apex-o2",))
     assert scaled.exit_code == 0, scaled.findings
 
 

@@ -18,8 +18,9 @@ from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
 from ampaudit.render.documents.training import sparkline
 from ampaudit.render.render import for_terminal
 from ampaudit.source.interface import Batch, ModelSource
+from ampaudit.training.config import TrainConfig
 from ampaudit.training.divergence import diverged_at
-from ampaudit.training.train import TrainSettings, train_source
+from ampaudit.training.train import train
 from tests.support.training.cases import HEALTHY, WIDTH, Case, Stack, classes, rows
 
 
@@ -273,23 +274,23 @@ def source(loss: Callable[..., Any] | None, model: nn.Module | None = None, **op
 
 
 def test_mistakes_in_training() -> None:
-    settings = TrainSettings(steps=3, policies=("torch-cuda",))
+    settings = TrainConfig(steps=3, policies=("torch-cuda",))
     with pytest.raises(InputError, match="there is no loss"):
-        train_source(source(None), settings)
+        train(source(None), config=settings)
     with pytest.raises(ReferenceBroken, match="FP32 loss is nan in step 0"):
-        train_source(source(lambda y: (y - 1e9).sqrt().mean()), settings)
+        train(source(lambda y: (y - 1e9).sqrt().mean()), config=settings)
     with pytest.raises(InputError, match="no parameter gets a gradient"):
-        train_source(source(lambda y: y.detach().mean().requires_grad_()), settings)
+        train(source(lambda y: y.detach().mean().requires_grad_()), config=settings)
     with pytest.raises(InputError, match="no parameter of the model asks"):
-        train_source(source(classes, Stack().requires_grad_(False)), settings)
+        train(source(classes, Stack().requires_grad_(False)), config=settings)
     with pytest.raises(UsageError, match="LBFGS"):
-        train_source(source(classes, optimizer=torch.optim.LBFGS), settings)
+        train(source(classes, optimizer=torch.optim.LBFGS), config=settings)
     with pytest.raises(InputError, match=r"optimizer.params. returned list"):
-        train_source(source(classes, optimizer=list), settings)
-    with pytest.raises(UsageError, match="--steps must be at least 1"):
-        train_source(source(classes), TrainSettings(steps=0))
+        train(source(classes, optimizer=list), config=settings)
+    with pytest.raises(UsageError, match="steps = 0"):
+        train(source(classes), steps=0)
     with pytest.raises(UsageError, match="named twice"):
-        train_source(source(classes), TrainSettings(steps=1, policies=("half", "half")))
+        train(source(classes), steps=1, policies=("half", "half"))
 
 
 def test_an_optimizer_without_foreach_and_frozen_layers_train() -> None:
@@ -308,7 +309,7 @@ def test_an_optimizer_without_foreach_and_frozen_layers_train() -> None:
     model.first.requires_grad_(False)
     model.spare = nn.Linear(2, 2)
     made = source(classes, model, optimizer=Plain)
-    report = train_source(made, TrainSettings(steps=6, policies=("torch-cuda",)))
+    report = train(made, steps=6, policies=("torch-cuda",))
     names = {p.name for p in report.variants[1].health.parameters}
     assert names == {
         f"{layer}.{kind}" for layer in ("second", "third", "head") for kind in ("weight", "bias")
@@ -319,7 +320,7 @@ def test_an_optimizer_without_foreach_and_frozen_layers_train() -> None:
 
 def test_dropout_is_the_same_in_all_runs() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Dropout(0.5), nn.Linear(32, 4))
-    report = train_source(source(classes, model), TrainSettings(steps=5, policies=("torch-cuda",)))
+    report = train(source(classes, model), steps=5, policies=("torch-cuda",))
     exact, lower = ([step.loss for step in v.health.steps] for v in report.variants)
     assert lower == pytest.approx(exact, rel=5e-3)
 
@@ -367,7 +368,7 @@ def test_the_command(
 def test_the_report_is_readable_at_any_width() -> None:
     from rich.console import Console
 
-    report = train_source(source(classes), TrainSettings(steps=4, policies=("apex-o3",)))
+    report = train(source(classes), steps=4, policies=("apex-o3",))
     for width in (60, 80, 200):
         stream = io.StringIO()
         Console(width=width, file=stream).print(for_terminal(report, 1))

@@ -1,0 +1,139 @@
+"""The options of ``plan`` and ``scan``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+
+from annotated_types import Ge, Gt
+from pydantic import InstanceOf
+
+from ampaudit.core.config import (
+    Config,
+    DeviceName,
+    DtypeName,
+    Function,
+    OnProgress,
+    Option,
+    Seed,
+    Texts,
+    python_only,
+    silent,
+)
+from ampaudit.policy import RuleSet, load_policy
+from ampaudit.report.finding import FailOn
+
+if TYPE_CHECKING:  # both need torch
+    from ampaudit.run.backends import Backend
+    from ampaudit.run.config import KeepOutputs
+else:
+    Backend, KeepOutputs = Any, Callable
+
+__all__ = [
+    "FailOnLevel",
+    "Ignored",
+    "PlanConfig",
+    "PlanOptions",
+    "PolicyName",
+    "Rules",
+    "ScanConfig",
+    "ScanOptions",
+    "rules_of",
+]
+
+Rules = str | Path | InstanceOf[RuleSet]
+PolicyName = Annotated[Rules, Option("Policy name or rule file.")]
+FailOnLevel = Annotated[FailOn, Option("Severity from which the exit code is 1.")]
+Ignored = Annotated[
+    Texts, Option("Hide findings by code and layer glob (repeatable).", metavar="CODE[:LAYER]")
+]
+
+
+def rules_of(policy: Rules) -> RuleSet:
+    """Return a policy's rules, read unless they are given.
+
+    Raises:
+        PolicyError: there is no such policy, or its file has a mistake.
+    """
+    return policy if isinstance(policy, RuleSet) else load_policy(policy)
+
+
+class PlanConfig(Config):
+    """How to plan: what a policy does, without a run in 16 bits."""
+
+    policy: PolicyName = "ampaudit"
+    dtype: DtypeName = "float16"
+    device: DeviceName = "auto"
+    seed: Seed = 0
+    on_progress: OnProgress = silent
+
+
+class PlanOptions(TypedDict, total=False):
+    """The fields of ``PlanConfig`` as keywords."""
+
+    policy: str | Path | RuleSet
+    dtype: str
+    device: DeviceName
+    seed: int
+    on_progress: OnProgress
+
+
+class ScanConfig(PlanConfig):
+    """How to scan."""
+
+    policy: Annotated[Rules, Option("Policy name or rule file; several with commas.")] = "ampaudit"
+    ranges: Annotated[bool, Option("One FP32 run only: what every format would do to its values.")] = False
+    fail_on: FailOnLevel = "error"
+    min_headroom: Annotated[float, Option("Warn about less headroom.", metavar="BITS")] = 1.0
+    min_sqnr: Annotated[float, Option("Required accuracy of every output.", metavar="DB")] = 20.0
+    advise: Annotated[bool, Option("Try changes for each error; print those that cure it.")] = False
+    diff: Annotated[bool, Option("Print rewrites as a diff of the source; implies --advise.")] = False
+    contract: Annotated[
+        str,
+        Option(
+            "Another way to compute: lower-accumulate, saturate, flush-to-zero, decomposed.", metavar="WORDS"
+        ),
+    ] = ""
+    backward: Annotated[bool, Option("Audit gradients and the loss scale; implies --train.")] = False
+    loss: Annotated[Function | None, python_only("loss(output) or loss(output, batch), for backward.")] = None
+    loss_scale: Annotated[
+        float | None, Gt(0), Option("Multiply the loss by X instead of the policy's scale.", metavar="X")
+    ] = None
+    prove: Annotated[bool, Option("Prove sites safe for every input in its range.")] = False
+    stress: Annotated[
+        int, Ge(0), Option("Search for inputs that overflow: N evaluations a site.", metavar="N")
+    ] = 0
+    stress_dir: Annotated[str, python_only("Where inputs that overflow are saved.")] = "."
+    static: Annotated[bool, Option("Proofs only: nothing is run.")] = False
+    assume: Annotated[
+        Texts, Option("An input's range, for proofs; 'input' is all (repeatable).", metavar="INPUT=LOW:HIGH")
+    ] = ()
+    ignore: Ignored = ()
+    backend: Annotated[Backend | None, python_only("Computes in 16 bits instead of the device's own.")] = None
+    keep_outputs: Annotated[
+        KeepOutputs | None, python_only("Called with each batch's number and outputs, FP32's and 16-bit.")
+    ] = None
+
+
+class ScanOptions(PlanOptions, total=False):
+    """The fields of ``ScanConfig`` as keywords."""
+
+    ranges: bool
+    fail_on: FailOn
+    min_headroom: float
+    min_sqnr: float
+    advise: bool
+    diff: bool
+    contract: str
+    backward: bool
+    loss: Function | None
+    loss_scale: float | None
+    prove: bool
+    stress: int
+    stress_dir: str
+    static: bool
+    assume: Sequence[str]
+    ignore: Sequence[str]
+    backend: Backend | None
+    keep_outputs: KeepOutputs | None

@@ -1,0 +1,62 @@
+"""``ampaudit check``: targets against budgets, each in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Unpack
+
+from ampaudit.audit.config import ScanConfig
+from ampaudit.ci.config import CheckConfig, CheckOptions, parse_size
+from ampaudit.ci.judge import check_codes
+from ampaudit.ci.pool import Limits, check_all
+from ampaudit.core.config import SourceConfig
+from ampaudit.core.errors import UsageError
+from ampaudit.report.budgets import Budgets
+from ampaudit.report.check import CheckResults, Request
+
+__all__ = ["check"]
+
+_OPTIONS = CheckConfig.model_fields.keys() & (
+    ScanConfig.model_fields.keys() | SourceConfig.model_fields.keys()
+)
+
+
+def check(
+    targets: str | Path | Iterable[str | Path] = (),
+    *,
+    config: CheckConfig | None = None,
+    **options: Unpack[CheckOptions],
+) -> CheckResults:
+    """Hold targets against budgets, each in a process of its own.
+
+    Args:
+        targets: model files, converted directories, ``.pt2`` programs; those of ``config`` if there are none.
+        config: the options as one value.
+        **options: fields of ``CheckConfig``, which go before those of ``config``.
+
+    Returns:
+        A result for each target, whatever became of its process.
+
+    Raises:
+        UsageError: no target, an unknown code, or a budget that is no limit.
+    """
+    chosen = CheckConfig.given(config, options)
+    asked = [targets] if isinstance(targets, str | Path) else targets
+    wanted = [str(target) for target in asked] or list(chosen.targets)
+    if not wanted:
+        raise UsageError("no target", hint="name one, or write targets = [...] under [tool.ampaudit]")
+    check_codes(tuple(chosen.allow))
+    limits = Limits(chosen.jobs, chosen.timeout, parse_size(chosen.max_memory) if chosen.max_memory else None)
+    budgets = _plain(chosen, {field.name for field in fields(Budgets)})
+    Budgets.of(budgets)  # refuses what is no limit
+    baseline = str(chosen.baseline) if chosen.baseline is not None else None
+    settings = _plain(chosen, _OPTIONS - {"fail_on", "on_progress"})
+    requests = [Request(target, settings, budgets, baseline) for target in wanted]
+    return CheckResults.of(check_all(requests, limits, chosen.on_progress))
+
+
+def _plain(config: CheckConfig, names: Iterable[str]) -> dict[str, object]:
+    """Return the fields that are set as values that JSON can carry."""
+    return config.model_dump(mode="json", include=set(names), exclude_none=True)

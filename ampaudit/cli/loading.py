@@ -1,0 +1,28 @@
+"""Loads the model that a command is about; torch is imported here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ampaudit.core.config import SourceConfig
+
+if TYPE_CHECKING:
+    from ampaudit.source import ModelSource
+
+__all__ = ["load_source"]
+
+
+def load_source(location: str, config: SourceConfig) -> ModelSource:
+    """Load the model at a location.
+
+    Raises:
+        AuditError: see ``ampaudit.source``.
+    """
+    from ampaudit.cli.memory import keep_freed_memory, return_freed_memory
+    from ampaudit.source.open import open_source
+
+    if config.stream:  # which is there to save memory
+        return_freed_memory()
+    else:
+        keep_freed_memory()
+    return open_source(location, config)

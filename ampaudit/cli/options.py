@@ -1,0 +1,138 @@
+"""Command-line options: those of configuration records, made from their fields; and those of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import click
+from click.core import ParameterSource
+from pydantic.fields import FieldInfo
+
+from ampaudit.core.config import COMMAND_LINE, Config, Option, limits_of, option_of, value_type
+from ampaudit.render.formats import OUTPUT_FORMATS
+
+__all__ = [
+    "FILE",
+    "config_from",
+    "config_options",
+    "configuration_option",
+    "debug_option",
+    "force_option",
+    "format_option",
+    "given",
+    "output_option",
+    "plot_option",
+    "quiet_option",
+    "report_format_option",
+    "verbose_option",
+]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Record = TypeVar("Record", bound=Config)
+FILE = click.Path(path_type=Path)
+
+configuration_option = click.option(
+    "--config",
+    type=FILE,
+    metavar="FILE",
+    help="Configuration file.  [default: the nearest pyproject.toml]",
+)
+debug_option = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
+force_option = click.option("--force", is_flag=True, help="Replace files that exist.")
+format_option = click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+output_option = click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the report to FILE.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
+
+
+def report_format_option(*forms: str) -> Callable[[Command], Command]:
+    """Add ``--format`` with the formats of a report."""
+    return click.option(
+        "--format",
+        "form",
+        type=click.Choice(forms or list(OUTPUT_FORMATS)),
+        help="[default: what the suffix of --output says; else text]",
+    )
+
+
+def plot_option(what: str) -> Callable[[Command], Command]:
+    """Add ``--plot``, with what it draws."""
+    text = f"Draw {what}: .png, .svg or .pdf."
+    return click.option("--plot", type=FILE, metavar="FILE", help=text)
+
+
+def verbose_option(text: str) -> Callable[[Command], Command]:
+    """Add ``--verbose``, with what it shows."""
+    return click.option("-v", "--verbose", is_flag=True, help=text)
+
+
+def config_options(*records: type[Config], leave_out: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Add an option for each field of the records; a field of several is one option."""
+    options: dict[str, Callable[[Any], Any]] = {}
+    for record in records:
+        for name, field in record.model_fields.items():
+            option = option_of(field)
+            if option is not None and option.command_line and name not in leave_out:
+                options.setdefault(name, _option(name, field, option))
+
+    def decorate(command: Command) -> Command:
+        for add in reversed(options.values()):
+            command = add(command)
+        return command
+
+    return decorate
+
+
+def config_from(record: type[Record], options: dict[str, Any], **more: Any) -> Record:
+    """Make a record of the options of a command.
+
+    Raises:
+        UsageError: a value does not fit.
+    """
+    own = {n: value for n, value in options.items() if n in record.model_fields and value is not None}
+    return record.read(own | more, COMMAND_LINE)
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that stand on the command line."""
+    context = click.get_current_context()
+    sources = {name: context.get_parameter_source(name) for name in options}
+    return {name: options[name] for name in options if sources[name] is ParameterSource.COMMANDLINE}
+
+
+def _option(name: str, field: FieldInfo, option: Option) -> Callable[[Command], Command]:
+    long = any(flag.startswith("--") for flag in option.flags)
+    flags = [*option.flags, *([] if long else [f"--{name.replace('_', '-')}"])]
+    kind, default = value_type(field), field.default
+    if kind is bool:
+        if default:  # the flag switches off
+            return click.option(*flags, name, is_flag=True, flag_value=False, default=True, help=option.help)
+        is_flag = None if "/" in flags[0] else True
+        return click.option(*flags, name, is_flag=is_flag, default=False, help=option.help)
+    if option.commas:
+        default = ",".join(map(str, default)) or None
+    several = get_origin(kind) is not None and get_origin(kind) is not Literal and not option.commas
+    return click.option(
+        *flags,
+        name,
+        type=_type(kind, field),
+        multiple=several,
+        default=default,
+        show_default=default is not None and default not in ((), ""),
+        metavar=option.metavar,
+        help=option.help,
+    )
+
+
+def _type(kind: Any, field: FieldInfo) -> Any:
+    if get_origin(kind) is Literal:
+        return click.Choice(get_args(kind))
+    if kind is Path:
+        return FILE
+    low, high, is_open = limits_of(field)
+    if kind in (int, float) and (low is not None or high is not None):
+        return (click.IntRange if kind is int else click.FloatRange)(low, high, min_open=is_open)
+    return kind if kind in (int, float) else str

@@ -1,0 +1,213 @@
+"""What every configuration record is: frozen, checked once, and described field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from ampaudit.core.errors import UsageError, did_you_mean
+
+__all__ = [
+    "COMMAND_LINE",
+    "Config",
+    "DeviceName",
+    "DtypeName",
+    "FilePath",
+    "Function",
+    "OnProgress",
+    "Option",
+    "Progress",
+    "Seed",
+    "SourceConfig",
+    "Texts",
+    "limits_of",
+    "no_such",
+    "option_of",
+    "python_only",
+    "silent",
+    "split_commas",
+    "value_type",
+]
+
+Progress = Callable[[str, int, int], None]
+Function = Callable[..., Any]
+COMMAND_LINE = "--"  # how values are named in errors: as options
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """Report progress to nobody."""
+    del phase, done, total
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How a field of a record is described, and where else it can be set.
+
+    Attributes:
+        help: one sentence for the help text and the documentation.
+        metavar: stands for the value in the help text.
+        flags: names on the command line; a long one replaces the field's own.
+        command_line: whether it is an option of the command.
+        file: whether it is a key in pyproject.toml, where the command has a table.
+        commas: whether several values are one text with commas.
+    """
+
+    help: str
+    metavar: str | None = None
+    flags: tuple[str, ...] = ()
+    command_line: bool = True
+    file: bool = True
+    commas: bool = False
+
+
+def python_only(text: str) -> Option:
+    """Describe a field that only Python can set."""
+    return Option(text, command_line=False, file=False)
+
+
+def split_commas(given: Any) -> Any:
+    """Split ``a, b`` and leave what is no text as it is."""
+    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+
+
+Texts = Annotated[Sequence[str], AfterValidator(tuple)]
+FilePath = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
+DtypeName = Annotated[str, Option("float16 or bfloat16.")]
+DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Where to run.")]
+Seed = Annotated[int, Option("Seed of all random numbers.")]
+OnProgress = Annotated[Progress, python_only("Called with the phase, the step, and the number of steps.")]
+
+
+class Config(BaseModel):
+    """The options of one command."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", arbitrary_types_allowed=True, validate_default=False
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _one_clear_line(cls, values: Any, handler: Any, info: Any) -> Self:
+        try:
+            made: Self = handler(values)
+        except ValidationError as error:
+            raise _usage_error(cls, error.errors()[0], str(info.context or "")) from None
+        return made
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], place: str = "") -> Self:
+        """Validate values that stand somewhere else than in a call.
+
+        Args:
+            values: by field name.
+            place: what stands before a name in errors: ``COMMAND_LINE``, or a file and its table.
+
+        Raises:
+            UsageError: a value does not fit, or a name is unknown.
+        """
+        return cls.model_validate(dict(values), context=place)
+
+    @classmethod
+    def of(cls, other: Config, **values: Any) -> Self:
+        """Take over the fields that another record has, too, and these values."""
+        shared = cls.model_fields.keys() & type(other).model_fields.keys()
+        return cls(**{name: getattr(other, name) for name in shared} | values)
+
+    @classmethod
+    def given(cls, config: Self | None, options: Mapping[str, Any]) -> Self:
+        """Make the record of a call: options by name go before those of a whole record."""
+        return cls(**options) if config is None else config.changed(**options)
+
+    def changed(self, **values: Any) -> Self:
+        """Return a copy with other values."""
+        return type(self)(**dict(self) | values)
+
+
+class SourceConfig(Config):
+    """How to load a model and its inputs."""
+
+    weights: Annotated[
+        FilePath | None, Option("Checkpoint: safetensors, or .pt state_dict.", metavar="FILE")
+    ] = None
+    inputs: Annotated[
+        FilePath | None,
+        Option("Python file with example_inputs() or batches(), and loss(); or safetensors.", metavar="FILE"),
+    ] = None
+    batches: Annotated[int, Ge(1), Option("Batches to run.")] = 1
+    seed: Seed = 0
+    train: Annotated[bool, Option("The model's mode; --eval is the default.", flags=("--train/--eval",))] = (
+        False
+    )
+    stream: Annotated[bool, Option("Leave weights on disk until an op needs them.")] = False
+
+
+def option_of(field: FieldInfo) -> Option | None:
+    """Return the description of a field; its own goes before that of its type."""
+    return next((item for item in reversed(field.metadata) if isinstance(item, Option)), None)
+
+
+def value_type(field: FieldInfo) -> Any:
+    """Return the type of a field's values, without ``None`` and without what only Python can pass."""
+    kinds = [kind for kind in _plain_types(field.annotation) if kind is not type(None)]
+    return str if str in kinds else kinds[0]
+
+
+def _plain_types(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _plain_types(part)
+    else:
+        yield annotation
+
+
+def limits_of(field: FieldInfo) -> tuple[Any, Any, bool]:
+    """Return the least and the largest value of a number, and whether the least itself is excluded."""
+    low = next((item for item in field.metadata if isinstance(item, Ge | Gt)), None)
+    high = next((item.le for item in field.metadata if isinstance(item, Le)), None)
+    return (low.ge if isinstance(low, Ge) else low and low.gt), high, isinstance(low, Gt)
+
+
+def no_such(kind: str, name: str, place: str, known: Sequence[str]) -> UsageError:
+    """Refuse an unknown name, with the nearest one that there is."""
+    hint = f"{did_you_mean(name, known)}known {kind}s: {', '.join(known)}"
+    return UsageError(f"{place}{name}: no such {kind}", hint=hint)
+
+
+def _usage_error(record: type[Config], error: ErrorDetails, place: str) -> UsageError:
+    name, value = str(error["loc"][0]), error["input"]
+    if error["type"] == "extra_forbidden":
+        return no_such("option", name, place, list(record.model_fields))
+    hint = f"it must be {_expected(record.model_fields[name])}"
+    if error["type"] == "finite_number":
+        hint += f"; {value} is no limit"
+    shown = name.replace("_", "-") if place else name
+    what = f"{place}{shown} {value}" if place == COMMAND_LINE else f"{place}{shown} = {value!r}"
+    return UsageError(what, hint=hint)
+
+
+def _expected(field: FieldInfo) -> str:
+    """Say in words what fits a field."""
+    kind = value_type(field)
+    if get_origin(kind) is Literal:
+        *first, last = map(str, get_args(kind))
+        return f"{', '.join(first)} or {last}" if first else last
+    if kind not in (int, float):
+        names = {bool: "true or false", Path: "a path", str: "a text"}
+        return names.get(kind, "a function" if get_origin(kind) is Callable else "a list of texts")
+    words = "a whole number" if kind is int else "a number"
+    least, most, is_excluded = limits_of(field)
+    if least is not None and most is not None:
+        return f"{words} from {least:g} to {most:g}"
+    if least is None or (kind is int and least == 0):
+        return words
+    return f"{words} above {least if is_excluded else least - 1:g}"

@@ -1,0 +1,111 @@
+"""The options of ``convert`` and ``verify``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypedDict
+
+from ampaudit.audit.config import FailOnLevel, Ignored, PlanConfig, PlanOptions, rules_of
+from ampaudit.checkpoint.layout import MANIFEST
+from ampaudit.core.config import Config, FilePath, Option, python_only
+from ampaudit.core.errors import UsageError
+from ampaudit.core.files import check_directory
+from ampaudit.policy import RuleSet
+from ampaudit.report.finding import FailOn
+
+__all__ = ["ConvertConfig", "ConvertOptions", "Mode", "VerifyConfig", "VerifyOptions"]
+
+Mode = Literal["inference", "train"]  # casts folded into the weights; or masters, and casts in the graph
+
+
+class ConvertConfig(PlanConfig):
+    """How to convert."""
+
+    mode: Annotated[
+        Mode, Option("Fold casts into stored weights; or keep FP32 masters, and the casts in the graph.")
+    ] = "inference"
+    masters: Annotated[
+        bool, Option("Do not keep the FP32 weights: halves the directory.", flags=("--no-masters",))
+    ] = True
+    program: Annotated[bool, Option("Do not write model.pt2.", flags=("--no-program",))] = True
+    onnx: Annotated[bool, Option("Also write model.onnx, and run it beside torch.")] = False
+    fail_on: Annotated[
+        FailOnLevel,
+        Option("Severity of a finding from which nothing is written, and the exit code is 1."),
+    ] = "error"
+    min_headroom: Annotated[float, Option("Warn about less headroom.", metavar="BITS")] = 1.0
+    min_sqnr: Annotated[float, Option("Required accuracy of every output.", metavar="DB")] = 20.0
+    ignore: Ignored = ()
+    force: Annotated[bool, Option("Replace DIR, if ampaudit wrote it.")] = False
+    weights: Annotated[
+        FilePath | None, python_only("The checkpoint in the model, if tensors are to be read from there.")
+    ] = None
+
+    def check(self, output: Path) -> None:
+        """Refuse early what would fail after a long run.
+
+        Raises:
+            UsageError, OutputError: options that contradict each other; an output that may not be written.
+        """
+        check_directory(output, force=self.force, ours=MANIFEST)
+        if self.mode == "train" and not self.masters:
+            raise UsageError("--mode train trains the masters", hint="leave out --no-masters")
+        if self.onnx:
+            if not self.program:
+                raise UsageError("--onnx is made from the program", hint="leave out --no-program")
+            _check_onnx_installed()
+
+    def loaded(self) -> Self:
+        """Return the same with the policy as a rule set, so that its file is read once."""
+        return self.changed(policy=self.rules)
+
+    @property
+    def rules(self) -> RuleSet:
+        """The policy, loaded."""
+        return rules_of(self.policy)
+
+
+class ConvertOptions(PlanOptions, total=False):
+    """The fields of ``ConvertConfig`` as keywords."""
+
+    mode: Mode
+    masters: bool
+    program: bool
+    onnx: bool
+    fail_on: FailOn
+    min_headroom: float
+    min_sqnr: float
+    ignore: Sequence[str]
+    force: bool
+    weights: str | Path | None
+
+
+class VerifyConfig(Config):
+    """How to verify."""
+
+    run: Annotated[
+        bool, Option("Only compare files; do not load and run the program.", flags=("--no-run",))
+    ] = True
+    tolerance_db: Annotated[
+        float | None,
+        Option(
+            "Agreement asked for where bits differ.  [default: 40 for float16, 25 for bfloat16]",
+            metavar="DB",
+            flags=("--tolerance",),
+        ),
+    ] = None
+
+
+class VerifyOptions(TypedDict, total=False):
+    """The fields of ``VerifyConfig`` as keywords."""
+
+    run: bool
+    tolerance_db: float | None
+
+
+def _check_onnx_installed() -> None:
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"--onnx needs {', '.join(missing)}", hint="pip install 'ampaudit[onnx]'")

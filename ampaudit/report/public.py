@@ -1,0 +1,53 @@
+"""What Python does with reports: reads a saved one, and compares two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ampaudit.report.compare import BITS, DECIBELS, differences
+from ampaudit.report.comparison import Comparison
+from ampaudit.report.difference import Differences
+from ampaudit.report.documents import Document
+from ampaudit.report.model import Report
+from ampaudit.report.saved import read_document
+
+__all__ = ["diff", "read_report"]
+
+Saved = Report | Comparison | str | Path
+
+
+def diff(old: Saved, new: Saved, *, bits: float = BITS, decibels: float = DECIBELS) -> Differences:
+    """Say per layer what got better or worse from one report of a scan to another.
+
+    Args:
+        old: a report, or the path of a saved one.
+        new: the same, later.
+        bits: changes of headroom below this are left out.
+        decibels: changes of accuracy below this are left out.
+
+    Returns:
+        The changes; its ``exit_code`` is 1 if anything is worse.
+
+    Raises:
+        InputError: one is no report of a scan, or they have no policy in common.
+    """
+    return differences(_read(old), _read(new), bits, decibels)
+
+
+def read_report(path: str | Path) -> Document:
+    """Read a report that was saved as JSON.
+
+    Args:
+        path: of the JSON file, or of a directory that ``ampaudit convert`` wrote.
+
+    Returns:
+        The report; its type says of which command.
+
+    Raises:
+        InputError: the file is missing, cut off, of a newer schema, or no report.
+    """
+    return read_document(Path(path))
+
+
+def _read(report: Saved) -> Document:
+    return read_report(report) if isinstance(report, str | Path) else report

@@ -1,0 +1,86 @@
+"""The options of ``train``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+from annotated_types import Ge
+from pydantic import AfterValidator, BeforeValidator, InstanceOf
+
+from ampaudit.audit.config import FailOnLevel, Rules
+from ampaudit.core.config import (
+    Config,
+    DeviceName,
+    DtypeName,
+    Function,
+    OnProgress,
+    Option,
+    Seed,
+    python_only,
+    silent,
+    split_commas,
+)
+from ampaudit.core.errors import UsageError
+from ampaudit.policy import RuleSet
+from ampaudit.report.finding import FailOn
+
+__all__ = ["TrainConfig", "TrainOptions"]
+
+
+def _scale(given: Any) -> Any:
+    """Read a number, or leave the name of a profile as it is."""
+    try:
+        value = None if given is None else float(given)
+    except (TypeError, ValueError):
+        return given
+    if value is not None and not 0 < value < math.inf:
+        raise UsageError("--loss-scale must be positive and finite")
+    return value
+
+
+class TrainConfig(Config):
+    """How to train."""
+
+    steps: Annotated[int, Ge(1), Option("Steps of each run.")] = 100
+    policies: Annotated[
+        Sequence[str | Path | InstanceOf[RuleSet]],
+        BeforeValidator(split_commas),
+        AfterValidator(tuple),
+        Option("Policy name or rule file; several with commas.", flags=("--policy",), commas=True),
+    ] = ("ampaudit",)
+    dtype: DtypeName = "float16"
+    loss_scale: Annotated[
+        str | float | None,
+        BeforeValidator(_scale),
+        Option("A profile (torch, deepspeed, one ...) or a fixed scale.", metavar="NAME|X"),
+    ] = None
+    every: Annotated[int, Ge(1), Option("Watch one step of so many.")] = 10
+    device: DeviceName = "auto"
+    seed: Seed = 0
+    fail_on: FailOnLevel = "error"
+    loss: Annotated[Function | None, python_only("loss(output) or loss(output, batch).")] = None
+    optimizer: Annotated[
+        Function | None, python_only("optimizer(params); else AdamW with a learning rate of 1e-3.")
+    ] = None
+    metric: Annotated[Function | None, python_only("metric(output, batch): larger is better.")] = None
+    on_progress: OnProgress = silent
+
+
+class TrainOptions(TypedDict, total=False):
+    """The fields of ``TrainConfig`` as keywords."""
+
+    steps: int
+    policies: str | Sequence[Rules]
+    dtype: str
+    loss_scale: str | float | None
+    every: int
+    device: DeviceName
+    seed: int
+    fail_on: FailOn
+    loss: Function | None
+    optimizer: Function | None
+    metric: Function | None
+    on_progress: OnProgress

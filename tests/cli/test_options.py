@@ -1,0 +1,109 @@
+"""The options of the commands are the fields of the configuration records, with the same defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from ampaudit.audit.config import PlanConfig, ScanConfig
+from ampaudit.bench.config import BenchConfig
+from ampaudit.ci.config import CheckConfig, read_config
+from ampaudit.cli.main import main
+from ampaudit.cli.options import config_from, given
+from ampaudit.core.config import Config, SourceConfig, option_of
+from ampaudit.core.errors import UsageError
+from ampaudit.export.config import ConvertConfig, VerifyConfig
+from ampaudit.lint.config import LintConfig, read_lint_config
+from ampaudit.training.config import TrainConfig
+
+RECORDS = {
+    "scan": (ScanConfig, SourceConfig),
+    "plan": (PlanConfig, SourceConfig),
+    "convert": (ConvertConfig, SourceConfig),
+    "verify": (VerifyConfig,),
+    "check": (CheckConfig,),
+    "train": (TrainConfig,),
+    "bench": (BenchConfig,),
+    "lint": (LintConfig,),
+}
+PAIRS = [(name, record) for name, records in RECORDS.items() for record in records]
+
+
+def parsed(name: str, *words: str) -> click.Context:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    output = ["-o", "out"] if name == "convert" else []
+    return command.make_context(name, ["model.py", *output, *words])
+
+
+@pytest.mark.parametrize(("name", "record"), PAIRS)
+def test_without_options_a_record_has_its_defaults(name: str, record: type[Config]) -> None:
+    params = {**parsed(name).params, "targets": ()}
+    assert config_from(record, params) == record()
+
+
+@pytest.mark.parametrize(("name", "record"), PAIRS)
+def test_every_field_is_an_option(name: str, record: type[Config]) -> None:
+    params = parsed(name).params
+    wanted = {n for n, field in record.model_fields.items() if (o := option_of(field)) and o.command_line}
+    assert wanted <= params.keys()
+
+
+def test_options_of_every_type() -> None:
+    words = ["--policy", "half", "--backward", "--min-sqnr", "30", "--stress", "2", "--ignore", "AMP101"]
+    found = config_from(ScanConfig, parsed("scan", *words, "--ignore", "AMP102:head").params)
+    assert found == ScanConfig(
+        policy="half", backward=True, min_sqnr=30.0, stress=2, ignore=["AMP101", "AMP102:head"]
+    )
+    loading = config_from(SourceConfig, parsed("scan", "--train", "--weights", "w.pt").params)
+    assert loading == SourceConfig(train=True, weights=Path("w.pt"))
+    converting = config_from(ConvertConfig, parsed("convert", "--no-masters", "--mode", "train").params)
+    assert converting == ConvertConfig(masters=False, mode="train")
+    assert config_from(VerifyConfig, parsed("verify", "--no-run").params) == VerifyConfig(run=False)
+    measuring = config_from(BenchConfig, parsed("bench", "--batch-size", "8,2", "--modes", "fp32").params)
+    assert measuring == BenchConfig(sizes=[8, 2], modes=["fp32"])
+    training = config_from(
+        TrainConfig, parsed("train", "--policy", "half,apex-o2", "--loss-scale", "8").params
+    )
+    assert training == TrainConfig(policies=["half", "apex-o2"], loss_scale=8.0)
+
+
+def test_what_is_given() -> None:
+    with parsed("check", "-j", "2", "--min-sqnr", "0") as context:
+        assert given(context.params).keys() == {"targets", "jobs", "min_sqnr"}
+
+
+def test_a_value_that_does_not_fit_is_named_as_an_option() -> None:
+    with pytest.raises(UsageError, match="--max-fp32-share 2"):
+        config_from(CheckConfig, {"max_fp32_share": 2.0})
+
+
+def test_every_key_of_pyproject(tmp_path: Path) -> None:
+    path = tmp_path / "pyproject.toml"
+    text = "[tool.ampaudit]\n"
+    values = {
+        "jobs": "2",
+        "batches": "3",
+        "seed": "1",
+        "timeout": "1.5",
+        "train": "true",
+        "fail-on": '"note"',
+    }
+    values |= dict.fromkeys(("min-headroom", "min-sqnr", "max-metric-drop", "max-fp32-share"), "1.0")
+    values |= dict.fromkeys(("allow", "ignore", "targets"), '["AMP101"]')
+    for name, field in CheckConfig.model_fields.items():
+        if (option := option_of(field)) and option.file:
+            key = name.replace("_", "-")
+            text += f"{key} = {values.get(key, chr(34) + 'cpu' + chr(34))}\n"
+    path.write_text(text + '\n[tool.ampaudit.lint]\nselect = ["AMP8"]\n')
+    found = read_config(path)
+    assert found.keys() == CheckConfig.model_fields.keys() - {"on_progress"}
+    assert found["weights"] == tmp_path / "cpu"
+    assert CheckConfig(**found).jobs == 2
+    assert read_lint_config(path) == {"select": ("AMP8",)}
+    path.write_text("[tool.ampaudit]\nmin_sqnr = 1\n")
+    with pytest.raises(UsageError, match="no such key") as caught:
+        read_config(path)
+    assert "did you mean 'min-sqnr'" in caught.value.hint

@@ -1,0 +1,266 @@
+"""The public names: complete, documented, loaded late, and alike; their options are those of the records."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+import ampaudit
+from ampaudit.audit.config import PlanConfig, PlanOptions, ScanConfig, ScanOptions
+from ampaudit.bench.config import BenchConfig, BenchOptions
+from ampaudit.ci.config import CheckConfig, CheckOptions
+from ampaudit.core.config import Config, option_of
+from ampaudit.core.errors import InputError, UsageError
+from ampaudit.export.config import ConvertConfig, VerifyConfig, VerifyOptions
+from ampaudit.lint.config import LintConfig, LintOptions
+from ampaudit.training.config import TrainConfig, TrainOptions
+from tests.support.paths import ROOT
+from tests.support.saved import NAMES, saved
+
+COMMANDS = {"scan", "plan", "convert", "verify", "check", "train", "bench", "lint", "diff"}
+OTHERS = {"prepare", "watch", "scaler", "assert_safe", "load_policy", "read_report"}
+RECORDS = [
+    (PlanConfig, PlanOptions),
+    (ScanConfig, ScanOptions),
+    (ConvertConfig, ConvertConfig),
+    (VerifyConfig, VerifyOptions),
+    (CheckConfig, CheckOptions),
+    (TrainConfig, TrainOptions),
+    (BenchConfig, BenchOptions),
+    (LintConfig, LintOptions),
+]
+MODEL = """
+import torch
+from torch import nn
+
+
+def get_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def example_inputs():
+    return torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def loss(output):
+    return output.float().square().mean()
+"""
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path / "model.py"
+
+
+def test_all_names_the_public_names() -> None:
+    stub = ast.parse((ROOT / "ampaudit" / "__init__.pyi").read_text())
+    names = {alias.asname for node in stub.body for alias in node.names}  # type: ignore[attr-defined]
+    assert None not in names, "a stub exports only what is imported under a name"
+    assert set(ampaudit.__all__) == names == set(dir(ampaudit))
+    assert names >= COMMANDS | OTHERS
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ampaudit.nothing
+
+
+@pytest.mark.parametrize("name", sorted(set(ampaudit.__all__) - {"__version__"}))
+def test_every_public_name_is_documented(name: str) -> None:
+    value = getattr(ampaudit, name)
+    text = inspect.getdoc(value) or ""
+    assert text
+    if inspect.isfunction(value):
+        assert {part for part in ("Args:", "Returns:", "Raises:") if part not in text} == set()
+
+
+def test_importing_the_package_or_a_record_does_not_import_torch() -> None:
+    code = (
+        "import sys, ampaudit\n"
+        "print('pydantic' in sys.modules)\n"
+        "ampaudit.ScanConfig, ampaudit.TrainConfig, ampaudit.BenchConfig, ampaudit.ConvertConfig\n"
+        "ampaudit.lint([]), ampaudit.load_policy('half'), ampaudit.read_report, ampaudit.diff\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_function_is_not_hidden_by_the_package_of_its_name() -> None:
+    code = "import ampaudit\nimport ampaudit.lint.linting\nimport ampaudit.bench.names\n"
+    code += "print(callable(ampaudit.lint), callable(ampaudit.bench))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+# -- the records
+
+
+def plain(hint: Any) -> Any:
+    """A type without what is said about it."""
+    if get_origin(hint) is Annotated:
+        return plain(get_args(hint)[0])
+    parts = get_args(hint)
+    if parts and get_origin(hint) is not None and all(not isinstance(part, str) for part in parts):
+        return (str(get_origin(hint)).removeprefix("typing."), frozenset(map(str, map(plain, parts))))
+    return hint
+
+
+@pytest.mark.parametrize(("record", "options"), RECORDS, ids=lambda value: value.__name__)
+def test_keywords_are_the_fields(record: type[Config], options: type) -> None:
+    hints = get_type_hints(options)
+    fields = {name: field.annotation for name, field in record.model_fields.items()}
+    assert hints.keys() == fields.keys() - {"targets"}  # the argument of check
+    for name, hint in hints.items():
+        if plain(hint) != plain(fields[name]):  # a keyword may also be a text that is read
+            assert str in get_args(hint), name
+
+
+@pytest.mark.parametrize(("record", "_"), RECORDS, ids=lambda value: value.__name__)
+def test_every_field_says_what_it_is(record: type[Config], _: type) -> None:
+    for name, field in record.model_fields.items():
+        option = option_of(field)
+        assert option is not None, name
+        assert "." in option.help, name
+
+
+def test_a_record_is_frozen_and_says_what_does_not_fit() -> None:
+    config = ScanConfig(policy="half", ignore=["AMP101"])
+    with pytest.raises(Exception, match="frozen"):
+        config.policy = "ampaudit"
+    assert config.changed(seed=1).policy == "half"
+    for options, message in (
+        ({"min_sqnr": "40"}, "min_sqnr = '40'\n  next: it must be a number"),
+        ({"polcy": "half"}, "polcy: no such option\n  next: did you mean 'policy'"),
+        ({"device": "gpu"}, "device = 'gpu'\n  next: it must be auto, cuda or cpu"),
+        ({"stress": -1}, "stress = -1\n  next: it must be a whole number"),
+        ({"ignore": "AMP101"}, "it must be a list of texts"),
+        ({"on_progress": 3}, "it must be a function"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            ScanConfig(**options)  # type: ignore[arg-type]
+        assert message in str(caught.value)
+
+
+# -- the functions
+
+
+def test_one_model_in_every_way(model: nn.Module, path: Path, tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    report = ampaudit.scan(model, x, policy="half")
+    assert ampaudit.scan(model, batches=[x], config=ScanConfig(policy="half")).sites == report.sites
+    loaded = ampaudit.scan(path, config=ScanConfig(policy="half"))
+    assert ampaudit.scan(str(path), policy="half").sites == loaded.sites
+    assert ampaudit.plan(path).sites == ampaudit.plan(str(path)).sites
+    made, conversion = ampaudit.convert(model, x, str(tmp_path / "out"), policy="half", program=False)
+    assert conversion is not None
+    assert made.verdict == "pass"
+    assert ampaudit.verify(tmp_path / "out").problems == ()
+    trained = ampaudit.train(path, steps=2, policies="half")
+    assert [variant.name for variant in trained.variants] == ["fp32", "torch.amp", "half"]
+    loss = torch.nn.functional.cross_entropy
+    batches = [(x, torch.tensor([0, 1, 2, 3]))]
+    wrapped = ampaudit.train(Classifier(model, loss), batches, steps=2, policies=["half"])
+    assert wrapped.steps == 2
+    row = ampaudit.bench(model, x, modes="fp32", repeats=1).rows[0]
+    assert (row.mode, row.status) == ("fp32", "ok")
+
+
+def test_a_session_in_python(model: nn.Module, tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    with torch.no_grad():
+        model[0].weight.fill_(30000.0)  # type: ignore[index,union-attr,operator]
+    report = ampaudit.scan(model, x, policy="half")
+    finding = report.findings[0]
+    assert (report.exit_code, finding.severity, finding.layer) == (1, ampaudit.Severity.ERROR, "0")
+    assert ampaudit.scan(model, x).promoted
+    assert ampaudit.plan(model, x, policy="half").weights.after
+    _, made = ampaudit.convert(model, x, tmp_path / "out", policy="torch-cuda", fail_on="never")
+    assert made is not None
+    assert ampaudit.read_report(tmp_path / "out").findings  # type: ignore[union-attr]
+    with pytest.raises(ampaudit.UnsafeModel, match="not safe in float16"):
+        ampaudit.assert_safe(model, x, policy="half")
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared = ampaudit.prepare(model, optimizer, policy="apex-o1", dtype="bfloat16")
+    with ampaudit.watch(model, optimizer, every=1) as monitor:
+        prepared.model(x).float().square().mean().backward()
+        optimizer.step()
+    assert len(monitor.health().steps) == 1
+
+
+class Classifier(nn.Module):
+    """Its output is the loss."""
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.model(x), y)
+
+
+def test_inputs_are_given_once(model: nn.Module) -> None:
+    for options in ({}, {"inputs": torch.ones(1, 8), "batches": [torch.ones(1, 8)]}):
+        with pytest.raises(InputError, match="give either inputs or batches"):
+            ampaudit.scan(model, **options)  # type: ignore[arg-type]
+
+
+def test_loading_leaves_the_random_state(path: Path) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    ampaudit.scan(path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_check_lint_and_diff(path: Path, tmp_path: Path) -> None:
+    found = ampaudit.check(path, policy="half", allow=["AMP207"], min_sqnr=1000.0)
+    assert (found.verdict, found.targets[0].breaches[0].budget) == ("fail", "min-sqnr")
+    with pytest.raises(UsageError, match="no target"):
+        ampaudit.check()
+    script = tmp_path / "train.py"
+    script.write_text((ROOT / "examples" / "lint" / "finetune.py").read_text())
+    assert "AMP807" in {finding.code for finding in ampaudit.lint(script).findings}
+    assert {finding.code for finding in ampaudit.lint([script], select=["AMP807"]).findings} == {"AMP807"}
+    reports = saved("policies").reports  # type: ignore[union-attr]
+    assert ampaudit.diff(reports[2], reports[0]).exit_code == 1
+    assert ampaudit.diff(reports[0], reports[0]).exit_code == 0
+
+
+# -- in a notebook
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_report_shows_itself(name: str) -> None:
+    document = saved(name)
+    assert len(repr(document)) < 300
+    assert repr(document).startswith(f"<{type(document).__name__} ")
+    card = document._repr_html_()
+    assert card.startswith("<div>")
+    assert len(card) < 6000
+
+
+def test_names_in_a_card_are_escaped(model: nn.Module) -> None:
+    layers = nn.Module()
+    layers.add_module("<script>alert(1)</script>", nn.Linear(8, 8))
+    inner = next(layers.children())
+    with torch.no_grad():
+        inner.weight.fill_(5000.0)  # type: ignore[union-attr,operator]
+    layers.forward = inner.forward  # type: ignore[method-assign]
+    report = ampaudit.scan(layers, torch.full((4, 8), 10.0), policy="half")
+    assert report.verdict == "fail"
+    card = report._repr_html_()
+    assert "<script>" not in card
+    assert "<b>FAIL" in card
