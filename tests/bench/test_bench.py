@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-import ampaudit.bench.run as running
 from ampaudit.audit.inputs import as_source
+from ampaudit.bench import run as running
 from ampaudit.bench.config import BenchConfig
 from ampaudit.bench.devices.catalogue import device_named
 from ampaudit.bench.mode_runs import ModeRun

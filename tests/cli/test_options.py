@@ -10,13 +10,13 @@ import pytest
 from ampaudit.audit.config import PlanConfig, ScanConfig
 from ampaudit.bench.config import BenchConfig
 from ampaudit.ci.config import CheckConfig, read_config
-from ampaudit.cli.main import main
 from ampaudit.cli.options import config_from, given
 from ampaudit.core.config import Config, SourceConfig, option_of
 from ampaudit.core.errors import UsageError
 from ampaudit.export.config import ConvertConfig, VerifyConfig
 from ampaudit.lint.config import LintConfig, read_lint_config
 from ampaudit.training.config import TrainConfig
+from tests.support import cli as support
 
 RECORDS = {
     "scan": (ScanConfig, SourceConfig),
@@ -32,10 +32,8 @@ PAIRS = [(name, record) for name, records in RECORDS.items() for record in recor
 
 
 def parsed(name: str, *words: str) -> click.Context:
-    command = main.get_command(click.Context(main), name)
-    assert command is not None
     output = ["-o", "out"] if name == "convert" else []
-    return command.make_context(name, ["model.py", *output, *words])
+    return support.parsed(name, ["model.py", *output, *words])
 
 
 @pytest.mark.parametrize(("name", "record"), PAIRS)
