@@ -61,7 +61,13 @@ INNER = [name for name in MODULES if name.count(".") > 0 and name != "ampaudit._
 
 
 def room_of(module: str) -> str:
-    return module.split(".")[1]
+    return module.split(".")[1] if module.count(".") > 0 else module
+
+
+def by_room(modules: list[str]) -> pytest.MarkDecorator:
+    """One case per room, with its modules; thousands of tiny cases cost more than they check."""
+    rooms = {room: [name for name in modules if room_of(name) == room] for room in map(room_of, modules)}
+    return pytest.mark.parametrize("modules", rooms.values(), ids=rooms.keys())
 
 
 @cache
@@ -107,16 +113,17 @@ def test_every_room_has_a_floor() -> None:
     assert all((PACKAGE / room / "__init__.py").is_file() for room in FLOORS)
 
 
-@pytest.mark.parametrize("module", INNER)
-def test_imports_go_down(module: str) -> None:
-    own = room_of(module)
-    for name in imports_of(module):
-        if name == "ampaudit" or name.startswith("ampaudit."):
-            assert name != "ampaudit", f"{module} imports the public API; import the module itself"
-            other = room_of(name)
-            assert other == own or FLOORS[other] < FLOORS[own], (
-                f"{module} on floor {FLOORS[own]} imports {name} on floor {FLOORS[other]}"
-            )
+@by_room(INNER)
+def test_imports_go_down(modules: list[str]) -> None:
+    for module in modules:
+        own = room_of(module)
+        for name in imports_of(module):
+            if name == "ampaudit" or name.startswith("ampaudit."):
+                assert name != "ampaudit", f"{module} imports the public API; import the module itself"
+                other = room_of(name)
+                assert other == own or FLOORS[other] < FLOORS[own], (
+                    f"{module} on floor {FLOORS[own]} imports {name} on floor {FLOORS[other]}"
+                )
 
 
 def test_no_module_needs_itself() -> None:
@@ -131,9 +138,10 @@ def test_no_module_needs_itself() -> None:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("module", [name for name in INNER if room_of(name) in WITHOUT_TORCH])
-def test_torch_is_not_loaded(module: str) -> None:
-    assert not any(name.split(".")[0] == "torch" for name in loaded_with(module))
+@by_room([name for name in INNER if room_of(name) in WITHOUT_TORCH])
+def test_torch_is_not_loaded(modules: list[str]) -> None:
+    for module in modules:
+        assert not any(name.split(".")[0] == "torch" for name in loaded_with(module)), module
 
 
 def torch_names(tree: ast.Module) -> dict[str, str]:
@@ -158,57 +166,60 @@ def dotted(node: ast.expr) -> str:
     return text if all(part.isidentifier() for part in text.split(".")) else ""
 
 
-@pytest.mark.parametrize("module", INNER)
-def test_torch_is_replaced_in_one_place_only(module: str) -> None:
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    imported = imports_of(module)
-    assert ("unittest.mock" in imported or "unittest" in imported) is (module == PATCHER)
-    if module != PATCHER:
-        replaces = PATCHER in imported and any(name.id == "patched" for name in names_in(tree))
-        assert replaces is (module in PATCHING), "keep the list PATCHING exact"
-    names = torch_names(tree)
-    for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
-        if isinstance(node, ast.AnnAssign | ast.AugAssign):
-            targets = [node.target]
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
-            targets = [ast.Attribute(node.args[0], "_")]
-        for target in targets:
-            path = dotted(target) if isinstance(target, ast.Attribute) else ""
-            setting = path.startswith("torch.backends.")  # a flag, which is there to be set
-            assert setting or path.split(".")[0] not in names, f"{module}:{node.lineno} assigns to {path}"
+@by_room(INNER)
+def test_torch_is_replaced_in_one_place_only(modules: list[str]) -> None:
+    for module in modules:
+        tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+        imported = imports_of(module)
+        assert ("unittest.mock" in imported or "unittest" in imported) is (module == PATCHER)
+        if module != PATCHER:
+            replaces = PATCHER in imported and any(name.id == "patched" for name in names_in(tree))
+            assert replaces is (module in PATCHING), "keep the list PATCHING exact"
+        names = torch_names(tree)
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+            if isinstance(node, ast.AnnAssign | ast.AugAssign):
+                targets = [node.target]
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+                targets = [ast.Attribute(node.args[0], "_")]
+            for target in targets:
+                path = dotted(target) if isinstance(target, ast.Attribute) else ""
+                setting = path.startswith("torch.backends.")  # a flag, which is there to be set
+                assert setting or path.split(".")[0] not in names, f"{module}:{node.lineno} assigns to {path}"
 
 
-@pytest.mark.parametrize("module", sorted(set(INNER) - PRIVATE))
-def test_private_modules_of_torch_are_named_in_few_places(module: str) -> None:
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    names = torch_names(tree)
-    paths = set(names.values()) | {
-        path.replace(root, names[root], 1)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and (path := dotted(node))
-        if (root := path.split(".")[0]) in names
-    }
-    for path in paths:
-        private = re.search(r"\._(?!_)", path) or path.startswith("torch.fx.experimental.")
-        allowed = path.startswith(("torch.ops.", *PUBLIC_ENOUGH))
-        assert allowed or not private, f"{module} names {path}"
+@by_room(sorted(set(INNER) - PRIVATE))
+def test_private_modules_of_torch_are_named_in_few_places(modules: list[str]) -> None:
+    for module in modules:
+        tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+        names = torch_names(tree)
+        paths = set(names.values()) | {
+            path.replace(root, names[root], 1)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and (path := dotted(node))
+            if (root := path.split(".")[0]) in names
+        }
+        for path in paths:
+            private = re.search(r"\._(?!_)", path) or path.startswith("torch.fx.experimental.")
+            allowed = path.startswith(("torch.ops.", *PUBLIC_ENOUGH))
+            assert allowed or not private, f"{module} names {path}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_files_are_small_and_say_what_they_do(module: str) -> None:
-    text = MODULES[module].read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 310
-    assert ast.get_docstring(ast.parse(text)), "a module begins with one sentence on its job"
+@by_room(list(MODULES))
+def test_files_are_small_and_say_what_they_do(modules: list[str]) -> None:
+    for module in modules:
+        text = MODULES[module].read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 310, module
+        assert ast.get_docstring(ast.parse(text)), "a module begins with one sentence on its job"
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_no_test_imports_another_test_module(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert not any(name.split(".")[-1].startswith("test_") and name.startswith("tests.") for name in names)
+def test_no_test_imports_another_test_module() -> None:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert not any(
+            name.split(".")[-1].startswith("test_") and name.startswith("tests.") for name in names
+        ), path
 
 
 def test_nothing_committed_names_a_machine() -> None:
