@@ -4,13 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow test-portable lint check browser charts schema docs-site aten bench clean
+.PHONY: demo test test-fast test-slow test-portable lint check browser charts schema docs-site aten bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# without what starts programs or browsers, converts, trains, or compares whole architectures
+HEAVY := audit/test_bad_input audit/test_cures audit/test_healthy audit/test_quiet bench/test_largest \
+	bench/test_modes bench/test_predict ci/test_check ci/test_plugin cli/test_cli cli/test_terminal \
+	export/test_fold export/test_plan_file export/test_sentence_model export/test_verify lint/test_lint_cli \
+	render/test_html report/test_saved run/test_compare run/test_eager_agrees run/test_run \
+	run/backward/test_gradients source/test_stream test_api test_docs_blocks trace/test_trace \
+	training/test_recipes
+
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(HEAVY:%=--ignore=tests/%.py)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m slow

@@ -118,6 +118,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree_skip_together(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS, encoding="utf-8")
@@ -141,7 +142,11 @@ def trained(name: str, policies: tuple[str, ...], steps: int, **options: object)
     return train(source, steps=steps, policies=policies, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "steps"), [("digits", 100), ("text", 120)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("digits", 100), pytest.param("text", 120, marks=pytest.mark.slow)]("name", "steps"),
+    [("digits", 100), pytest.param("text", 120, marks=pytest.mark.slow)],
+)
 def test_masters_and_scale_keep_the_accuracy_and_going_without_does_not(name: str, steps: int) -> None:
     report = trained(name, ("apex-o2", "apex-o3"), steps)
     runs = {variant.name: variant for variant in report.variants}
@@ -159,7 +164,7 @@ def test_masters_and_scale_keep_the_accuracy_and_going_without_does_not(name: st
     assert report.exit_code == 1
 
 
-@pytest.mark.parametrize("name", ["digits", "text"])
+@pytest.mark.parametrize("name", ["digits", pytest.param("text", marks=pytest.mark.slow)])
 def test_bfloat16_keeps_the_accuracy(name: str) -> None:
     report = trained(name, ("apex-o2",), 100, dtype="bfloat16")
     exact, *others = [variant.metric for variant in report.variants]

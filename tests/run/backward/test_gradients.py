@@ -493,6 +493,7 @@ def test_a_model_directory_takes_the_loss_of_the_inputs_file(tmp_path: Any, cli:
     assert "Suits  2^" in run.stdout
 
 
+@pytest.mark.slow
 def test_several_policies_say_which_scales_suit(cli: Any, model_file: Any) -> None:
     path = model_file(
         "def get_model(): return nn.Linear(8, 3)\n"
