@@ -24,6 +24,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.converted import convert
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.values import dtype_name
 from ampaudit.training.prepare import is_master_free
 from ampaudit.training.step import (
     TrainingStep,
@@ -137,7 +138,7 @@ def build_mode(mode: str, setup: BenchSetup) -> ModeRunner:
         return _eager(setup, "float32, products in TF32", lambda: tf32(allowed=True))
     if mode in _STORED:
         dtype = _STORED[mode]
-        return _eager(setup, f"everything in {str(dtype).removeprefix('torch.')}", dtype=dtype)
+        return _eager(setup, f"everything in {dtype_name(dtype)}", dtype=dtype)
     return _eager(setup, "float32, TF32 off", exact_float32)
 
 

@@ -31,8 +31,8 @@ UNKNOWN_SIZE = -1
 _DROPOUT = torch.ops.aten.dropout.default
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype without its module: ``float16``."""
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """The dtype without its module: ``float16``; ``None`` for no dtype."""
     return str(dtype).removeprefix("torch.")
 
 
