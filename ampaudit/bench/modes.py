@@ -24,7 +24,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.converted import convert
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.trace.structure import structural_copy
-from ampaudit.trace.values import dtype_name
+from ampaudit.trace.values import dtype_name, torch_dtype
 from ampaudit.training.prepare import is_master_free
 from ampaudit.training.step import (
     TrainingStep,
@@ -67,8 +67,7 @@ class BenchSetup:
     @property
     def low_dtype(self) -> torch.dtype:
         """The 16-bit format as torch calls it."""
-        dtype: torch.dtype = getattr(torch, self.form.name)
-        return dtype
+        return torch_dtype(self.form)
 
 
 def with_batch_size(setup: BenchSetup, size: int) -> BenchSetup:
