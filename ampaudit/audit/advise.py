@@ -23,6 +23,7 @@ from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.source import ModelSource
 from ampaudit.trace.isolation import call_unchanged
+from ampaudit.trace.values import dtype_name
 
 __all__ = ["advised"]
 
@@ -183,7 +184,7 @@ def _decibels(outputs: Mapping[str, OutputComparison]) -> float | None:
 def _text(context: CheckContext, finding: Finding, errors: int) -> str:
     """One line about a run: the site, the outputs against the FP32 model, and how many errors there are."""
     site, seen = context.site.get(finding.site), context.observed(finding.site)
-    where = str(site.dtype).removeprefix("torch.") if site is not None else "gone"
+    where = dtype_name(site.dtype) if site is not None else "gone"
     values = f"{finding.site} in {where}" if site is not None else f"{finding.site} is gone"
     if seen.elements:
         values += f", peak {format_number(seen.ref_peak)}" + (f", {seen.bad} inf or NaN" if seen.bad else "")

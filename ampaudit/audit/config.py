@@ -104,7 +104,7 @@ class ScanConfig(PlanConfig):
     stress: Annotated[
         int, Ge(0), Option("Search for inputs that overflow: N evaluations a site.", metavar="N")
     ] = 0
-    stress_dir: Annotated[str, python_only("Where inputs that overflow are saved.")] = "."
+    stress_dir: Annotated[str | Path, python_only("Where inputs that overflow are saved.")] = "."
     static: Annotated[bool, Option("Proofs only: nothing is run.")] = False
     assume: Annotated[
         Texts, Option("An input's range, for proofs; 'input' is all (repeatable).", metavar="INPUT=LOW:HIGH")
@@ -131,7 +131,7 @@ class ScanOptions(PlanOptions, total=False):
     loss_scale: float | None
     prove: bool
     stress: int
-    stress_dir: str
+    stress_dir: str | Path
     static: bool
     assume: Sequence[str]
     ignore: Sequence[str]

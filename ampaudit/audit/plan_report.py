@@ -11,7 +11,7 @@ from ampaudit.report.plan import PlannedSite, PlannedWeights, PlanReport, RuleUs
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Role, Site
 from ampaudit.trace.opnames import converts
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
 __all__ = ["build_plan"]
 
@@ -29,7 +29,7 @@ def build_plan(
     return PlanReport(
         model=model,
         policy=traced.policy,
-        dtype=str(traced.dtype).removeprefix("torch."),
+        dtype=dtype_name(traced.dtype),
         sites=sites,
         rules=_rules(shown),
         lower=sum(s.dtype in LOW_PRECISION_DTYPES for s in computing),
@@ -50,7 +50,7 @@ def _planned(site: Site, casts: tuple[int, int]) -> PlannedSite:
         layer=site.layer,
         op=site.op,
         role=site.role.value,
-        precision=str(site.dtype).removeprefix("torch."),
+        precision=dtype_name(site.dtype),
         rule=decision.rule,
         reason=decision.reason,
         why=decision.why,

@@ -33,6 +33,7 @@ from ampaudit.run.extreme_value import MIN_BATCHES, tail_risk
 from ampaudit.run.observation import Observation
 from ampaudit.trace import Role, Site
 from ampaudit.trace.converted import ConvertedModel
+from ampaudit.trace.values import dtype_name
 
 __all__ = ["THIS_TOOL", "build_report", "changed_verdicts", "this_environment"]
 
@@ -139,7 +140,7 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         layer_type=site.layer_type,
         op=site.op,
         role=site.role.value,
-        precision=str(site.dtype).removeprefix("torch."),
+        precision=dtype_name(site.dtype),
         shape=site.shape,
         rule=site.decision.rule,
         reason=site.decision.reason,

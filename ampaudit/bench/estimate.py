@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ampaudit.bench.devices.catalogue import Device
 from ampaudit.report.bench import Work
+from ampaudit.trace.values import dtype_name
 
 __all__ = ["OpCounter", "roofline_seconds", "total_work"]
 
@@ -65,7 +66,7 @@ def _op(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
     dtype = floats[0] if floats else torch.float32
     cast = func in _CASTS and bool(made) and bool(given) and made[0].dtype != given[0].dtype
     moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*given, *made)}.values())
-    return OpCost(flops, str(dtype).removeprefix("torch."), count is not None, moved, cast)
+    return OpCost(flops, dtype_name(dtype), count is not None, moved, cast)
 
 
 def _convolution_backward(args: Any) -> int:

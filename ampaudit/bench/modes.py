@@ -24,6 +24,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.converted import convert
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.values import dtype_name, torch_dtype
 from ampaudit.training.prepare import is_master_free
 from ampaudit.training.step import (
     TrainingStep,
@@ -66,8 +67,7 @@ class BenchSetup:
     @property
     def low_dtype(self) -> torch.dtype:
         """The 16-bit format as torch calls it."""
-        dtype: torch.dtype = getattr(torch, self.form.name)
-        return dtype
+        return torch_dtype(self.form)
 
 
 def with_batch_size(setup: BenchSetup, size: int) -> BenchSetup:
@@ -137,7 +137,7 @@ def build_mode(mode: str, setup: BenchSetup) -> ModeRunner:
         return _eager(setup, "float32, products in TF32", lambda: tf32(allowed=True))
     if mode in _STORED:
         dtype = _STORED[mode]
-        return _eager(setup, f"everything in {str(dtype).removeprefix('torch.')}", dtype=dtype)
+        return _eager(setup, f"everything in {dtype_name(dtype)}", dtype=dtype)
     return _eager(setup, "float32, TF32 off", exact_float32)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ampaudit.bounds.interval import OUTWARD, Interval, between, finite, symmetric
 from ampaudit.core.formats import FLOAT32, FORMATS, NumberFormat
+from ampaudit.trace.values import dtype_name
 
 __all__ = [
     "UNIT_ROUNDOFF",
@@ -30,7 +31,7 @@ _EXACT_INTEGERS = 2.0**53  # up to here float64 holds every integer, and so do o
 @cache
 def format_of(dtype: torch.dtype | None) -> NumberFormat | None:
     """The number format of a dtype; ``None`` for float64, integers and complex numbers."""
-    return FORMATS.get(str(dtype).removeprefix("torch."))
+    return FORMATS.get(dtype_name(dtype))
 
 
 def as_number(value: float, dtype: torch.dtype) -> Interval:

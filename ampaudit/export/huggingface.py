@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
 from ampaudit.core.formats import low_precision_format
 from ampaudit.export.storage import StorageDecision
 from ampaudit.trace.storage import kept_by_author
+from ampaudit.trace.values import torch_dtype
 
 __all__ = ["copy_companions", "set_dtype"]
 
@@ -75,7 +75,7 @@ def set_dtype(
 
 
 def _in_float32(model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str) -> list[str]:
-    listed = kept_by_author(model, getattr(torch, low_precision_format(dtype).name))
+    listed = kept_by_author(model, torch_dtype(low_precision_format(dtype)))
     return [
         name
         for name, decision in decisions.items()

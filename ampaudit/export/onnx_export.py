@@ -21,6 +21,7 @@ from ampaudit.core.errors import RunFailed, first_line
 from ampaudit.export.onnx_metadata import OnnxMetadata
 from ampaudit.export.reference import ReferenceOutputs, compare_output
 from ampaudit.trace.opnames import converts
+from ampaudit.trace.values import dtype_name
 
 __all__ = ["OnnxFile", "names_of_inputs", "write_onnx"]
 
@@ -169,7 +170,7 @@ def _planned_casts(program: ExportedProgram) -> Counter[str]:
             to = node.meta["val"].dtype
             given = node.all_input_nodes[0].meta["val"].dtype
             if to in _FLOATS and given in _FLOATS and to != given:
-                casts[str(to).removeprefix("torch.")] += 1
+                casts[dtype_name(to)] += 1
     return casts
 
 

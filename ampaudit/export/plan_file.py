@@ -14,6 +14,7 @@ from ampaudit.core.sites import pattern_of
 from ampaudit.policy import Decision, RuleSet
 from ampaudit.policy.schema import Reason
 from ampaudit.trace.graph import Site, TracedModel
+from ampaudit.trace.values import dtype_name
 
 __all__ = ["plan_rules"]
 
@@ -38,7 +39,7 @@ def plan_rules(traced: TracedModel, rules: RuleSet, model: str) -> str:
         if _is_ours(site, rules):
             groups[_key(site.decision)].append(site)
     ids = [site.id for site in named]
-    form = str(traced.dtype).removeprefix("torch.")
+    form = dtype_name(traced.dtype)
     file = rules.file
     data = {
         "name": f"{rules.name[:59]}-plan",

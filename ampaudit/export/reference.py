@@ -17,6 +17,7 @@ from ampaudit.core.errors import first_line
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.trace.entry import flatten_outputs, tensor_leaves
 from ampaudit.trace.isolation import call_unchanged
+from ampaudit.trace.values import dtype_name
 
 __all__ = [
     "ReferenceOutputs",
@@ -75,7 +76,7 @@ def record_reference(
     outputs = tuple(
         OutputRecord(
             name,
-            str(ours.dtype).removeprefix("torch."),
+            dtype_name(ours.dtype),
             digest_of_tensors([ours]),
             *compare_output(ours, ref),
         )

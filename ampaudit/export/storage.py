@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from ampaudit.checkpoint.header import FLOAT_TYPES, TensorEntry
 from ampaudit.checkpoint.open import Checkpoint
 from ampaudit.checkpoint.parts import type_name
@@ -16,6 +14,7 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.policy import OpFacts, RuleSet
 from ampaudit.policy.matching import matches_any
 from ampaudit.policy.schema import Cast, KeepFp32
+from ampaudit.trace.values import torch_dtype
 
 __all__ = [
     "CASTABLE_TYPES",
@@ -59,7 +58,7 @@ def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
             f"policy {rules.name!r} stores weights by the class of their module, and a checkpoint has none",
             hint="convert the model, or choose --policy half",
         )
-    low_dtype = type_name(getattr(torch, form.name), form.name)
+    low_dtype = type_name(torch_dtype(form), form.name)
     scope = _scope(rules, form)
     castable = CASTABLE_TYPES if weights.storage != "lower" or weights.casts == "float32" else FLOAT_TYPES
     return {

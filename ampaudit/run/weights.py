@@ -11,7 +11,7 @@ from ampaudit.core.formats import NumberFormat, format_named
 from ampaudit.run.measure import BLOCK
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Slot
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
 __all__ = ["WeightRange", "weight_ranges"]
 
@@ -61,7 +61,7 @@ def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[W
         if not math.isfinite(peak):
             peak = float(torch.maximum(-master.amin(), master.amax()))
         finite = math.isfinite(peak)
-        form = format_named(str(copy.dtype).removeprefix("torch."))
+        form = format_named(dtype_name(copy.dtype))
         unrounded = converted.unrounded(copy.placeholder, master)
         beyond = not finite or peak >= form.overflow_at
         counts = (

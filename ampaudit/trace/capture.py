@@ -38,6 +38,7 @@ from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
 from ampaudit.trace.site_table import build_sites
 from ampaudit.trace.state import StateChange
 from ampaudit.trace.storage import is_cast, own_conversion, split_ties, storage_notes, stored_dtypes
+from ampaudit.trace.values import torch_dtype
 
 __all__ = ["TraceConfig", "capture", "input_signature", "quiet"]
 
@@ -78,8 +79,7 @@ class TraceConfig:
     @property
     def low_dtype(self) -> torch.dtype:
         """The 16-bit format as torch's dtype."""
-        dtype: torch.dtype = getattr(torch, self.number_format.name)
-        return dtype
+        return torch_dtype(self.number_format)
 
 
 def capture(

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import InputError
 from ampaudit.trace.entry import ENTRY_NAME, LossAndOutput, placed, tensor_leaves
+from ampaudit.trace.values import dtype_name
 
 __all__ = ["WithLoss", "call_loss", "item_apart", "takes_batch"]
 
@@ -110,7 +111,7 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
         raise InputError(f"{what} {type(loss).__name__}", hint=hint)
     if loss.numel() != 1 or not loss.is_floating_point():
         shape = "x".join(map(str, loss.shape)) or "a scalar"
-        raise InputError(f"{what} {shape} of {str(loss.dtype).removeprefix('torch.')}", hint=hint)
+        raise InputError(f"{what} {shape} of {dtype_name(loss.dtype)}", hint=hint)
     return loss if loss.dim() == 0 else loss.reshape(())
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ampaudit.core.formats import NumberFormat
+
 __all__ = [
     "CASTABLE_DTYPES",
     "LOW_PRECISION_DTYPES",
@@ -19,6 +21,7 @@ __all__ = [
     "sizes_of",
     "sizes_vary",
     "storage_id",
+    "torch_dtype",
 ]
 
 # the 16-bit dtypes (per component), and the dtype that holds each of their values exactly
@@ -31,9 +34,15 @@ UNKNOWN_SIZE = -1
 _DROPOUT = torch.ops.aten.dropout.default
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype without its module: ``float16``."""
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """The dtype without its module: ``float16``; ``None`` for no dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(form: NumberFormat) -> torch.dtype:
+    """The dtype of a number format."""
+    dtype: torch.dtype = getattr(torch, form.name)
+    return dtype
 
 
 def float_value(value: Any) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ import torch
 
 from ampaudit.core.formats import NumberFormat
 from ampaudit.report.training import ParameterHealth
+from ampaudit.trace.values import torch_dtype
 
 __all__ = ["SAMPLE", "StepMeter", "summarize"]
 
@@ -34,7 +35,7 @@ class StepMeter:
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], form: NumberFormat) -> None:
         self._names = names
         self._parameters = parameters
-        self._dtype: torch.dtype = getattr(torch, form.name)
+        self._dtype = torch_dtype(form)
         self._flush = form.flush_below
         self._before: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}

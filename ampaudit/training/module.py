@@ -23,7 +23,7 @@ from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot
 from ampaudit.trace.keys import TraceCache, call_key
 from ampaudit.trace.state import PythonState, apply_changes
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
 from ampaudit.training.executable import Executable, emulated, native
 from ampaudit.training.model_proxy import ModelProxy, in_float32
 
@@ -51,8 +51,7 @@ class ModuleConfig:
     @property
     def low_dtype(self) -> torch.dtype:
         """The format as torch's dtype."""
-        dtype: torch.dtype = getattr(torch, self.number_format.name)
-        return dtype
+        return torch_dtype(self.number_format)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ampaudit.core.files import write_text
 from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.report.training import Health, StepRecord
 from ampaudit.trace.entry import layer_path
+from ampaudit.trace.values import dtype_name, torch_dtype
 from ampaudit.training.health import StepMeter, summarize
 
 __all__ = ["TrainingMonitor", "watch"]
@@ -45,7 +46,7 @@ class TrainingMonitor:
             )
         self._names = [names.get(id(p), f"parameter[{index}]") for index, p in enumerate(held)]
         self._elements = {name: p.numel() for name, p in zip(self._names, held, strict=True)}
-        self.storage = str(held[0].dtype).removeprefix("torch.")
+        self.storage = dtype_name(held[0].dtype)
         self._optimizer, self._scaler = optimizer, scaler
         self._every, self._form = every, form
         self._meter = StepMeter(self._names, held, form)
@@ -127,7 +128,7 @@ class TrainingMonitor:
     def health(self) -> Health:
         """Fetch what was recorded."""
         eps = next((g["eps"] for g in self._optimizer.param_groups if "eps" in g), None)
-        dtype: torch.dtype = getattr(torch, self._form.name)
+        dtype = torch_dtype(self._form)
         return Health(
             dtype=self._form.name,
             every=self._every,

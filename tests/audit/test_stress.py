@@ -91,7 +91,7 @@ class Tokens(nn.Module):
 
 def test_token_ids_are_searched_through_their_embedding(tmp_path: Path) -> None:
     ids = torch.randint(0, 4000, (2, 4))
-    report = scan(Tokens().eval(), ids, policy="half", stress=9, stress_dir=str(tmp_path))
+    report = scan(Tokens().eval(), ids, policy="half", stress=9, stress_dir=tmp_path)
     (found,) = [s for s in report.stressed if s.overflows]
     assert found.site == "up/linear"
     assert found.reached == pytest.approx(120_000)

@@ -46,5 +46,6 @@ def gradient_finding(
     evidence = Evidence()
     if stats is not None:
         measured = evidence_of(stats.values, context.number_format)
-        evidence = replace(measured, flushed=stats.flushed_share)
+        # of gradients no elements are sampled
+        evidence = replace(measured, flushed=stats.flushed_share, subnormal=None)
     return replace(made, phase="backward", op=site.op, source=finding_source(site), evidence=evidence)

@@ -10,7 +10,7 @@ import torch
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
 from ampaudit.report.finding import Finding
 from ampaudit.trace import Role, Site
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, dtype_name
 
 __all__ = ["CHECK"]
 
@@ -24,7 +24,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             continue
         other = site.dtype in LOW_PRECISION_DTYPES and not context.low_precision(site)
         if other and site.decision.reason != "author":
-            name = str(site.dtype).removeprefix("torch.")
+            name = dtype_name(site.dtype)
             cause = f"the code asks for {name}, and this run is in {context.number_format.name}"
             yield finding_at(context, site, "AMP302", cause, "write x.to(y.dtype) of a tensor y beside it")
         elif site.dtype is torch.float32 and (undone := _undone(context, site)) is not None:

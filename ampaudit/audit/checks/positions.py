@@ -9,6 +9,7 @@ from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
 from ampaudit.run.record import Origin
 from ampaudit.trace import Site
+from ampaudit.trace.values import dtype_name
 
 __all__ = ["CAUSE", "CHECK"]
 
@@ -63,9 +64,7 @@ def _counts(context: CheckContext, site: Site) -> bool:
 
 def _is_integer(node: object) -> bool:
     value = getattr(node, "meta", {}).get("val")
-    dtype = getattr(value, "dtype", None)
-    name = str(dtype).removeprefix("torch.")
-    return name.startswith(("int", "uint"))
+    return dtype_name(getattr(value, "dtype", None)).startswith(("int", "uint"))
 
 
 def _follows(context: CheckContext, site: Site) -> bool:

@@ -272,6 +272,14 @@ def test_a_healthy_model_raises_no_alarm(make: Callable[[], Case], policy: str) 
     assert report.backward.suggested is not None
 
 
+def test_the_evidence_of_a_gradient_has_no_numbers_that_were_not_measured() -> None:
+    case = next(case for make in PLANTED if (case := make()).code == "AMP702")
+    report = ampaudit.scan(case.model.train(), case.inputs, policy="ampaudit", backward=True, loss=case.loss)
+    seen = next(f.evidence for f in report.findings if f.code == "AMP702")
+    assert seen.flushed is not None
+    assert (seen.subnormal, seen.max_error, seen.local_sqnr_db) == (None, None, None)
+
+
 def test_two_faults_are_two_findings() -> None:
     """The second explodes behind the first, which is in range again in between."""
 
