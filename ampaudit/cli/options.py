@@ -108,8 +108,8 @@ def _option(name: str, field: FieldInfo, option: Option) -> Callable[[Command], 
     flags = [*option.flags, *([] if long else [f"--{name.replace('_', '-')}"])]
     kind, default = value_type(field), field.default
     if kind is bool:
-        if default:  # the flag switches off
-            return click.option(*flags, name, is_flag=True, flag_value=False, default=True, help=option.help)
+        if default:  # the flag switches off; what flag_value=False does depends on click's version
+            return click.option(*flags, name, is_flag=True, callback=_switched_off, help=option.help)
         is_flag = None if "/" in flags[0] else True
         return click.option(*flags, name, is_flag=is_flag, default=False, help=option.help)
     if option.commas:
@@ -125,6 +125,11 @@ def _option(name: str, field: FieldInfo, option: Option) -> Callable[[Command], 
         metavar=option.metavar,
         help=option.help,
     )
+
+
+def _switched_off(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    del context, parameter
+    return not value
 
 
 def _type(kind: Any, field: FieldInfo) -> Any:
