@@ -1,4 +1,4 @@
-"""Adds the loss to a source's model, and the backward pass to the runs."""
+"""Adds the loss to a source's model and the backward pass to its runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of ``plan`` and ``scan``."""
+"""Options of ``plan`` and ``scan``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Ignored = Annotated[
 
 
 def rules_of(policy: Rules) -> RuleSet:
-    """Return a policy's rules, read unless they are given.
+    """Return a policy's rules, loading them if only the name is given.
 
     Raises:
         PolicyError: there is no such policy, or its file has a mistake.
@@ -60,7 +60,7 @@ def rules_of(policy: Rules) -> RuleSet:
 
 
 class PlanConfig(Config):
-    """How to plan: what a policy does, without a run in 16 bits."""
+    """Options of ``plan``, which applies a policy without running in 16 bits."""
 
     policy: PolicyName = "ampaudit"
     dtype: DtypeName = "float16"
@@ -80,7 +80,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 class ScanConfig(PlanConfig):
-    """How to scan."""
+    """Options of ``scan``."""
 
     policy: Annotated[Rules, Option("Policy name or rule file; several with commas.")] = "ampaudit"
     ranges: Annotated[bool, Option("One FP32 run only: what every format would do to its values.")] = False

@@ -1,4 +1,4 @@
-"""The options of ``bench``."""
+"""Options of ``bench``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["BenchConfig", "BenchOptions"]
 
 
 def _sizes(given: Any) -> Any:
-    """Read ``8,32`` or take numbers; each once."""
+    """Parse ``8,32`` or accept numbers; duplicates are dropped."""
     try:
         sizes = [int(size) for size in split_commas(given)]
     except (TypeError, ValueError):
@@ -44,7 +44,7 @@ def _target(given: Any) -> Any:
 
 
 class BenchConfig(Config):
-    """How to measure."""
+    """Options of ``bench``."""
 
     train: Annotated[bool, Option("Training steps instead of forward passes.")] = False
     modes: Annotated[

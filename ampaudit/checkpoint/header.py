@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file, and validates it against the file.
+"""Reads the header of a safetensors file and validates it against the file.
 
 The format: eight bytes with the header's length (little-endian), the header in JSON, then the tensors'
 bytes without gaps (huggingface/safetensors, README, "Format").
@@ -107,7 +107,7 @@ def read_header(path: Path) -> Header:
 def laid_out(
     entries: Iterable[TensorEntry], metadata: dict[str, str]
 ) -> tuple[bytes, tuple[TensorEntry, ...]]:
-    """Make the header of a new file; returns its bytes, and the entries with their offsets."""
+    """Lay out a new file; return its header as bytes, and the entries with their offsets."""
     placed: list[TensorEntry] = []
     table: dict[str, Any] = {_METADATA: metadata} if metadata else {}
     start = 0
@@ -171,14 +171,14 @@ def _broken(path: Path, what: str) -> WeightsError:
 
 
 class DuplicateName(ValueError):
-    """An object has one name twice; most readers take the last one silently."""
+    """Raised for an object with a duplicate name; most readers silently take the last one."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the name {name!r} is in it twice")
 
 
 def unique_json(text: bytes | str) -> Any:
-    """Parse untrusted JSON in which every object has each name once.
+    """Parse untrusted JSON, rejecting duplicate names in an object.
 
     Raises:
         ValueError: not JSON, nested too deeply, or (``DuplicateName``) a repeated name.

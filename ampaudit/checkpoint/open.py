@@ -41,7 +41,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the headers of a checkpoint; no tensor is read, and no code in it is run.
+    """Read the headers of a checkpoint, without reading tensors or running code.
 
     Raises:
         WeightsError: missing, corrupt, hostile, or of an unsupported kind.

@@ -1,4 +1,4 @@
-"""The options of ``check``, and ``[tool.ampaudit]`` in pyproject.toml."""
+"""Options of ``check``, and ``[tool.ampaudit]`` in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FINITE = AllowInfNan(False)
 
 
 class CheckConfig(Config):
-    """What targets are held against, and how they are run."""
+    """Options of ``check``."""
 
     targets: Annotated[Texts, Option("Models, converted directories, globs.", command_line=False)] = ()
     policy: Annotated[str, Option("Policy name or rule file; converted directories: as-is.")] = "ampaudit"
@@ -101,7 +101,7 @@ class CheckOptions(TypedDict, total=False):
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the options in a pyproject.toml, by field name; globs among the targets are expanded.
+    """Read the options in a pyproject.toml by field name, expanding globs among the targets.
 
     Raises:
         UsageError: not TOML, or a key or value that ``ampaudit check`` does not know.
@@ -113,7 +113,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _places(path: Path, target: str) -> list[str]:
-    """A target from the file's directory, or all that match if it is a glob; an import path stays as it is.
+    """Resolve a target relative to the file's directory, expanding globs; import paths stay as they are.
 
     Raises:
         UsageError: a glob matches nothing.
@@ -133,7 +133,7 @@ def _beside(path: Path, target: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4GB``, ``500 MB`` or ``2GiB``.
+    """Parse a number of bytes such as ``4GB``, ``500 MB`` or ``2GiB``.
 
     Raises:
         UsageError: it is no size.

@@ -1,4 +1,4 @@
-"""``ampaudit convert`` and ``ampaudit verify``: options in, a directory or a verdict out."""
+"""``ampaudit convert`` and ``ampaudit verify``."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
 @debug_option
 @click.pass_context
 def verify_command(context: click.Context, /, directory: Path, **options: Any) -> None:
-    """Say whether a converted DIRECTORY is what was written, and still computes what it did.
+    """Verify that a converted DIRECTORY is unchanged and still computes the same.
 
     Hashes of all files, each tensor against its master, and the program, loaded in a fresh process and run
     on the recorded inputs. Exit code 1 if anything differs, and each difference is named.

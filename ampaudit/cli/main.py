@@ -1,4 +1,4 @@
-"""The ``ampaudit`` program: commands, and how every error ends as one clear line with an exit code."""
+"""The ``ampaudit`` program: its commands, and error handling with exit codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMANDS = {
 
 
 class Program(click.Group):
-    """A group that imports a command when it is called, so that ``ampaudit --help`` is fast."""
+    """A command group that imports a command when it is called, so that ``ampaudit --help`` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def run() -> NoReturn:
-    """Entry point of the console script."""
+    """Run the console script."""
     debug = "--debug" in sys.argv
     make_printable()
     try:

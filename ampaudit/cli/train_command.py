@@ -1,4 +1,4 @@
-"""``ampaudit train``: options in, report and picture out."""
+"""``ampaudit train``: compares training in FP32 and 16 bits."""
 
 from __future__ import annotations
 

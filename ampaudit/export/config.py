@@ -1,4 +1,4 @@
-"""The options of ``convert`` and ``verify``."""
+"""Options of ``convert`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Mode = Literal["inference", "train"]  # casts folded into the weights; or master
 
 
 class ConvertConfig(PlanConfig):
-    """How to convert."""
+    """Options of ``convert``."""
 
     mode: Annotated[
         Mode, Option("Fold casts into stored weights; or keep FP32 masters, and the casts in the graph.")
@@ -44,7 +44,7 @@ class ConvertConfig(PlanConfig):
     ] = None
 
     def check(self, output: Path) -> None:
-        """Refuse early what would fail after a long run.
+        """Raise early for what would fail after a long run.
 
         Raises:
             UsageError, OutputError: options that contradict each other; an output that may not be written.
@@ -58,12 +58,12 @@ class ConvertConfig(PlanConfig):
             _check_onnx_installed()
 
     def loaded(self) -> Self:
-        """Return the same with the policy as a rule set, so that its file is read once."""
+        """Return a copy with the policy as a rule set, so that its file is read once."""
         return self.changed(policy=self.rules)
 
     @property
     def rules(self) -> RuleSet:
-        """The policy, loaded."""
+        """The loaded policy."""
         return rules_of(self.policy)
 
 
@@ -83,7 +83,7 @@ class ConvertOptions(PlanOptions, total=False):
 
 
 class VerifyConfig(Config):
-    """How to verify."""
+    """Options of ``verify``."""
 
     run: Annotated[
         bool, Option("Only compare files; do not load and run the program.", flags=("--no-run",))

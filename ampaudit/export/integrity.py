@@ -20,7 +20,7 @@ __all__ = ["check_files", "check_rounding"]
 
 
 def check_files(directory: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Find missing, truncated, changed and extra files, and in changed weights the tensors that differ."""
+    """Find missing, truncated, changed and extra files, and name the tensors that differ."""
     for name, record in manifest.files.items():
         path = directory / name
         if not path.is_file():
@@ -79,7 +79,7 @@ def _crc32(part: SafetensorsFile, name: str) -> int:
 
 
 def check_rounding(directory: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Find working weights that are not their masters, rounded: an intact file may be another model's."""
+    """Find working weights that are not their rounded masters."""
     parts: dict[str, SafetensorsFile] = {}
 
     def part(name: str) -> SafetensorsFile:

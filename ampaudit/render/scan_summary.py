@@ -1,4 +1,4 @@
-"""The summary of a scan: coverage, proofs, precision, accuracy, memory, notes and time."""
+"""Renders the summary of a scan: coverage, proofs, precision, accuracy, memory, notes and time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OUTPUTS = 4
 
 
 def summary_rows(report: Report, hidden: int) -> Iterator[tuple[str, str]]:
-    """Pairs of a label and what is said; ``hidden`` notes are not among the findings shown."""
+    """Return pairs of a label and a text; ``hidden`` counts the notes that are not shown."""
     cover, run = report.coverage, report.run
     if run.level != "static":
         measured = f"({cover.measured} measured, the others hand values on)"
@@ -66,7 +66,7 @@ def _proofs(report: Report, proofs: Proofs) -> Iterator[tuple[str, str]]:
 
 
 def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
-    """What was found, or is to be expected, on other inputs."""
+    """Return results for other inputs: proofs, searches and tail estimates."""
     for s in report.stressed:
         found = f"overflows: --inputs {s.file}" if s.overflows else "no overflow found"
         reached = f"peak {format_number(s.seen)} raised to {format_number(s.reached)}"

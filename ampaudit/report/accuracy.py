@@ -1,4 +1,4 @@
-"""How accurate an output is."""
+"""The accuracy of an output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOST_DB = 10.0  # the error is a third or more of what varies in an output
 
 @dataclass(frozen=True, slots=True)
 class OutputAccuracy:
-    """One output tensor of the model, in its worst batch.
+    """The accuracy of one output tensor, in its worst batch.
 
     Attributes:
         name: where it was found.
@@ -44,12 +44,12 @@ class OutputAccuracy:
 
     @property
     def accuracy_db(self) -> float | None:
-        """``sqnr_db``; -inf where there is none because of a problem."""
+        """``sqnr_db``; -inf if the output is broken."""
         return -math.inf if self.problem else self.sqnr_db
 
     @property
     def in_words(self) -> str:
-        """The accuracy, as tables have it."""
+        """The accuracy as tables show it."""
         if self.problem:
             return "wrong"
         if self.kind == "integer" and self.differing:

@@ -1,4 +1,4 @@
-"""What a report says about gradients: of each site and parameter, and about the loss scale."""
+"""Results about gradients, by site and parameter, and about the loss scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["BackwardReport", "Gradient", "LossValues", "ParameterGradient"]
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One gradient; peak, headroom and counts are under the loss scale, exponents without it.
+    """One gradient; peak, headroom and counts include the loss scale, exponents do not.
 
     Attributes:
         precision: ``16 bits`` or ``float32``: how it is held.
@@ -48,7 +48,7 @@ class ParameterGradient:
 
 @dataclass(frozen=True, slots=True)
 class LossValues:
-    """The loss of one batch, without the scale; null where it is not finite."""
+    """The unscaled loss of one batch; null if not finite."""
 
     float32: float | None
     lower: float | None
@@ -56,7 +56,7 @@ class LossValues:
 
 @dataclass(frozen=True, slots=True)
 class BackwardReport:
-    """What the way back showed.
+    """Results of the backward pass.
 
     Attributes:
         loss_scale: what the loss was multiplied by.

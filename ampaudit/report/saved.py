@@ -1,4 +1,4 @@
-"""Reads reports that ampaudit saved as JSON, and says clearly what is wrong with one that it cannot read."""
+"""Reads reports saved as JSON, with precise errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
 
 
 def read_report(path: Path, name: str = "") -> Report:
-    """The report of one scan; ``name`` is what errors call the file.
+    """Read the report of one scan; ``name`` is used in errors.
 
     Raises:
         InputError: see ``parse_document``.
@@ -32,7 +32,7 @@ def read_report(path: Path, name: str = "") -> Report:
 
 
 def read_document(path: Path) -> Document:
-    """The document in a file, or in a directory that ``ampaudit convert`` wrote.
+    """Read the document in a file, or in a converted directory.
 
     Raises:
         InputError: the file cannot be read; see also ``parse_document``.
@@ -45,7 +45,7 @@ def read_document(path: Path) -> Document:
 
 
 def parse_document(text: str, name: str) -> Document:
-    """The document in a text, which errors call ``name``; nothing in it is ever run.
+    """Parse a document, which errors call ``name``; nothing in it is ever run.
 
     Raises:
         InputError: it is cut off, of a newer schema, or none of our documents.

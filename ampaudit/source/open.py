@@ -56,7 +56,7 @@ def _converted_dtype(manifest: Path) -> str | None:
 
 
 def _streamed(location: str, options: SourceConfig) -> ModelSource:
-    """Load a source, and leave its weights on disk."""
+    """Load a source with its weights left on disk."""
     from ampaudit.source.streamed import with_mapped, without_weights
 
     with without_weights():

@@ -90,7 +90,7 @@ def _in_float32(checkpoint: Path) -> Path:
 
 
 def _assign(model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
-    """Replace parameters by the mapped tensors, tied ones together, and copy into buffers."""
+    """Assign mapped tensors to parameters, tied ones together, and copy others into buffers."""
     own = dict(model.named_parameters(remove_duplicate=False))
     fresh = {
         id(own[name]): nn.Parameter(tensor, requires_grad=False)

@@ -21,19 +21,19 @@ LOSS = "loss"
 
 @dataclass(frozen=True, slots=True)
 class _InputReference:
-    """Stands in a batch for one of the model's input tensors."""
+    """A reference, in a batch, to one of the model's input tensors."""
 
     index: int
 
 
 def item_apart(args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> Any:
-    """Replace tensors of a batch that are inputs of the model by references to them: no input twice."""
+    """Replace tensors of a batch that are model inputs by references, so that no input occurs twice."""
     inputs = {id(tensor): _InputReference(index) for index, tensor in enumerate(tensor_leaves(args, kwargs))}
     return pytree.tree_map(lambda leaf: inputs.get(id(leaf), leaf), item)
 
 
 class WithLoss(nn.Module):
-    """Calls the model, then the loss. Layers keep the model's own names; the loss's ops are layer ``loss``.
+    """Calls the model and then the loss, whose ops are layer ``loss``; layers keep their names.
 
     Args:
         model: the user's model.
@@ -79,7 +79,7 @@ class _Loss(nn.Module):
 
 
 def takes_batch(function: Callable[..., Any]) -> bool:
-    """Whether a loss or metric wants the batch as its second argument."""
+    """Return whether a loss or metric takes the batch as its second argument."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -115,7 +115,7 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
 
 
 def _own_loss(output: Any) -> Any:
-    """The output itself, or its ``loss``, as Transformers' models return it when they are given labels."""
+    """Return the output itself, or its ``loss``, as in Transformers' models with labels."""
     if isinstance(output, torch.Tensor):
         return output
     found = getattr(output, "loss", None)

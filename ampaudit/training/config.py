@@ -1,4 +1,4 @@
-"""The options of ``train``."""
+"""Options of ``train``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["TrainConfig", "TrainOptions"]
 
 
 def _scale(given: Any) -> Any:
-    """Read a number, or leave the name of a profile as it is."""
+    """Parse a number, or leave the name of a profile unchanged."""
     try:
         value = None if given is None else float(given)
     except (TypeError, ValueError):
@@ -42,7 +42,7 @@ def _scale(given: Any) -> Any:
 
 
 class TrainConfig(Config):
-    """How to train."""
+    """Options of ``train``."""
 
     steps: Annotated[int, Ge(1), Option("Steps of each run.")] = 100
     policies: Annotated[

@@ -1,4 +1,4 @@
-"""AMP212: the model's code does something else in 16 bits, and an output is not the FP32 model's."""
+"""AMP212: the model's code takes another path in 16 bits, and an output differs from the FP32 model's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADVICE = "write the line so that it does the same in every precision"
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One finding: the line where the code differs, and the output that suffers most."""
+    """Yield one finding: the line where the code differs, and the output that suffers most."""
     code = context.record.code
     graded = [(severity, d) for d in code.outputs.values() if (severity := _severity(context, d)) is not None]
     if not graded:
@@ -39,7 +39,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def _severity(context: CheckContext, seen: OutputDifference) -> Severity | None:
-    """An error where the code spoils an output, a warning where it adds more error than rounding does."""
+    """Return an error if the code spoils an output, a warning if it adds more error than rounding."""
     code, limit = context.record.code, context.min_sqnr
     mostly = 2 * seen.code_err_sq >= seen.err_sq
     if seen.problem is not None or (seen.sqnr_db < limit and (mostly or seen.code_sqnr_db < limit)):
@@ -61,7 +61,7 @@ def _effect(seen: OutputDifference) -> str:
 
 
 def describe(place: CodeDifference, dtype: str) -> str:
-    """What a line does in 16 bits and in FP32."""
+    """Describe what a line does in 16 bits and in FP32."""
     where = _name(place.source) if place.source is not None else f"layer {place.layer or '(top)'}"
     if place.fp32 is None:
         does = f"runs {place.low} in {dtype} and nothing in FP32"
@@ -82,7 +82,7 @@ def code_finding(
     severity: Severity,
     output: str,
 ) -> Finding:
-    """A finding at the op where the code differs, or else at the output."""
+    """Return a finding at the op where the code differs, or else at the output."""
     made = next((site for name, site, _ in context.outputs if name == output), None)
     if place is None and made is not None:
         return finding_at(context, context.site[made], code, cause, advice, severity=severity)

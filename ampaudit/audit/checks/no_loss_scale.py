@@ -1,4 +1,4 @@
-"""AMP703: where the gradients of one layer fit, those of another are zero: no loss scale suits both."""
+"""AMP703: no loss scale suits both the layer with the largest and that with the smallest gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """A finding if at every scale that overflows nowhere some layer loses most of its gradient."""
+    """Report whether, at every scale without overflow, some layer loses most of its gradient."""
     record, form = context.record.gradients, context.number_format
     if record is None:
         return

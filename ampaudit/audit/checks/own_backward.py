@@ -1,4 +1,4 @@
-"""AMP706: a backward or hook of the author's own that no trace can follow."""
+"""AMP706: a custom backward or hook that cannot be traced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEXTS = {
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One finding for each; a note where it runs all the same."""
+    """Yield one finding for each; a note if it could be run as a whole."""
     record = context.record.gradients
     for custom in record.untraced if record is not None else ():
         site = context.site[custom.site]

@@ -1,4 +1,4 @@
-"""A plan: one row per op, the rules, the totals; and two plans side by side."""
+"""Renders a plan: one row per op, the rules and the totals; or two plans side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class PlanView(View[PlanReport]):
-    """A row per op; ``layer`` is a glob that chooses layers for the sections."""
+    """A row per op; ``layer`` is a glob that selects layers for the sections."""
 
     about = "model"
 
@@ -29,7 +29,7 @@ class PlanView(View[PlanReport]):
         self.layer = layer
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Heading, one row per op (equal ops of a stack's layers as one), the rules, the totals."""
+        """Return a heading, a row per op (merged over stacked layers), the rules and the totals."""
         plan, verbose = self.document, verbosity > 0
         sites = plan.matching(self.layer)
         shown = [s for s in sites if verbose or s.role not in _QUIET_ROLES or s.casts]
@@ -47,7 +47,7 @@ class PlanView(View[PlanReport]):
         yield Section((facts(_totals(plan)),))
 
     def rows(self) -> Iterator[Row]:
-        """A row per op."""
+        """Return a row per op."""
         plan = self.document
         names = ("site", "layer", "op", "role", "precision", "rule", "reason", "casts", "cast_bytes")
         run = {"policy": plan.policy, "dtype": plan.dtype}
@@ -81,7 +81,7 @@ def _stacked(
     alike: Callable[[Item], tuple[str, ...]],
     verbose: bool,
 ) -> Iterator[tuple[str, str, list[Item]]]:
-    """Items of the same place in different layers of a stack together, with their name and number."""
+    """Group the corresponding items of stacked layers, with their name and count."""
     groups: dict[tuple[str, ...], list[Item]] = {}
     for item in items:
         place = site(item) if verbose else pattern_of(site(item))
@@ -106,7 +106,7 @@ def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
 
 
 def _totals(plan: PlanReport) -> list[tuple[str, str]]:
-    """Precision, casts and weights in words."""
+    """Describe precision, casts and weights."""
     weights = plan.weights
     other = f", {plan.other} in another dtype" if plan.other else ""
     moved = f"{plan.casts} inserted, moving {format_bytes(plan.cast_bytes)} per forward pass of this batch"
@@ -121,7 +121,7 @@ def _totals(plan: PlanReport) -> list[tuple[str, str]]:
 
 
 def plans_compared(first: PlanReport, second: PlanReport, *, verbose: bool = False) -> Iterator[Section]:
-    """The ops that two policies run in different precisions on one model, and what each costs."""
+    """Return the ops that two policies run in different precisions, and the cost of each policy."""
     theirs = {site.site: site for site in second.sites}
     common = [(s, theirs[s.site]) for s in first.sites if s.site in theirs]
     compared = [(a, b) for a, b in common if a.role not in _QUIET_ROLES]
