@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import click
 import pytest
 import yaml
 
@@ -51,8 +52,11 @@ def test_the_commands_below_the_examples_are_valid(tmp_path: Path, monkeypatch: 
     for code, check in all_pages().items():
         for example in (check.bad, check.good):
             _, name, *words = docs_pages.command_of(code, example).split()
-            given = main.commands[name].make_context(name, words).params
-            assert not set(example.options) - given.keys() - {"train", "mode", "crash"}
+            command = main.get_command(click.Context(main), name)
+            assert command is not None
+            given = command.make_context(name, words).params
+            fields = {"policies" if (name, o) == ("train", "policy") else o for o in example.options}
+            assert not fields - given.keys() - {"train", "mode", "crash"}
 
 
 def test_every_policy_rule_and_profile_is_listed() -> None:
@@ -96,6 +100,16 @@ def test_links_between_files_have_targets(path: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", generated or place.read_text(encoding="utf-8"), re.M)
             assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, link
+
+
+@pytest.mark.parametrize(
+    "path", [*SOURCES, ROOT / "examples" / "README.md"], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_paths_of_the_repository_exist(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    rooms = "ampaudit|benchmarks|docs|examples|rules|tests|tools"
+    for named in re.findall(rf"(?<![\w./-])(?:{rooms})/[\w./*-]*\w", text):
+        assert any(ROOT.glob(named)), named
 
 
 @pytest.fixture

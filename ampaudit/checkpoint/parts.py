@@ -113,5 +113,5 @@ def _fill(stream: FileIO, view: memoryview, path: Path) -> None:
     while done < len(view):
         count = stream.readinto(view[done:])
         if not count:
-            raise WeightsError(f"{path}: became shorter while it was read", hint="try again")
+            raise WeightsError(f"{path}: was truncated while it was read", hint="try again")
         done += count

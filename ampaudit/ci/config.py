@@ -39,18 +39,20 @@ class CheckConfig(Config):
     policy: Annotated[str, Option("Policy name or rule file; converted directories: as-is.")] = "ampaudit"
     dtype: DtypeName = "float16"
     device: DeviceName = "auto"
-    fail_on: Annotated[FailOn, Option("Severity from which a finding counts.")] = "error"
+    fail_on: Annotated[FailOn, Option("Lowest severity that counts.")] = "error"
     allow: Annotated[Texts, Option("Findings that do not count (repeatable).", metavar="CODE")] = ()
     ignore: Ignored = ()
     min_headroom: Annotated[
-        float | None, _FINITE, Option("Least headroom of every 16-bit site.", metavar="BITS")
+        float | None, _FINITE, Option("Minimum headroom of every 16-bit site.", metavar="BITS")
     ] = None
-    min_sqnr: Annotated[float | None, _FINITE, Option("Least accuracy of every output.", metavar="DB")] = None
+    min_sqnr: Annotated[float | None, _FINITE, Option("Minimum accuracy of every output.", metavar="DB")] = (
+        None
+    )
     max_metric_drop: Annotated[
-        float | None, _FINITE, Option("Largest fall of the model file's metric(output, batch).", metavar="X")
+        float | None, _FINITE, Option("Maximum drop of the model file's metric(output, batch).", metavar="X")
     ] = None
     max_fp32_share: Annotated[
-        float | None, Ge(0), Le(1), _FINITE, Option("Largest share of sites in float32.", metavar="P")
+        float | None, Ge(0), Le(1), _FINITE, Option("Maximum share of sites in float32.", metavar="P")
     ] = None
     baseline: Annotated[
         FilePath | None, Option("An earlier report: only what is new or worse counts.", metavar="FILE")
@@ -62,15 +64,15 @@ class CheckConfig(Config):
         FilePath | None,
         Option("Python file with example_inputs(), batches() or metric().", metavar="FILE"),
     ] = None
-    batches: Annotated[int, Ge(1), Option("Batches to run.")] = 1
+    batches: Annotated[int, Ge(1), Option("Number of batches to run.")] = 1
     seed: Seed = 0
-    train: Annotated[bool, Option("Use the models in training mode.")] = False
-    jobs: Annotated[int, Ge(1), Option("Targets at a time.", flags=("-j",))] = 1
-    timeout: Annotated[float | None, Gt(0), Option("Stop a target that takes longer.", metavar="SECONDS")] = (
-        None
-    )
+    train: Annotated[bool, Option("Audit the models in training mode.")] = False
+    jobs: Annotated[int, Ge(1), Option("Number of targets to check in parallel.", flags=("-j",))] = 1
+    timeout: Annotated[
+        float | None, Gt(0), Option("Stop a target that takes longer than this.", metavar="SECONDS")
+    ] = None
     max_memory: Annotated[
-        str | None, Option("Stop a target that takes more, such as 4GB.", metavar="SIZE")
+        str | None, Option("Stop a target that uses more memory, such as 4GB.", metavar="SIZE")
     ] = None
     on_progress: OnProgress = silent
 
@@ -143,4 +145,4 @@ def parse_size(text: str) -> int:
     try:
         return int(float(digits) * _UNITS[compact[len(digits) :]])
     except (ValueError, KeyError, OverflowError) as error:
-        raise UsageError(f"{text!r} is no size", hint="write 4GB, 500MB or 2GiB") from error
+        raise UsageError(f"{text!r} is not a valid size", hint="write 4GB, 500MB or 2GiB") from error

@@ -79,14 +79,14 @@ def _counts(finding: Finding, budgets: Budgets) -> bool:
 
 def _numbers(seen: Measurements, budgets: Budgets, before: Measurements | None) -> Iterator[Breach]:
     if _too_low("headroom_bits", seen, budgets.min_headroom, before, _BITS):
-        text = f"headroom {seen.headroom_bits:.2f} bits, {budgets.min_headroom:g} asked for"
+        text = f"headroom {seen.headroom_bits:.2f} bits, {budgets.min_headroom:g} required"
         yield Breach("min-headroom", seen.headroom_site or "", text)
     if _too_low("sqnr_db", seen, budgets.min_sqnr, before, _DB):
-        yield Breach("min-sqnr", "outputs", f"{seen.sqnr_db:.1f} dB, {budgets.min_sqnr:g} asked for")
+        yield Breach("min-sqnr", "outputs", f"{seen.sqnr_db:.1f} dB, {budgets.min_sqnr:g} required")
     for name in seen.broken if budgets.min_sqnr is not None else ():
         if before is None or name not in before.broken:
             yield Breach(
-                "min-sqnr", name, f"holds inf or NaN, or nothing like FP32; {budgets.min_sqnr:g} dB asked for"
+                "min-sqnr", name, f"holds inf or NaN, or nothing like FP32; {budgets.min_sqnr:g} dB required"
             )
     drop, most = seen.metric_drop, budgets.max_metric_drop
     if most is not None and drop is not None and not drop <= most:

@@ -66,5 +66,5 @@ def _metric(metric: Callable[..., Any], output: Any, batch: Batch) -> float:
     if number != number:
         return float("-inf")  # NaN is as bad as a metric can be
     if isinstance(value, str):
-        raise InputError("metric(output, batch) returned a text", hint="return a number, larger is better")
+        raise InputError("metric(output, batch) returned a string", hint="return a number, larger is better")
     return number

@@ -91,7 +91,7 @@ class _Worker:
             if limits.timeout is not None and seconds > limits.timeout:
                 what, hint = (
                     f"stopped after {limits.timeout:g} s",
-                    "raise --timeout, or make the model's code end",
+                    "raise --timeout, or find out why the model hangs",
                 )
             elif limits.memory is not None and self._peak > limits.memory:
                 what = (

@@ -44,7 +44,7 @@ def check_target(request: Request) -> TargetResult:
     if source.kind == "converted":
         config = config.changed(policy=AS_IS, dtype=source.dtype or config.dtype)
         found += _integrity(Path(request.target))
-        notes.append("audited as it was converted, casts and all; its files were verified")
+        notes.append("audited as converted, with its casts; its files were verified")
     outputs: Outputs = {}
     if source.metric is not None:
         config = config.changed(keep_outputs=outputs.__setitem__)

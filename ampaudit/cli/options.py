@@ -40,12 +40,12 @@ configuration_option = click.option(
     help="Configuration file.  [default: the nearest pyproject.toml]",
 )
 debug_option = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
-force_option = click.option("--force", is_flag=True, help="Replace files that exist.")
+force_option = click.option("--force", is_flag=True, help="Overwrite existing files.")
 format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
 )
 output_option = click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the report to FILE.")
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print only the verdict.")
 
 
 def report_format_option(*forms: str) -> Callable[[Command], Command]:
@@ -54,7 +54,7 @@ def report_format_option(*forms: str) -> Callable[[Command], Command]:
         "--format",
         "form",
         type=click.Choice(forms or list(OUTPUT_FORMATS)),
-        help="[default: what the suffix of --output says; else text]",
+        help="Output format.  [default: by the suffix of --output, else text]",
     )
 
 

@@ -26,11 +26,11 @@ __all__ = ["plan_command"]
 @click.command("plan")
 @click.argument("model")
 @config_options(PlanConfig, SourceConfig)
-@click.option("--layer", metavar="GLOB", help="Only layers that match, such as 'encoder.layer.0.*'.")
+@click.option("--layer", metavar="GLOB", help="Show only matching layers, such as 'encoder.layer.0.*'.")
 @report_format_option("text", "json", "html", "markdown", "csv")
 @output_option
 @force_option
-@verbose_option("One row per site, with views.")
+@verbose_option("Show one row per site, including views.")
 @debug_option
 def plan_command(model: str, **options: Any) -> None:
     """Show each op's precision and the rule behind it, with casts, bytes and weight memory.

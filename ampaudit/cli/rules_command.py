@@ -68,7 +68,7 @@ def validate_command(file: str, debug: bool) -> None:
 @click.option("--model", metavar="MODEL", help="Compare on this model, as ``ampaudit scan`` takes it.")
 @config_options(PlanConfig, SourceConfig, leave_out=("policy", "device"))
 @format_option
-@verbose_option("One row per site.")
+@verbose_option("Show one row per site.")
 @debug_option
 def diff_command(first: str, second: str, model: str | None, form: str, **options: Any) -> None:
     """Show the ops that two policies treat differently, or with --model the layers."""

@@ -42,7 +42,7 @@ __all__ = ["scan_command"]
 @output_option
 @force_option
 @quiet_option
-@verbose_option("Notes and every site.")
+@verbose_option("Show notes and every site.")
 @debug_option
 @click.pass_context
 def scan_command(context: click.Context, /, model: str, **options: Any) -> None:

@@ -35,7 +35,7 @@ __all__ = ["train_command"]
 @click.option("--tensorboard", type=FILE, metavar="DIR", help="Write TensorBoard summaries to DIR.")
 @force_option
 @quiet_option
-@verbose_option("Notes and every parameter.")
+@verbose_option("Show notes and every parameter.")
 @debug_option
 @click.pass_context
 def train_command(context: click.Context, /, model: str, **options: Any) -> None:

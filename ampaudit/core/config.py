@@ -81,8 +81,8 @@ def split_commas(given: Any) -> Any:
 Texts = Annotated[Sequence[str], AfterValidator(tuple)]
 FilePath = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 DtypeName = Annotated[str, Option("float16 or bfloat16.")]
-DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Where to run.")]
-Seed = Annotated[int, Option("Seed of all random numbers.")]
+DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Device to run on.")]
+Seed = Annotated[int, Option("Random seed.")]
 OnProgress = Annotated[Progress, python_only("Called with the phase, the step, and the number of steps.")]
 
 
@@ -141,7 +141,7 @@ class SourceConfig(Config):
         FilePath | None,
         Option("Python file with example_inputs() or batches(), and loss(); or safetensors.", metavar="FILE"),
     ] = None
-    batches: Annotated[int, Ge(1), Option("Batches to run.")] = 1
+    batches: Annotated[int, Ge(1), Option("Number of batches to run.")] = 1
     seed: Seed = 0
     train: Annotated[bool, Option("The model's mode; --eval is the default.", flags=("--train/--eval",))] = (
         False
@@ -189,7 +189,7 @@ def _usage_error(record: type[Config], error: ErrorDetails, place: str) -> Usage
         return no_such("option", name, place, list(record.model_fields))
     hint = f"it must be {_expected(record.model_fields[name])}"
     if error["type"] == "finite_number":
-        hint += f"; {value} is no limit"
+        hint += f"; {value} is not a valid limit"
     shown = name.replace("_", "-") if place else name
     what = f"{place}{shown} {value}" if place == COMMAND_LINE else f"{place}{shown} = {value!r}"
     return UsageError(what, hint=hint)
@@ -203,7 +203,7 @@ def _expected(field: FieldInfo) -> str:
         return f"{', '.join(first)} or {last}" if first else last
     if kind not in (int, float):
         names = {bool: "true or false", Path: "a path", str: "a text"}
-        return names.get(kind, "a function" if get_origin(kind) is Callable else "a list of texts")
+        return names.get(kind, "a function" if get_origin(kind) is Callable else "a list of strings")
     words = "a whole number" if kind is int else "a number"
     least, most, is_excluded = limits_of(field)
     if least is not None and most is not None:

@@ -83,7 +83,7 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
         OutputError: it exists and may not be replaced, is a link or a file, or has no parent directory.
     """
     if path.is_symlink():
-        raise OutputError(f"{path} is a symbolic link", hint="give -o the directory that is meant")
+        raise OutputError(f"{path} is a symbolic link", hint="pass the directory itself to -o")
     if path.exists() and not path.is_dir():
         raise OutputError(f"{path} is a file", hint="give -o the path of a directory")
     if path.is_dir() and any(path.iterdir()):

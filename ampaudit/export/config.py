@@ -24,18 +24,16 @@ class ConvertConfig(PlanConfig):
     """Options of ``convert``."""
 
     mode: Annotated[
-        Mode, Option("Fold casts into stored weights; or keep FP32 masters, and the casts in the graph.")
+        Mode, Option("Fold casts into the stored weights, or keep FP32 masters with casts in the graph.")
     ] = "inference"
-    masters: Annotated[
-        bool, Option("Do not keep the FP32 weights: halves the directory.", flags=("--no-masters",))
-    ] = True
+    masters: Annotated[bool, Option("Do not keep the FP32 weights.", flags=("--no-masters",))] = True
     program: Annotated[bool, Option("Do not write model.pt2.", flags=("--no-program",))] = True
-    onnx: Annotated[bool, Option("Also write model.onnx, and run it beside torch.")] = False
+    onnx: Annotated[bool, Option("Also write model.onnx and compare it with torch.")] = False
     fail_on: Annotated[
         FailOnLevel,
-        Option("Severity of a finding from which nothing is written, and the exit code is 1."),
+        Option("Lowest severity at which nothing is written and the exit code is 1."),
     ] = "error"
-    min_headroom: Annotated[float, Option("Warn about less headroom.", metavar="BITS")] = 1.0
+    min_headroom: Annotated[float, Option("Warn below this headroom.", metavar="BITS")] = 1.0
     min_sqnr: Annotated[float, Option("Required accuracy of every output.", metavar="DB")] = 20.0
     ignore: Ignored = ()
     force: Annotated[bool, Option("Replace DIR, if ampaudit wrote it.")] = False
@@ -91,7 +89,7 @@ class VerifyConfig(Config):
     tolerance_db: Annotated[
         float | None,
         Option(
-            "Agreement asked for where bits differ.  [default: 40 for float16, 25 for bfloat16]",
+            "Required agreement if bits differ.  [default: 40 for float16, 25 for bfloat16]",
             metavar="DB",
             flags=("--tolerance",),
         ),

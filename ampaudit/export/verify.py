@@ -48,7 +48,7 @@ def verify(
         more, lines = _in_fresh_process(directory, asked)
         problems += more
     elif chosen.run:
-        lines = ["nothing was run: the directory holds no program with recorded outputs"]
+        lines = ["nothing was run: the directory contains no program with recorded outputs"]
     return Verification(
         directory=str(directory),
         files=len(manifest.files),

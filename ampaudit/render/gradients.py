@@ -32,7 +32,7 @@ def _said(backward: BackwardReport, dtype: str) -> Iterator[tuple[str, str]]:
     for text in _suits(backward):
         yield "Suits", text
     if backward.frozen:
-        yield "Frozen", f"{len(backward.frozen)} parameters ask for no gradient"
+        yield "Frozen", f"{len(backward.frozen)} parameters require no gradient"
     for note in backward.notes:
         yield "Note", escape_control(note)
 

@@ -75,7 +75,7 @@ def _changed(report: Report, count: int) -> Iterator[Section]:
         return
     rows = ((escape_control(change.site), change.usual, change.here) for change in report.changed[:count])
     table = tabulate(("site", "usual", "here"), rows, left=("usual", "here"), width=_WIDTH)
-    title = f"Other verdicts than under the usual contract: {plural(len(report.changed), 'site')}"
+    title = f"Verdicts that differ from the default contract: {plural(len(report.changed), 'site')}"
     yield Section((table,), title)
 
 

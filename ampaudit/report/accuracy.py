@@ -21,12 +21,12 @@ class OutputAccuracy:
     Attributes:
         name: where it was found.
         site: the site that makes it.
-        sqnr_db: signal to error ratio against FP32; of integers, 20 log10(1 / share that differs). Null
+        sqnr_db: signal-to-noise ratio against FP32; of integers, 20 log10(1 / share that differs). Null
             where both agree exactly, or where ``problem`` says why there is no number.
         kind: ``float``, ``complex`` (two floats per element) or ``integer`` (booleans, too).
         differing: integers that differ.
         problem: why no accuracy can be given although the output is wrong; empty otherwise.
-        variation_db: signal to error ratio of what varies in it, its mean taken out; null for integers, for
+        variation_db: signal-to-noise ratio of what varies in it, its mean taken out; null for integers, for
             fewer than 16 elements, and where nothing varies or both agree.
         constant: the value that FP32 gives everywhere, of floats; its accuracy says nothing of other inputs.
         empty: whether it has no elements.
@@ -57,7 +57,7 @@ class OutputAccuracy:
         if self.empty:
             return "empty"
         if self.constant is not None:
-            return f"{format_number(self.constant)} everywhere in FP32, which says nothing of its accuracy"
+            return f"{format_number(self.constant)} everywhere in FP32, which says nothing about its accuracy"
         if self.sqnr_db is None:
             return "exact"
         varies = self.variation_db

@@ -21,7 +21,7 @@ class Gradient:
         nan: elements NaN in 16 bits only.
         elements: elements looked at: all of them.
         flushed: share of those that are not zero in FP32 that is zero in 16 bits.
-        sqnr_db: signal to error ratio against FP32.
+        sqnr_db: signal-to-noise ratio against FP32.
         exponents: count of FP32's magnitudes g per e with 2^e < g <= 2^(e+1), without the loss scale.
         cancelled: whether it is a sum that cancels in FP32, so that rounding errors are what is left.
     """

@@ -70,16 +70,16 @@ def _text(path: Path, name: str) -> str:
     try:
         size = path.stat().st_size
         if size > _MAX_BYTES:
-            raise InputError(f"{name}: {size:,} bytes is no report", hint=_HOW)
+            raise InputError(f"{name}: {size:,} bytes is too large for a report", hint=_HOW)
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"{name}: {error.strerror or error}", hint="check the path") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{name}: not UTF-8 text, so no JSON report", hint=_HOW) from error
+        raise InputError(f"{name}: not UTF-8 text, so not a JSON report", hint=_HOW) from error
 
 
 def _not_ours(name: str) -> InputError:
-    return InputError(f"{name}: JSON, but no report of ampaudit that can be used here", hint=_HOW)
+    return InputError(f"{name}: JSON, but not an ampaudit report that can be used here", hint=_HOW)
 
 
 def _json(text: str, name: str) -> dict[str, Any]:
@@ -93,16 +93,16 @@ def _json(text: str, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name}: not JSON ({first_line(error)})", hint=_HOW) from error
     if not isinstance(found, dict):
-        raise InputError(f"{name}: JSON, but no report of ampaudit", hint=_HOW)
+        raise InputError(f"{name}: JSON, but not an ampaudit report", hint=_HOW)
     return found
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _first_fault(error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in fault["loc"])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"not a report of ampaudit: {escape_control(where)}: {fault['msg'].lower()}{more}"
+    return f"not an ampaudit report: {escape_control(where)}: {fault['msg'].lower()}{more}"

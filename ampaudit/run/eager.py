@@ -56,7 +56,7 @@ class EagerModel:
         tensors: dict[int, torch.Tensor] = {}
         for tensor in named_tensors(model).values():
             if self._release is not None and tensor.dtype in LOW_PRECISION_DTYPES:
-                raise RunFailed("weights of 16 bits are read piece by piece, and take twice the room in FP32")
+                raise RunFailed("streamed 16-bit weights cannot be held in FP32")
             if isinstance(tensor, nn.Parameter):
                 tensors[id(tensor)] = nn.Parameter(self._wide(tensor), False)
             else:

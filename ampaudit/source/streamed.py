@@ -59,7 +59,7 @@ def with_mapped(model: nn.Module, checkpoint: Path, *, renamed: bool) -> Callabl
     for name, own in names.items():
         if own in given:
             raise WeightsError(
-                f"{checkpoint}: {own!r} is put together from several tensors",
+                f"{checkpoint}: {own!r} is assembled from several tensors",
                 hint="leave out --stream for this model",
             )
         given[own] = mapped.tensors[name]

@@ -55,7 +55,7 @@ def check_names(
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise WeightsError(
                 f"{path} does not match the model: {what}: {', '.join(names[:_SHOWN])}{more}",
-                hint="pass the checkpoint of this very model",
+                hint="pass a checkpoint of this model",
             )
 
 

@@ -43,11 +43,9 @@ __all__ = ["HALF_FOURIER", "NO_KERNEL", "Call", "Caster"]
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
 )
-INSIDE = Decision(
-    Cast.FOLLOW, None, "default", "inside an op with a graph of its own, which stays in float32"
-)
+INSIDE = Decision(Cast.FOLLOW, None, "default", "inside an op with its own graph, which stays in float32")
 NO_KERNEL = Decision(
-    Cast.FORBID, None, "no-kernel", "torch has no 16-bit kernel for it; the audit went on in float32"
+    Cast.FORBID, None, "no-kernel", "torch has no 16-bit kernel for it; the audit continued in float32"
 )
 HALF_FOURIER = Decision(
     Cast.FOLLOW, None, "no-kernel", "CPUs have no float16 kernel for it; the audit does what CUDA's does"

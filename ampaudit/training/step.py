@@ -106,7 +106,7 @@ def make_optimizer(source: ModelSource, model: nn.Module) -> torch.optim.Optimiz
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise InputError("no parameter of the model asks for a gradient", hint="call requires_grad_()")
+        raise InputError("no parameter of the model requires a gradient", hint="call requires_grad_()")
     with calling_user_code("optimizer(params)"):
         made = source.optimizer(parameters) if source.optimizer is not None else None
     if made is None:

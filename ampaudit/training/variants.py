@@ -105,7 +105,7 @@ class _VariantRun:
         self.training.backward(loss)
         if number == 0 and all(p.grad is None for p in self.inner.parameters()):
             raise InputError(
-                "no parameter gets a gradient: the loss depends on none that asks for one",
+                "no parameter gets a gradient: the loss depends on none that requires one",
                 hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
             )
         self.training.update()

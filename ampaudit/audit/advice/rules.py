@@ -137,7 +137,7 @@ def _keep(subject: AdviceContext, kept: Mapping[SiteId, Site], why: str) -> Prop
 
 
 def _returning(border: Sequence[SiteId]) -> list[Rule]:
-    return [_rule("return", border, Cast.LOWER, "what follows goes on in 16 bits")] if border else []
+    return [_rule("return", border, Cast.LOWER, "later ops run in 16 bits again")] if border else []
 
 
 def _keep_weight(subject: AdviceContext, weight: str) -> Proposal:

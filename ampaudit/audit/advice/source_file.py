@@ -202,7 +202,7 @@ def _outdented(code: str, indentation: str) -> str:
     first, *others = code.split("\n")
     blank = all(line.startswith(indentation) or not line.strip() for line in others)
     if others and (not blank or '"""' in code or "'''" in code):
-        raise ValueError("lines that cannot be indented anew")
+        raise ValueError("lines that cannot be re-indented")
     return "\n".join([first, *(line.removeprefix(indentation) for line in others)])
 
 

@@ -31,7 +31,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         what = describe(code.place, context.number_format.name)
     else:
         others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
-        what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns something else"
+        what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns other values"
     found = code_finding(context, code.place, "AMP212", f"{what}: {effect}", _ADVICE, severity, worst.name)
     if code.place is None and code.reads:
         found = replace(found, source=_source(code.reads[0]))
@@ -55,9 +55,10 @@ def _effect(seen: OutputDifference) -> str:
     if seen.integers:
         return f"{seen.name} differs from FP32 in {seen.err_sq:,.0f} of {seen.ref_sq:,.0f} integers"
     if not math.isfinite(seen.code_sqnr_db):
-        return f"{seen.name} has nothing of FP32's"
+        return f"{seen.name} has nothing in common with FP32"
     total = f"{seen.sqnr_db:.0f}" if math.isfinite(seen.sqnr_db) else "no"
-    return f"{seen.name} has {total} dB against the FP32 model, {seen.code_sqnr_db:.0f} dB by the code alone"
+    code = f"{seen.code_sqnr_db:.0f} dB because of the code alone"
+    return f"{seen.name} has {total} dB against the FP32 model, {code}"
 
 
 def describe(place: CodeDifference, dtype: str) -> str:

@@ -33,7 +33,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             cause = (
                 f"type promotion makes this op and {len(sites) - 1} after it float32: {some_sites(sites[1:])}"
             )
-            advice = "cast the float32 operand down here, if 16 bits were meant"
+            advice = "cast the float32 operand down here, if 16 bits are intended"
             yield finding_at(context, context.site[sites[0].id], "AMP504", cause, advice, confidence="rule")
 
 

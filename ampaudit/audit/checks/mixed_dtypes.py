@@ -69,7 +69,7 @@ def _mixed_by_policy(context: CheckContext) -> bool:
 
 
 def _finding(context: CheckContext, site: Site, said: str) -> Finding:
-    cause = f"torch refuses these dtypes: {said}; the audit went on as if they were promoted"
+    cause = f"torch rejects these dtypes: {said}; the audit continued as if they were promoted"
     return finding_at(context, site, "AMP307", cause, _ADVICE, confidence="rule")
 
 

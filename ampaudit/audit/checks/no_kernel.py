@@ -60,7 +60,7 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
     if site.decision is NO_KERNEL:
         where = context.record.device
         cause = (
-            f"torch has no {form} kernel for {base} on this device ({where}); the audit went on in float32"
+            f"torch has no {form} kernel for {base} on this device ({where}); the audit continued in float32"
         )
         return cause, Severity.ERROR
     if base in _HAVE_ONE or not (base in _NAMES or base.startswith(_PREFIXES)):
@@ -76,7 +76,7 @@ def _fourier(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str,
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta.get("val"))
     odd = [size for size in signal_sizes(op, args, kwargs) if size & (size - 1)]
     if site.decision is NO_KERNEL and not (form == "float16" and odd):
-        return f"{base} has no {form} kernel on any device; the audit went on in float32", Severity.ERROR
+        return f"{base} has no {form} kernel on any device; the audit continued in float32", Severity.ERROR
     half = any(
         getattr(v, "dtype", None) in (torch.float16, torch.complex32) for v in pytree.tree_leaves(args)
     )

@@ -29,7 +29,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         f"the gradients of {high} overflow from 2^{found.high + 1} on; those of {low} need "
         f"{format_power(found.low)} for half of them not to be zero in {form.name}"
     )
-    advice = f"keep {high} or {low} in float32, use bfloat16, or bring their gradients nearer to each other"
+    advice = f"keep {high} or {low} in float32, use bfloat16, or bring their gradients closer together"
     made = finding_about(
         "AMP703", SiteId(f"{low}/gradient"), found.low_at, cause, advice, confidence="observed"
     )

@@ -30,7 +30,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         cause, advice = _TEXTS[custom.instead]
         cause = f"{cause.format(custom.name)}: {custom.reason}"
         if "same dtype" in custom.reason:
-            advice = "it fails in training, too: decorate it with torch.amp.custom_fwd and custom_bwd"
+            advice = "it fails in training as well: decorate it with torch.amp.custom_fwd and custom_bwd"
         severity = Severity.NOTE if custom.instead == "as a whole" else Severity.WARNING
         made = gradient_finding(context, site, "AMP706", None, cause, advice, severity=severity)
         if custom.source is not None:

@@ -19,7 +19,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         made = context.flow.maker(context.flow.node(site).all_input_nodes[0])
         if context.low_precision(site) or (made is not None and context.low_precision(made)):
             cause = f"a probability in {context.number_format.name} is 1 long before its logit is large"
-            advice = "give the logits to binary_cross_entropy_with_logits"
+            advice = "pass the logits to binary_cross_entropy_with_logits"
             yield finding_at(context, site, "AMP304", cause, advice, confidence="rule")
 
 

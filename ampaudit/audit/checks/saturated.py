@@ -26,9 +26,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
                 f"in FP32 the values reach {format_number(seen.ref_peak)}; "
                 f"they become {format_number(form.max)} here"
             )
-            yield finding_at(
-                context, site, "AMP116", cause, "treat it as an overflow: nothing shows it later"
-            )
+            yield finding_at(context, site, "AMP116", cause, "treat it as an overflow: no later op shows it")
 
 
 CHECK = Check("AMP116", find)

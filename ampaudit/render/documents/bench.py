@@ -162,17 +162,17 @@ def bench_facts(report: BenchReport) -> Iterator[tuple[str, str]]:
         if row.note:
             yield row.mode, f"batch size {row.batch_size}, {row.status}: {escape_control(row.note)}"
     first = report.rows[0].mode if report.rows else ""
-    yield "Speed", f"in multiples of {first}; accuracy: signal to error of the outputs against fp32"
+    yield "Speed", f"in multiples of {first}; accuracy: signal-to-noise ratio of the outputs against fp32"
     yield (
         "Memory",
-        "activations: all that is not named, casts of weights and temporaries, too; measured: of the peak",
+        "activations include casts of weights and temporaries; measured: peak relative to the prediction",
     )
     if any(row.workspace_bytes for row in report.rows):
         yield (
             "Workspace",
-            "part of the measured peak that kernels of this CPU took for themselves: not predicted",
+            "part of the measured peak that this CPU's kernels allocate internally: not predicted",
         )
     if report.interrupted:
-        yield "Note", "interrupted: what was finished is here"
+        yield "Note", "interrupted: only finished measurements are shown"
     for note in report.notes:
         yield "Note", escape_control(note)

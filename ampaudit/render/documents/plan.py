@@ -38,7 +38,7 @@ class PlanView(View[PlanReport]):
         blocks: list[Block] = [_site_table(shown, verbose)]
         if len(shown) < len(sites):
             hidden = len(sites) - len(shown)
-            blocks.append(line(f"and {hidden} sites that only hand on values; -v shows them", style="dim"))
+            blocks.append(line(f"and {hidden} sites that only pass on values; -v shows them", style="dim"))
         yield Section(tuple(blocks))
         if self.layer is not None:
             below = "below, the rules of these layers and the totals of the whole model"
@@ -114,7 +114,7 @@ def _totals(plan: PlanReport) -> list[tuple[str, str]]:
     masters = f"; training keeps {format_bytes(weights.masters)} of FP32 masters beside them"
     return [
         ("Precision", f"{plan.lower} computing sites in {plan.dtype}, {plan.float32} in float32{other}"),
-        ("Casts", f"{moved}; {plan.author_casts} of the author's own"),
+        ("Casts", f"{moved}; {plan.author_casts} in the model's code"),
         ("Weights", f"{sizes}{masters if weights.masters else ''}"),
         *(("Note", escape_control(note)) for note in plan.notes),
     ]

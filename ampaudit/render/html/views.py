@@ -108,4 +108,6 @@ def _share(part: int, whole: int) -> str:
 def _accuracy(report: Report) -> Tile:
     broken = report.broken_outputs
     holds = f"{escape_control(broken[0].name)} holds infinity or NaN" if broken else ""
-    return Tile("Output", report.accuracy, holds or "signal to error against FP32", "bad" if broken else "")
+    return Tile(
+        "Output", report.accuracy, holds or "signal-to-noise ratio against FP32", "bad" if broken else ""
+    )

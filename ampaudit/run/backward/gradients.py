@@ -62,7 +62,7 @@ class GradientAudit:
         loss, needed = program.outputs[-1], self._needed[id(program)]
         if loss not in needed:
             raise RunFailed(
-                "no parameter gets a gradient: the loss depends on none that asks for one",
+                "no parameter gets a gradient: the loss depends on none that requires one",
                 hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
             )
         dtypes = _dtypes(program)
