@@ -1,4 +1,4 @@
-"""ampaudit names the layers of a PyTorch model that overflow in 16 bits.
+"""Find the layers of a PyTorch model that overflow in 16 bits.
 
 The public names and where they come from stand in ``__init__.pyi``. They are loaded on first use, so that
 ``import ampaudit`` and ``ampaudit --help`` never import torch.
@@ -24,7 +24,7 @@ __all__ = sorted(_HOMES)
 
 
 class _PublicModule(ModuleType):
-    """Keeps ``ampaudit.lint`` and ``ampaudit.bench`` the functions that they are.
+    """A module type that keeps ``ampaudit.lint`` and ``ampaudit.bench`` bound to functions.
 
     Importing a package of the same name would put the package in their place.
     """

@@ -1,4 +1,4 @@
-"""``python -m ampaudit`` is the same program as ``ampaudit``."""
+"""Run ``ampaudit`` as ``python -m ampaudit``."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_record_is_frozen_and_says_what_does_not_fit() -> None:
         ({"polcy": "half"}, "polcy: no such option\n  next: did you mean 'policy'"),
         ({"device": "gpu"}, "device = 'gpu'\n  next: it must be auto, cuda or cpu"),
         ({"stress": -1}, "stress = -1\n  next: it must be a whole number"),
-        ({"ignore": "AMP101"}, "it must be a list of texts"),
+        ({"ignore": "AMP101"}, "it must be a list of strings"),
         ({"on_progress": 3}, "it must be a function"),
     ):
         with pytest.raises(UsageError) as caught:

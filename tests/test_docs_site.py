@@ -99,6 +99,16 @@ def test_links_between_files_have_targets(path: Path) -> None:
             assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, link
 
 
+@pytest.mark.parametrize(
+    "path", [*SOURCES, ROOT / "examples" / "README.md"], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_paths_of_the_repository_exist(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    rooms = "ampaudit|benchmarks|docs|examples|rules|tests|tools"
+    for named in re.findall(rf"(?<![\w./-])(?:{rooms})/[\w./*-]*\w", text):
+        assert any(ROOT.glob(named)), named
+
+
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """What the site is built from, to be changed."""

@@ -12,9 +12,8 @@ from typing import Any
 import yaml
 
 import ampaudit
-from ampaudit.report.pages import Example, Page, all_pages
-from ampaudit.report.pages.document import family
-from ampaudit.report.pages.page import LINTED
+from ampaudit.report.pages import Page, all_pages
+from ampaudit.report.pages.page import command_of, family
 
 __all__ = ["ELSEWHERE", "generated_pages"]
 
@@ -90,19 +89,6 @@ def check_page(check: Page) -> str:
     if good != bad:
         text = text.replace("\n## When to", f"\nHere the command is `{good}`.\n\n## When to")
     return text
-
-
-def command_of(code: str, example: Example) -> str:
-    """Return the command line that an example of a check is for."""
-    if code.startswith(LINTED):
-        return "ampaudit lint model.py"
-    options = {name: value for name, value in example.options.items() if name != "crash"}
-    words = ["ampaudit", "train" if options.pop("train", "") else "scan", "model.py"]
-    if mode := options.pop("mode", ""):
-        words.append(f"--{mode}")
-    for name, value in options.items():
-        words.append(f"--{name.replace('_', '-')}" + ("" if value == "true" else f" {value}"))
-    return " ".join(words)
 
 
 def policies_page() -> str:

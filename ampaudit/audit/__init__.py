@@ -1,3 +1,3 @@
-"""Runs an audit and turns what it measured into findings, proofs and advice."""
+"""Runs audits and turns measurements into findings, proofs and advice."""
 
 from __future__ import annotations

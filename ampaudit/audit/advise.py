@@ -1,4 +1,4 @@
-"""``scan --advise``: runs the model with each proposed change and keeps what cures."""
+"""``scan --advise``: tries each proposed change and keeps those that work."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def advised(
     settings: ScanConfig,
     hiding: Sequence[Suppression] = (),
 ) -> tuple[Finding, ...]:
-    """Return the findings, with the smallest changes that were tried and removed each of the first errors."""
+    """Return the findings with the smallest changes that removed each of the first errors."""
     assert plan.rules is not None
     subject = AdviceContext(source.model, plan.rules, context)
     errors = [f for f in findings if f.severity is Severity.ERROR and f.suppressed is None][:TRIED]
@@ -63,7 +63,7 @@ def _errors(findings: Sequence[Finding]) -> Errors:
 
 @dataclass(frozen=True, slots=True)
 class _Advisor:
-    """Tries changes of one model.
+    """Tries changes to one model.
 
     Attributes:
         before: the errors without any change.
@@ -94,7 +94,7 @@ class _Advisor:
         return tuple(found[:KEPT])
 
     def _tried(self, proposal: Proposal, finding: Finding) -> Trial | None:
-        """Try a change; ``None`` unless the finding is gone and the user's function is kept."""
+        """Try a change; ``None`` unless it removes the finding and keeps the user's function."""
         after = self._run(proposal)
         if after is None or not refused_sites(after) <= self.refused:
             return None
@@ -123,7 +123,7 @@ class _Advisor:
         )
 
     def _run(self, proposal: Proposal) -> CheckContext | None:
-        """Audit under a change; ``None`` if that cannot be run, or changes the function."""
+        """Audit under a change; ``None`` if it cannot be run or changes the function."""
         plan = self.plan
         form = low_precision_format(proposal.dtype) if proposal.dtype else plan.number_format
         changed = replace(
@@ -145,14 +145,14 @@ class _Advisor:
 
 
 def _best(tried: Sequence[Trial]) -> Trial | None:
-    """The first of the most accurate alternatives; cures before fixes."""
+    """Return the first of the most accurate alternatives; cures before fixes."""
     cures = [trial for trial in tried if trial.outcome == "cure"] or list(tried)
     found = [EXACT_DB if trial.after_db is None else min(trial.after_db, EXACT_DB) for trial in cures]
     return next((t for t, db in zip(cures, found, strict=True) if db >= max(found) - ALIKE_DB), None)
 
 
 def _same_function(source: ModelSource, proposal: Proposal) -> bool:
-    """Whether both models give the same FP32 results, bit for bit, on every batch."""
+    """Return whether both models give bitwise equal FP32 results on every batch."""
     assert proposal.model is not None
     models = (source.model, proposal.model)
     for number_, batch in enumerate(source.batches):
@@ -165,13 +165,13 @@ def _same_function(source: ModelSource, proposal: Proposal) -> bool:
 
 
 def _accurate(outputs: Mapping[str, OutputComparison], least: float) -> bool:
-    """Whether every output has the required accuracy."""
+    """Return whether every output has the required accuracy."""
     found = (seen.accuracy_db for seen in outputs.values())
     return all(accuracy is None or accuracy >= least for accuracy in found)
 
 
 def _worst(outputs: Mapping[str, OutputComparison]) -> float:
-    """Accuracy of the worst output in dB; infinite where all are exact, -infinite where one is broken."""
+    """Return the lowest output accuracy in dB; infinite if all are exact, -infinite if one is broken."""
     found = (seen.accuracy_db for seen in outputs.values())
     return min((math.inf if accuracy is None else accuracy for accuracy in found), default=math.inf)
 
@@ -182,7 +182,7 @@ def _decibels(outputs: Mapping[str, OutputComparison]) -> float | None:
 
 
 def _text(context: CheckContext, finding: Finding, errors: int) -> str:
-    """One line about a run: the site, the outputs against the FP32 model, and how many errors there are."""
+    """Summarize a run in one line: the site, the outputs against the FP32 model, and the number of errors."""
     site, seen = context.site.get(finding.site), context.observed(finding.site)
     where = dtype_name(site.dtype) if site is not None else "gone"
     values = f"{finding.site} in {where}" if site is not None else f"{finding.site} is gone"

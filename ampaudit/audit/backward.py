@@ -1,4 +1,4 @@
-"""Adds the loss to a source's model, and the backward pass to the runs."""
+"""Adds the loss to a source's model and the backward pass to its runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def differentiated(
     _refuse_forward_only(settings, source)
     if not any(parameter.requires_grad for parameter in source.model.parameters()):
         raise InputError(
-            "no parameter of the model asks for a gradient", hint="call requires_grad_() on what is trained"
+            "no parameter of the model requires a gradient",
+            hint="call requires_grad_() on the parameters to train",
         )
     model = WithLoss(source.model, settings.loss or source.loss)
     batches = tuple(
@@ -39,7 +40,7 @@ def differentiated(
 
 
 def _going_back(plan: RunConfig, settings: ScanConfig) -> RunConfig:
-    assert plan.rules is not None, "--ranges goes forward only"
+    assert plan.rules is not None, "--ranges has no backward pass"
     scale = starting_scale(plan.rules.file.loss_scale, plan.number_format)
     if settings.loss_scale is not None:
         scale = StartingScale(settings.loss_scale, False, "as given")
@@ -58,7 +59,7 @@ def _refuse_forward_only(settings: ScanConfig, source: ModelSource) -> None:
     }
     for option, is_given in given.items():
         if is_given:
-            raise UsageError(f"--backward cannot go with {option}", hint=f"leave out {option}")
+            raise UsageError(f"--backward cannot be combined with {option}", hint=f"leave out {option}")
     if source.kind in ("pt2", "converted"):
         raise UsageError(
             f"--backward: {source.location} is an exported program, which has no loss",

@@ -1,4 +1,4 @@
-"""The options of ``plan`` and ``scan``."""
+"""Options of ``plan`` and ``scan``."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ __all__ = [
 
 Rules = str | Path | InstanceOf[RuleSet]
 PolicyName = Annotated[Rules, Option("Policy name or rule file.")]
-FailOnLevel = Annotated[FailOn, Option("Severity from which the exit code is 1.")]
+FailOnLevel = Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")]
 Ignored = Annotated[
     Texts, Option("Hide findings by code and layer glob (repeatable).", metavar="CODE[:LAYER]")
 ]
 
 
 def rules_of(policy: Rules) -> RuleSet:
-    """Return a policy's rules, read unless they are given.
+    """Return a policy's rules, loading them if only the name is given.
 
     Raises:
         PolicyError: there is no such policy, or its file has a mistake.
@@ -60,7 +60,7 @@ def rules_of(policy: Rules) -> RuleSet:
 
 
 class PlanConfig(Config):
-    """How to plan: what a policy does, without a run in 16 bits."""
+    """Options of ``plan``, which applies a policy without running in 16 bits."""
 
     policy: PolicyName = "ampaudit"
     dtype: DtypeName = "float16"
@@ -80,31 +80,29 @@ class PlanOptions(TypedDict, total=False):
 
 
 class ScanConfig(PlanConfig):
-    """How to scan."""
+    """Options of ``scan``."""
 
-    policy: Annotated[Rules, Option("Policy name or rule file; several with commas.")] = "ampaudit"
-    ranges: Annotated[bool, Option("One FP32 run only: what every format would do to its values.")] = False
+    policy: Annotated[Rules, Option("Policy name or rule file; separate several with commas.")] = "ampaudit"
+    ranges: Annotated[bool, Option("Run FP32 once and show what each format would do.")] = False
     fail_on: FailOnLevel = "error"
-    min_headroom: Annotated[float, Option("Warn about less headroom.", metavar="BITS")] = 1.0
+    min_headroom: Annotated[float, Option("Warn below this headroom.", metavar="BITS")] = 1.0
     min_sqnr: Annotated[float, Option("Required accuracy of every output.", metavar="DB")] = 20.0
-    advise: Annotated[bool, Option("Try changes for each error; print those that cure it.")] = False
+    advise: Annotated[bool, Option("Try changes for each error and print those that work.")] = False
     diff: Annotated[bool, Option("Print rewrites as a diff of the source; implies --advise.")] = False
     contract: Annotated[
         str,
-        Option(
-            "Another way to compute: lower-accumulate, saturate, flush-to-zero, decomposed.", metavar="WORDS"
-        ),
+        Option("Execution contract: lower-accumulate, saturate, flush-to-zero, decomposed.", metavar="WORDS"),
     ] = ""
     backward: Annotated[bool, Option("Audit gradients and the loss scale; implies --train.")] = False
     loss: Annotated[Function | None, python_only("loss(output) or loss(output, batch), for backward.")] = None
     loss_scale: Annotated[
         float | None, Gt(0), Option("Multiply the loss by X instead of the policy's scale.", metavar="X")
     ] = None
-    prove: Annotated[bool, Option("Prove sites safe for every input in its range.")] = False
+    prove: Annotated[bool, Option("Prove sites safe for all inputs in range.")] = False
     stress: Annotated[
-        int, Ge(0), Option("Search for inputs that overflow: N evaluations a site.", metavar="N")
+        int, Ge(0), Option("Search for inputs that overflow: N evaluations per site.", metavar="N")
     ] = 0
-    stress_dir: Annotated[str | Path, python_only("Where inputs that overflow are saved.")] = "."
+    stress_dir: Annotated[str | Path, python_only("Directory for the inputs found by --stress.")] = "."
     static: Annotated[bool, Option("Proofs only: nothing is run.")] = False
     assume: Annotated[
         Texts, Option("An input's range, for proofs; 'input' is all (repeatable).", metavar="INPUT=LOW:HIGH")

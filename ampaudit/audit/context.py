@@ -38,7 +38,7 @@ def context_of(
 
 
 def _weights(audit: Audit) -> tuple[WeightRange, ...]:
-    """Ranges of the weights held in 16 bits; those that the run has measured are not read again."""
+    """Return the ranges of 16-bit weights; those measured in the run are not read again."""
     seen = audit.record.observations
     peaks = {s.weight: seen[s.id].ref_peak for s in audit.sites if s.weight is not None and s.id in seen}
     ranges = (found for converted in audit.every for found in weight_ranges(converted, peaks))
@@ -46,7 +46,7 @@ def _weights(audit: Audit) -> tuple[WeightRange, ...]:
 
 
 def _weight_users(audit: Audit) -> dict[SiteId, tuple[str, ...]]:
-    """For each site, the weights held in 16 bits that it uses directly."""
+    """Map each site to the 16-bit weights that it uses directly."""
     users: dict[SiteId, tuple[str, ...]] = {}
     for converted in audit.every:
         copies = {copy.node: copy.name for copy in converted.copies.values()}

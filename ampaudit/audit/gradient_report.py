@@ -1,4 +1,4 @@
-"""Reports the measured gradients."""
+"""Builds the gradient part of a report."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["backward_report", "gradient_of"]
 
 
 def gradient_of(context: CheckContext, site: Site) -> Gradient | None:
-    """The gradient of a site's output, if one was measured."""
+    """Return the gradient of a site's output, if it was measured."""
     record = context.record.gradients
     stats = record.sites.get(site.id) if record is not None else None
     return None if stats is None else _gradient(context, stats)
 
 
 def backward_report(context: CheckContext) -> BackwardReport | None:
-    """Everything about the backward pass that is not about one site."""
+    """Return everything about the backward pass that is not specific to one site."""
     record = context.record.gradients
     if record is None:
         return None

@@ -1,4 +1,4 @@
-"""Models and inputs as Python gives them, as a source that every command takes."""
+"""Accepts models and inputs as Python passes them, and turns them into a source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ampaudit plan``: what a policy would do to a model, and the same for two policies side by side."""
+"""``ampaudit plan``: shows what a policy does to a model, or compares two policies."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trace_under(
     seed: int = 0,
     on_progress: Progress = silent,
 ) -> tuple[TracedModel, tuple[str, ...]]:
-    """The graph of the first batch under a policy, after an FP32 run if its rules ask for one; and notes.
+    """Trace the first batch under a policy, after an FP32 run if rules need measurements; with notes.
 
     Raises:
         AuditError: see ``ampaudit.core.errors``.

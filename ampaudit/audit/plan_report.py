@@ -1,4 +1,4 @@
-"""Puts a converted model into a plan report: decisions, casts and bytes, nothing run."""
+"""Builds a plan from a converted model: decisions, casts and bytes, without a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["build_plan"]
 def build_plan(
     converted: ConvertedModel, model: str, *, masters: bool, notes: tuple[str, ...] = ()
 ) -> PlanReport:
-    """The plan of a converted model; ``masters`` says whether the policy keeps FP32 masters."""
+    """Return the plan of a converted model; ``masters`` says whether the policy keeps FP32 masters."""
     traced = converted.traced
     floats = [site for site in traced.sites if site.dtype is not None]
     casts = _casts(converted)
@@ -72,7 +72,7 @@ def _rules(sites: Iterable[Site]) -> tuple[RuleUse, ...]:
 
 
 def _casts(converted: ConvertedModel) -> dict[str, tuple[int, int]]:
-    """For each node, how many conversions were inserted for it, and the bytes that they move.
+    """Count the conversions inserted for each node, and the bytes that they move.
 
     A conversion that several ops share is counted at the first.
     """
@@ -114,7 +114,7 @@ def _weights(converted: ConvertedModel, masters: bool) -> PlannedWeights:
 
 
 def _stored_size(node: fx.Node, dtype: torch.dtype | None, tensor: torch.Tensor) -> int:
-    """Bytes of a weight in the narrowest dtype in which all of its uses take it."""
+    """Return the bytes of a weight in the narrowest dtype that all of its uses take."""
     itemsize = (dtype or tensor.dtype).itemsize
     uses = [user.meta.get("val") for user in node.users]
     if uses and all(converts(user.target) for user in node.users):

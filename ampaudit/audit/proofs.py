@@ -1,4 +1,4 @@
-"""The bound pass of a scan, and ``scan --static``: proofs without a run."""
+"""The bound pass of a scan, and ``scan --static``, which proves without running."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Leaves = list[list[torch.Tensor]]
 
 
 def prove(audit: Audit, batches: Sequence[Batch], plan: RunConfig, settings: ScanConfig) -> BoundTable:
-    """Bounds that hold in every graph of an audit: a site is proved if it is in each.
+    """Return the bounds that hold in every graph of an audit: a site is proved if it is in each.
 
     Raises:
         UsageError: an assumption about an input that the model does not have.
@@ -51,14 +51,14 @@ def prove(audit: Audit, batches: Sequence[Batch], plan: RunConfig, settings: Sca
 
 
 def _inputs(traced: TracedModel, batches: Sequence[Batch]) -> Leaves:
-    """Inputs of the batches with as many tensors as the graph takes, whatever their shapes."""
+    """Return the inputs of batches with as many tensors as the graph takes, in any shapes."""
     taken = len(traced.signature)
     alike = [batch for batch in batches if len(input_signature(batch.args, batch.kwargs)) == taken]
     return [tensor_leaves(batch.args, batch.kwargs) for batch in alike]
 
 
 def compare_with_run(context: CheckContext, batches: Sequence[Batch]) -> None:
-    """Compare each bound with what the run computed, as long as the batches are what the proofs assume.
+    """Compare each bound with the run, if the batches satisfy the proofs' assumptions.
 
     Sites after the first that went wrong are left out: proofs speak of values that no overflow has touched.
 
@@ -92,7 +92,7 @@ def _broken(site: Site, found: Bound, seen: Observation) -> ProofBroken:
 
 
 def static_audit(source: ModelSource, plan: RunConfig) -> Audit:
-    """An audit of a model that is traced for the shapes of its batches and not run: its record is empty.
+    """Return an audit that is traced for the shapes of its batches but not run; its record is empty.
 
     Raises:
         AuditError: the model cannot be exported; there is no batch to show the shapes.

@@ -1,4 +1,4 @@
-"""``ampaudit scan``: which layers break in 16 bits, on real input."""
+"""``ampaudit scan``: finds the layers that break in 16 bits, on real input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Audited", "audit_policies", "scan", "scan_policies"]
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """A report with what it is about: the audit under one policy, and that policy for the run's device."""
+    """A report with its audit and its policy for the run's device."""
 
     report: Report
     audit: Audit

@@ -1,4 +1,4 @@
-"""Puts sites, record and findings together into a report."""
+"""Builds a report from sites, record and findings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build_report(
     fail_on: FailOn,
     promoted: tuple[SiteId, ...] = (),
 ) -> Report:
-    """The report of one audit; ``promoted`` are the sites that measured rules decided."""
+    """Return the report of one audit; ``promoted`` are the sites decided by measured rules."""
     failed = any(f.severity.rank >= threshold(fail_on) and f.suppressed is None for f in findings)
     memory = converted.weight_bytes
     return Report(
@@ -82,12 +82,12 @@ def build_report(
 
 
 def this_environment() -> Environment:
-    """The versions that run here."""
+    """Return the versions that run here."""
     return Environment(platform.python_version(), version("torch"))
 
 
 def changed_verdicts(usual: CheckContext, here: CheckContext, report: Report) -> tuple[VerdictChange, ...]:
-    """Sites with another gravest finding, notes aside, than under the usual contract; in graph order."""
+    """Return sites whose gravest finding differs from the usual contract, in graph order."""
     before = _gravest(run_checks(usual, ALL_CHECKS))
     after = _gravest(report.findings)
     sites = [s.id for s in here.sites if s.id in before or s.id in after]
@@ -105,7 +105,7 @@ def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
 
 
 def _not_gone_back(context: CheckContext) -> Iterator[str]:
-    """Custom backwards before which no gradient is known."""
+    """Return custom backwards before which no gradient is known."""
     record = context.record.gradients
     untraced = record.untraced if record is not None else []
     return (custom.name for custom in untraced if not custom.instead)
@@ -169,7 +169,7 @@ def _bound_inside(context: CheckContext, site: Site) -> float | None:
 
 
 def _tails(context: CheckContext) -> tuple[Tail, ...]:
-    """For the 16-bit sites nearest to the limit, where there are batches enough."""
+    """Estimate the tail risk of the 16-bit sites nearest the limit, if there are enough batches."""
     if context.record.batches < MIN_BATCHES or context.record.origins:
         return ()
     shapes = [shape for shape, _ in context.flow.traced.signature]

@@ -1,4 +1,4 @@
-"""``scan --stress N``: looks for an input of the domain that overflows a site which is only observed."""
+"""``scan --stress N``: searches the input range for inputs that overflow an unproved site."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stressed(
     context: CheckContext,
     settings: ScanConfig,
 ) -> tuple[Stressed, ...]:
-    """One result per searched site, the nearest to the limit first; inputs that overflow one are saved."""
+    """Return one result per searched site, nearest the limit first; overflowing inputs are saved."""
     table = context.bounds
     assert table is not None
     search = Search(audit.converted, _ends(table, audit), plan.device)
@@ -61,7 +61,7 @@ def _ends(table: BoundTable, audit: Audit) -> dict[str, tuple[float, float]]:
 
 
 def _targets(context: CheckContext, table: BoundTable) -> Sequence[Site]:
-    """Sites in 16 bits that are neither proved nor broken, nearest to the limit first."""
+    """Return 16-bit sites that are neither proved nor broken, nearest the limit first."""
     left = [
         site
         for site in context.low_precision_sites
@@ -75,7 +75,7 @@ def _targets(context: CheckContext, table: BoundTable) -> Sequence[Site]:
 
 
 def _breaks(source: ModelSource, plan: RunConfig, batch: Batch, site: Site) -> bool:
-    """Whether a real run of the input has the site as an origin, or as part of one's poison."""
+    """Return whether running the input breaks the site, as an origin or poisoned by one."""
     try:
         (audit,) = run_audits(source.model, [batch], [replace(plan, measured={})], silent)
     except AuditError:

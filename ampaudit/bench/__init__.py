@@ -1,3 +1,3 @@
-"""Measures what each mode of running or training a model costs, side by side, and predicts its memory."""
+"""Measures the cost of each mode of running or training a model, side by side, and predicts its memory."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Resizes batches, by repeating or dropping samples, and moves them."""
+"""Resizes batches by repeating or dropping samples, and moves them to a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["batch_size_of", "moved", "resized"]
 
 
 def batch_size_of(batch: Batch) -> int:
-    """Return the first dimension that most tensors of a batch have; 1 if there is none."""
+    """Return the first dimension shared by most tensors of a batch; 1 if there is none."""
     leaves = pytree.tree_leaves((batch.args, batch.kwargs))
     counts = Counter(t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.ndim > 0)
     return counts.most_common(1)[0][0] if counts else 1

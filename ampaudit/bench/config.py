@@ -1,4 +1,4 @@
-"""The options of ``bench``."""
+"""Options of ``bench``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["BenchConfig", "BenchOptions"]
 
 
 def _sizes(given: Any) -> Any:
-    """Read ``8,32`` or take numbers; each once."""
+    """Parse ``8,32`` or accept numbers; duplicates are dropped."""
     try:
         sizes = [int(size) for size in split_commas(given)]
     except (TypeError, ValueError):
@@ -44,7 +44,7 @@ def _target(given: Any) -> Any:
 
 
 class BenchConfig(Config):
-    """How to measure."""
+    """Options of ``bench``."""
 
     train: Annotated[bool, Option("Training steps instead of forward passes.")] = False
     modes: Annotated[
@@ -57,7 +57,7 @@ class BenchConfig(Config):
         Sequence[int],
         BeforeValidator(_sizes),
         Option(
-            "Sizes of batches.  [default: the model file's]",
+            "Batch sizes.  [default: the model file's]",
             metavar="N[,N]",
             flags=("--batch-size",),
             commas=True,
@@ -68,9 +68,9 @@ class BenchConfig(Config):
         BeforeValidator(_target),
         Option("Estimate the time on a device: ampaudit devices.", metavar="DEVICE", flags=("--for",)),
     ] = None
-    max_batch: Annotated[bool, Option("Search for the largest batch; on a CPU, with --for.")] = False
+    max_batch: Annotated[bool, Option("Search for the largest batch (on a CPU only with --for).")] = False
     repeats: Annotated[int, Ge(1), Option("Timed steps of each mode.")] = 10
-    policy: Annotated[Rules, Option("Policy of conversions: name or rule file.")] = "ampaudit"
+    policy: Annotated[Rules, Option("Policy of converted modes: name or rule file.")] = "ampaudit"
     dtype: DtypeName = "float16"
     device: DeviceName = "auto"
     seed: Seed = 0

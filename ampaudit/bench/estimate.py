@@ -1,4 +1,4 @@
-"""Counts the work of a step, op by op, and estimates the time that a device needs for it at best.
+"""Counts the work of a step op by op, and estimates its best possible time on a device.
 
 The roofline model (Williams, Waterman and Patterson, 2009): an op takes the longer of its arithmetic at the
 device's peak rate and of its bytes at the peak bandwidth. Real kernels are slower; launches and caches are
@@ -70,7 +70,7 @@ def _op(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
 
 
 def _convolution_backward(args: Any) -> int:
-    """Each gradient that is asked for costs as much as the forward pass.
+    """Count each requested gradient like a forward pass.
 
     Torch's counter takes a grouped convolution's weight gradient for a full one: too much, by the number of
     groups.

@@ -23,7 +23,7 @@ def largest(setup: BenchSetup, modes: Sequence[str], progress: Progress) -> Iter
 
 
 def _fits(mode: str, setup: BenchSetup) -> tuple[Callable[[int], bool] | None, str]:
-    """Return a test of one size, if there is one, and how it is made."""
+    """Return a test for one batch size, if possible, and how it is made."""
     target = setup.target
     if target is not None and target.memory_gb:
         limit = target.memory_gb * 1e9
@@ -57,7 +57,7 @@ def _any_size_runner(mode: str, setup: BenchSetup) -> ModeRunner | None:
 
 
 def search(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
-    """Find the largest size up to ``limit`` that fits by doubling, then halving the step; 0 if none does.
+    """Return the largest size up to ``limit`` that fits, by doubling and then bisecting; 0 if none does.
 
     Above 64 it is found to 3 %, not exactly: each try takes seconds.
     """

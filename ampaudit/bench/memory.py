@@ -44,7 +44,7 @@ class Peak:
 
 
 def measure_peak(step: Callable[[], object], held: int, device: torch.device) -> Peak:
-    """Measure the most bytes that are allocated during a step.
+    """Measure the peak of allocated memory during a step.
 
     On a GPU, torch's own count. On a CPU, ``held`` bytes that were there before, and the highest sum of what
     the step allocated and freed, as torch's profiler recorded each call of the allocator.
@@ -62,7 +62,7 @@ def measure_peak(step: Callable[[], object], held: int, device: torch.device) ->
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of the allocator: when, where, the bytes (negative if freed), and when its kernel ends."""
+    """A call of the allocator: its time, address and bytes (negative if freed), and the end of its kernel."""
 
     time: int
     size: int
@@ -71,7 +71,7 @@ class _Call:
 
 
 def _profiled(step: Callable[[], object]) -> list[_Call]:
-    """Record the calls of the allocator in their order, those that free first."""
+    """Record the calls of the allocator in order, frees first."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences its messages at start and end
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -92,7 +92,7 @@ def _profiled(step: Callable[[], object]) -> list[_Call]:
 
 
 def _kernels() -> frozenset[str]:
-    """Name the ops that compute; not those that only call other ops, whose tensors a prediction sees."""
+    """Name the ops that compute, without those that only call other ops."""
     composite = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     every = torch._C._dispatch_get_all_op_names()
     return frozenset(_without_overload(every)) - set(_without_overload(composite))

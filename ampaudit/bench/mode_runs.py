@@ -1,4 +1,4 @@
-"""Runs one mode at one batch size: builds it, warms it up, measures it, and times it in its turn."""
+"""Runs one mode at one batch size: builds it, warms it up, measures it, and times it in turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModeRun:
 
 
 def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
-    """Build a mode, warm it up, and measure its memory while it is the only one that runs."""
+    """Build a mode, warm it up, and measure its memory while no other mode runs."""
     row = BenchRow(mode=mode, how="", batch_size=size, status="ok")
     run = ModeRun(row)
     try:
@@ -69,7 +69,7 @@ def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
 
 
 def _failed(row: BenchRow, error: Exception) -> BenchRow:
-    """Return the row of a mode that cannot be run; the others go on."""
+    """Return the row of a mode that cannot be run; the other modes continue."""
     text = first_line(error)
     memory = isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text
     status: Literal["out of memory", "failed"] = "out of memory" if memory else "failed"
@@ -92,7 +92,7 @@ def _with_prediction(row: BenchRow, runner: ModeRunner, setup: BenchSetup) -> Be
 
 
 def _metric(setup: BenchSetup, output: Any) -> float | None:
-    """Compute the model file's metric of the output, if it has one that can take it."""
+    """Compute the model file's metric of the output, if it has one that accepts it."""
     if setup.source.metric is None:
         return None
     try:
@@ -156,7 +156,7 @@ def finish_run(run: ModeRun, exact: tuple[torch.Tensor, ...]) -> BenchRow:
 
 
 def _sqnr(exact: tuple[torch.Tensor, ...], seen: tuple[torch.Tensor, ...]) -> float | None:
-    """Compute the signal to noise ratio over all outputs; ``None`` if equal."""
+    """Compute the signal-to-noise ratio over all outputs; ``None`` if they are equal."""
     signal = sum(float(t.double().square().sum()) for t in exact)
     pairs = zip(exact, seen, strict=True)
     noise = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Builds the modes that are compared: each from a copy of the model, so that none disturbs another."""
+"""Builds the modes to compare, each from its own copy of the model."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _STORED = {"half": torch.float16, "bf16": torch.bfloat16}
 
 
 class NotSupported(Exception):
-    """A mode that this device or model does not have; the text says why."""
+    """Raised for a mode that this device or model does not support; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSetup:
-    """What is measured, and how.
+    """The model and the conditions of a measurement.
 
     Attributes:
         source: the model with its batches, already of the wanted size.
@@ -71,7 +71,7 @@ class BenchSetup:
 
 
 def with_batch_size(setup: BenchSetup, size: int) -> BenchSetup:
-    """Return the same with another batch size."""
+    """Return a copy with another batch size."""
     batch = resized(setup.source.batches[0], size)
     return replace(setup, source=replace(setup.source, batches=(batch,)))
 
@@ -149,7 +149,7 @@ def _eager(
     dtype: torch.dtype | None = None,
     scaler: GradScaler | None = None,
 ) -> ModeRunner:
-    """The model's own code, in a context or with weights of another dtype."""
+    """Build a mode that runs the model's own code, in a context or with weights of another dtype."""
     if not setup.train:
         model = structural_copy(setup.source.model).to(setup.device, dtype).eval()
         return ModeRunner(how, model, context, dtype)
@@ -176,7 +176,7 @@ def _autocast(setup: BenchSetup) -> ModeRunner:
 
 
 def _converted(setup: BenchSetup, *, folded: bool = True) -> ModeRunner:
-    """The model converted under the policy; one that is prepared, where a step is a training step."""
+    """Build a mode that runs the converted model, or a prepared one for training steps."""
     how = f"policy {setup.rules.name}, {setup.form.name}"
     if setup.train:
         training = prepare_step(setup.source, setup.device, setup.rules, setup.form.name)

@@ -1,4 +1,4 @@
-"""Names the modes, without torch, so that a mistake in a name is reported at once."""
+"""Names the modes without importing torch, so that a wrong name is reported at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_MODES = MODES[:-1]
 
 
 def parse_modes(given: str | Iterable[str]) -> tuple[str, ...]:
-    """Read names, or ``fp32,autocast``; each once.
+    """Parse names such as ``fp32,autocast``; duplicates are dropped.
 
     Raises:
         UsageError: one is no mode.

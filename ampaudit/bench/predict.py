@@ -1,4 +1,4 @@
-"""Predicts the peak memory of a step by taking it on tensors that have shapes and no data.
+"""Predicts the peak memory of a step by running it on tensors without data.
 
 Every allocation happens in its order and is counted with its life (torch's own memory tracker), but nothing
 is computed. What kernels allocate inside themselves is not seen.
@@ -33,7 +33,7 @@ _SHARED = ("_ampaudit_compiled", "_ampaudit")  # graphs that a copy may use as t
 def predict_step(
     runner: ModeRunner, setup: BenchSetup, *, size: int | None = None
 ) -> tuple[Memory, list[OpCost]]:
-    """Predict what memory holds at the peak of a step, and the cost of its ops.
+    """Predict the memory at the peak of a step, and the cost of its ops.
 
     Args:
         runner: a mode, whose model has run once with inputs of this shape.
@@ -73,12 +73,12 @@ def predict_step(
 
 
 def holds_graph(model: nn.Module) -> bool:
-    """Whether a model runs a graph, which is for inputs of one shape."""
+    """Return whether a model runs a graph, which is fixed to inputs of one shape."""
     return any(name in vars(model) for name in _SHARED)
 
 
 def _on_fake_model(runner: ModeRunner, model: nn.Module, setup: BenchSetup) -> ModeRunner:
-    """Return the mode on another model, without the scaler, which would ask for values."""
+    """Return the mode on another model, without the scaler, which would read values."""
     training = runner.training
     if training is not None:
         optimizer = make_optimizer(setup.source, model)
@@ -87,7 +87,7 @@ def _on_fake_model(runner: ModeRunner, model: nn.Module, setup: BenchSetup) -> M
 
 
 def _sum(snapshot: Any, kind: str) -> int:
-    """Sum one kind of memory over devices; kinds are members of an enumeration, but for the total."""
+    """Sum one kind of memory over devices; kinds are members of an enumeration, except the total."""
     return sum(
         int(count)
         for device in snapshot.values()
@@ -106,7 +106,7 @@ def _split(runner: ModeRunner, masters: frozenset[str], total: int, gradients: i
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy a module with parameters that have no data, and ask for gradients as the real ones do."""
+    """Copy a module with parameters without data that require gradients as the originals do."""
     with _without(model) as shared:
         made = make_fake_model(model, mode, {}).model
     for name, value in shared.items():
@@ -124,7 +124,7 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 @contextlib.contextmanager
 def _without(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Take out, while active, what a copy of the module may share with it."""
+    """Detach, while active, objects that a copy of the module would share."""
     shared = {name: vars(model)[name] for name in _SHARED if name in vars(model)}
     for name, value in shared.items():
         setattr(model, name, type(value)())

@@ -1,4 +1,4 @@
-"""Proofs: for each site, an interval that no input of the stated domain can leave."""
+"""Proves bounds: for each site, an interval that contains its values for all inputs of a domain."""
 
 from __future__ import annotations
 

@@ -162,13 +162,13 @@ class _BoundPass:
         return self._weights[node].tensor.shape if found is None else found.shape
 
     def _cover(self, name: str, value: Any) -> Interval | list[Interval]:
-        """Count an op that is not covered, where it makes numbers that could overflow."""
+        """Count an uncovered op, if it computes numbers that could overflow."""
         if any(item.is_floating_point() or item.is_complex() for item in _items(value)):
             self._uncovered[name] = None
         return _unknown(value)
 
     def _hull(self, node: fx.Node) -> Interval:
-        """Bound a value of which a part was written by the ends of both."""
+        """Bound a partly written value by the ends of both."""
         value = node.meta["val"]
         if any(source.meta["val"].dtype is not value.dtype for source in node.all_input_nodes):
             return any_value(sizes_of(value), value.dtype)  # bytes of numbers
@@ -191,7 +191,7 @@ class _BoundPass:
         self._bounds[site.id] = Bound(computed, bool(computed < limit), self._inside(node))
 
     def _inside(self, node: fx.Node) -> float | None:
-        """(x - mean)^2 of a centring norm is at most the spread, squared; x^2 of another the squared peak."""
+        """Bound the squares inside a norm: (x - mean)^2 by the squared spread, x^2 by the squared peak."""
         op = overload_of(node.target)
         name = base_name(op) if op is not None else ""
         if name not in norms.CENTRED and name not in norms.PLAIN:
@@ -216,7 +216,7 @@ class _Intervals(dict[fx.Node, Any]):
 
 
 def _kept(interval: Interval, dtype: torch.dtype | None, *, exact: bool) -> Interval:
-    """A result as it is stored; one that is made of its op's inputs as they are is not rounded again."""
+    """Return the result as stored; one that only rearranges its inputs is not rounded again."""
     form = format_of(dtype)
     if not exact or form is None:
         return stored(interval, dtype)
@@ -224,7 +224,7 @@ def _kept(interval: Interval, dtype: torch.dtype | None, *, exact: bool) -> Inte
 
 
 def _fits(found: Interval | list[Interval], shapes: list[tuple[int, ...]], *, several: bool) -> bool:
-    """Whether the intervals match the number and shapes of the values, and have ordered ends."""
+    """Return whether the intervals match the number and shapes of the values, with ordered ends."""
     intervals = found if isinstance(found, list) else [found]
     if [interval.shape for interval in intervals] != shapes or isinstance(found, list) != several:
         return False

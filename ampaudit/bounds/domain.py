@@ -1,4 +1,4 @@
-"""Determines the range of each input: as stated, an embedding's rows, or the range of the batches."""
+"""Determines the range of each input: stated, from an embedding's rows, or from the batches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _of(
 def contains(
     assumed: Iterable[Assumption], traced: TracedModel, batches: Sequence[Sequence[torch.Tensor]]
 ) -> bool:
-    """Whether batches stay within what is assumed about a graph's inputs."""
+    """Return whether batches satisfy the assumptions about a graph's inputs."""
     by_name = {each.name: each for each in assumed}
     names = [place.name for place in traced.placeholders if place.slot is Slot.INPUT]
     for name, tensors in ((name, [batch[i] for batch in batches]) for i, name in enumerate(names)):

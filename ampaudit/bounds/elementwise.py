@@ -1,4 +1,4 @@
-"""Transfers of arithmetic on elements: sums, products, powers, limits, choices."""
+"""Transfer functions of elementwise arithmetic: sums, products, powers, limits, choices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 def _aligned(call: OpCall, interval: Interval) -> dict[int, torch.Tensor]:
-    """An operand's norms by the output's axes, where broadcasting does not repeat along them."""
+    """Return an operand's norms by the output's axes, if broadcasting does not repeat along them."""
     shape, shift = call.shape, len(call.shape) - len(interval.shape)
     return {
         axis + shift: norm.reshape((1,) * shift + tuple(norm.shape))
@@ -28,12 +28,12 @@ def _aligned(call: OpCall, interval: Interval) -> dict[int, torch.Tensor]:
 
 
 def _mean_of(call: OpCall, interval: Interval) -> float:
-    """Along the output's last axis: an operand that is repeated along it is its own mean."""
+    """Bound the mean along the output's last axis; an operand repeated along it is its own mean."""
     return interval.row_mean if interval.shape and interval.shape[-1] == call.shape[-1] else interval.peak
 
 
 def _norm_of(call: OpCall, interval: Interval, axis: int) -> torch.Tensor:
-    """Of an operand, along an axis of the output: repeated elements count as often as they are repeated."""
+    """Bound an operand's norm along an axis of the output, counting repeated elements."""
     shape, shift = call.shape, len(call.shape) - len(interval.shape)
     place = axis - shift
     size = shape[axis]
@@ -56,7 +56,7 @@ def _sum(call: OpCall, a: Interval, b: Interval, factor: float) -> Interval:
 
 
 def sorted_ends(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lower and the upper of two ends, per element."""
+    """Return the lower and the upper of two ends, elementwise."""
     return torch.minimum(first, second), torch.maximum(first, second)
 
 
@@ -91,7 +91,7 @@ def _weighted_sum(call: OpCall, first: str, second: str, sign: int) -> Interval:
 
 
 def _scaled_rounding(call: OpCall, result: Interval, operand: str, alpha: float) -> Interval:
-    """``alpha * x`` may be rounded by itself, to float32 or to 16 bits, before it is added."""
+    """Widen for ``alpha * x`` rounded separately, to float32 or 16 bits, before it is added."""
     if alpha in (1, -1, 0):
         return result
     scaled = abs(alpha) * call.interval(operand).peak
@@ -102,7 +102,7 @@ def _scaled_rounding(call: OpCall, result: Interval, operand: str, alpha: float)
 
 @transfer("mul.Tensor", "mul.Scalar", "multiply.Tensor", integers=True)
 def multiply(call: OpCall) -> Interval:
-    """The extremes are among the four products of ends; a norm grows by the other factor's peak."""
+    """Take the extremes of the four products of ends; a norm grows by the other factor's peak."""
     first, second = call.arg("self"), call.arg("other")
     for value, factor in ((first, second), (second, first)):
         if (row := is_normalized(call.node, value, factor)) is not None:
@@ -120,13 +120,13 @@ def multiply(call: OpCall) -> Interval:
 
 
 def extremes(a: Interval, *factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest product of an end of an interval and a factor."""
+    """Return the smallest and largest product of an interval's ends and a factor."""
     products = [product(end, factor) for end in (a.low, a.high) for factor in factors]
     return reduce(torch.minimum, products), reduce(torch.maximum, products)
 
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Zero times an infinite end is zero: the end stands for large finite numbers."""
+    """Multiply ends; zero times an infinite end is zero, as the end stands for large finite numbers."""
     return torch.where((x == 0) | (y == 0), torch.zeros((), dtype=torch.float64), x * y)
 
 
@@ -135,7 +135,7 @@ _DIVISIONS = "div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode divide.Tenso
 
 @transfer(*_DIVISIONS.split(), "floor_divide", "floor_divide.Scalar", integers=True)
 def divide(call: OpCall) -> Interval:
-    """Times the reciprocal, where the denominator keeps away from zero; rounding to whole adds one."""
+    """Multiply by the reciprocal if the denominator stays away from zero; rounding to integers adds one."""
     mode = call.arg("rounding_mode") if "rounding_mode" in call.given else None
     whole = mode is not None or call.name == "floor_divide"
     if not whole and (row := is_normalized(call.node, call.arg("self"), call.arg("other"), divided=True)):
@@ -153,7 +153,7 @@ def divide(call: OpCall) -> Interval:
 
 @transfer("pow.Tensor_Scalar")
 def power(call: OpCall) -> Interval:
-    """Whole exponents of any base, and any exponent of a positive base."""
+    """Raise any base to an integer exponent, or a positive base to any exponent."""
     exponent, x = call.number("exponent"), call.interval("self")
     if exponent is None:
         return unbounded(call.shape)
@@ -174,7 +174,7 @@ def power(call: OpCall) -> Interval:
 
 @transfer("pow.Scalar")
 def power_of_number(call: OpCall) -> Interval:
-    """base^x of a positive base grows, or falls, with x."""
+    """Raise a positive number to x, which is monotone in x."""
     base, x = call.number("self"), call.interval("exponent")
     if base is None or base <= 0:
         return unbounded(call.shape)
@@ -192,7 +192,7 @@ def _kept_sign(result: Interval, slack: float) -> Interval:
 
 @transfer("square")
 def square(call: OpCall) -> Interval:
-    """x^2: from 0, where the input may be 0, to the larger square."""
+    """x^2: from 0, if x may be 0, to the larger square of its ends."""
     x = call.interval("self")
     low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, torch.minimum(x.low.square(), x.high.square()))
     return output_interval(call, low, x.magnitude.square())
@@ -200,14 +200,14 @@ def square(call: OpCall) -> Interval:
 
 @transfer("neg", "negative", exact=True)
 def negate(call: OpCall) -> Interval:
-    """Ends swap."""
+    """Swap the ends."""
     x = call.interval("self")
     return output_interval(call, -x.high, -x.low, x.norms)
 
 
 @transfer("abs", "absolute", exact=True)
 def absolute(call: OpCall) -> Interval:
-    """From the end nearer to zero, or zero, to the farther one."""
+    """From the end nearer to zero, or from zero, to the farther one."""
     x = call.interval("self")
     low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, torch.minimum(x.low.abs(), x.high.abs()))
     return output_interval(call, low, x.magnitude, x.norms)
@@ -218,7 +218,7 @@ _CLAMPS = "clamp clamp.Tensor clip clip.Tensor clamp_min clamp_min.Tensor clamp_
 
 @transfer(*_CLAMPS.split(), exact=True)
 def clamp(call: OpCall) -> Interval:
-    """Both ends are moved inside; where the limits cross, the upper one counts."""
+    """Clamp both ends; if the limits cross, the upper one wins."""
     x = call.interval("self")
     low, high = x.low, x.high
     if call.has("min"):
@@ -232,7 +232,7 @@ def clamp(call: OpCall) -> Interval:
 
 @transfer("hardtanh")
 def hard_tanh(call: OpCall) -> Interval:
-    """A clamp, to -1 and 1 unless it is told otherwise."""
+    """Clamp to -1 and 1 or the given limits."""
     x, least, most = call.interval("self"), call.number("min_val"), call.number("max_val")
     if least is None or most is None or least > most:
         return unbounded(call.shape)
@@ -257,14 +257,14 @@ def minimum(call: OpCall) -> Interval:
 
 @transfer("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar", exact=True)
 def where(call: OpCall) -> Interval:
-    """Either branch."""
+    """The union of both branches."""
     call.ignore("condition")
     return _either(call, "self", "other")
 
 
 @transfer("masked_fill.Scalar", "masked_fill.Tensor", exact=True)
 def masked_fill(call: OpCall) -> Interval:
-    """The input or the fill."""
+    """The union of the input and the fill value."""
     call.ignore("mask")
     return _either(call, "self", "value")
 

@@ -1,4 +1,4 @@
-"""Transfers of functions of one element: exponentials, logarithms, activations."""
+"""Transfer functions of elementwise functions: exponentials, logarithms, activations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _monotone(
     absolute: float = 0.0,
     exact: bool = False,
 ) -> None:
-    """Register a function that grows everywhere: ends map to ends.
+    """Register an increasing function, which maps ends to ends.
 
     Args:
         op: its overload.
@@ -57,7 +57,7 @@ def _monotone(
 
 
 def _above(limit: float) -> float:
-    """A library's tanh may round up to its limit, not beyond the next float32."""
+    """Let a library's tanh reach its limit, and one float32 beyond."""
     return limit * (1 + ELEMENTARY) if limit > 0 else limit
 
 
@@ -85,7 +85,7 @@ _monotone("relu6", F.relu6, 0.0, 6.0, shrinks=True, exact=True)
 
 @transfer("softplus")
 def softplus(call: OpCall) -> Interval:
-    """Of the usual slope and threshold: from 0, at most log 2 above max(x, 0)."""
+    """Bound the default slope and threshold: at least 0, at most log 2 above max(x, 0)."""
     if call.number("beta") != 1 or call.number("threshold") != 20:
         return unbounded(call.shape)
     x = call.interval("self")
@@ -97,7 +97,7 @@ def softplus(call: OpCall) -> Interval:
 
 @transfer("rsqrt")
 def reciprocal_root(call: OpCall) -> Interval:
-    """1/sqrt(x) of what is above zero."""
+    """1/sqrt(x) for positive x."""
     x = call.interval("self")
     if bool((x.low <= 0).any()):
         return unbounded(call.shape)
@@ -108,7 +108,7 @@ def reciprocal_root(call: OpCall) -> Interval:
 
 @transfer("reciprocal")
 def reciprocal(call: OpCall) -> Interval:
-    """1/x of what is away from zero."""
+    """1/x for x away from zero."""
     x = call.interval("self")
     if bool(((x.low <= 0) & (x.high >= 0)).any()):
         return unbounded(call.shape)
@@ -139,7 +139,7 @@ def leaky_relu(call: OpCall) -> Interval:
 
 @transfer("prelu")
 def prelu(call: OpCall) -> Interval:
-    """A leaky relu with a known slope per channel."""
+    """A leaky ReLU with a known slope per channel."""
     slope, x = call.weight("weight"), call.interval("self")
     if slope is None:
         return unbounded(call.shape)
@@ -181,7 +181,7 @@ def celu(call: OpCall) -> Interval:
 
 @transfer("selu")
 def selu(call: OpCall) -> Interval:
-    """An elu with constants of its own (Klambauer and others, 2017)."""
+    """An ELU with fixed constants (Klambauer et al., 2017)."""
     return _exponential(call, 1.7580993408473768, 1.0, 1.0507009873554805)
 
 

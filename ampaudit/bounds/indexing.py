@@ -1,4 +1,4 @@
-"""Transfers of casts, indexing, padding, concatenation and tensor creation."""
+"""Transfer functions of casts, indexing, padding, concatenation and tensor creation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 @transfer("to.dtype", "to.device", "to.dtype_layout", "to.other", "_to_copy", "type_as", exact=True)
 def cast(call: OpCall) -> Interval:
-    """The same values in another dtype; a cast to integers drops the fraction."""
+    """Keep the values in another dtype; a cast to integers truncates."""
     call.ignore("dtype", "other")
     source = call.arg("self")
     x: Interval = call.intervals[source]
@@ -32,7 +32,7 @@ def cast(call: OpCall) -> Interval:
 
 @transfer("dropout", "feature_dropout", "alpha_dropout")
 def dropout(call: OpCall) -> Interval:
-    """The same values; in training some are zero, and the others are scaled up."""
+    """Keep the values; in training, zero some and scale up the others."""
     rate, training = call.number("p"), call.arg("train")
     x = call.interval("input")
     if not training:
@@ -73,14 +73,14 @@ def triangle(call: OpCall) -> Interval:
 
 @transfer("constant_pad_nd", exact=True)
 def constant_pad(call: OpCall) -> Interval:
-    """Elements of the input, and the fill value."""
+    """The union of the input's elements and the fill value."""
     call.ignore("pad")
     return _padded(call, call.interval("value"))
 
 
 @transfer("pad", exact=True)
 def pad(call: OpCall) -> Interval:
-    """Elements of the input, and in one mode a fill value."""
+    """The input's elements, and in constant mode the fill value."""
     call.ignore("pad")
     fill = None
     if call.arg("mode") == "constant":
@@ -100,7 +100,7 @@ def _padded(call: OpCall, fill: Interval | None) -> Interval:
 
 @transfer("cat", "concat", "concatenate", "stack", "hstack", "vstack", exact=True, empty=True)
 def concat(call: OpCall) -> Interval:
-    """Within the ends of all."""
+    """The union of all inputs."""
     call.ignore("dim")
     intervals = [interval for interval in call.items("tensors") if math.prod(interval.shape)]
     low = min((float(s.low.amin()) for s in intervals), default=0.0)

@@ -1,4 +1,4 @@
-"""An abstract value: per element a low and a high end, and bounds on norms along an axis.
+"""An abstract value: elementwise lower and upper ends, and bounds on norms along an axis.
 
 Ends are float64 tensors that broadcast to the value: a dimension has size 1 where all its elements share
 one bound. So a hidden state of shape (batch, tokens, 768) may have ends of shape (1, 1, 768), and splitting
@@ -24,7 +24,7 @@ OUTWARD = 2.0**-40
 
 @dataclass(frozen=True)  # without slots, so that what is asked for again and again can be kept
 class Interval:
-    """What is known about a value of the given shape.
+    """The known bounds of a value of a given shape.
 
     Attributes:
         shape: of the value.
@@ -45,7 +45,7 @@ class Interval:
 
     @property
     def magnitude(self) -> torch.Tensor:
-        """Largest |x|, per element."""
+        """The largest |x| of each element."""
         kept = self.__dict__  # functools.cached_property takes a lock in Python 3.11
         if "_magnitude" not in kept:
             kept["_magnitude"] = torch.maximum(self.low.abs(), self.high.abs())
@@ -54,7 +54,7 @@ class Interval:
 
     @property
     def peak(self) -> float:
-        """Largest |x| of all."""
+        """The largest |x| of all elements."""
         kept = self.__dict__
         if "_peak" not in kept:
             kept["_peak"] = float(self.magnitude.amax()) if self.magnitude.numel() else 0.0
@@ -63,15 +63,15 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether anything is known at all."""
+        """Whether any bound is known."""
         return math.isfinite(self.peak)
 
     def axis(self, axis: int) -> int:
-        """An axis counted from 0."""
+        """Return an axis counted from 0."""
         return axis % len(self.shape) if self.shape else 0
 
     def norm(self, axis: int) -> torch.Tensor:
-        """A bound on the L2 norm along an axis: the known one, or the root of the summed squares."""
+        """Bound the L2 norm along an axis: by the known norm, or the root of the summed squares."""
         place = self.axis(axis)
         found = self._along(self.magnitude.square(), place).sqrt()
         known = self.norms.get(place)
@@ -79,7 +79,7 @@ class Interval:
         return found if known is None else torch.minimum(found, known)
 
     def sum(self, axis: int) -> torch.Tensor:
-        """A bound on the sum of magnitudes along an axis."""
+        """Bound the sum of magnitudes along an axis."""
         place = self.axis(axis)
         found = self._along(self.magnitude, place)
         known = self.sums.get(place)
@@ -89,7 +89,7 @@ class Interval:
 
     @property
     def row_mean(self) -> float:
-        """A bound on |mean| along the last axis."""
+        """Bound |mean| along the last axis."""
         if not self.shape:
             return self.peak
         found = float(self.sum(-1).amax()) / max(self.shape[-1], 1)
@@ -102,17 +102,17 @@ class Interval:
         return total if ends.shape[axis] == self.shape[axis] else total * self.shape[axis]
 
     def over(self, axis: int) -> Interval:
-        """The same with one bound for all elements along an axis."""
+        """Return the interval with one bound for all elements along an axis."""
         place = self.axis(axis)
         low, high = self.low.amin(place, keepdim=True), self.high.amax(place, keepdim=True)
         return Interval(self.shape, low, high)
 
     def only(self) -> Interval:
-        """Ends without norms."""
+        """Return the ends without norms."""
         return Interval(self.shape, self.low, self.high)
 
     def widened(self, relative: float, absolute: float = 0.0) -> Interval:
-        """For values that are each off by up to ``relative * |x| + absolute``."""
+        """Return the interval for values with an error of up to ``relative * |x| + absolute``."""
         # v - |v| * relative falls and rises with v, so that each end is off by its own size
         sizes = (self.low.abs(), self.high.abs()) if relative < 1 else (self.magnitude, self.magnitude)
         grown = 1.0 + relative + OUTWARD
@@ -129,18 +129,18 @@ class Interval:
         return float(self.sum(-1).amax()) / self.shape[-1] if self.shape and self.shape[-1] else 0.0
 
     def clipped(self, limit: float) -> Interval:
-        """For values that are known to lie within the limit in either direction."""
+        """Return the interval for values known to lie within a symmetric limit."""
         low, high = self.low.clamp(-limit, limit), self.high.clamp(-limit, limit)
         return Interval(self.shape, low, high, self.norms, self.sums, self.mean)
 
     def within(self, other: Interval) -> Interval:
-        """What both say about one value."""
+        """Return the intersection of two bounds of one value."""
         low, high = torch.maximum(self.low, other.low), torch.minimum(self.high, other.high)
         mean = self.mean if other.mean is None else other.mean
         return Interval(self.shape, low, high, self.norms or other.norms, self.sums or other.sums, mean)
 
     def contains(self, value: torch.Tensor) -> bool:
-        """Whether a value is inside, ends and norms; for tests."""
+        """Return whether a value lies within the ends and norms; for tests."""
         if not fits(value, self.shape):
             return False
         wide = value.double()
@@ -152,18 +152,18 @@ class Interval:
 
 
 def finite(ends: torch.Tensor, sign: int) -> torch.Tensor:
-    """Inf - inf is not known: the far end."""
+    """Replace NaN from inf - inf by the infinite end, since nothing is known."""
     return ends.nan_to_num(sign * math.inf, math.inf, -math.inf)
 
 
 def between(shape: tuple[int, ...], low: float, high: float) -> Interval:
-    """One pair of ends for all elements."""
+    """Return an interval with one pair of ends for all elements."""
     ends = torch.tensor([low, high], dtype=torch.float64)
     return Interval(shape, *(end.reshape((1,) * len(shape)) for end in ends))
 
 
 def symmetric(shape: tuple[int, ...], magnitude: torch.Tensor | float) -> Interval:
-    """Between -magnitude and +magnitude."""
+    """Return the interval from -magnitude to +magnitude."""
     ends = torch.as_tensor(magnitude, dtype=torch.float64)
     ends = finite(ends, 1)
     ends = ends.reshape((1,) * (len(shape) - ends.ndim) + tuple(ends.shape))
@@ -171,12 +171,12 @@ def symmetric(shape: tuple[int, ...], magnitude: torch.Tensor | float) -> Interv
 
 
 def unbounded(shape: tuple[int, ...]) -> Interval:
-    """Nothing is known."""
+    """Return an interval without bounds."""
     return symmetric(shape, math.inf)
 
 
 def from_tensor(value: torch.Tensor, largest: int = 1 << 16) -> Interval:
-    """A known tensor; of one with more elements than ``largest`` only the ends of its rows are kept."""
+    """Bound a known tensor; one with more elements than ``largest`` is bounded row by row."""
     shape = tuple(value.shape)
     wide = value.detach()
     if wide.dtype is torch.bool:

@@ -1,4 +1,4 @@
-"""Finds the values of a graph that lie in memory that some op writes to."""
+"""Finds the values of a graph whose memory some op writes to."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def without_visible_writes(traced: TracedModel, memory: SharedMemory) -> TracedM
 
 
 def _overwritten_reads(graph: fx.Graph, memory: SharedMemory) -> Iterator[bool]:
-    """For each in-place op, whether a value from before it is read after it."""
+    """For each in-place op, return whether an earlier value is read after it."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     writes = [node for node in graph.nodes if writes_in_place(node)]
     if not writes:

@@ -1,4 +1,4 @@
-"""Transfers of norms and softmax: closed forms that do not depend on how large their input is."""
+"""Transfer functions of norms and softmax: closed forms, independent of the size of the input."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rms_norm(call: OpCall) -> Interval:
 
 @transfer("group_norm")
 def group_norm(call: OpCall) -> Interval:
-    """As a layer norm over the elements of a group; the affine part is per channel."""
+    """Like a layer norm over the elements of a group, with an affine part per channel."""
     call.ignore("cudnn_enabled")
     groups, eps, x = call.number("num_groups"), call.number("eps"), call.interval("input")
     if not groups or eps is None or eps < FLOAT32.min_normal or not math.prod(call.shape[1:]):
@@ -87,14 +87,14 @@ def _cancellation_error(mean: float, eps: float, roundings: int = 2) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What is known of a normalized row: its L2 norm, and the magnitude of its mean."""
+    """The bounds of a normalized row: its L2 norm, and the magnitude of its mean."""
 
     length: float
     mean: float | None = None
 
 
 def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Interval:
-    """``core * weight + bias`` over the last axes, both known."""
+    """Bound ``core * weight + bias`` over the last axes, both known."""
     weight, bias = _known(call, "weight", 1.0), _known(call, "bias", 0.0)
     if weight is None or bias is None:
         return unbounded(call.shape)
@@ -119,14 +119,14 @@ def _affine(call: OpCall, core: float, row: _Row | None, axes: int) -> Interval:
 def _scaled(
     core: float, scale: torch.Tensor, shift: torch.Tensor, weight: KnownTensor, bias: KnownTensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest scale that the graph may hold, what the core becomes, and how far the shift may be off."""
+    """Return the largest scale that the graph may hold, the scaled core, and the error of the shift."""
     widest = scale.abs() * (1 + weight.relative) + weight.absolute
     edge = shift.abs() * (bias.relative + ELEMENTARY) + bias.absolute + 2.0**-24
     return widest, core * widest * INNER, edge
 
 
 def _mean(widest: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, row: _Row) -> float:
-    """|mean(scale * core + shift)|: as core sums to 0, only what the scale differs from its mean counts."""
+    """Bound |mean(scale * core + shift)|: the core sums to 0, so only deviations of the scale count."""
     size = max(scale.numel(), 1)
     uneven = float((scale - scale.mean()).square().sum().sqrt()) / size
     rounded = 2.0**-6 * float(widest.amax()) * row.length / math.sqrt(size)
@@ -135,7 +135,7 @@ def _mean(widest: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, row: _
 
 
 def _known(call: OpCall, name: str, default: float) -> KnownTensor | None:
-    """A weight's value; 1 or 0 where there is none."""
+    """Return a weight's value; 1 or 0 if there is none."""
     if not call.has(name):
         return KnownTensor(torch.tensor(default))
     return call.weight(name)
@@ -153,7 +153,7 @@ def _per_channel(call: OpCall, core: float) -> Interval:
 
 @transfer("batch_norm")
 def batch_norm(call: OpCall) -> Interval:
-    """With stored statistics, a scale and a shift per channel; in training, a norm over the batch."""
+    """Scale and shift per channel with stored statistics; in training, a norm over the batch."""
     call.ignore("cudnn_enabled", "momentum")
     shape, eps, training = call.shape, call.number("eps"), call.arg("training")
     if eps is None or eps < FLOAT32.min_normal or len(shape) < 2:
@@ -195,7 +195,7 @@ def _stored_statistics(call: OpCall, x: Interval, eps: float) -> Interval:
 
 @transfer("softmax.int", "_softmax")
 def softmax(call: OpCall) -> Interval:
-    """Between 0 and 1, with a sum of 1 along its axis: computed with n roundings."""
+    """Between 0 and 1, with a sum of 1 along its axis up to n roundings."""
     dim, x = call.number("dim"), call.interval("self" if "self" in call.given else "input")
     if dim is None or not x.bounded:  # of an infinite row it is NaN
         return unbounded(call.shape)
@@ -208,7 +208,7 @@ def softmax(call: OpCall) -> Interval:
 
 @transfer("log_softmax.int")
 def log_softmax(call: OpCall) -> Interval:
-    """Never positive; at least the spread of the input and log n below."""
+    """At most 0; at least minus the spread of the input minus log n."""
     dim, x = call.number("dim"), call.interval("self")
     if dim is None or not x.bounded:
         return unbounded(call.shape)

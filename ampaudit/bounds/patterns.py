@@ -1,4 +1,4 @@
-"""Recognizes norms and stable exponentials that are written out in several ops.
+"""Recognizes norms and stable exponentials that are written as several ops.
 
 A pattern matches only if the graph says so: the same value (behind casts that lose nothing), the same axes,
 kept as axes of size 1 so that broadcasting brings each row its own statistic, a factor of one, and eps
@@ -39,7 +39,7 @@ _CASTS = (
 
 
 def is_shifted_by_maximum(node: fx.Node, value: Any, shift: Any) -> bool:
-    """Whether ``value - shift`` subtracts from each element a maximum over a set that contains it."""
+    """Return whether ``value - shift`` subtracts a maximum over a set that contains each element."""
     if not isinstance(value, fx.Node) or not isinstance(shift, fx.Node):
         return False
     dtypes = {_dtype(each) for each in (node, value)}
@@ -86,12 +86,12 @@ def _dtype(node: fx.Node | None) -> torch.dtype | None:
 
 
 def _is_float32(node: fx.Node) -> bool:
-    """In 16 bits a square may vanish, and the bound with it."""
+    """Return whether the value is float32: in 16 bits a square may vanish, and the bound with it."""
     return _dtype(node) is torch.float32
 
 
 def _exact(node: fx.Node) -> fx.Node:
-    """The value behind copies, and casts that change no element."""
+    """Return the value behind copies and lossless casts."""
     while node.op == "call_function" and node.all_input_nodes:
         source = node.all_input_nodes[0]
         copied = node.target in _COPIES or _is_idle_dropout(node)
@@ -113,7 +113,7 @@ def _keeps_all(source: torch.dtype | None, target: torch.dtype | None) -> bool:
 
 
 def _rounded(node: fx.Node, beside: fx.Node | None = None) -> fx.Node:
-    """The same behind casts to 16 bits as well: each element is off by up to 2^-8.
+    """Return the value behind copies and casts, including those to 16 bits (error up to 2^-8).
 
     A factor may only be rounded to float16 beside a value in float16, which keeps the factor above float16's
     smallest normal number.
@@ -134,7 +134,7 @@ def _operand(node: fx.Node | None, op: OpOverload) -> fx.Node | None:
 
 
 def _plus_eps(node: fx.Node) -> fx.Node | None:
-    """The mean in ``mean + eps``."""
+    """Return the mean in ``mean + eps``."""
     if node.target not in (aten.add.Tensor, aten.add.Scalar) or not _is_float32(node):
         return None
     given = _arguments(node)
@@ -144,7 +144,7 @@ def _plus_eps(node: fx.Node) -> fx.Node | None:
 
 
 def _reduced(node: fx.Node, ops: tuple[OpOverload, ...]) -> fx.Node | None:
-    """What was reduced to ``node``, if the reduced axes are kept as axes of size 1, or all were reduced."""
+    """Return the input of a reduction, if its axes are kept with size 1 or all axes were reduced."""
     kept = node
     if kept.target is aten.unsqueeze.default and isinstance(kept.args[0], fx.Node):
         node = _exact(kept.args[0])
@@ -167,7 +167,7 @@ def _reduced(node: fx.Node, ops: tuple[OpOverload, ...]) -> fx.Node | None:
 def _kept_shape(
     node: fx.Node, kept: fx.Node, shape: tuple[int, ...], axes: set[int], expected: tuple[int, ...]
 ) -> bool:
-    """Whether each row finds its own statistic where it broadcasts."""
+    """Return whether each row finds its own statistic when it broadcasts."""
     if sizes_of(kept.meta["val"]) != expected:
         return False
     if kept.target is aten.unsqueeze.default and kept is not node:

@@ -1,4 +1,4 @@
-"""Transfers of matrix products, convolutions and attention."""
+"""Transfer functions of matrix products, convolutions and attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def linear(call: OpCall) -> Interval:
 
 @transfer("addmm")
 def addmm(call: OpCall) -> Interval:
-    """Linear with the weight transposed."""
+    """Like linear, with the weight transposed."""
     x, weight, bias = call.interval("mat1"), call.weight("mat2"), call.weight("self")
     plain = call.number("beta") == 1 and call.number("alpha") == 1
     if weight is None or bias is None or bias.tensor.ndim != 1 or not plain:
@@ -70,7 +70,7 @@ def _affine_rows(call: OpCall, x: Interval, weight: KnownTensor, bias: KnownTens
 
 
 def _average(weight: KnownTensor, rows: torch.Tensor) -> torch.Tensor:
-    """The norm of the mean of a weight's rows, with the errors of float32 and of rounding the weight."""
+    """Bound the norm of the mean of a weight's rows, including the errors of rounding."""
     tensor, count = weight.tensor, len(rows)
     found = (tensor.t() @ tensor.new_ones(count)).double().norm() / count
     found = found + summation_error(count) * rows.square().sum().sqrt() / math.sqrt(count)
@@ -117,7 +117,7 @@ def product(call: OpCall) -> Interval:
 
 
 def _product_of(shape: tuple[int, ...], a: Interval, b: Interval) -> Interval:
-    """The interval of ``a @ b`` for operands of two or more dimensions."""
+    """Return the interval of ``a @ b`` for operands of two or more dimensions."""
     inner, last = a.shape[-1], len(b.shape) - 1
     by_norm = times(a.norm(-1), b.norm(-2))
     by_sum = times(a.sum(-1), b.magnitude.amax(-2, keepdim=True))
@@ -157,7 +157,7 @@ def attention(call: OpCall) -> Interval:
 
 
 def _has_finite_scores(call: OpCall) -> bool:
-    """Whether queries times keys, scaled, with the mask, stay finite in float32; -inf is only a mask."""
+    """Return whether the scaled, masked scores stay finite in float32; -inf is only a mask."""
     query, key = call.interval("query"), call.interval("key")
     scale = call.number("scale") if call.has("scale") else None
     largest = float(query.norm(-1).amax()) * float(key.norm(-1).amax()) * max(scale or 1.0, 1.0)
@@ -195,7 +195,7 @@ def convolution(call: OpCall) -> Interval:
 
 
 def _channels(x: Interval) -> tuple[torch.Tensor, torch.Tensor]:
-    """One pair of ends per channel, over batch and positions, with the zeros of padding between them."""
+    """Return one pair of ends per channel, over batch and positions, including the padding's zeros."""
     others = [axis for axis in range(len(x.shape)) if axis != 1]
     low, high = x.low.clamp(max=0.0).amin(others), x.high.clamp(min=0.0).amax(others)
     return low.expand(x.shape[1]), high.expand(x.shape[1])

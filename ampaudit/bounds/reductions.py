@@ -1,4 +1,4 @@
-"""Transfers of sums, means, extremes and pools."""
+"""Transfer functions of sums, means, extremes and pools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """An operand and the axes along which it is reduced; a scalar is a row of one element."""
+    """An operand and its reduced axes; a scalar is a row of one element."""
 
     x: Interval
     axes: tuple[int, ...]
@@ -28,11 +28,11 @@ class _Rows:
 
     @property
     def terms(self) -> int:
-        """How many elements go into one."""
+        """The number of elements that are reduced to one."""
         return math.prod(self.x.shape[axis] for axis in self.axes)
 
     def result(self, low: torch.Tensor, high: torch.Tensor) -> Interval:
-        """The interval of the output from ends that keep the reduced axes."""
+        """Return the interval of the output from ends that keep the reduced axes."""
         return Interval(self.shape, self._fit(low), self._fit(high))
 
     def _fit(self, ends: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ def _rows(call: OpCall, shape: tuple[int, ...] | None = None) -> _Rows:
 
 @transfer("sum", "sum.dim_IntList", integers=True)
 def total(call: OpCall) -> Interval:
-    """Ends times the number of terms; or what is known of the sum along one axis."""
+    """Multiply the ends by the number of terms, or use a known bound of the sum."""
     rows = _rows(call)
     x, axes = rows.x, rows.axes
     low, high = x.low, x.high
@@ -73,7 +73,7 @@ def total(call: OpCall) -> Interval:
 
 
 def _signed(x: Interval, result: Interval) -> Interval:
-    """A sum of numbers that are not negative is not negative, however it is rounded."""
+    """Keep the sum of non-negative numbers non-negative under any rounding."""
     natural, negative = bool((x.low >= 0).all()), bool((x.high <= 0).all())
     low = result.low.clamp(min=0.0) if natural else result.low
     return replace(result, low=low, high=result.high.clamp(max=0.0) if negative else result.high)
@@ -81,7 +81,7 @@ def _signed(x: Interval, result: Interval) -> Interval:
 
 @transfer("mean", "mean.dim")
 def mean(call: OpCall) -> Interval:
-    """Within the ends."""
+    """Between the ends."""
     rows = _rows(call)
     x, low, high = rows.x, rows.x.low, rows.x.high
     for axis in rows.axes:
@@ -94,13 +94,13 @@ def mean(call: OpCall) -> Interval:
 
 @transfer("amax", "max", exact=True)
 def largest(call: OpCall) -> Interval:
-    """The largest of the ends."""
+    """The largest of each end."""
     return _extremes(call, call.shape, torch.amax)
 
 
 @transfer("amin", "min", exact=True)
 def smallest(call: OpCall) -> Interval:
-    """The smallest of the ends."""
+    """The smallest of each end."""
     return _extremes(call, call.shape, torch.amin)
 
 
@@ -112,13 +112,13 @@ def _extremes(call: OpCall, shape: tuple[int, ...], pick: Callable[..., torch.Te
 
 @transfer("max.dim")
 def largest_and_index(call: OpCall) -> list[Interval]:
-    """The largest along an axis, and where it is."""
+    """The largest along an axis, and its position."""
     return [_extremes(call, call.shapes[0], torch.amax), _index(call)]
 
 
 @transfer("min.dim")
 def smallest_and_index(call: OpCall) -> list[Interval]:
-    """The smallest along an axis, and where it is."""
+    """The smallest along an axis, and its position."""
     return [_extremes(call, call.shapes[0], torch.amin), _index(call)]
 
 
@@ -149,7 +149,7 @@ def ordered(call: OpCall) -> list[Interval]:
 
 @transfer("cumsum", integers=True)
 def running_sum(call: OpCall) -> Interval:
-    """At most the whole sum; on a GPU it is added up in the dtype of the output."""
+    """At most the whole sum; a GPU accumulates it in the output's dtype."""
     x, dim = call.interval("self"), call.number("dim")
     if dim is None:
         return unbounded(call.shape)
@@ -196,13 +196,13 @@ def _length(call: OpCall) -> Interval:
 
 @transfer("var.correction", "std.correction", "var.dim", "std.dim", "var", "std")
 def variance(call: OpCall) -> Interval:
-    """At most half of the spread, squared, times n/(n - correction) (Popoviciu, 1935)."""
+    """At most the squared half spread times n/(n - correction) (Popoviciu, 1935)."""
     return _variance(call, call.shape, root=call.name == "std")
 
 
 @transfer("var_mean.correction", "std_mean.correction", "var_mean.dim", "std_mean.dim")
 def variance_and_mean(call: OpCall) -> list[Interval]:
-    """A variance, and a mean within the ends."""
+    """A variance, and a mean between the ends."""
     first, rows = _variance(call, call.shapes[0], root=call.name == "std_mean"), _rows(call, call.shapes[1])
     if not first.bounded:
         return [first, unbounded(rows.shape)]
@@ -242,7 +242,7 @@ def _dimensions(call: OpCall) -> int:
 
 
 def _may_miss(call: OpCall) -> bool:
-    """Whether a window may lie in the padding alone, as one with gaps can; its maximum is -inf."""
+    """Return whether a window may lie entirely in the padding, where its maximum is -inf."""
     call.ignore("kernel_size", "stride", "ceil_mode")
     gaps, padding = call.arg("dilation") or 1, call.arg("padding") or 0
     return not (_all_are(1, gaps) or _all_are(0, padding))
@@ -262,7 +262,7 @@ def max_pool(call: OpCall) -> Interval:
 
 @transfer("max_pool1d_with_indices", *_WITH_INDICES, *(n for n in _MAX_POOLS if n.startswith("adaptive")))
 def max_pool_with_indices(call: OpCall) -> list[Interval]:
-    """Elements of the input, and where they lie among the positions of a channel."""
+    """Elements of the input, and their positions within a channel."""
     call.ignore("output_size")
     if _may_miss(call):
         return [unbounded(shape) for shape in call.shapes]
@@ -280,7 +280,7 @@ _MEAN_POOLS = [f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 
 
 @transfer(*_MEAN_POOLS)
 def mean_pool(call: OpCall) -> Interval:
-    """Means of elements and of the zeros of padding, or of elements alone."""
+    """Means of elements, and of the zeros of padding if they count."""
     call.ignore("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "output_size")
     low, high = _per_channel(call, _dimensions(call))
     x = call.interval("self")

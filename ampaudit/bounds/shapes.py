@@ -1,4 +1,4 @@
-"""Transfers of ops that move elements: their ends move the same way, and stay as small as they were."""
+"""Transfer functions of ops that move elements, whose ends move in the same way."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ def _swapped(x: Interval, first: int, second: int) -> Interval:
 
 @transfer("transpose.int", "swapdims", moves=True)
 def transpose(call: OpCall) -> Interval:
-    """Two axes change places."""
+    """Swap two axes."""
     return _swapped(call.interval("self"), int(call.arg("dim0")), int(call.arg("dim1")))
 
 
 @transfer("swapaxes", moves=True)
 def swap_axes(call: OpCall) -> Interval:
-    """Two axes change places."""
+    """Swap two axes."""
     return _swapped(call.interval("self"), int(call.arg("axis0")), int(call.arg("axis1")))
 
 
 @transfer("t", "mT", moves=True)
 def transpose_last(call: OpCall) -> Interval:
-    """The last two axes change places."""
+    """Swap the last two axes."""
     x = call.interval("self")
     return _swapped(x, -1, -2) if len(x.shape) > 1 else x
 
 
 @transfer("numpy_T", moves=True)
 def transpose_all(call: OpCall) -> Interval:
-    """All axes are reversed."""
+    """Reverse all axes."""
     x = call.interval("self")
     return _permuted(x, list(reversed(range(len(x.shape)))))
 
 
 @transfer("permute", moves=True)
 def permute(call: OpCall) -> Interval:
-    """Axes are reordered."""
+    """Reorder the axes."""
     x = call.interval("self")
     return _permuted(x, [int(axis) % len(x.shape) for axis in call.arg("dims")])
 
@@ -73,14 +73,14 @@ reshape_as ravel atleast_1d atleast_2d atleast_3d
 
 @transfer(*_RESHAPES.split(), moves=True)
 def reshape(call: OpCall) -> Interval:
-    """Axes are split or merged, in the order of the elements."""
+    """Split or merge axes, in the order of the elements."""
     # the output's shape shows what they say
     call.ignore("size", "shape", "sizes", "start_dim", "end_dim", "dim", "other")
     return _reshaped(call.interval("self"), call.shape)
 
 
 def _reshaped(x: Interval, shape: tuple[int, ...]) -> Interval:
-    """The interval of a value whose axes are split and merged, group by group.
+    """Return the interval of a value whose axes are split and merged, group by group.
 
     Ends that are shared along a whole group of axes stay shared; others are written out over that group. The
     norm along the last axis stays a bound where that axis is split, and where it stays as it is.
@@ -112,7 +112,7 @@ def _regrouped(ends: torch.Tensor, old: tuple[int, ...], new: tuple[int, ...]) -
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Runs of axes with the same product on both sides, as short as possible."""
+    """Return runs of axes with the same product on both sides, as short as possible."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -132,7 +132,7 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 @transfer("expand", "broadcast_to", "expand_as", moves=True)
 def expand(call: OpCall) -> Interval:
-    """Axes of size 1 are repeated."""
+    """Repeat axes of size 1."""
     call.ignore("size", "implicit", "other")
     x, shape = call.interval("self"), call.shape
     shift = len(shape) - len(x.shape)
@@ -151,13 +151,13 @@ _COPIES = "contiguous clone detach alias lift_fresh_copy positive lift_fresh det
 
 @transfer(*_COPIES.split(), moves=True)
 def identity(call: OpCall) -> Interval:
-    """The same values."""
+    """Return the values unchanged."""
     return call.interval("self")
 
 
 @transfer("slice.Tensor", "narrow", moves=True)
 def slice_along(call: OpCall) -> Interval:
-    """A part of an axis: within the ends over that axis; a norm along it stays a bound."""
+    """Take a part of an axis: bounded by the ends over that axis; a norm along it stays a bound."""
     call.ignore("start", "end", "step", "length")
     x, axis = call.interval("self"), int(call.arg("dim"))
     shape = call.shape
@@ -170,7 +170,7 @@ def slice_along(call: OpCall) -> Interval:
 
 @transfer("select.int", moves=True)
 def select(call: OpCall) -> Interval:
-    """One place of an axis: within the ends over that axis."""
+    """Take one position of an axis: bounded by the ends over that axis."""
     call.ignore("index")
     return _without_axis(call.interval("self"), int(call.arg("dim")), call.shape)
 
@@ -183,7 +183,7 @@ def _without_axis(x: Interval, dim: int, shape: tuple[int, ...]) -> Interval:
 
 @transfer("unbind.int", moves=True)
 def unbind(call: OpCall) -> list[Interval]:
-    """The places of an axis, one by one."""
+    """Take the positions of an axis one by one."""
     x = call.interval("self")
     return [_without_axis(x, int(call.arg("dim")), shape) for shape in call.shapes]
 
@@ -196,7 +196,7 @@ tensor_split.sections
 
 @transfer(*_SPLITS.split(), moves=True)
 def split(call: OpCall) -> list[Interval]:
-    """Consecutive parts of an axis, each within its ends; a part of a row is no longer than the row."""
+    """Split an axis into consecutive parts, each within the ends; a part is no longer than its row."""
     call.ignore("chunks", "split_size", "split_sizes", "sections")
     x, axis = call.interval("self"), int(call.arg("dim"))
     axis %= max(len(x.shape), 1)
@@ -216,7 +216,7 @@ def _part(ends: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
 
 @transfer("tensor_split.indices", moves=True)
 def split_at(call: OpCall) -> list[Interval]:
-    """Parts of an axis that may overlap: within the ends over that axis."""
+    """Split an axis into parts that may overlap, each within the ends over that axis."""
     call.ignore("indices")
     x, axis = call.interval("self"), int(call.arg("dim"))
     low, high = x.low.amin(axis, keepdim=True), x.high.amax(axis, keepdim=True)

@@ -1,4 +1,4 @@
-"""Rounds intervals as values that are stored in a dtype, or converted to one."""
+"""Rounds intervals like values that are stored in a dtype or converted to it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _EXACT_INTEGERS = 2.0**53  # up to here float64 holds every integer, and so do o
 
 @cache
 def format_of(dtype: torch.dtype | None) -> NumberFormat | None:
-    """The number format of a dtype; ``None`` for float64, integers and complex numbers."""
+    """Return the number format of a dtype; ``None`` for float64, integers and complex numbers."""
     return FORMATS.get(dtype_name(dtype))
 
 
 def as_number(value: float, dtype: torch.dtype) -> Interval:
-    """A Python number beside a tensor: some kernels round it to the tensor's format, others do not."""
+    """Bound a Python number beside a tensor, which some kernels round to the tensor's format."""
     if dtype is torch.bool:
         return between((), 0.0, 1.0)
     if dtype.is_complex:
@@ -54,7 +54,7 @@ def as_number(value: float, dtype: torch.dtype) -> Interval:
 
 
 def any_value(shape: tuple[int, ...], dtype: torch.dtype | None) -> Interval:
-    """Any value of a dtype: an integer has ends all the same."""
+    """Return the interval of all values of a dtype; integers have finite ends."""
     if dtype is None or dtype.is_floating_point or dtype.is_complex:
         return symmetric(shape, torch.inf)
     if dtype is torch.bool:
@@ -65,13 +65,13 @@ def any_value(shape: tuple[int, ...], dtype: torch.dtype | None) -> Interval:
 
 @cache
 def rounding(dtype: torch.dtype) -> tuple[float, float]:
-    """Relative and absolute error of one rounding to a floating-point dtype."""
+    """Return the relative and absolute error of one rounding to a floating-point dtype."""
     form = format_of(dtype)
     return (OUTWARD, 0.0) if form is None else (form.eps / 2, form.min_subnormal / 2)
 
 
 def stored(interval: Interval, dtype: torch.dtype | None) -> Interval:
-    """The interval of an op's result, computed in float32 and rounded to its dtype.
+    """Return the interval of an op's float32 result, rounded to its dtype.
 
     A result beyond the format is infinite, which is the fault of that op alone; what follows is bounded for
     finite values. Integers wrap around: a range that leaves the dtype is all of it.
@@ -90,7 +90,7 @@ def stored(interval: Interval, dtype: torch.dtype | None) -> Interval:
 
 
 def converted(interval: Interval, source: torch.dtype, dtype: torch.dtype) -> Interval:
-    """The interval of an operand as an op that computes in ``dtype`` takes it; infinite where it overflows.
+    """Return the interval of an operand as read by an op in ``dtype``; infinite if it overflows.
 
     Args:
         interval: of the operand.
@@ -114,7 +114,7 @@ def converted(interval: Interval, source: torch.dtype, dtype: torch.dtype) -> In
 
 @cache
 def can_represent(dtype: torch.dtype, source: torch.dtype | None) -> bool:
-    """Whether every value of a dtype is one of another."""
+    """Return whether every value of one dtype can be represented in another."""
     form, other = format_of(dtype), format_of(source)
     if source is torch.bool:
         return True
@@ -124,7 +124,7 @@ def can_represent(dtype: torch.dtype, source: torch.dtype | None) -> bool:
 
 
 def widened_once(interval: Interval, relative: float, absolute: float) -> Interval:
-    """Widen for one rounding, which moves no value across zero."""
+    """Widen for one rounding, which never moves a value across zero."""
     wide = interval.widened(relative, absolute)
     low = torch.where(interval.low >= 0, wide.low.clamp(min=0.0), wide.low)
     high = torch.where(interval.high <= 0, wide.high.clamp(max=0.0), wide.high)

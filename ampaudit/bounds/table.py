@@ -1,4 +1,4 @@
-"""The result of a bound pass: a bound per site, and what it assumes."""
+"""The result of a bound pass: a bound per site, and its assumptions."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ class BoundTable:
 
     @property
     def proved(self) -> frozenset[SiteId]:
-        """Sites that do not overflow unless one before them has."""
+        """Sites that do not overflow unless an earlier site does."""
         return frozenset(site for site, found in self.bounds.items() if found.proved)

@@ -1,4 +1,4 @@
-"""The registry of transfer functions: from the intervals of an op's inputs to the interval of its output.
+"""The registry of transfer functions, which map the intervals of an op's inputs to that of its output.
 
 A transfer function is registered for exact overloads. It takes its arguments from an ``OpCall`` by the names
 of ATen's schema; if it leaves one unread that differs from its default, its result counts for nothing. So an
@@ -42,7 +42,7 @@ _IRRELEVANT = frozenset({"layout", "device", "pin_memory", "memory_format", "non
 
 
 class DuplicateTransfer(Exception):
-    """Two transfer functions for one op."""
+    """Raised for a second transfer function of one op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class KnownTensor:
 
     @property
     def wide(self) -> torch.Tensor:
-        """The value in float32, if it is stored in less: norms and products are to be computed of it."""
+        """Return the value in float32 if it is stored in less, to compute norms and products."""
         return self.tensor.float() if self.tensor.dtype in (torch.float16, torch.bfloat16) else self.tensor
 
     def rounded_to(self, dtype: torch.dtype) -> KnownTensor:
-        """The same value after a cast to a floating-point dtype."""
+        """Return the value after a cast to a floating-point dtype."""
         relative, absolute = rounding(dtype)
         grown = self.relative + relative + self.relative * relative
         return KnownTensor(self.tensor, grown, self.absolute * (1 + relative) + absolute)
@@ -72,7 +72,7 @@ class KnownTensor:
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One op with what is known about its inputs.
+    """One op and the bounds of its inputs.
 
     Attributes:
         node: of the graph.
@@ -96,44 +96,44 @@ class OpCall:
 
     @property
     def name(self) -> str:
-        """The op without overload and in-place mark: ``add``."""
+        """The op without overload and in-place suffix: ``add``."""
         return base_name(self.op).rstrip("_")
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the output, the first of several."""
+        """The shape of the first output."""
         return self.shapes[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the op computes: the one requested, or that of its output."""
+        """The dtype in which the op computes: the requested one, or that of its output."""
         requested = self.arg("dtype") if "dtype" in self.given else None
         found: torch.dtype = requested if requested is not None else _first(self.node.meta["val"]).dtype
         return found
 
     def arg(self, name: str) -> Any:
-        """An argument as it stands in the graph."""
+        """Return an argument as it appears in the graph."""
         self.read.add(name)
         return self.given.get(name)
 
     def ignore(self, *names: str) -> None:
-        """Declare that the result holds whatever these arguments are."""
+        """Declare that these arguments do not affect the result."""
         self.read.update(names)
 
     def has(self, name: str) -> bool:
-        """Whether an argument is given and not None."""
+        """Return whether an argument is given and not None."""
         if self.given.get(name) is not None:
             return True
         self.read.add(name)
         return False
 
     def number(self, name: str) -> float | None:
-        """A Python number; ``None`` where the argument is a value of the graph."""
+        """Return a Python number; ``None`` if the argument is a value of the graph."""
         value = self.arg(name)
         return float(value) if isinstance(value, int | float) else None
 
     def interval(self, name: str) -> Interval:
-        """Of an argument, in the dtype in which the op computes."""
+        """Return the interval of an argument, in the dtype in which the op computes."""
         value, dtype = self.arg(name), self.dtype
         if isinstance(value, fx.Node):
             given = _first(value.meta["val"])
@@ -143,12 +143,12 @@ class OpCall:
         return as_number(float(value), dtype)
 
     def items(self, name: str) -> list[Interval]:
-        """Of each tensor of a list, in the dtype in which the op computes."""
+        """Return the interval of each tensor of a list, in the dtype in which the op computes."""
         nodes = [item for item in self.arg(name) if isinstance(item, fx.Node)]
         return [converted(self.intervals[n], _first(n.meta["val"]).dtype, self.dtype) for n in nodes]
 
     def weight(self, name: str) -> KnownTensor | None:
-        """The value of an argument, where it is a known weight or constant."""
+        """Return the value of an argument, if it is a known weight or constant."""
         value = self.arg(name)
         found = self.known.get(value) if isinstance(value, fx.Node) else None
         if found is None or not found.tensor.is_floating_point():
@@ -159,7 +159,7 @@ class OpCall:
 
     @property
     def unread(self) -> list[str]:
-        """Arguments that matter and that nobody asked for."""
+        """Arguments that matter but were never read."""
         defaults = _defaults(self.op)
         return [
             name
@@ -186,7 +186,7 @@ def _defaults(op: OpOverload) -> dict[str, Any]:
 
 
 def arguments_of(op: OpOverload, node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by name, those left at their default included."""
+    """Return all arguments of a call by name, including defaults."""
     return {**_defaults(op), **named_arguments(op, node.args, dict(node.kwargs))}
 
 
@@ -195,7 +195,7 @@ Transfer = Callable[[OpCall], "Interval | list[Interval]"]
 
 @dataclass(frozen=True, slots=True)
 class RegisteredTransfer:
-    """A transfer function, and where else it applies.
+    """A transfer function, and the ops that it applies to.
 
     Attributes:
         function: the transfer.
@@ -218,7 +218,7 @@ TRANSFERS: dict[OpOverload, RegisteredTransfer] = {}
 def transfer(
     *ops: str, integers: bool = False, exact: bool = False, moves: bool = False, empty: bool = False
 ) -> Callable[[Transfer], Transfer]:
-    """Register a function for overloads of ATen: ``add.Tensor``, ``linear``; also for their in-place forms.
+    """Register a function for ATen overloads such as ``add.Tensor``, and for their in-place forms.
 
     Raises:
         DuplicateTransfer: there is one for an overload already.
@@ -241,7 +241,7 @@ def transfer(
 
 
 def _in_place(op: OpOverload) -> list[OpOverload]:
-    """``add_.Tensor`` for ``add.Tensor``, if it takes the same arguments."""
+    """Return ``add_.Tensor`` for ``add.Tensor``, if it takes the same arguments."""
     twin = getattr(getattr(torch.ops.aten, f"{base_name(op)}_", None), op._overloadname or "default", None)
     names = [[a.name for a in each._schema.arguments] for each in (op, twin) if each is not None]
     return [twin] if twin is not None and names[0] == names[1] else []
@@ -256,7 +256,7 @@ def summation_error(terms: int) -> float:
 def output_interval(
     call: OpCall, low: torch.Tensor, high: torch.Tensor, norms: Axes | None = None
 ) -> Interval:
-    """The interval of an op's output from ends that broadcast to it."""
+    """Return the interval of an op's output from ends that broadcast to it."""
     shape = call.shape
     rank = len(shape)
 

@@ -1,4 +1,4 @@
-"""Follows the values of weights and constants through a graph, up to its rounding."""
+"""Follows the values of weights and constants through a graph, until they are rounded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
         self._constants: set[fx.Node] = set()
 
     def given(self, node: fx.Node, tensor: torch.Tensor, dtype: torch.dtype, *, constant: bool) -> None:
-        """Note a placeholder's tensor, which the graph holds in a dtype that may be another."""
+        """Record a placeholder's tensor, which the graph may hold in another dtype."""
         if constant and tensor.numel() <= MAX_COMPUTED:
             self[node] = KnownTensor(tensor.to(dtype))
             self._constants.add(node)
@@ -36,7 +36,7 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
             self[node] = _cast(KnownTensor(tensor), tensor.dtype, dtype) or KnownTensor(tensor.to(dtype))
 
     def follow(self, node: fx.Node, entry: RegisteredTransfer) -> bool:
-        """Compute a node's value, if that is possible without error; return whether it is known."""
+        """Compute a node's value, if that is exact; return whether it is known."""
         sources, value = node.all_input_nodes, node.meta.get("val")
         op = overload_of(node.target)
         if op is None or not isinstance(value, torch.Tensor) or not all(source in self for source in sources):
@@ -51,7 +51,7 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
         return entry.moves and len(sources) == 1 and self._move(node)
 
     def _computable(self, node: fx.Node, entry: RegisteredTransfer) -> bool:
-        """Whether it is a constant, and the same on every device."""
+        """Return whether a value is constant and identical on every device."""
         if not all(source in self._constants for source in node.all_input_nodes):
             return False
         floats = [near.meta["val"].is_floating_point() for near in (node, *node.all_input_nodes)]
@@ -81,7 +81,7 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
         return found if isinstance(found, torch.Tensor) else None
 
     def peak(self, node: fx.Node) -> float:
-        """The largest magnitude of a known value, before it is rounded; infinite of NaN."""
+        """Return the largest magnitude of a known value before rounding; infinite for NaN."""
         tensor = self[node].tensor
         if not tensor.numel():
             return 0.0
@@ -92,7 +92,7 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
         return math.inf if math.isnan(found) else found
 
     def interval(self, node: fx.Node) -> Interval:
-        """The interval of a known value as the graph holds it."""
+        """Return the interval of a known value as the graph holds it."""
         known, dtype = self[node], node.meta["val"].dtype
         tensor = known.tensor
         if tensor.is_complex():
@@ -109,7 +109,7 @@ class KnownWeights(dict[fx.Node, KnownTensor]):
 
 
 def _cast(known: KnownTensor, source: torch.dtype, dtype: torch.dtype) -> KnownTensor | None:
-    """A weight after a cast between floating-point dtypes; ``None`` of other casts."""
+    """Return a weight after a cast between floating-point dtypes; ``None`` for other casts."""
     if source is dtype or can_represent(dtype, source):
         return known
     if not (source.is_floating_point and dtype.is_floating_point):

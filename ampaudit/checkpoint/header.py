@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file, and validates it against the file.
+"""Reads the header of a safetensors file and validates it against the file.
 
 The format: eight bytes with the header's length (little-endian), the header in JSON, then the tensors'
 bytes without gaps (huggingface/safetensors, README, "Format").
@@ -107,7 +107,7 @@ def read_header(path: Path) -> Header:
 def laid_out(
     entries: Iterable[TensorEntry], metadata: dict[str, str]
 ) -> tuple[bytes, tuple[TensorEntry, ...]]:
-    """Make the header of a new file; returns its bytes, and the entries with their offsets."""
+    """Lay out a new file; return its header as bytes, and the entries with their offsets."""
     placed: list[TensorEntry] = []
     table: dict[str, Any] = {_METADATA: metadata} if metadata else {}
     start = 0
@@ -127,10 +127,10 @@ def _parsed(path: Path, text: bytes) -> tuple[list[TensorEntry], dict[str, str]]
     except ValueError as error:
         raise _broken(path, f"its header: {first_line(error)}") from error
     if not isinstance(table, dict):
-        raise _broken(path, "its header is not a table")
+        raise _broken(path, "its header is not a JSON object")
     metadata = table.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _broken(path, "its metadata are not texts")
+        raise _broken(path, "its metadata values are not strings")
     entries = [_entry(path, name, item) for name, item in table.items()]
     return sorted(entries, key=lambda entry: (entry.start, entry.size)), metadata
 
@@ -140,11 +140,11 @@ def _entry(path: Path, name: str, item: Any) -> TensorEntry:
         dtype, shape, (start, end) = item["dtype"], item["shape"], item["data_offsets"]
         numbers = [start, end, *shape]
     except (TypeError, KeyError, ValueError) as error:
-        raise _broken(path, f"tensor {name!r} lacks its dtype, shape or place") from error
+        raise _broken(path, f"tensor {name!r} lacks its dtype, shape or offsets") from error
     if dtype not in _BITS:
         raise _broken(path, f"tensor {name!r} has the unknown type {str(dtype)[:40]!r}")
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise _broken(path, f"tensor {name!r} has a size or place that is no whole number")
+        raise _broken(path, f"tensor {name!r} has a size or offset that is not an integer")
     entry = TensorEntry(name, dtype, tuple(shape), start)
     if end - start != entry.size:
         raise _broken(
@@ -163,7 +163,7 @@ def _check_layout(path: Path, entries: list[TensorEntry], available: int) -> Non
         cut = next(e for e in entries if e.start + e.size > available)
         raise _broken(path, f"the file is truncated: it ends within tensor {cut.name!r}")
     if at < available:
-        raise _broken(path, f"{available - at:,} bytes behind the last tensor belong to none")
+        raise _broken(path, f"{available - at:,} bytes after the last tensor belong to no tensor")
 
 
 def _broken(path: Path, what: str) -> WeightsError:
@@ -171,14 +171,14 @@ def _broken(path: Path, what: str) -> WeightsError:
 
 
 class DuplicateName(ValueError):
-    """An object has one name twice; most readers take the last one silently."""
+    """Raised for an object with a duplicate name; most readers silently take the last one."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"the name {name!r} is in it twice")
+        super().__init__(f"the name {name!r} occurs twice")
 
 
 def unique_json(text: bytes | str) -> Any:
-    """Parse untrusted JSON in which every object has each name once.
+    """Parse untrusted JSON, rejecting duplicate names in an object.
 
     Raises:
         ValueError: not JSON, nested too deeply, or (``DuplicateName``) a repeated name.

@@ -1,4 +1,4 @@
-"""Maps the tensors of a checkpoint into memory, and drops their pages on request."""
+"""Maps the tensors of a checkpoint into memory, and releases their pages on request."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _DROP_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
-    """Tensors by name; those of safetensors files are in private mappings: writes do not change the file."""
+    """Tensors by name; safetensors files are mapped privately, so writes do not change the file."""
 
     tensors: dict[str, torch.Tensor]
     _mappings: dict[int, tuple[mmap.mmap, int, int]] = field(default_factory=dict)
     _files: list[mmap.mmap] = field(default_factory=list)
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Free the memory of a tensor, whose values are read again at their next use.
+        """Release the memory of a tensor, whose values are read again on next use.
 
         Anything that was written to the tensor is lost.
         """
@@ -45,7 +45,7 @@ class MappedWeights:
 
     @contextlib.contextmanager
     def dropping(self) -> Iterator[None]:
-        """Keep freeing the memory of all tensors while active, for code that reads them in any order."""
+        """Keep releasing the memory of all tensors while active, for code that reads them in any order."""
         done = threading.Event()
 
         def work() -> None:

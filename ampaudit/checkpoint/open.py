@@ -41,7 +41,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the headers of a checkpoint; no tensor is read, and no code in it is run.
+    """Read the headers of a checkpoint, without reading tensors or running code.
 
     Raises:
         WeightsError: missing, corrupt, hostile, or of an unsupported kind.
@@ -58,7 +58,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         part = InMemory(path.name, read_state_dict(path), {})
         return Checkpoint(path, (part,), None, {})
     raise WeightsError(
-        f"{path}: not a kind of checkpoint that ampaudit reads",
+        f"{path}: not a checkpoint format that ampaudit reads",
         hint=f"give a .safetensors file, its {INDEX_SUFFIX}, or a state_dict ({', '.join(PICKLED)})",
     )
 
@@ -72,7 +72,9 @@ def weights_in(directory: Path) -> Path:
     for name in (SINGLE, f"model{INDEX_SUFFIX}"):
         if (directory / name).is_file():
             return directory / name
-    raise WeightsError(f"{directory} holds neither {SINGLE} nor model{INDEX_SUFFIX}", hint="check the path")
+    raise WeightsError(
+        f"{directory} contains neither {SINGLE} nor model{INDEX_SUFFIX}", hint="check the path"
+    )
 
 
 def _sharded(path: Path) -> Checkpoint:
@@ -80,9 +82,11 @@ def _sharded(path: Path) -> Checkpoint:
     shards = sorted(set(table["weight_map"].values()))
     for shard in shards:
         if not shard or PurePosixPath(shard).name != shard or "\\" in shard or shard in (".", ".."):
-            raise WeightsError(f"{path}: names the shard {shard!r}", hint="shards lie beside their index")
+            raise WeightsError(
+                f"{path}: names the shard {shard!r}", hint="shards must be next to their index"
+            )
         if not (path.parent / shard).is_file():
-            raise WeightsError(f"{path}: the shard {shard} is missing", hint="download it, too")
+            raise WeightsError(f"{path}: the shard {shard} is missing", hint="download it as well")
     parts = tuple(SafetensorsFile(path.parent / shard) for shard in shards)
     _check_map(path, table["weight_map"], parts)
     metadata = table.get("metadata")

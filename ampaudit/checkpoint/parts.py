@@ -31,7 +31,7 @@ class Part(Protocol):
 
 
 class SafetensorsFile:
-    """A safetensors file; it is read, not mapped, so that its pages do not count as memory of the process.
+    """A safetensors file, read instead of mapped, so that its pages do not count as process memory.
 
     Raises:
         WeightsError: see ``read_header``.
@@ -64,7 +64,7 @@ class SafetensorsFile:
             raise WeightsError(f"{self.path}: {error.strerror}", hint="check the disk") from error
 
     def _buffer(self, size: int) -> torch.Tensor:
-        """The next buffer of the ring, cut to a size."""
+        """Return the next buffer of the ring, cut to a size."""
         self._turn = (self._turn + 1) % RING
         if self._ring[self._turn].numel() < size:
             self._ring[self._turn] = torch.empty(size, dtype=torch.uint8)
@@ -91,13 +91,13 @@ class InMemory:
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The torch dtype of a safetensors type; ``None`` where torch has none."""
+    """Return the torch dtype of a safetensors type; ``None`` if torch has none."""
     dtype: torch.dtype | None = getattr(torch, TORCH_NAMES.get(name, ""), None)
     return None if name == "F4" else dtype
 
 
 def type_name(dtype: torch.dtype, what: str) -> str:
-    """The safetensors name of a torch dtype.
+    """Return the safetensors name of a torch dtype.
 
     Raises:
         WeightsError: safetensors has no such type.
@@ -113,5 +113,5 @@ def _fill(stream: FileIO, view: memoryview, path: Path) -> None:
     while done < len(view):
         count = stream.readinto(view[done:])
         if not count:
-            raise WeightsError(f"{path}: became shorter while it was read", hint="try again")
+            raise WeightsError(f"{path}: was truncated while it was read", hint="try again")
         done += count

@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor, with a few pieces in memory."""
+"""Writes a safetensors file tensor by tensor, holding only a few pieces in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AHEAD = RING - 4  # pieces that wait for the disk, in buffers that are not used
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Checksums of a file that was written.
+    """Checksums of a written file.
 
     Attributes:
         sha256: digest of the whole file.
@@ -72,7 +72,7 @@ def write_safetensors(
 
 
 def write_part(path: Path, part: Part, names: Iterable[str] | None = None) -> Written:
-    """Write tensors of a part as they are; all of them if no names are given.
+    """Write the tensors of a part unchanged; all of them unless names are given.
 
     Raises:
         OSError: the disk is full, say.
@@ -84,7 +84,7 @@ def write_part(path: Path, part: Part, names: Iterable[str] | None = None) -> Wr
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Casting is quicker than reading: torch's own threads would only be in the way of the writer."""
+    """Limit torch to one thread: casting is faster than reading and would slow down the writer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -94,7 +94,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Hand:
-    """A thread that hashes and writes what it is given, while the next piece is made."""
+    """A thread that hashes and writes pieces while the next one is prepared."""
 
     def __init__(self, stream: FileIO) -> None:
         self.sha256 = hashlib.sha256()
@@ -115,7 +115,7 @@ class _Hand:
             raise self._failure
 
     def take(self, data: bytes | memoryview) -> None:
-        """Write these bytes next."""
+        """Queue bytes to be written."""
         if self._failure is not None:
             raise self._failure
         self._waiting.put(data)

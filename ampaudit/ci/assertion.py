@@ -1,4 +1,4 @@
-"""``assert_safe``: a test fails where a model would break, with the report as its message."""
+"""``assert_safe``: fails a test if a model would break, with the report as its message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH = 110
 
 
 class UnsafeModel(AssertionError):
-    """A model breaks, or comes nearer to the limit than was allowed.
+    """Raised for a model that breaks or exceeds a budget.
 
     Attributes:
         report: the audit, with every finding and number.
@@ -38,7 +38,7 @@ def assert_safe(
     allow: Iterable[str] = (),
     **options: Unpack[ScanOptions],
 ) -> Report:
-    """Audit a model as ``ampaudit.scan`` does, and fail unless it is safe.
+    """Audit a model like ``ampaudit.scan`` does, and raise unless it is safe.
 
     Args:
         model: in the mode that is to be audited.
@@ -78,7 +78,7 @@ def assert_safe(
 
 @contextlib.contextmanager
 def _quiet_trace() -> Iterator[None]:
-    """Without foreign handlers on torch's structured trace: pytest's shows a page of empty lines."""
+    """Remove other handlers of torch's structured trace, which would fill pytest's log."""
     log = logging.getLogger("torch.__trace")
     foreign = [handler for handler in log.handlers if not type(handler).__module__.startswith("torch.")]
     for handler in foreign:
@@ -91,7 +91,7 @@ def _quiet_trace() -> Iterator[None]:
 
 
 def _message(report: Report, found: list[Breach]) -> str:
-    """The budgets that are exceeded, and the report as the terminal shows it."""
+    """Return the exceeded budgets and the report as the terminal shows it."""
     from ampaudit.core.text import escape_control
     from ampaudit.render.terminal import to_text
 

@@ -1,4 +1,4 @@
-"""``ampaudit check``: targets against budgets, each in a process of its own."""
+"""``ampaudit check``: checks targets against budgets, each in its own process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(
     config: CheckConfig | None = None,
     **options: Unpack[CheckOptions],
 ) -> CheckResults:
-    """Hold targets against budgets, each in a process of its own.
+    """Check targets against budgets, each in its own process.
 
     Args:
         targets: model files, converted directories, ``.pt2`` programs; those of ``config`` if there are none.

@@ -1,4 +1,4 @@
-"""The options of ``check``, and ``[tool.ampaudit]`` in pyproject.toml."""
+"""Options of ``check``, and ``[tool.ampaudit]`` in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -33,24 +33,26 @@ _FINITE = AllowInfNan(False)
 
 
 class CheckConfig(Config):
-    """What targets are held against, and how they are run."""
+    """Options of ``check``."""
 
     targets: Annotated[Texts, Option("Models, converted directories, globs.", command_line=False)] = ()
     policy: Annotated[str, Option("Policy name or rule file; converted directories: as-is.")] = "ampaudit"
     dtype: DtypeName = "float16"
     device: DeviceName = "auto"
-    fail_on: Annotated[FailOn, Option("Severity from which a finding counts.")] = "error"
+    fail_on: Annotated[FailOn, Option("Lowest severity that counts.")] = "error"
     allow: Annotated[Texts, Option("Findings that do not count (repeatable).", metavar="CODE")] = ()
     ignore: Ignored = ()
     min_headroom: Annotated[
-        float | None, _FINITE, Option("Least headroom of every 16-bit site.", metavar="BITS")
+        float | None, _FINITE, Option("Minimum headroom of every 16-bit site.", metavar="BITS")
     ] = None
-    min_sqnr: Annotated[float | None, _FINITE, Option("Least accuracy of every output.", metavar="DB")] = None
+    min_sqnr: Annotated[float | None, _FINITE, Option("Minimum accuracy of every output.", metavar="DB")] = (
+        None
+    )
     max_metric_drop: Annotated[
-        float | None, _FINITE, Option("Largest fall of the model file's metric(output, batch).", metavar="X")
+        float | None, _FINITE, Option("Maximum drop of the model file's metric(output, batch).", metavar="X")
     ] = None
     max_fp32_share: Annotated[
-        float | None, Ge(0), Le(1), _FINITE, Option("Largest share of sites in float32.", metavar="P")
+        float | None, Ge(0), Le(1), _FINITE, Option("Maximum share of sites in float32.", metavar="P")
     ] = None
     baseline: Annotated[
         FilePath | None, Option("An earlier report: only what is new or worse counts.", metavar="FILE")
@@ -62,15 +64,15 @@ class CheckConfig(Config):
         FilePath | None,
         Option("Python file with example_inputs(), batches() or metric().", metavar="FILE"),
     ] = None
-    batches: Annotated[int, Ge(1), Option("Batches to run.")] = 1
+    batches: Annotated[int, Ge(1), Option("Number of batches to run.")] = 1
     seed: Seed = 0
-    train: Annotated[bool, Option("Use the models in training mode.")] = False
-    jobs: Annotated[int, Ge(1), Option("Targets at a time.", flags=("-j",))] = 1
-    timeout: Annotated[float | None, Gt(0), Option("Stop a target that takes longer.", metavar="SECONDS")] = (
-        None
-    )
+    train: Annotated[bool, Option("Audit the models in training mode.")] = False
+    jobs: Annotated[int, Ge(1), Option("Number of targets to check in parallel.", flags=("-j",))] = 1
+    timeout: Annotated[
+        float | None, Gt(0), Option("Stop a target that takes longer than this.", metavar="SECONDS")
+    ] = None
     max_memory: Annotated[
-        str | None, Option("Stop a target that takes more, such as 4GB.", metavar="SIZE")
+        str | None, Option("Stop a target that uses more memory, such as 4GB.", metavar="SIZE")
     ] = None
     on_progress: OnProgress = silent
 
@@ -101,7 +103,7 @@ class CheckOptions(TypedDict, total=False):
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the options in a pyproject.toml, by field name; globs among the targets are expanded.
+    """Read the options in a pyproject.toml by field name, expanding globs among the targets.
 
     Raises:
         UsageError: not TOML, or a key or value that ``ampaudit check`` does not know.
@@ -113,7 +115,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _places(path: Path, target: str) -> list[str]:
-    """A target from the file's directory, or all that match if it is a glob; an import path stays as it is.
+    """Resolve a target relative to the file's directory, expanding globs; import paths stay as they are.
 
     Raises:
         UsageError: a glob matches nothing.
@@ -133,7 +135,7 @@ def _beside(path: Path, target: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4GB``, ``500 MB`` or ``2GiB``.
+    """Parse a number of bytes such as ``4GB``, ``500 MB`` or ``2GiB``.
 
     Raises:
         UsageError: it is no size.
@@ -143,4 +145,4 @@ def parse_size(text: str) -> int:
     try:
         return int(float(digits) * _UNITS[compact[len(digits) :]])
     except (ValueError, KeyError, OverflowError) as error:
-        raise UsageError(f"{text!r} is no size", hint="write 4GB, 500MB or 2GiB") from error
+        raise UsageError(f"{text!r} is not a valid size", hint="write 4GB, 500MB or 2GiB") from error

@@ -1,4 +1,4 @@
-"""Holds a report against budgets, and against an earlier report."""
+"""Compares a report with budgets and with an earlier report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BITS, _DB, _SHARE = 0.05, 0.5, 1e-9
 
 
 def check_codes(codes: tuple[str, ...]) -> None:
-    """Refuse codes that no check has.
+    """Reject unknown codes.
 
     Raises:
         UsageError: naming the nearest one.
@@ -29,12 +29,13 @@ def check_codes(codes: tuple[str, ...]) -> None:
     for code in codes:
         if code not in known:
             raise UsageError(
-                f"--allow {code}: no such check", hint=f"{did_you_mean(code, known)}see docs/checks.md"
+                f"--allow {code}: no such check",
+                hint=f"{did_you_mean(code, known)}'ampaudit explain' lists all codes",
             )
 
 
 def read_baseline(path: Path) -> Report:
-    """An earlier report, as ``scan --format json`` writes it.
+    """Read an earlier report written by ``scan --format json``.
 
     Raises:
         InputError: it is none.
@@ -43,7 +44,7 @@ def read_baseline(path: Path) -> Report:
 
 
 def measured_in(report: Report) -> Measurements:
-    """What the budgets are about, out of a report."""
+    """Extract from a report the quantities that budgets limit."""
     least = report.least_headroom
     broken = report.broken_outputs
     accuracies = [o.sqnr_db for o in report.outputs if o.sqnr_db is not None and o not in broken]
@@ -61,7 +62,7 @@ def measured_in(report: Report) -> Measurements:
 def breaches(
     report: Report, seen: Measurements, budgets: Budgets, baseline: Report | None = None
 ) -> Iterator[Breach]:
-    """Every finding that counts and every budget that is exceeded; with a baseline, what is new or worse."""
+    """Yield counted findings and exceeded budgets; with a baseline, only what is new or worse."""
     known = {(f.code, f.site) for f in baseline.findings if _counts(f, budgets)} if baseline else set()
     for finding in report.findings:
         if _counts(finding, budgets) and (finding.code, finding.site) not in known:
@@ -78,14 +79,14 @@ def _counts(finding: Finding, budgets: Budgets) -> bool:
 
 def _numbers(seen: Measurements, budgets: Budgets, before: Measurements | None) -> Iterator[Breach]:
     if _too_low("headroom_bits", seen, budgets.min_headroom, before, _BITS):
-        text = f"headroom {seen.headroom_bits:.2f} bits, {budgets.min_headroom:g} asked for"
+        text = f"headroom {seen.headroom_bits:.2f} bits, {budgets.min_headroom:g} required"
         yield Breach("min-headroom", seen.headroom_site or "", text)
     if _too_low("sqnr_db", seen, budgets.min_sqnr, before, _DB):
-        yield Breach("min-sqnr", "outputs", f"{seen.sqnr_db:.1f} dB, {budgets.min_sqnr:g} asked for")
+        yield Breach("min-sqnr", "outputs", f"{seen.sqnr_db:.1f} dB, {budgets.min_sqnr:g} required")
     for name in seen.broken if budgets.min_sqnr is not None else ():
         if before is None or name not in before.broken:
             yield Breach(
-                "min-sqnr", name, f"holds inf or NaN, or nothing like FP32; {budgets.min_sqnr:g} dB asked for"
+                "min-sqnr", name, f"holds inf or NaN, or nothing like FP32; {budgets.min_sqnr:g} dB required"
             )
     drop, most = seen.metric_drop, budgets.max_metric_drop
     if most is not None and drop is not None and not drop <= most:
@@ -100,7 +101,7 @@ def _numbers(seen: Measurements, budgets: Budgets, before: Measurements | None) 
 def _too_low(
     name: str, seen: Measurements, least: float | None, before: Measurements | None, slack: float
 ) -> bool:
-    """Whether a number is below its limit and, with a baseline, worse than there by more than rounding."""
+    """Return whether a number is below its limit and, with a baseline, worse by more than rounding."""
     value = getattr(seen, name)
     if value is None or least is None or value >= least:
         return False

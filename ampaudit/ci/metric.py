@@ -1,4 +1,4 @@
-"""The model file's own ``metric(output, batch)``, in FP32 and in 16 bits."""
+"""Evaluates the model file's ``metric(output, batch)`` in FP32 and in 16 bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Outputs = dict[int, dict[str, tuple[Any, Any]]]  # of each batch, by name: FP32'
 
 
 def with_metric(measured: Measurements, source: ModelSource, outputs: Outputs) -> Measurements:
-    """The same, with the means of the metric over the batches, if the model file has one.
+    """Add the metric's means over the batches, if the model file has one.
 
     Raises:
         InputError: the metric gives no number.
@@ -45,7 +45,7 @@ def with_metric(measured: Measurements, source: ModelSource, outputs: Outputs) -
 
 
 def _with(output: Any, tensors: Mapping[str, Any]) -> Any:
-    """The output with other tensors in it, those of a run; what the run does not have (a cache) stays."""
+    """Replace the tensors of an output by those of a run; the rest, such as a cache, stays."""
     names = {id(tensor): name for name, tensor in flatten_outputs(output)}
     leaves, spec = pytree.tree_flatten(output)
     changed = [
@@ -55,7 +55,7 @@ def _with(output: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def _float(value: Any) -> Any:
-    """16-bit values as float32, in which any metric can be computed on any device."""
+    """Widen 16-bit values to float32, in which any metric can be computed on any device."""
     return value.float().cpu() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
@@ -66,5 +66,5 @@ def _metric(metric: Callable[..., Any], output: Any, batch: Batch) -> float:
     if number != number:
         return float("-inf")  # NaN is as bad as a metric can be
     if isinstance(value, str):
-        raise InputError("metric(output, batch) returned a text", hint="return a number, larger is better")
+        raise InputError("metric(output, batch) returned a string", hint="return a number, larger is better")
     return number

@@ -1,4 +1,4 @@
-"""The pytest plugin. It is loaded wherever ampaudit is installed, so it imports next to nothing."""
+"""The pytest plugin. It loads in every environment with ampaudit installed, so its imports are minimal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["assert_safe", "pytest_addoption"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Defaults in the ini file, and a folder for reports."""
+    """Add options for defaults and for a report directory."""
     parser.addini("ampaudit_policy", "policy of assert_safe, if the test names none", default="ampaudit")
     parser.addini("ampaudit_dtype", "dtype of assert_safe, if the test names none", default="float16")
     group = parser.getgroup("ampaudit")
@@ -58,7 +58,7 @@ def assert_safe(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
 
 def _write(report: Report, folder: Path, test: str, number: int) -> Path:
-    """Both files of one report; a test run is free to replace those of the last one."""
+    """Write one report as JSON and HTML, replacing those of the last run."""
     from ampaudit.core.files import write_text
     from ampaudit.render.render import as_file
 

@@ -1,4 +1,4 @@
-"""Runs checks in processes of their own, some at a time, and stops those that hang or eat memory."""
+"""Runs checks in separate processes, several at a time, within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many at a time, and what each may use; ``None`` is no limit."""
+    """Number of parallel processes, and the limits of each; ``None`` means unlimited."""
 
     jobs: int = 1
     timeout: float | None = None
@@ -35,7 +35,7 @@ class Limits:
 
 
 def check_all(requests: Sequence[Request], limits: Limits, on_progress: Progress) -> list[TargetResult]:
-    """The results in the order of the requests, whatever becomes of each process.
+    """Return the results in the order of the requests, even if processes die.
 
     A process that is stopped, or dies, is a result like any other: its target could not be audited.
     """
@@ -83,7 +83,7 @@ class _Worker:
             )
 
     def poll(self) -> TargetResult | None:
-        """The result, once there is one."""
+        """Return the result once there is one."""
         seconds = time.perf_counter() - self._started
         self._peak = max(self._peak, _resident(self._process.pid))
         limits = self._limits
@@ -91,7 +91,7 @@ class _Worker:
             if limits.timeout is not None and seconds > limits.timeout:
                 what, hint = (
                     f"stopped after {limits.timeout:g} s",
-                    "raise --timeout, or make the model's code end",
+                    "raise --timeout, or find out why the model hangs",
                 )
             elif limits.memory is not None and self._peak > limits.memory:
                 what = (
@@ -110,7 +110,7 @@ class _Worker:
         return replace(found, seconds=round(seconds, 2), peak_bytes=self._peak)
 
     def stop(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if hasattr(os, "killpg"):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -132,12 +132,12 @@ class _Worker:
 
 
 def _threads(jobs: int) -> dict[str, str]:
-    """Each of several processes gets its share of the cores; a single one what it would have had."""
+    """Divide the cores among parallel processes; a single process keeps its default."""
     return {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
 
 
 def _resident(pid: int) -> int:
-    """Resident bytes of a process and its children; 0 for one that is gone."""
+    """Return the resident bytes of a process and its children; 0 if it has ended."""
     try:
         process = psutil.Process(pid)
         return sum(_rss(member) for member in _family(process))

@@ -30,7 +30,7 @@ AS_IS = "as-is"
 
 
 def check_target(request: Request) -> TargetResult:
-    """Audit a target and hold it against its budgets.
+    """Audit a target and compare it with its budgets.
 
     Raises:
         AuditError: see ``ampaudit.core.errors``.
@@ -44,7 +44,7 @@ def check_target(request: Request) -> TargetResult:
     if source.kind == "converted":
         config = config.changed(policy=AS_IS, dtype=source.dtype or config.dtype)
         found += _integrity(Path(request.target))
-        notes.append("audited as it was converted, casts and all; its files were verified")
+        notes.append("audited as converted, with its casts; its files were verified")
     outputs: Outputs = {}
     if source.metric is not None:
         config = config.changed(keep_outputs=outputs.__setitem__)
@@ -82,7 +82,7 @@ def _integrity(directory: Path) -> list[Breach]:
 
 
 def _with_recorded(measured: Measurements, directory: Path) -> Measurements:
-    """With the accuracy that was recorded against the FP32 model, whose weights are not in the program."""
+    """Add the accuracy recorded against the FP32 model, whose weights the program lacks."""
     recorded = read_manifest(directory).outputs
     found = [o.sqnr_db for o in recorded if o.sqnr_db is not None]
     found += [measured.sqnr_db] if measured.sqnr_db is not None else []
@@ -95,7 +95,7 @@ def _with_recorded(measured: Measurements, directory: Path) -> Measurements:
 
 
 def main() -> None:
-    """Read the request, check, write the result; errors of the user's become part of it."""
+    """Read the request, check, and write the result; user errors become part of it."""
     request = TypeAdapter(Request).validate_json(Path(sys.argv[1]).read_bytes())
     try:
         result = check_target(request)

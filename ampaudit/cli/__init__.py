@@ -1,3 +1,3 @@
-"""The command line. Nothing here imports torch until a command needs it."""
+"""The command line, which imports torch only when a command needs it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``ampaudit bench``: time, memory and accuracy of each mode, side by side."""
+"""``ampaudit bench``: compares time, memory and accuracy of modes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["bench_command"]
 @debug_option
 @click.pass_context
 def bench_command(context: click.Context, /, model: str, **options: Any) -> None:
-    """Run MODEL in each mode, in turns, and print what each costs beside what it computes.
+    """Run MODEL in each mode, in turns, and compare time, memory and accuracy.
 
     MODEL is what ``ampaudit scan`` takes; --train needs what ``ampaudit train`` needs. A mode that the device
     lacks, or that runs out of memory, is a row of the table. Exit code 3 if none ran.

@@ -1,4 +1,4 @@
-"""``ampaudit check``: targets and budgets in, one table and an exit code out."""
+"""``ampaudit check``: checks targets against budgets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["check_command"]
 @debug_option
 @click.pass_context
 def check_command(context: click.Context, /, targets: tuple[str, ...], **options: Any) -> None:
-    """Hold TARGETS against budgets: model files, converted directories, .pt2 programs.
+    """Check TARGETS against budgets: model files, converted directories, .pt2 programs.
 
     Each runs in a process of its own. Options come from the command line, then from [tool.ampaudit] in
     pyproject.toml. Exit codes: 0 all pass, 1 a budget is exceeded, 2 bad input, 3 not audited.

@@ -1,4 +1,4 @@
-"""``ampaudit convert`` and ``ampaudit verify``: options in, a directory or a verdict out."""
+"""``ampaudit convert`` and ``ampaudit verify``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ __all__ = ["convert_command", "verify_command"]
 @click.option("-o", "--output", type=FILE, required=True, metavar="DIR", help="Directory to write.")
 @config_options(ConvertConfig, SourceConfig)
 @click.option(
-    "--to", "target", type=click.Choice(["float32"]), help="MODEL is a converted directory: undo it."
+    "--to",
+    "target",
+    type=click.Choice(["float32"]),
+    help="Restore the FP32 weights of MODEL, a converted directory.",
 )
 @format_option
 @debug_option
@@ -79,7 +82,7 @@ def _convert(
     if made is None:
         # the output is the directory, which was not written
         deliver_document(report, {"form": options["form"]})
-        click.echo(f"nothing was written to {output}; --fail-on never writes it all the same", err=True)
+        click.echo(f"nothing was written to {output}; pass --fail-on never to write it anyway", err=True)
         context.exit(report.exit_code)
     return made
 
@@ -90,18 +93,18 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
 
     made = restore(Path(model), output, force=options["force"])
     size = format_bytes(sum(record.size for record in made.files.values()))
-    click.echo(f"restored {len(made.tensors)} tensors ({size}) to {output}; each is what it was, bit for bit")
+    click.echo(f"restored {len(made.tensors)} tensors ({size}) to {output}, bit for bit")
 
 
 @click.command("verify")
 @click.argument("directory", type=FILE)
 @config_options(VerifyConfig)
 @format_option
-@verbose_option("Every problem.")
+@verbose_option("Show every problem.")
 @debug_option
 @click.pass_context
 def verify_command(context: click.Context, /, directory: Path, **options: Any) -> None:
-    """Say whether a converted DIRECTORY is what was written, and still computes what it did.
+    """Verify that a converted DIRECTORY is unchanged and still computes the same.
 
     Hashes of all files, each tensor against its master, and the program, loaded in a fresh process and run
     on the recorded inputs. Exit code 1 if anything differs, and each difference is named.

@@ -1,4 +1,4 @@
-"""``ampaudit devices``: what this machine has, and what each generation can do in 16 bits."""
+"""``ampaudit devices``: shows the devices of this machine and the catalog of accelerators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["devices_command"]
 @format_option
 @debug_option
 def devices_command(name: str | None, form: str, debug: bool) -> None:
-    """Print what this machine has and what each generation of accelerators can do; or one device, by NAME."""
+    """Show this machine and what each generation of accelerators supports; or one device, by NAME."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""``ampaudit explain``: the page of a check, or the list of all."""
+"""``ampaudit explain``: the page of a check, or the list of all checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["explain_command"]
 @click.command("explain")
 @click.argument("code", required=False)
 def explain_command(code: str | None) -> None:
-    """Print what CODE means, why it is bad, and what to write instead; without CODE, list all codes."""
+    """Explain CODE: what it means, why it is bad, and what to write instead; without CODE, list all codes."""
     from ampaudit.cli.terminal import show
 
     show(lambda console: _print_page(console, code) if code is not None else _print_list(console))
@@ -25,24 +25,22 @@ def _print_page(console: Console, code: str) -> None:
     from rich.markdown import Markdown
 
     from ampaudit.report.pages import page_of
-    from ampaudit.report.pages.page import LINTED
+    from ampaudit.report.pages.page import command_of
 
     page = page_of(code)
     console.print(Markdown(page.text))
-    if page.code.startswith(LINTED):
-        console.print("\nTo see it, save the bad example and run: ampaudit lint bad.py")
-        return
-    names = {"ranges": "--ranges"}
-    options = [names.get(name, f"--{name} {value}") for name, value in page.bad.options.items()]
-    console.print(f"\nTo see it, save the bad example and run: ampaudit scan bad.py {' '.join(options)}")
+    bad, good = command_of(page.code, page.bad), command_of(page.code, page.good)
+    console.print(f"\nTo see it, save the bad example as model.py and run: {bad}")
+    if good != bad:
+        console.print(f"For the good example, run: {good}")
 
 
 def _print_list(console: Console) -> None:
     from ampaudit.render.grid import open_table
     from ampaudit.report.pages import all_pages
-    from ampaudit.report.pages.document import family
+    from ampaudit.report.pages.page import family
 
-    table = open_table("code", "says", "severity", "about", left=("says", "severity", "about"))
+    table = open_table("code", "check", "severity", "about", left=("check", "severity", "about"))
     for page in all_pages().values():
         table.add_row(page.code, page.title, page.severity, family(page.code))
     console.print(table)

@@ -1,4 +1,4 @@
-"""``ampaudit lint``: find mixed-precision mistakes in training scripts without running them."""
+"""``ampaudit lint``: finds mixed-precision mistakes in training scripts without running them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STDIN = "-"
     help="File name assumed for standard input; its suffix selects the parser.",
 )
 @configuration_option
-@report_format_option("text", "json", "sarif", "github", "junit", "markdown")
+@report_format_option()
 @output_option
 @force_option
 @quiet_option

@@ -1,4 +1,4 @@
-"""Loads the model that a command is about; torch is imported here."""
+"""Loads the model of a command, importing torch."""
 
 from __future__ import annotations
 

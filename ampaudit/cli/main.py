@@ -1,4 +1,4 @@
-"""The ``ampaudit`` program: commands, and how every error ends as one clear line with an exit code."""
+"""The ``ampaudit`` program: its commands, and error handling with exit codes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ __all__ = ["COMMANDS", "main", "run"]
 INTERRUPTED = 130
 # where each command is, and its line in the list of all
 COMMANDS = {
-    "scan": ("scan_command:scan_command", "Name the layers that overflow."),
+    "scan": ("scan_command:scan_command", "Find the layers that overflow."),
     "plan": ("plan_command:plan_command", "Show what a policy does to each op."),
     "train": ("train_command:train_command", "Train in FP32 and 16 bits side by side."),
     "convert": ("convert_command:convert_command", "Write a converted checkpoint."),
-    "verify": ("convert_command:verify_command", "Check a converted directory."),
-    "check": ("check_command:check_command", "The pre-deployment gate."),
+    "verify": ("convert_command:verify_command", "Verify a converted directory."),
+    "check": ("check_command:check_command", "Check models against budgets."),
     "lint": ("lint_command:lint_command", "Find mixed-precision mistakes in training scripts."),
-    "bench": ("bench_command:bench_command", "Measure what 16 bits buy: time, memory, accuracy."),
-    "report": ("report_command:report_command", "Show a saved report again, in any format."),
-    "diff": ("report_command:diff_command", "Say what got better or worse between two reports."),
+    "bench": ("bench_command:bench_command", "Compare time, memory and accuracy of each mode."),
+    "report": ("report_command:report_command", "Show a saved report in any format."),
+    "diff": ("report_command:diff_command", "Compare two reports."),
     "rules": ("rules_command:rules_group", "List, show, check and compare policies."),
-    "devices": ("devices_command:devices_command", "What this machine and others can do in 16 bits."),
-    "explain": ("explain_command:explain_command", "Print the page of a check, such as AMP106."),
+    "devices": ("devices_command:devices_command", "Show what devices support in 16 bits."),
+    "explain": ("explain_command:explain_command", "Explain a check, such as AMP106."),
 }
 
 
 class Program(click.Group):
-    """A group that imports a command when it is called, so that ``ampaudit --help`` is fast."""
+    """A command group that imports a command when it is called, so that ``ampaudit --help`` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def run() -> NoReturn:
-    """Entry point of the console script."""
+    """Run the console script."""
     debug = "--debug" in sys.argv
     make_printable()
     try:

@@ -1,4 +1,4 @@
-"""Tells glibc what to do with freed memory: keep it, for speed, or give it back at once, to need less."""
+"""Tunes glibc's allocator: keep freed memory for speed, or return it at once to need less."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEVER = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """Set the allocator's thresholds for this process; False where the C library is not glibc.
+    """Set the allocator's thresholds for this process; return False if the C library is not glibc.
 
     Without it, every tensor beyond 32 MiB is returned to the kernel when it is freed and faulted in,
     page by page, when the next one is made. Only the program does this, never the library.
@@ -22,7 +22,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> bool:
-    """Set the thresholds so that a large tensor's memory is the system's again when it is freed.
+    """Set the thresholds so that freed large tensors are returned to the system.
 
     Without it, glibc raises the size from which it asks the kernel to that of the largest tensor freed so
     far; the others then lie in its heap, where a small block behind a hole keeps the hole.

@@ -1,4 +1,4 @@
-"""Command-line options: those of configuration records, made from their fields; and those of the output."""
+"""Command-line options, generated from the fields of configuration records or shared by commands."""
 
 from __future__ import annotations
 
@@ -40,37 +40,37 @@ configuration_option = click.option(
     help="Configuration file.  [default: the nearest pyproject.toml]",
 )
 debug_option = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
-force_option = click.option("--force", is_flag=True, help="Replace files that exist.")
+force_option = click.option("--force", is_flag=True, help="Overwrite existing files.")
 format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
 )
 output_option = click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the report to FILE.")
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print only the verdict.")
 
 
 def report_format_option(*forms: str) -> Callable[[Command], Command]:
-    """Add ``--format`` with the formats of a report."""
+    """Add ``--format`` with the given formats, by default all of a report."""
     return click.option(
         "--format",
         "form",
         type=click.Choice(forms or list(OUTPUT_FORMATS)),
-        help="[default: what the suffix of --output says; else text]",
+        help="Output format.  [default: by the suffix of --output, else text]",
     )
 
 
 def plot_option(what: str) -> Callable[[Command], Command]:
-    """Add ``--plot``, with what it draws."""
+    """Add ``--plot``."""
     text = f"Draw {what}: .png, .svg or .pdf."
     return click.option("--plot", type=FILE, metavar="FILE", help=text)
 
 
 def verbose_option(text: str) -> Callable[[Command], Command]:
-    """Add ``--verbose``, with what it shows."""
+    """Add ``--verbose``."""
     return click.option("-v", "--verbose", is_flag=True, help=text)
 
 
 def config_options(*records: type[Config], leave_out: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Add an option for each field of the records; a field of several is one option."""
+    """Add an option for each field of the records; a field in several records becomes one option."""
     options: dict[str, Callable[[Any], Any]] = {}
     for record in records:
         for name, field in record.model_fields.items():
@@ -87,7 +87,7 @@ def config_options(*records: type[Config], leave_out: Collection[str] = ()) -> C
 
 
 def config_from(record: type[Record], options: dict[str, Any], **more: Any) -> Record:
-    """Make a record of the options of a command.
+    """Build a record from the options of a command.
 
     Raises:
         UsageError: a value does not fit.
@@ -97,7 +97,7 @@ def config_from(record: type[Record], options: dict[str, Any], **more: Any) -> R
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that stand on the command line."""
+    """Return the options that are set on the command line."""
     context = click.get_current_context()
     sources = {name: context.get_parameter_source(name) for name in options}
     return {name: options[name] for name in options if sources[name] is ParameterSource.COMMANDLINE}

@@ -1,4 +1,4 @@
-"""Reports to a terminal, to a pipe, or into a file."""
+"""Writes reports to a terminal, a pipe or a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILE_WIDTH = 100
 
 
 def deliver_document(document: Document, options: dict[str, Any]) -> None:
-    """Print a report, or write it to a file; then the verdict still goes to the terminal.
+    """Print a report, or write it to a file and print the verdict.
 
     Args:
         document: any report.

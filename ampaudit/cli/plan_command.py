@@ -1,4 +1,4 @@
-"""``ampaudit plan``: what a policy would do, op by op."""
+"""``ampaudit plan``: shows what a policy does, op by op."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ampaudit.cli.options import (
     config_options,
     debug_option,
     force_option,
-    format_option,
     output_option,
+    report_format_option,
     verbose_option,
 )
 from ampaudit.cli.output import deliver
@@ -26,14 +26,14 @@ __all__ = ["plan_command"]
 @click.command("plan")
 @click.argument("model")
 @config_options(PlanConfig, SourceConfig)
-@click.option("--layer", metavar="GLOB", help="Only layers that match, such as 'encoder.layer.0.*'.")
-@format_option
+@click.option("--layer", metavar="GLOB", help="Show only matching layers, such as 'encoder.layer.0.*'.")
+@report_format_option("text", "json", "html", "markdown", "csv")
 @output_option
 @force_option
-@verbose_option("One row per site, with views.")
+@verbose_option("Show one row per site, including views.")
 @debug_option
 def plan_command(model: str, **options: Any) -> None:
-    """Print each op's precision, the rule that decided and why, casts, bytes, and weights memory.
+    """Show each op's precision and the rule behind it, with casts, bytes and weight memory.
 
     MODEL is what ``ampaudit scan`` takes. Nothing is run in 16 bits; a policy with measured rules is given
     one FP32 run.
@@ -53,7 +53,8 @@ def plan_command(model: str, **options: Any) -> None:
 
         made = plan(source, config=config)
     from ampaudit.render.documents.plan import PlanView
-    from ampaudit.render.json import to_json
+    from ampaudit.render.formats import chosen_format
+    from ampaudit.render.render import as_file
     from ampaudit.render.terminal import printable
 
     layer = options["layer"]
@@ -61,9 +62,10 @@ def plan_command(model: str, **options: Any) -> None:
         raise click.BadParameter(
             _no_layer(layer, sorted({s.layer for s in made.sites})), param_hint="--layer"
         )
-    json = to_json(made) if options["form"] == "json" else None
+    form = chosen_format(options["form"], options["output"])
+    text = None if form == "text" else as_file(made, form)
     shown = printable(PlanView(made, layer).sections(int(options["verbose"])))
-    deliver(lambda console: console.print(shown), json, options["output"], force=options["force"])
+    deliver(lambda console: console.print(shown), text, options["output"], force=options["force"])
 
 
 def _no_layer(glob: str, layers: list[str]) -> str:

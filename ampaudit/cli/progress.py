@@ -1,4 +1,4 @@
-"""Says on stderr what is going on, once it has taken two seconds: a live bar, or lines in a log."""
+"""Shows progress on stderr after two seconds: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG_SECONDS = 5.0
 
 
 class ProgressBar:
-    """A bar on a terminal, a plain line every few seconds elsewhere; silent for short runs."""
+    """A bar on a terminal, or a line every few seconds elsewhere; silent for short runs."""
 
     def __init__(self, what: str) -> None:
         self._what = escape_control(what)
@@ -48,7 +48,7 @@ class ProgressBar:
                 self._bar.stop()
 
     def update(self, phase: str, done: int, total: int) -> None:
-        """Batch, or try, ``done`` of ``total`` is about to run (or all are done)."""
+        """Record that step ``done`` of ``total`` is about to run, or that all are done."""
         what = f"{phase} {self._what}: batch" if phase.startswith(("auditing", "measuring")) else f"{phase}:"
         with self._lock:
             self._message, self._done, self._total = escape_control(what), done, total
@@ -60,7 +60,7 @@ class ProgressBar:
                 self._log()
 
     def _due(self, phase: str) -> bool:
-        """Whether to say so: a log gets a line per phase, and then one every few seconds."""
+        """Return whether to print now: in a log, once per phase and then every few seconds."""
         now = time.monotonic()
         if phase != self._phase or now - self._written >= LOG_SECONDS:
             self._phase, self._written = phase, now

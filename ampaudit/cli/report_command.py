@@ -1,4 +1,4 @@
-"""``ampaudit report`` and ``ampaudit diff``: saved reports in, any format out. Neither needs torch."""
+"""``ampaudit report`` and ``ampaudit diff``: convert and compare saved reports, without torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FILE = click.Path(path_type=Path)
 @click.argument("file", type=_FILE)
 @report_format_option()
 @output_option
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
-@click.option("-v", "--verbose", is_flag=True, help="Notes and every site.")
+@click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict.")
+@click.option("-v", "--verbose", is_flag=True, help="Show notes and every site.")
 @debug_option
 def report_command(file: Path, **options: Any) -> None:
-    """Show the report in FILE, which a command wrote with --format json; or that of a converted directory.
+    """Show the JSON report in FILE, or the one of a converted directory, in any format.
 
     Nothing is run, and nothing in FILE is. The exit code is 0 whatever the report says.
     """
@@ -44,19 +44,23 @@ def report_command(file: Path, **options: Any) -> None:
     type=click.FloatRange(min=0),
     default=0.5,
     show_default=True,
-    help="Smallest change of headroom.",
+    help="Smallest change of headroom to report.",
 )
 @click.option(
-    "--db", type=click.FloatRange(min=0), default=3.0, show_default=True, help="Smallest change of accuracy."
+    "--db",
+    type=click.FloatRange(min=0),
+    default=3.0,
+    show_default=True,
+    help="Smallest change of accuracy to report.",
 )
 @report_format_option()
 @output_option
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("-v", "--verbose", is_flag=True, help="Every layer and site.")
+@click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every layer and site.")
 @debug_option
 @click.pass_context
 def diff_command(context: click.Context, /, old: Path, new: Path, **options: Any) -> None:
-    """Say per layer what got better or worse from report OLD to report NEW, both written by scan as JSON.
+    """Show per layer what got better or worse between the scan reports OLD and NEW (JSON).
 
     Exit codes: 0 nothing is worse, 1 something is, 2 bad input.
     """

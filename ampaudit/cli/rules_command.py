@@ -1,4 +1,4 @@
-"""``ampaudit rules``: the policies, read, checked and compared, without torch but for ``--model``."""
+"""``ampaudit rules``: lists, shows, validates and compares policies; only ``--model`` needs torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["rules_group"]
 
 @click.group("rules")
 def rules_group() -> None:
-    """The cast policies: YAML files that say which ops run in 16 bits, and why."""
+    """Work with cast policies: YAML files that say which ops run in 16 bits, and why."""
 
 
 @rules_group.command("list")
 @format_option
 @debug_option
 def list_command(form: str, debug: bool) -> None:
-    """The shipped policies."""
+    """List the shipped policies."""
     from ampaudit.render.rules_text import list_rows, render_list
 
     rows = list_rows()
@@ -37,7 +37,7 @@ def list_command(form: str, debug: bool) -> None:
 @format_option
 @debug_option
 def show_command(policy: str, form: str, debug: bool) -> None:
-    """A policy's rules in order, with those that it inherits: a shipped name, or a rule file."""
+    """Show a policy's rules in order, including inherited ones: a shipped name or a rule file."""
     from ampaudit.policy import load_file
     from ampaudit.render.rules_text import render_policy
 
@@ -50,7 +50,7 @@ def show_command(policy: str, form: str, debug: bool) -> None:
 @click.argument("file")
 @debug_option
 def validate_command(file: str, debug: bool) -> None:
-    """Check a rule file: exit code 0 if it can be used; warnings on stderr."""
+    """Validate a rule file: exit code 0 if it is usable; warnings go to stderr."""
     from ampaudit.policy import load_file
 
     loaded = load_file(file)
@@ -68,10 +68,10 @@ def validate_command(file: str, debug: bool) -> None:
 @click.option("--model", metavar="MODEL", help="Compare on this model, as ``ampaudit scan`` takes it.")
 @config_options(PlanConfig, SourceConfig, leave_out=("policy", "device"))
 @format_option
-@verbose_option("One row per site.")
+@verbose_option("Show one row per site.")
 @debug_option
 def diff_command(first: str, second: str, model: str | None, form: str, **options: Any) -> None:
-    """The ops that two policies treat differently; with --model, the layers of your model."""
+    """Show the ops that two policies treat differently, or with --model the layers."""
     from ampaudit.policy import load_policy
 
     a, b = load_policy(first), load_policy(second)
@@ -110,7 +110,7 @@ def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) 
 @rules_group.command("schema")
 @debug_option
 def schema_command(debug: bool) -> None:
-    """The JSON Schema of a rule file, for editors that complete from one."""
+    """Print the JSON Schema of rule files, for completion in editors."""
     from ampaudit.policy.schema import schema_text
 
     click.echo(schema_text(), nl=False)

@@ -1,4 +1,4 @@
-"""``ampaudit scan``: options in, report out."""
+"""``ampaudit scan``: finds the layers that break in 16 bits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = ["scan_command"]
 @output_option
 @force_option
 @quiet_option
-@verbose_option("Notes and every site.")
+@verbose_option("Show notes and every site.")
 @debug_option
 @click.pass_context
 def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
@@ -77,7 +77,7 @@ def _document(reports: list[Report], *, compared: bool) -> Report | Comparison:
 
 
 def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet]) -> Audits:
-    """All policies at once; where one cannot be audited, each alone, so that it hides none of the others."""
+    """Audit all policies together, or one by one if an error in one would hide the others."""
     from ampaudit.core.errors import CouldNotAudit
 
     try:

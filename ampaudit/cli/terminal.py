@@ -1,4 +1,4 @@
-"""What a terminal or a pipe can show: letters that it cannot are written in ASCII, never as an error."""
+"""Prints to terminals and pipes, transliterating characters that they cannot show."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ASCII = {
 
 
 def make_printable() -> None:
-    """Let stdout and stderr write what their encoding lacks in ASCII."""
+    """Write characters that the encoding of stdout or stderr lacks in ASCII."""
     codecs.register_error(_HANDLER, _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -53,7 +53,7 @@ def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def show(printed: Callable[[Console], None], *, stderr: bool = False) -> None:
-    """Print with rich; without colours and trailing blanks where it is no terminal."""
+    """Print with rich, without colors and trailing blanks unless it is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)

@@ -1,4 +1,4 @@
-"""``ampaudit train``: options in, report and picture out."""
+"""``ampaudit train``: compares training in FP32 and 16 bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["train_command"]
 @click.option("--tensorboard", type=FILE, metavar="DIR", help="Write TensorBoard summaries to DIR.")
 @force_option
 @quiet_option
-@verbose_option("Notes and every parameter.")
+@verbose_option("Show notes and every parameter.")
 @debug_option
 @click.pass_context
 def train_command(context: click.Context, /, model: str, **options: Any) -> None:

@@ -1,3 +1,3 @@
-"""What every other package uses: errors, number formats, sites, text and files."""
+"""Shared foundations: errors, number formats, sites, text and files."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every configuration record is: frozen, checked once, and described field by field."""
+"""The base of configuration records: frozen, validated, and documented field by field."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ COMMAND_LINE = "--"  # how values are named in errors: as options
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """Report progress to nobody."""
+    """Report no progress."""
     del phase, done, total
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a field of a record is described, and where else it can be set.
+    """The description of a record's field, and where it can be set.
 
     Attributes:
         help: one sentence for the help text and the documentation.
@@ -69,20 +69,20 @@ class Option:
 
 
 def python_only(text: str) -> Option:
-    """Describe a field that only Python can set."""
+    """Describe a field that can only be set from Python."""
     return Option(text, command_line=False, file=False)
 
 
 def split_commas(given: Any) -> Any:
-    """Split ``a, b`` and leave what is no text as it is."""
+    """Split text at commas; return other values unchanged."""
     return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
 
 
 Texts = Annotated[Sequence[str], AfterValidator(tuple)]
 FilePath = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 DtypeName = Annotated[str, Option("float16 or bfloat16.")]
-DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Where to run.")]
-Seed = Annotated[int, Option("Seed of all random numbers.")]
+DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Device to run on.")]
+Seed = Annotated[int, Option("Random seed.")]
 OnProgress = Annotated[Progress, python_only("Called with the phase, the step, and the number of steps.")]
 
 
@@ -104,7 +104,7 @@ class Config(BaseModel):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], place: str = "") -> Self:
-        """Validate values that stand somewhere else than in a call.
+        """Validate values from another place than a call.
 
         Args:
             values: by field name.
@@ -117,13 +117,13 @@ class Config(BaseModel):
 
     @classmethod
     def of(cls, other: Config, **values: Any) -> Self:
-        """Take over the fields that another record has, too, and these values."""
+        """Return a record with the matching fields of another record and these values."""
         shared = cls.model_fields.keys() & type(other).model_fields.keys()
         return cls(**{name: getattr(other, name) for name in shared} | values)
 
     @classmethod
     def given(cls, config: Self | None, options: Mapping[str, Any]) -> Self:
-        """Make the record of a call: options by name go before those of a whole record."""
+        """Return the record of a call: keyword options override those of a whole record."""
         return cls(**options) if config is None else config.changed(**options)
 
     def changed(self, **values: Any) -> Self:
@@ -132,7 +132,7 @@ class Config(BaseModel):
 
 
 class SourceConfig(Config):
-    """How to load a model and its inputs."""
+    """Options for loading a model and its inputs."""
 
     weights: Annotated[
         FilePath | None, Option("Checkpoint: safetensors, or .pt state_dict.", metavar="FILE")
@@ -141,7 +141,7 @@ class SourceConfig(Config):
         FilePath | None,
         Option("Python file with example_inputs() or batches(), and loss(); or safetensors.", metavar="FILE"),
     ] = None
-    batches: Annotated[int, Ge(1), Option("Batches to run.")] = 1
+    batches: Annotated[int, Ge(1), Option("Number of batches to run.")] = 1
     seed: Seed = 0
     train: Annotated[bool, Option("The model's mode; --eval is the default.", flags=("--train/--eval",))] = (
         False
@@ -150,12 +150,12 @@ class SourceConfig(Config):
 
 
 def option_of(field: FieldInfo) -> Option | None:
-    """Return the description of a field; its own goes before that of its type."""
+    """Return the description of a field; its own overrides that of its type."""
     return next((item for item in reversed(field.metadata) if isinstance(item, Option)), None)
 
 
 def value_type(field: FieldInfo) -> Any:
-    """Return the type of a field's values, without ``None`` and without what only Python can pass."""
+    """Return the type of a field's values, without ``None`` and Python-only types."""
     kinds = [kind for kind in _plain_types(field.annotation) if kind is not type(None)]
     return str if str in kinds else kinds[0]
 
@@ -171,14 +171,14 @@ def _plain_types(annotation: Any) -> Iterator[Any]:
 
 
 def limits_of(field: FieldInfo) -> tuple[Any, Any, bool]:
-    """Return the least and the largest value of a number, and whether the least itself is excluded."""
+    """Return the minimum and maximum of a number, and whether the minimum is excluded."""
     low = next((item for item in field.metadata if isinstance(item, Ge | Gt)), None)
     high = next((item.le for item in field.metadata if isinstance(item, Le)), None)
     return (low.ge if isinstance(low, Ge) else low and low.gt), high, isinstance(low, Gt)
 
 
 def no_such(kind: str, name: str, place: str, known: Sequence[str]) -> UsageError:
-    """Refuse an unknown name, with the nearest one that there is."""
+    """Raise for an unknown name, suggesting the nearest one."""
     hint = f"{did_you_mean(name, known)}known {kind}s: {', '.join(known)}"
     return UsageError(f"{place}{name}: no such {kind}", hint=hint)
 
@@ -189,21 +189,21 @@ def _usage_error(record: type[Config], error: ErrorDetails, place: str) -> Usage
         return no_such("option", name, place, list(record.model_fields))
     hint = f"it must be {_expected(record.model_fields[name])}"
     if error["type"] == "finite_number":
-        hint += f"; {value} is no limit"
+        hint += f"; {value} is not a valid limit"
     shown = name.replace("_", "-") if place else name
     what = f"{place}{shown} {value}" if place == COMMAND_LINE else f"{place}{shown} = {value!r}"
     return UsageError(what, hint=hint)
 
 
 def _expected(field: FieldInfo) -> str:
-    """Say in words what fits a field."""
+    """Describe the values that a field accepts."""
     kind = value_type(field)
     if get_origin(kind) is Literal:
         *first, last = map(str, get_args(kind))
         return f"{', '.join(first)} or {last}" if first else last
     if kind not in (int, float):
         names = {bool: "true or false", Path: "a path", str: "a text"}
-        return names.get(kind, "a function" if get_origin(kind) is Callable else "a list of texts")
+        return names.get(kind, "a function" if get_origin(kind) is Callable else "a list of strings")
     words = "a whole number" if kind is int else "a number"
     least, most, is_excluded = limits_of(field)
     if least is not None and most is not None:

@@ -1,4 +1,4 @@
-"""Signal to noise ratios in decibels, from sums of squares."""
+"""Signal-to-noise ratios in decibels, from sums of squares."""
 
 from __future__ import annotations
 

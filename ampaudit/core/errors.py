@@ -1,4 +1,4 @@
-"""Defines every error that a user can meet, with its exit code and a hint.
+"""Defines every error that users can see, with its exit code and a hint.
 
 ::
 
@@ -40,19 +40,19 @@ __all__ = [
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that is not empty, or else its type."""
+    """Return the first non-empty line of an error's text, or else its type."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Suggest a similar name for a hint, as in ``did you mean 'x'? ``; empty without one."""
+    """Return a hint that suggests a similar name, such as ``did you mean 'x'? ``; empty without one."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]!r}? " if near else ""
 
 
 class AuditError(Exception):
-    """An error with a message, which says what failed and where, and a hint, which says what to do next."""
+    """An error whose message says what failed and where, and whose hint says what to do next."""
 
     exit_code = 2
     default_hint = "see 'ampaudit --help'"
@@ -66,59 +66,61 @@ class AuditError(Exception):
 
 
 class UsageError(AuditError):
-    """An option or an argument that cannot be honoured."""
+    """Raised for an invalid option or argument."""
 
 
 class SourceError(AuditError):
-    """The model could not be loaded from where the user said it is."""
+    """Raised if the model cannot be loaded."""
 
-    default_hint = "the model file needs get_model() and example_inputs(); see the README, 'Model files'"
+    default_hint = (
+        "the model file needs get_model() and example_inputs(); see docs/scanning.md, 'Model files'"
+    )
 
 
 class InputError(AuditError):
-    """The example inputs do not fit the model."""
+    """Raised if the example inputs do not fit the model."""
 
     default_hint = "make example_inputs() return a tensor, a tuple, or a dict of keyword arguments"
 
 
 class WeightsError(AuditError):
-    """A checkpoint is corrupt, would run code, or does not match the model."""
+    """Raised if a checkpoint is corrupt, would run code, or does not match the model."""
 
     default_hint = "pass a safetensors file, or a .pt file that holds a plain state_dict"
 
 
 class PolicyError(AuditError):
-    """A policy name or a rule file is wrong."""
+    """Raised for an unknown policy name or an invalid rule file."""
 
     default_hint = "name a policy that 'ampaudit rules list' lists, or the path of a rule file"
 
 
 class OutputError(AuditError):
-    """An output could not be written; no partial file is left behind."""
+    """Raised if an output cannot be written; no partial file is left behind."""
 
     default_hint = "choose another path with -o, or free some space"
 
 
 class CouldNotAudit(AuditError):
-    """The input is valid, but the audit could not be carried out."""
+    """Raised if the input is valid but the audit cannot be carried out."""
 
     exit_code = 3
     default_hint = "run again with --debug for the full traceback"
 
 
 class TraceFailed(CouldNotAudit):
-    """``torch.export`` could not turn the model into a graph."""
+    """Raised if ``torch.export`` cannot turn the model into a graph."""
 
 
 class RunFailed(CouldNotAudit):
-    """The traced model could not be run."""
+    """Raised if the traced model cannot be run."""
 
 
 class ReferenceBroken(CouldNotAudit):
-    """The FP32 model itself produces NaN or infinity, so there is no reference to compare with."""
+    """Raised if the FP32 model itself produces NaN or infinity, so that there is no reference."""
 
     default_hint = "repair the FP32 model or its inputs first; ampaudit compares 16 bits with FP32"
 
 
 class ProofBroken(CouldNotAudit):
-    """A run computed a value that a proof excludes: ampaudit has a defect."""
+    """Raised if a run computes a value that a proof excludes, which is a defect of ampaudit."""

@@ -43,7 +43,7 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file's content and keep its permissions, by a temporary file beside it that is renamed.
+    """Replace a file's content atomically, keeping its permissions.
 
     Raises:
         OutputError: it cannot be written; what was there before is untouched.
@@ -72,7 +72,7 @@ def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
 
 
 def check_directory(path: Path, *, force: bool, ours: str) -> None:
-    """Reject an output directory that cannot, or should not, be replaced.
+    """Reject an output directory that cannot or should not be replaced.
 
     Args:
         path: the directory to be written.
@@ -83,7 +83,7 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
         OutputError: it exists and may not be replaced, is a link or a file, or has no parent directory.
     """
     if path.is_symlink():
-        raise OutputError(f"{path} is a symbolic link", hint="give -o the directory that is meant")
+        raise OutputError(f"{path} is a symbolic link", hint="pass the directory itself to -o")
     if path.exists() and not path.is_dir():
         raise OutputError(f"{path} is a file", hint="give -o the path of a directory")
     if path.is_dir() and any(path.iterdir()):
@@ -99,7 +99,7 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
 
 @contextlib.contextmanager
 def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
-    """Fill a new directory beside the target while active, and make it the target at the end.
+    """Fill a new directory beside the target while active, and move it into place at the end.
 
     The swap is one system call where Linux offers it, so that at any moment, also after a crash, the
     target is the whole old directory or the whole new one. If anything fails, the new one is removed.
@@ -160,7 +160,7 @@ def _swap(stage: Path, target: Path) -> None:
 
 
 def _exchanged(first: Path, second: Path) -> bool:
-    """Swap two directories in one step; False where the system or the file system cannot."""
+    """Swap two directories in one step; return False if that is unsupported."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -188,7 +188,7 @@ def _fsync(path: Path) -> None:
 
 
 def _locked(directory: Path) -> int | None:
-    """Lock a directory while its writer lives; ``None`` where the lock is taken or unsupported."""
+    """Lock a directory while its writer lives; ``None`` if the lock is taken or unsupported."""
     if os.name == "nt":
         return None
     import fcntl
@@ -203,7 +203,7 @@ def _locked(directory: Path) -> int | None:
 
 
 def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove staging directories whose writer is gone, and whose lock is therefore free."""
+    """Remove staging directories whose writer has died, which releases their lock."""
     for found in parent.iterdir():
         ours = found.name.startswith(prefix) and found.is_dir() and not found.is_symlink()
         if ours and (lock := _locked(found)) is not None:

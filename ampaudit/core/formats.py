@@ -68,11 +68,11 @@ class NumberFormat:
 
     @property
     def flush_below(self) -> float:
-        """Magnitudes up to here round to zero: half of the smallest subnormal (ties go to even, zero)."""
+        """Largest magnitude that rounds to zero: half of the smallest subnormal (ties go to even, zero)."""
         return self.min_subnormal / 2
 
     def headroom_bits(self, peak: float) -> float:
-        """Doublings left before the peak passes the largest finite value: ``log2(max / peak)``."""
+        """Return the doublings left before the peak exceeds the largest finite value: log2(max / peak)."""
         if peak == 0.0:
             return math.inf
         return math.log2(self.max / peak) if math.isfinite(peak) else -math.inf
@@ -92,7 +92,7 @@ _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "flo
 
 
 def format_named(name: str) -> NumberFormat:
-    """The format of that name; short forms (fp16, half, bf16, fp32) are accepted.
+    """Return the format of that name; short forms (fp16, half, bf16, fp32) are accepted.
 
     Raises:
         UsageError: no such format.
@@ -104,7 +104,7 @@ def format_named(name: str) -> NumberFormat:
 
 
 def low_precision_format(name: str) -> NumberFormat:
-    """The 16-bit format of that name.
+    """Return the 16-bit format of that name.
 
     Raises:
         UsageError: no such format, or one of another width.

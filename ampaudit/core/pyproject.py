@@ -23,7 +23,7 @@ def find_config(start: Path) -> Path | None:
 def read_options(
     record: type[Config], path: Path, table: str, tables: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Read the options of a command that stand in its table; paths are taken from the file's directory.
+    """Read a command's options from its table; paths are relative to the file's directory.
 
     Args:
         record: whose fields are the keys, with hyphens.

@@ -1,4 +1,4 @@
-"""Identifies sites: one op of one layer, under an id that all results about it share."""
+"""Identifies sites: one op of one layer, under an id shared by all results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SourceLine:
 
 
 class SiteNumbering:
-    """Hands out ids such as ``encoder.layer.3.output/linear``, with ``#2`` for the second of its kind.
+    """Assigns ids such as ``encoder.layer.3.output/linear``, with ``#2`` for the second of its kind.
 
     Args:
         taken: ids that are in use already.
@@ -45,5 +45,5 @@ class SiteNumbering:
 
 
 def pattern_of(name: str) -> str:
-    """Replace each number in a site or layer by a star: layers of a stack have the same pattern."""
+    """Replace each number in a site or layer by a star, so that stacked layers share a pattern."""
     return re.sub(r"(?<=\.)\d+(?=[./]|$)", "*", name)

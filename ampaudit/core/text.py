@@ -29,7 +29,7 @@ def short_op(op: str) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun: ``1 batch``, ``2 batches``, ``1,024 sites``."""
+    """Format a count with its noun: ``1 batch``, ``2 batches``, ``1,024 sites``."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     return f"{count:,} {noun}{ending}"
 

@@ -1,3 +1,3 @@
-"""Converted checkpoints: the weights, the program, the manifest, and their verification."""
+"""Writes and verifies converted checkpoints: weights, program and manifest."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options of ``convert`` and ``verify``."""
+"""Options of ``convert`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -21,21 +21,19 @@ Mode = Literal["inference", "train"]  # casts folded into the weights; or master
 
 
 class ConvertConfig(PlanConfig):
-    """How to convert."""
+    """Options of ``convert``."""
 
     mode: Annotated[
-        Mode, Option("Fold casts into stored weights; or keep FP32 masters, and the casts in the graph.")
+        Mode, Option("Fold casts into the stored weights, or keep FP32 masters with casts in the graph.")
     ] = "inference"
-    masters: Annotated[
-        bool, Option("Do not keep the FP32 weights: halves the directory.", flags=("--no-masters",))
-    ] = True
+    masters: Annotated[bool, Option("Do not keep the FP32 weights.", flags=("--no-masters",))] = True
     program: Annotated[bool, Option("Do not write model.pt2.", flags=("--no-program",))] = True
-    onnx: Annotated[bool, Option("Also write model.onnx, and run it beside torch.")] = False
+    onnx: Annotated[bool, Option("Also write model.onnx and compare it with torch.")] = False
     fail_on: Annotated[
         FailOnLevel,
-        Option("Severity of a finding from which nothing is written, and the exit code is 1."),
+        Option("Lowest severity at which nothing is written and the exit code is 1."),
     ] = "error"
-    min_headroom: Annotated[float, Option("Warn about less headroom.", metavar="BITS")] = 1.0
+    min_headroom: Annotated[float, Option("Warn below this headroom.", metavar="BITS")] = 1.0
     min_sqnr: Annotated[float, Option("Required accuracy of every output.", metavar="DB")] = 20.0
     ignore: Ignored = ()
     force: Annotated[bool, Option("Replace DIR, if ampaudit wrote it.")] = False
@@ -44,7 +42,7 @@ class ConvertConfig(PlanConfig):
     ] = None
 
     def check(self, output: Path) -> None:
-        """Refuse early what would fail after a long run.
+        """Raise early for what would fail after a long run.
 
         Raises:
             UsageError, OutputError: options that contradict each other; an output that may not be written.
@@ -58,12 +56,12 @@ class ConvertConfig(PlanConfig):
             _check_onnx_installed()
 
     def loaded(self) -> Self:
-        """Return the same with the policy as a rule set, so that its file is read once."""
+        """Return a copy with the policy as a rule set, so that its file is read once."""
         return self.changed(policy=self.rules)
 
     @property
     def rules(self) -> RuleSet:
-        """The policy, loaded."""
+        """The loaded policy."""
         return rules_of(self.policy)
 
 
@@ -83,7 +81,7 @@ class ConvertOptions(PlanOptions, total=False):
 
 
 class VerifyConfig(Config):
-    """How to verify."""
+    """Options of ``verify``."""
 
     run: Annotated[
         bool, Option("Only compare files; do not load and run the program.", flags=("--no-run",))
@@ -91,7 +89,7 @@ class VerifyConfig(Config):
     tolerance_db: Annotated[
         float | None,
         Option(
-            "Agreement asked for where bits differ.  [default: 40 for float16, 25 for bfloat16]",
+            "Required agreement if bits differ.  [default: 40 for float16, 25 for bfloat16]",
             metavar="DB",
             flags=("--tolerance",),
         ),

@@ -130,7 +130,7 @@ def convert(
 
 
 def _checkpoint(source: ModelSource, options: ConvertConfig) -> tuple[Checkpoint, dict[str, str]]:
-    """Open what the tensors are read from; with the model's names for them where these differ.
+    """Open the checkpoint to read tensors from, and map its names to the model's where they differ.
 
     Files are read where there are any, so that all that is in them survives.
     """
@@ -143,7 +143,7 @@ def _checkpoint(source: ModelSource, options: ConvertConfig) -> tuple[Checkpoint
 
 
 def _state_dict_of(model: nn.Module) -> Checkpoint:
-    """Return a model's state_dict; of tied tensors the first, the other names in the metadata.
+    """Return a model's state_dict with tied tensors stored once; their other names become metadata.
 
     That is how ``safetensors.torch.save_model`` does it, so that its ``load_model`` reads the file.
     """
@@ -170,7 +170,7 @@ def _write_program(
     weights: Mapping[str, torch.Tensor],
     options: ConvertConfig,
 ) -> tuple[ReferenceOutputs, OnnxFile | None]:
-    """Write the program, what it computes, and its ONNX form."""
+    """Write the program, its reference outputs, and its ONNX form."""
     if not options.program:
         return ReferenceOutputs({}, (), ""), None
     traced = audited.audit.converted.traced
@@ -200,7 +200,7 @@ def _write_program(
 def _map_written(
     source: ModelSource, graph: FoldedGraph, stage: Path, files: WeightFiles
 ) -> tuple[MappedWeights, dict[str, torch.Tensor]]:
-    """Map the weights that were just written, and find those of each placeholder."""
+    """Map the newly written weights, and find those of each placeholder."""
     mapped = map_checkpoint(stage)
     by_parameter = {stored.parameter: mapped.tensors[name] for name, stored in files.tensors.items()}
     own = named_tensors(source.model)

@@ -1,4 +1,4 @@
-"""Converts a checkpoint alone: without its model, without a graph, and with nothing heavy to import."""
+"""Converts a checkpoint without its model or a graph."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["conversion_of", "convert_weights", "is_checkpoint"]
 
 
 def is_checkpoint(location: str) -> bool:
-    """Whether a location is a checkpoint without a model: weights alone are converted."""
+    """Return whether a location holds weights without a model, which are converted alone."""
     return location.endswith((".safetensors", ".safetensors.index.json", *PICKLED))
 
 
 def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Conversion:
-    """Convert a checkpoint alone, by name, shape and value: no model is built and no code is run.
+    """Convert a checkpoint by name, shape and value, without building a model or running code.
 
     Raises:
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
@@ -70,7 +70,7 @@ def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Convers
 
 
 def conversion_of(output: Path, checkpoint: Checkpoint, files: WeightFiles, manifest: Manifest) -> Conversion:
-    """Summarize a conversion; what only an audit or ONNX can tell is left empty."""
+    """Summarize a conversion; fields that need an audit or ONNX stay empty."""
     entries = checkpoint.entries
     stored: dict[str, int] = {}
     kept: dict[str, tuple[int, int, str]] = {}

@@ -39,7 +39,7 @@ class FoldedGraph:
 
 
 def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
-    """Fold, for inference, the casts of a weight that every use takes in one 16-bit format; else none.
+    """For inference, fold the casts of each weight that every use takes in one 16-bit format.
 
     Raises:
         UsageError: training under a policy that clips weights: its masters would not be what it trains.
@@ -68,7 +68,7 @@ def fold_casts(converted: ConvertedModel, mode: Mode) -> FoldedGraph:
 
 
 def _stored_dtypes(converted: ConvertedModel) -> dict[str, torch.dtype]:
-    """Find placeholders whose value is stored in another dtype than the master's; tied ones alike."""
+    """Find placeholders stored in another dtype than their master; tied ones agree."""
     traced = converted.traced
     wanted: dict[str, torch.dtype] = {}
     for node in traced.graph.find_nodes(op="placeholder"):
@@ -84,7 +84,7 @@ def _stored_dtypes(converted: ConvertedModel) -> dict[str, torch.dtype]:
 
 
 def _only_cast(node: fx.Node, sites: Mapping[str, Site]) -> torch.dtype | None:
-    """Return the one 16-bit dtype to which every use of a weight converts it, if there is one."""
+    """Return the 16-bit dtype to which every use of a weight converts it, if there is exactly one."""
     dtypes: set[torch.dtype] = set()
     for user in node.users:
         site = sites.get(user.name)
@@ -96,7 +96,7 @@ def _only_cast(node: fx.Node, sites: Mapping[str, Site]) -> torch.dtype | None:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a call may write to what it is given: a stored weight must not be that."""
+    """Return whether a call may write to an argument, which must not be a stored weight."""
     return isinstance(node.target, OpOverload) and bool(mutated_arguments(node.target))
 
 
@@ -116,7 +116,7 @@ def _fold(graph: fx.Graph, nodes: dict[str, fx.Node], stored: dict[str, torch.dt
 
 
 def _cast_masters(graph: fx.Graph, converted: ConvertedModel, nodes: dict[str, fx.Node]) -> None:
-    """Cast each weight that the policy stores in 16 bits where it enters: here it is a master."""
+    """Cast each weight that the policy stores in 16 bits on entry, since it is a master here."""
     for name, copy in converted.copies.items():
         if name != copy.placeholder:
             continue
@@ -132,7 +132,7 @@ def _cast_masters(graph: fx.Graph, converted: ConvertedModel, nodes: dict[str, f
 def folded_weights(
     converted: ConvertedModel, folded: FoldedGraph, ready: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the weights by placeholder, each in the dtype in which it is stored; round a tied one once.
+    """Return the weights by placeholder in their stored dtypes; a tied weight is rounded once.
 
     Args:
         converted: has the masters; one that is not rounded is used as it is.
@@ -158,7 +158,7 @@ def folded_weights(
 
 
 def planned_dtypes(model: nn.Module, folded: FoldedGraph) -> dict[str, tuple[str, str]]:
-    """Return how each parameter or buffer that the graph uses is stored, and why, under all of its names."""
+    """Return the stored dtype of each parameter and buffer in the graph, and why, by all its names."""
     stored: dict[int, tuple[str, str]] = {}
     originals = named_tensors(model)
     for place in folded.placeholders:

@@ -1,4 +1,4 @@
-"""Copies what a Hugging Face directory holds beside its weights, and sets the dtype in its config."""
+"""Copies the other files of a Hugging Face directory, and sets the dtype in its config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES = {MANIFEST, PLAN, REPORT}
 
 
 def copy_companions(source: Path, target: Path, output: Path) -> None:
-    """Copy configuration, tokenizer and everything else but weights, with subdirectories.
+    """Copy configuration, tokenizer and everything else except weights, with subdirectories.
 
     Args:
         source: the model directory.
@@ -51,7 +51,7 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
 def set_dtype(
     directory: Path, model: nn.Module, decisions: Mapping[str, StorageDecision], dtype: str
 ) -> tuple[str, ...]:
-    """Write into config.json the dtype with which ``from_pretrained`` loads what is planned.
+    """Set the dtype in config.json so that ``from_pretrained`` loads the planned dtypes.
 
     It loads all parameters in one dtype, but for the modules that the model's class keeps in FP32. So
     that is the 16-bit format only if the plan stores everything in it but for those.

@@ -20,11 +20,11 @@ __all__ = ["check_files", "check_rounding"]
 
 
 def check_files(directory: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Find missing, truncated, changed and extra files, and in changed weights the tensors that differ."""
+    """Find missing, truncated, changed and extra files, and name the tensors that differ."""
     for name, record in manifest.files.items():
         path = directory / name
         if not path.is_file():
-            yield Problem("missing", name, "is in the manifest, and not in the directory")
+            yield Problem("missing", name, "is in the manifest but not in the directory")
             continue
         size = path.stat().st_size
         if size < record.size:
@@ -37,7 +37,7 @@ def check_files(directory: Path, manifest: Manifest) -> Iterator[Problem]:
             yield from _changed_tensors(path, name, manifest)
     for name in files_under(directory):
         if name not in manifest.files:
-            yield Problem("extra", name, "is in the directory, and not in the manifest")
+            yield Problem("extra", name, "is in the directory but not in the manifest")
 
 
 def _changed_tensors(path: Path, name: str, manifest: Manifest) -> Iterator[Problem]:
@@ -55,7 +55,7 @@ def _changed_tensors(path: Path, name: str, manifest: Manifest) -> Iterator[Prob
         elif (entry.dtype, entry.shape) != (dtype, shape):
             yield Problem("tensor", where, f"is {entry.dtype} {list(entry.shape)}, was {dtype} {list(shape)}")
         elif _crc32(part, tensor) != crc32:
-            yield Problem("tensor", where, "its values are not those that were written")
+            yield Problem("tensor", where, "its values have changed")
     for tensor in part.entries:
         if expected and tensor not in expected:
             yield Problem("tensor", f"{name}: {tensor}", "is not in the manifest")
@@ -79,7 +79,7 @@ def _crc32(part: SafetensorsFile, name: str) -> int:
 
 
 def check_rounding(directory: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Find working weights that are not their masters, rounded: an intact file may be another model's."""
+    """Find working weights that are not their rounded masters."""
     parts: dict[str, SafetensorsFile] = {}
 
     def part(name: str) -> SafetensorsFile:
@@ -96,7 +96,7 @@ def check_rounding(directory: Path, manifest: Manifest) -> Iterator[Problem]:
             continue  # reported already: the file or the tensor is missing
         if wrong:
             yield Problem(
-                "rounding", f"{stored.file}: {name}", f"{wrong:,} values are not their master's, rounded"
+                "rounding", f"{stored.file}: {name}", f"{wrong:,} values differ from their rounded master"
             )
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes ``manifest.json``: digests of every file, where it came from, and what it computed."""
+"""Reads and writes ``manifest.json``: digests of every file, their origin, and the program's outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that is known about a converted directory.
+    """The manifest of a converted directory.
 
     Attributes:
         self_sha256: of this file with this field empty, so that a flipped bit in it is found.
@@ -135,7 +135,7 @@ def manifest_of(
     inputs_sha256: str | None = None,
     outputs: tuple[OutputRecord, ...] = (),
 ) -> Manifest:
-    """Describe a conversion; files beside the weights are not listed yet."""
+    """Build the manifest of a conversion, without the files other than weights."""
     return Manifest(
         schema=1,
         self_sha256="",
@@ -159,7 +159,7 @@ def manifest_of(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
-    """Write the manifest of a directory that is otherwise complete.
+    """Write the manifest of an otherwise complete directory.
 
     Returns:
         The same with records of the files that it did not list, and with its own digest.
@@ -183,7 +183,7 @@ def _versions() -> dict[str, str]:
 
 
 def files_under(directory: Path) -> list[str]:
-    """List every file of a directory but the manifest, as relative paths."""
+    """List every file of a directory except the manifest, as relative paths."""
     found = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
     return sorted(name for name in found if name != MANIFEST)
 

@@ -32,7 +32,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class OnnxFile:
-    """A model.onnx that was written.
+    """The model.onnx that was written.
 
     Attributes:
         casts: conversions between float formats in the file.
@@ -45,7 +45,7 @@ class OnnxFile:
     note: str
 
     def max_error(self, reference: ReferenceOutputs) -> float | None:
-        """Return the largest difference from torch's outputs; ``None`` if ONNX Runtime gave none.
+        """Return the largest difference from torch's outputs; ``None`` if ONNX Runtime could not run.
 
         Raises:
             RunFailed: they are so far apart that the file means something else.
@@ -69,7 +69,7 @@ class OnnxFile:
 
 
 def names_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-    """Name the inputs as the model's forward does; ``None`` where one is nested or has no name."""
+    """Name the inputs like the arguments of the model's forward; ``None`` if one is nested or unnamed."""
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
@@ -132,7 +132,7 @@ def write_onnx(
 
 
 def _reason(error: Exception) -> str:
-    """Return the root cause: the exporter's message wraps it in advice about reporting bugs."""
+    """Return the root cause, without the exporter's advice about reporting bugs."""
     inner: BaseException = error
     while inner.__cause__ is not None:
         inner = inner.__cause__
@@ -163,7 +163,7 @@ def _bytes_of(program: ExportedProgram) -> int:
 
 
 def _planned_casts(program: ExportedProgram) -> Counter[str]:
-    """Count conversions between float formats by the format that they convert to."""
+    """Count conversions between float formats by target format."""
     casts: Counter[str] = Counter()
     for node in program.graph.nodes:
         if node.op == "call_function" and converts(node.target):

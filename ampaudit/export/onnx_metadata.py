@@ -1,4 +1,4 @@
-"""What an audit says about each op, as metadata of an ONNX file, where viewers such as Netron show it."""
+"""Writes audit results into the metadata of an ONNX file, where viewers such as Netron show them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NODE = re.compile(r"^%(?P<name>[\w.]+)\s*:")
 
 @dataclass(frozen=True, slots=True)
 class OnnxMetadata:
-    """Short texts by key, of each node by its name in the program, and of the whole model."""
+    """Short texts by key, for each node by its name in the program and for the whole model."""
 
     nodes: Mapping[str, Mapping[str, str]]
     model: Mapping[str, str]
 
     def mark_nodes(self, program: ExportedProgram) -> None:
-        """Mark the nodes that have metadata; the mark survives the exporter's decompositions.
+        """Mark the nodes that have metadata; marks survive the exporter's decompositions.
 
         Names do not: a new node may be given the name that another one had.
         """
@@ -41,7 +41,7 @@ class OnnxMetadata:
                 node.meta["custom"] = {**node.meta.get("custom", {}), _KEY: node.name}
 
     def annotate(self, exported: Any) -> None:
-        """Write the metadata into what ``torch.onnx.export`` made of a program with marked nodes."""
+        """Write the metadata into the ONNX export of a program with marked nodes."""
         origins = _origins(exported.exported_program.graph) if exported.exported_program is not None else {}
         for node in exported.model.graph.all_nodes():
             match = _NODE.match(node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
@@ -52,7 +52,7 @@ class OnnxMetadata:
 
 
 def _origins(graph: fx.Graph) -> dict[str, str]:
-    """For each node of the decomposed program, the marked node that it comes from."""
+    """Map each node of the decomposed program to the marked node that it comes from."""
     marks = ((node.name, node.meta.get("custom", {}).get(_KEY)) for node in graph.nodes)
     return {name: mark for name, mark in marks if mark is not None}
 
@@ -64,7 +64,7 @@ def _prefixed(texts: Mapping[str, str]) -> dict[str, str]:
 def metadata_of(
     report: Report, traced: TracedModel, folded: FoldedGraph, program: ExportedProgram
 ) -> OnnxMetadata:
-    """Collect what a report says about the model and about the ops of its program."""
+    """Collect a report's entries for the model and for the ops of its program."""
     sites = {site.site: site for site in report.sites}
     codes = report.codes_by_site
     nodes: dict[str, dict[str, str]] = {}

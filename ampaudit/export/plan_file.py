@@ -1,4 +1,4 @@
-"""Writes the decisions of a plan as a rule file that needs no measurement and no other policy."""
+"""Writes the decisions of a plan as a rule file that needs no measurements and no other policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Key = tuple[str, str, tuple[tuple[str, str], ...], float | None]
 
 
 def plan_rules(traced: TracedModel, rules: RuleSet, model: str) -> str:
-    """Write a rule file, in YAML, under which the same model is traced into the same graph.
+    """Return a rule file (YAML) that traces the same model into the same graph.
 
     It says for every op that a rule mentions what was decided there, by site; storage and defaults are
     the policy's. What the author's own regions decide is not in it: they decide again.
@@ -56,7 +56,7 @@ def plan_rules(traced: TracedModel, rules: RuleSet, model: str) -> str:
 
 
 def _is_ours(site: Site, rules: RuleSet) -> bool:
-    """Whether the policy decided, so that a rule must say so."""
+    """Return whether the policy decided, so that a rule must record it."""
     if site.facts is None or site.role.inserted or site.decision.reason not in {*_REASONS, "default"}:
         return False
     if site.decision.rule is None:
@@ -93,7 +93,7 @@ def _rules(groups: dict[Key, list[Site]], ids: Sequence[str], form: str) -> list
 
 
 def _globs(sites: list[str], every: Iterable[str]) -> list[str]:
-    """Make globs that match just these sites: one with stars for the layers of a stack, where possible."""
+    """Return globs that match exactly these sites, with stars for stacked layers if possible."""
     mine = set(sites)
     by_pattern: dict[str, list[str]] = defaultdict(list)
     for site in sites:

@@ -1,4 +1,4 @@
-"""Exports a folded graph as a program (``.pt2``) that is called as the model is called."""
+"""Exports a folded graph as a program (``.pt2``) with the model's calling convention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ITEM = re.compile(r"^output\[(\d+)\]$")
 
 
 class GraphModel(nn.Module):
-    """Runs a folded graph, with parameters and buffers under the names that they have in the model.
+    """Runs a folded graph, with parameters and buffers under the model's names.
 
     It takes what the model takes. Tensors are found wherever they are in the arguments; other arguments
     are those of the batch that was traced, whatever is given. It returns a tensor if the model does, a
@@ -72,12 +72,12 @@ class GraphModel(nn.Module):
 
 
 def _given(tensor: torch.Tensor, place: Placeholder) -> torch.Tensor:
-    """Cast an input to the dtype in which the policy takes it, if it takes another."""
+    """Cast an input to the dtype that the policy takes it in, if different."""
     return tensor if place.dtype in (None, tensor.dtype) else tensor.to(place.dtype)
 
 
 def as_structure(names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
-    """Arrange outputs as the caller of a program gets them: a tensor, a tuple, or a dict by path."""
+    """Arrange outputs for the caller of a program: a tensor, a tuple, or a dict by path."""
     if names == ("output",):
         return values[0]
     items = [_ITEM.match(name) for name in names]
@@ -96,7 +96,7 @@ def export_program(
     *,
     train: bool = False,
 ) -> ExportedProgram:
-    """Export a program for inputs of these shapes, with the model's layer and source line on each node.
+    """Export a program for inputs of these shapes, with layers and source lines on its nodes.
 
     Raises:
         RunFailed: torch cannot export the converted graph.
@@ -117,7 +117,7 @@ def export_program(
 
 
 def _tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keep the keyword arguments that hold a tensor; the others are fixed in the graph."""
+    """Keep keyword arguments that contain a tensor; the others are fixed in the graph."""
     return {
         name: value
         for name, value in kwargs.items()
@@ -126,14 +126,14 @@ def _tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Drop torch's checks of the dtype before each conversion, which another policy may change."""
+    """Drop torch's dtype checks before conversions, since another policy may change the dtype."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
 
 
 def _copy_origins(old: fx.Graph, new: fx.Graph) -> None:
-    """Copy layer and source line of each op."""
+    """Copy the layer and source line of each op."""
     for ours, theirs in same_nodes(old, new):
         for key in ("nn_module_stack", "stack_trace"):
             if key in ours.meta:
@@ -141,7 +141,7 @@ def _copy_origins(old: fx.Graph, new: fx.Graph) -> None:
 
 
 def same_nodes(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Pair the ops of a folded graph with those of its program; none unless both are the same in order."""
+    """Pair the ops of a folded graph with those of its program; empty unless they are in the same order."""
     before = [node for node in old.nodes if node.op == "call_function"]
     after = [node for node in new.nodes if node.op == "call_function"]
     after = after[len(after) - len(before) :]  # inputs that are cast come first

@@ -1,4 +1,4 @@
-"""Records what a converted program computes, and how far that is from FP32."""
+"""Records the outputs of a converted program and their distance from FP32."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutputs:
-    """Recorded tensors by name (``input[i]``, ``output[i]``, ``fp32[i]``), and a record of each output.
+    """Recorded tensors by name (``input[i]``, ``output[i]``, ``fp32[i]``), with a summary of each output.
 
     ``note`` says why there is no output, if there is none.
     """
@@ -86,7 +86,7 @@ def record_reference(
 
 
 def run_program(program: ExportedProgram, call: Call, seed: int) -> list[torch.Tensor] | str:
-    """Compute the program's outputs on the CPU, flat; or say in a line why this machine cannot."""
+    """Return the program's outputs on the CPU as a flat list, or the reason why it cannot run here."""
     try:
         return flat_outputs(call_unchanged(program.module(), *call, seed=seed))
     except (RuntimeError, NotImplementedError) as error:
@@ -99,7 +99,7 @@ def flat_outputs(output: Any) -> list[torch.Tensor]:
 
 
 def compare_output(ours: torch.Tensor, reference: torch.Tensor) -> tuple[float | None, float | None]:
-    """Return the largest absolute error, and signal to noise in dB; ``None`` where not finite, or exact."""
+    """Return the largest absolute error and the SQNR in dB; ``None`` if not finite or exact."""
     if not ours.is_floating_point():
         return (0.0, None) if torch.equal(ours, reference) else (None, None)
     error = ours.double() - reference.double()

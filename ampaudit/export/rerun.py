@@ -1,4 +1,4 @@
-"""Loads and runs a converted program, and prints problems as JSON: for a fresh process.
+"""Runs a converted program in a fresh process and prints problems as JSON.
 
 Run as ``python -m ampaudit.export.rerun DIRECTORY``.
 """
@@ -28,7 +28,7 @@ __all__ = ["rerun"]
 
 
 def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
-    """Run the program on the recorded inputs; return the problems, and a line on each healthy output.
+    """Run the program on the recorded inputs; return the problems, and a line for each healthy output.
 
     Args:
         directory: a converted directory with a program.
@@ -60,7 +60,7 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
 def _compare_recorded(
     record: OutputRecord, ours: torch.Tensor, before: torch.Tensor | None, tolerance_db: float
 ) -> str | Problem:
-    """Return a line on an output that agrees with the recorded one, or the problem."""
+    """Return a line about an output that agrees with the recorded one, or the problem."""
     if digest_of_tensors([ours]) == record.sha256:
         return f"{record.name}: the same bits"
     if before is None or before.shape != ours.shape or before.dtype != ours.dtype:
@@ -73,7 +73,7 @@ def _compare_recorded(
 
 
 def _with_inputs(program: ExportedProgram, recorded: dict[str, torch.Tensor]) -> Any:
-    """Return the program's example call with the recorded tensors in it."""
+    """Return the program's example call with the recorded tensors."""
     leaves, spec = pytree.tree_flatten(program.example_inputs or ((), {}))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     names = [f"input[{number}]" for number in range(len(places))]
@@ -85,7 +85,7 @@ def _with_inputs(program: ExportedProgram, recorded: dict[str, torch.Tensor]) ->
 
 
 def _other_weights(program: ExportedProgram, directory: Path, manifest: Manifest) -> list[Problem]:
-    """Find parameters of the program that are not those of the checkpoint, bit for bit."""
+    """Find parameters of the program that differ from the checkpoint's in any bit."""
     problems: list[Problem] = []
     tensors: dict[str, torch.Tensor] = {}
     for file in dict.fromkeys(t.file for t in manifest.tensors.values()):

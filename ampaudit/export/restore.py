@@ -25,7 +25,7 @@ __all__ = ["restore"]
 
 
 def restore(directory: Path, output: Path, *, force: bool) -> Manifest:
-    """Write every tensor as it was before it was rounded, bit for bit, and check that it is.
+    """Restore every tensor bit for bit to its state before rounding, and verify it.
 
     Names, shards, metadata and the files beside the weights are those of the converted directory.
 
@@ -68,7 +68,7 @@ def _weight_files(manifest: Manifest) -> set[str]:
 def _restore_file(
     label: str, manifest: Manifest, parts: dict[str, SafetensorsFile], path: Path
 ) -> tuple[FileRecord, dict[str, StoredTensor]]:
-    """Restore one file, its tensors in the order in which they lie in the converted one."""
+    """Restore one file, with its tensors in the order of the converted one."""
     working = parts[label]
     stored = {name: manifest.tensors[name] for name in working.entries if name in manifest.tensors}
     entries = [TensorEntry(name, t.original_dtype, t.shape) for name, t in stored.items()]
@@ -96,7 +96,7 @@ def _restore_file(
 
 
 def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
-    """Copy what is neither ours nor weights; config.json and an index get the old dtype and size."""
+    """Copy files that are not weights or ours; config.json and indexes get the old dtype and size."""
     weights = _weight_files(manifest)
     before = [TensorEntry(name, t.original_dtype, t.shape) for name, t in manifest.tensors.items()]
     for name in manifest.files:

@@ -1,4 +1,4 @@
-"""Decides in which dtype each tensor of a checkpoint is stored: as planned, or by name and shape."""
+"""Decides the stored dtype of each tensor of a checkpoint: as planned, or by name and shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASTABLE_TYPES = frozenset({"F32", "F16", "BF16"})
 
 @dataclass(frozen=True, slots=True)
 class StorageDecision:
-    """What is done to one tensor.
+    """The decision about one tensor.
 
     Attributes:
         dtype: the safetensors type in which it is stored.
@@ -42,7 +42,7 @@ class StorageDecision:
 
 
 def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -> dict[str, StorageDecision]:
-    """Decide for a checkpoint whose model is not there.
+    """Decide for a checkpoint without its model.
 
     A policy that stores 16 bits is followed, but for what it says about modules. One that casts at each
     use, such as autocast, casts what matrix products take: tensors of two or more dimensions are stored in
@@ -70,7 +70,7 @@ def decide_by_name(checkpoint: Checkpoint, rules: RuleSet, form: NumberFormat) -
 
 
 def _scope(rules: RuleSet, form: NumberFormat) -> Literal["all", "matrices", "none"]:
-    """What a policy casts of weights that are known by name only."""
+    """Return what a policy casts of weights known only by name."""
     if rules.file.weights.storage == "lower":
         return "all"
     product = rules.decide(OpFacts("linear", "", form.name))

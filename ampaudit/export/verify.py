@@ -1,4 +1,4 @@
-"""Verifies that a converted directory is what was written, and still computes the same."""
+"""Verifies that a converted directory is unchanged and still computes the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIMEOUT = 3600.0
 def verify(
     directory: str | Path, *, config: VerifyConfig | None = None, **options: Unpack[VerifyOptions]
 ) -> Verification:
-    """Check hashes and rounding; load the program in a fresh process, run it, and compare.
+    """Check hashes and rounding, then run the program in a fresh process and compare its outputs.
 
     Args:
         directory: what ``ampaudit convert`` wrote.
@@ -48,7 +48,7 @@ def verify(
         more, lines = _in_fresh_process(directory, asked)
         problems += more
     elif chosen.run:
-        lines = ["nothing was run: the directory holds no program with recorded outputs"]
+        lines = ["nothing was run: the directory contains no program with recorded outputs"]
     return Verification(
         directory=str(directory),
         files=len(manifest.files),

@@ -1,4 +1,4 @@
-"""Writes converted weights and their masters piece by piece, measuring what rounding does to them."""
+"""Writes converted weights and their masters piece by piece, measuring the effect of rounding."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class StoredTensor:
 
     @property
     def original_dtype(self) -> str:
-        """The safetensors type before it was rounded."""
+        """The safetensors type before rounding."""
         return self.master_dtype or self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """One tensor against a format.
+    """Statistics of rounding one tensor to a format.
 
     Attributes:
         peak: largest finite magnitude.
@@ -71,14 +71,14 @@ class TensorStats:
 
 
 class TensorScan:
-    """Measures a tensor piece by piece, on its way elsewhere, while it is in the cache."""
+    """Measures a tensor piece by piece while it is copied."""
 
     def __init__(self, form: NumberFormat) -> None:
         self._form = form
         self._peak, self._overflow, self._broken = 0.0, 0, 0
 
     def add(self, piece: torch.Tensor) -> None:
-        """Measure a piece; elements are counted only where its extremes say that there is need."""
+        """Measure a piece; elements are counted only if its extremes require it."""
         if not piece.numel():
             return
         low, high = torch.aminmax(piece)
@@ -94,7 +94,7 @@ class TensorScan:
 
     @property
     def stats(self) -> TensorStats:
-        """The statistics of all pieces so far."""
+        """Return the statistics of all pieces so far."""
         return TensorStats(self._peak, self._overflow, self._broken)
 
 
@@ -123,7 +123,7 @@ def write_weights(
     measure: NumberFormat | None = None,
     keep_overflowing: bool = False,
 ) -> WeightFiles:
-    """Write working weights, and masters of those that are rounded, into a directory.
+    """Write working weights, and masters of the rounded ones, into a directory.
 
     Args:
         checkpoint: where the tensors are read from; shards stay shards, under their names.
@@ -179,7 +179,7 @@ def _stored(
 def _overflowing(
     part: Part, decisions: Mapping[str, StorageDecision], stats: Mapping[str, TensorStats]
 ) -> dict[str, StorageDecision]:
-    """Tensors that the format cannot hold, kept as they are."""
+    """Return tensors that the format cannot represent, which are kept unchanged."""
     return {
         name: StorageDecision(entry.dtype, f"its peak of {stats[name].peak:.4g} does not fit")
         for name, entry in part.entries.items()
@@ -195,7 +195,7 @@ def _write_working(
     measure: NumberFormat | None,
     stats: dict[str, TensorStats],
 ) -> Written:
-    """Write one file of working weights, and put what is measured on the way into ``stats``."""
+    """Write one file of working weights, collecting statistics into ``stats``."""
 
     def rounded(entry: TensorEntry) -> Iterator[torch.Tensor]:
         scan = TensorScan(measure) if measure is not None and entry.dtype in CASTABLE_TYPES else None
@@ -228,7 +228,7 @@ def _master_name(label: str) -> str:
 
 
 def _write_indexes(checkpoint: Checkpoint, directory: Path, result: WeightFiles) -> None:
-    """Write an index for the working shards under the old one's name, and one for the masters."""
+    """Write an index of the working shards under the old name, and one of the masters."""
     assert checkpoint.index is not None
     for index, masters in ((checkpoint.index, False), (f"{MASTER}{INDEX_SUFFIX}", True)):
         weight_map: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Cast policies: rule files as data, and the decisions that they make. Does not import torch."""
+"""Cast policies: rule files and the decisions that they make, without importing torch."""
 
 from __future__ import annotations
 

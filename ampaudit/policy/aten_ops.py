@@ -1,4 +1,4 @@
-"""Knows ATen's op names without torch: which names a rule file may use, and which ops they stand for."""
+"""Lists ATen's op names without torch: names allowed in rule files, and the ops that they stand for."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _DECIDED_BY = {
 
 
 class UnknownOp(ValueError):
-    """A name that no op has; ``near`` is a similar name."""
+    """Raised for an unknown op name; ``near`` is a similar one."""
 
     def __init__(self, name: str, near: str | None) -> None:
         super().__init__(name)
@@ -103,17 +103,17 @@ def _overloads() -> dict[str, tuple[str, ...]]:
 
 
 def inner_op(name: str) -> str | None:
-    """The op inside a composite one whose rules apply to it."""
+    """Return the op inside a composite one whose rules apply to it."""
     return _DECIDED_BY.get(name)
 
 
 def aten_names() -> frozenset[str]:
-    """Every ATen op, ``base`` or ``base.overload``, of the torch release that the list was made with."""
+    """Return every ATen op, ``base`` or ``base.overload``, of the pinned torch release."""
     return frozenset(_table())
 
 
 def aten_arguments(name: str) -> tuple[str, ...] | None:
-    """Names of an op's arguments, or ``None`` for an op of another library."""
+    """Return the names of an op's arguments, or ``None`` for an op of another library."""
     return _table().get(name)
 
 

@@ -55,7 +55,7 @@ def color(colors: Sequence[Cast], inputs: Sequence[Sequence[int]]) -> list[bool]
 def _reached(
     starts: Iterable[int], edges: Sequence[Collection[int]], passes: Callable[[int], bool]
 ) -> set[int]:
-    """The start nodes, and every node that a path of passing nodes connects to one."""
+    """Return the start nodes and every node reachable from them through passing nodes."""
     seen = set(starts)
     pending = list(seen)
     while pending:

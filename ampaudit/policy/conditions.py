@@ -1,4 +1,4 @@
-"""Defines the tests of numbers and arguments in rules."""
+"""Defines the conditions of rules on numbers and arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Scalar = bool | int | float | str | None
 
 
 class _Unset:
-    """Marks an argument that was left at its default."""
+    """The type of an argument left at its default."""
 
     def __repr__(self) -> str:
         return "unset"
@@ -54,7 +54,7 @@ class NumericCondition(BaseModel):
 
 
 class ArgTest(BaseModel):
-    """A test of one argument; every key that is given must hold."""
+    """A test of one argument; all given keys must hold."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
@@ -90,7 +90,7 @@ class ArgTest(BaseModel):
 
 
 def _same(value: Any, expected: Scalar) -> bool:
-    """Compare two values, with True and 1 unequal."""
+    """Compare two values, distinguishing True from 1."""
     return isinstance(value, bool) is isinstance(expected, bool) and bool(value == expected)
 
 

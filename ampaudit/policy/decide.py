@@ -1,4 +1,4 @@
-"""Decides for one op by the rules of a policy."""
+"""Decides the cast of one op by the rules of a policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANK = {cast: rank for rank, casts in enumerate(_RANK) for cast in casts}
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The cast of an op, the rule that asks for it (``None`` for no rule), and the reason."""
+    """The cast of an op, the rule behind it (``None`` if no rule applies), and the reason."""
 
     cast: Cast
     rule: str | None
@@ -42,12 +42,12 @@ class Decision:
 
     @property
     def explicit(self) -> bool:
-        """Whether a rule mentions the op."""
+        """Return whether a rule mentions the op."""
         return self.rule is not None
 
 
 class RuleSet:
-    """A loaded policy, indexed by op so that a decision looks at few rules.
+    """A loaded policy, indexed by op so that each decision checks few rules.
 
     Args:
         file: the rules.
@@ -82,11 +82,11 @@ class RuleSet:
         return frozenset().union(*self.ops.values())
 
     def promotes(self, facts: OpFacts) -> bool:
-        """Whether the measurement of an op changes its decision."""
+        """Return whether the measurement of an op changes its decision."""
         return self.decide(facts) != self.decide(replace(facts, measurement=None))
 
     def for_environment(self, environment: TargetEnvironment) -> RuleSet:
-        """The same rules for another device or version."""
+        """Return the rules for another device or version."""
         return RuleSet(self.file, self.ops, environment)
 
     def decide(self, facts: OpFacts, near: frozenset[NeighborSide] = _NOBODY) -> Decision:
@@ -111,7 +111,7 @@ class RuleSet:
         return next((rule for rule in self._about(index, facts) if applies(rule, facts, near)), None)
 
     def _about(self, index: _Index, facts: OpFacts) -> tuple[Rule, ...]:
-        """The rules about an op; if none names it, those about the op inside it."""
+        """Return the rules about an op; if none names it, those about the op inside it."""
         inner = inner_op(facts.op)
         if inner is None or index.names(facts.op):
             return index.about(facts.op)
@@ -124,7 +124,7 @@ class RuleSet:
 
 
 class _Index:
-    """The rules about each op, in order; rules that name no op are about every op."""
+    """The rules about each op, in order; rules that name no op apply to every op."""
 
     def __init__(self, rules: list[Rule], ops: Mapping[str, frozenset[str]]) -> None:
         self._rules = [(rule, ops.get(rule.id)) for rule in rules]

@@ -1,4 +1,4 @@
-"""Defines what rules look at: an op, its measurement, and the target environment."""
+"""Defines the facts that rules depend on: an op, its measurement, and the target environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Measurement", "OpFacts", "TargetEnvironment"]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Peaks at one op: largest absolute finite values of an FP32 run, ``None`` where there were none.
+    """Peaks at one op: largest finite magnitudes of an FP32 run, ``None`` if there were none.
 
     Attributes:
         weight_peak: peak of its parameters and buffers.
@@ -38,7 +38,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class TargetEnvironment:
-    """Where the converted model will run; ``capability`` is CUDA's, such as 9.0, or ``None``."""
+    """The environment of the converted model; ``capability`` is CUDA's, such as 9.0, or ``None``."""
 
     capability: float | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class TargetEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """The facts about an op that rules look at.
+    """The facts about an op.
 
     Attributes:
         op: the ATen name, such as ``softmax.int``.

@@ -1,4 +1,4 @@
-"""Loads a policy by name or path, with the policies that it extends."""
+"""Loads a policy by name or path, including the policies that it extends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INHERITED = ("level", "autocast", "weights", "loss_scale", "defaults")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A policy with its parents' rules, the ATen names of each rule, and warnings."""
+    """A policy with inherited rules, the ATen names of each rule, and warnings."""
 
     path: Path
     file: RuleFile
@@ -39,7 +39,7 @@ class Loaded:
 
     @property
     def rules(self) -> RuleSet:
-        """The policy, ready to decide."""
+        """Return the rule set of the policy."""
         return RuleSet(self.file, self.ops)
 
 
@@ -59,7 +59,7 @@ def load_policy(name_or_path: str | Path) -> RuleSet:
 
 
 def load_file(name_or_path: str) -> Loaded:
-    """Load a policy with its path and warnings; raises what ``load_policy`` raises."""
+    """Load a policy with its path and warnings; raises the same errors as ``load_policy``."""
     return _load(_find(name_or_path, Path()), ())
 
 
@@ -67,7 +67,7 @@ PLAIN_FP32 = "fp32"  # names the absence of a policy
 
 
 def plain_fp32(whole: frozenset[str] = frozenset()) -> RuleSet:
-    """Make a policy without casts; composite ops in ``whole`` are not split."""
+    """Return a policy without casts; composite ops in ``whole`` are not split."""
     return RuleSet(RuleFile(name=PLAIN_FP32, title="no casts", level="calls"), {"": whole} if whole else None)
 
 
@@ -90,7 +90,7 @@ def _load(path: Path, children: tuple[Path, ...]) -> Loaded:
 
 @cache
 def _shipped(path: Path) -> Loaded:
-    """Load a shipped policy once: each scan needs CUDA autocast's rules besides its own."""
+    """Load a shipped policy once; each scan needs CUDA autocast's rules besides its own."""
     return _read(path, ())
 
 

@@ -27,7 +27,7 @@ _MISSING = object()
 
 
 def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
-    """Whether the other conditions of a rule that names this op hold."""
+    """Return whether the other conditions of a rule that names this op hold."""
     when = rule.when
     if when.dtype and facts.dtype not in when.dtype:
         return False
@@ -43,7 +43,7 @@ def applies(rule: Rule, facts: OpFacts, near: Collection[str]) -> bool:
 
 
 def fits_environment(when: When, environment: TargetEnvironment) -> bool:
-    """Whether a rule's device and library versions are those of an environment; unknown ones are not."""
+    """Return whether a rule's device and versions match an environment; unknown ones do not."""
     if when.capability is not None and (
         environment.capability is None or not when.capability.holds(environment.capability)
     ):
@@ -71,22 +71,22 @@ def _matches(match: Match, facts: OpFacts) -> bool:
 
 
 def matches_any(globs: Collection[str], text: str) -> bool:
-    """Whether one of the globs matches the whole text."""
+    """Return whether one of the globs matches the whole text."""
     return any(fnmatchcase(text, glob) for glob in globs)
 
 
 def matches_class(wanted: Collection[str], classes: Collection[str]) -> bool:
-    """Whether a module's class or one of its bases has one of the names, bare or qualified."""
+    """Return whether a module's class or a base has one of the names, bare or qualified."""
     return any(name in wanted or name.rpartition(".")[2] in wanted for name in classes)
 
 
 def class_names(kind: type) -> tuple[str, ...]:
-    """Qualified names of a class and its bases, most derived first."""
+    """Return the qualified names of a class and its bases, most derived first."""
     return tuple(f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__ if c is not object)
 
 
 def with_attributes(module: Any, attributes: Mapping[str, Any]) -> bool:
-    """Whether a module has all of these attributes with these values."""
+    """Return whether a module has all of these attributes with these values."""
     return module is not None and all(
         getattr(module, name, _MISSING) == value for name, value in attributes.items()
     )

@@ -12,7 +12,7 @@ __all__ = ["policy_names", "rules_directory"]
 
 @cache
 def rules_directory() -> Path:
-    """The directory of the shipped rule files: inside the wheel, or beside the package in a checkout.
+    """Return the directory of the shipped rule files, in the wheel or beside the package.
 
     Raises:
         PolicyError: the installation is broken.
@@ -25,5 +25,5 @@ def rules_directory() -> Path:
 
 
 def policy_names() -> list[str]:
-    """Names of the shipped policies, sorted."""
+    """Return the names of the shipped policies, sorted."""
     return sorted(path.stem for path in rules_directory().glob("*.yaml"))

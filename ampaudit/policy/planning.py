@@ -1,4 +1,4 @@
-"""Decides for a whole graph, with colors and with rules about an op's neighbors."""
+"""Decides for a whole graph, with colors and rules about an op's neighbors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BY_INPUTS = (Cast.FOLLOW, Cast.WIDEST)
 
 @dataclass(frozen=True, slots=True)
 class PlanSite:
-    """The facts about an op of a graph, and the indices of ops that it takes floating-point values from."""
+    """The facts about an op of a graph, and the indices of its floating-point producers."""
 
     facts: OpFacts
     inputs: tuple[int, ...]
@@ -54,7 +54,7 @@ def _resolved(decision: Decision, low: bool) -> Decision:
 
 
 def _with_neighbors(rules: RuleSet, decisions: list[Decision], sites: Sequence[PlanSite]) -> list[Decision]:
-    """Apply rules about neighbors until nothing changes; a site is only ever promoted to float32."""
+    """Apply rules about neighbors to a fixed point; sites are only ever promoted to float32."""
     users: list[list[int]] = [[] for _ in sites]
     for index, site in enumerate(sites):
         for source in site.inputs:
@@ -81,7 +81,7 @@ def _with_neighbors(rules: RuleSet, decisions: list[Decision], sites: Sequence[P
 
 
 def _widths(decisions: Sequence[Decision], sites: Sequence[PlanSite]) -> list[bool]:
-    """Whether each op's result is float32 by the decisions alone."""
+    """Return whether each op's result is float32 by the decisions alone."""
     wide: list[bool] = []
     for decision, site in zip(decisions, sites, strict=True):
         by_inputs = decision.cast in _BY_INPUTS and any(wide[i] for i in site.inputs)

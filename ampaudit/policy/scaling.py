@@ -17,7 +17,7 @@ __all__ = ["LossScaleProfile", "StartingScale", "loss_scale_for", "profile", "pr
 
 
 class LossScaleProfile(BaseModel):
-    """A system's loss scale, and the source of its numbers."""
+    """A system's loss scale, and the source of its constants."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -28,7 +28,7 @@ class LossScaleProfile(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class StartingScale:
-    """The loss scale that training starts with.
+    """The initial loss scale of training.
 
     Attributes:
         value: the factor of the loss.
@@ -44,7 +44,7 @@ class StartingScale:
 
 
 def loss_scale_for(loss_scale: str | LossScale, number_format: NumberFormat) -> tuple[LossScale, str]:
-    """The loss scale of a policy for a format, and what determines it.
+    """Return a policy's loss scale for a format, and what determines it.
 
     bfloat16 has the range of float32: no system scales the loss for it.
     """
@@ -57,14 +57,14 @@ def loss_scale_for(loss_scale: str | LossScale, number_format: NumberFormat) -> 
 
 
 def starting_scale(loss_scale: str | LossScale, number_format: NumberFormat) -> StartingScale:
-    """The first loss scale of a policy."""
+    """Return the initial loss scale of a policy."""
     scale, source = loss_scale_for(loss_scale, number_format)
     return StartingScale(scale.start, scale.kind == "dynamic", source, scale.min or 0.0)
 
 
 @cache
 def profiles() -> dict[str, LossScaleProfile]:
-    """Every shipped profile by name.
+    """Return every shipped profile by name.
 
     Raises:
         PolicyError: the shipped file is damaged.
@@ -77,7 +77,7 @@ def profiles() -> dict[str, LossScaleProfile]:
 
 
 def profile(name: str, where: str = "") -> LossScaleProfile:
-    """The profile of that name.
+    """Return the profile of that name.
 
     Raises:
         PolicyError: there is none; ``where`` is the place that names it.

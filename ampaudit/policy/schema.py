@@ -35,7 +35,7 @@ Placement = Literal["unchanged", "lower", "float32"]
 
 
 class Cast(StrEnum):
-    """What a rule does to the floating-point inputs of an op (float64, ints and bools stay)."""
+    """The treatment of an op's floating-point inputs (float64, ints and bools are never cast)."""
 
     LOWER = "lower"  # cast them to the 16-bit format of the run
     FLOAT32 = "float32"  # cast them to float32
@@ -71,7 +71,7 @@ class _Strict(BaseModel):
 
 
 class Match(_Strict):
-    """Which ops a rule is about: every key that is given must match, any entry of a key is enough."""
+    """The ops that a rule is about: all given keys must match, by any of their entries."""
 
     op: tuple[Text, ...] = Field(
         default=(), description="ATen names: base, base.overload, base.*, @alias; or names of the vocabulary"
@@ -89,7 +89,7 @@ class Match(_Strict):
 
 
 class EvidenceCondition(_Strict):
-    """Limits on what a run measured, in absolute values; a rule with one is a measured rule."""
+    """Limits on measured magnitudes; a rule with one is a measured rule."""
 
     weight_peak: NumericCondition | None = Field(default=None, description="largest |w| of the op's weights")
     consumer_peak: NumericCondition | None = Field(
@@ -108,7 +108,7 @@ class EvidenceCondition(_Strict):
 
 
 class When(_Strict):
-    """Circumstances under which a rule applies."""
+    """Conditions under which a rule applies."""
 
     dtype: tuple[LowPrecisionDtype, ...] = Field(default=(), description="16-bit formats; empty means both")
     arguments: dict[str, ArgTest] = Field(default={}, description="tests of the op's arguments, by name")
@@ -125,7 +125,7 @@ class When(_Strict):
 
 
 class Rule(_Strict):
-    """One rule: the first in order that matches an op decides."""
+    """One rule; the first rule that matches an op decides."""
 
     id: Text
     match: Match = Match()
@@ -142,7 +142,7 @@ class Rule(_Strict):
 
     @property
     def measured(self) -> bool:
-        """Whether the rule acts on what a run measured: the second phase."""
+        """Whether the rule depends on measurements (second phase)."""
         return self.when.evidence is not None
 
     @property
@@ -152,7 +152,7 @@ class Rule(_Strict):
 
 
 class KeepFp32(_Strict):
-    """Parameters and buffers that stay in float32 when the storage is lower."""
+    """Parameters and buffers that stay in float32 when weights are stored in 16 bits."""
 
     module: tuple[Text, ...] = Field(default=(), description="their module's class, or a base of it")
     model: tuple[Text, ...] = Field(default=(), description="class, or a base, of a model that holds them")
@@ -162,14 +162,14 @@ class KeepFp32(_Strict):
 
 
 class Constants(_Strict):
-    """What a converter does to finite weights that do not fit: it clips them (inf, NaN and 0 stay)."""
+    """The clipping of finite weights outside the range (inf, NaN and 0 stay)."""
 
     max_finite: float = Field(gt=0)
     min_positive: float = Field(ge=0)
 
 
 class WeightPolicy(_Strict):
-    """How the converted model keeps parameters and buffers, takes inputs and gives outputs."""
+    """How the converted model stores weights, takes inputs and returns outputs."""
 
     storage: Literal["float32", "lower"] = "float32"
     buffers: Literal["all", "persistent"] = Field(
@@ -196,7 +196,7 @@ USUAL_START = 65536.0
 
 
 class LossScale(_Strict):
-    """How a loss is scaled in training.
+    """The loss scale in training.
 
     A dynamic scale starts at ``init``; it is multiplied by ``growth`` after ``interval`` steps without
     overflow, and by ``backoff`` after ``hysteresis`` steps with one, within ``min`` and ``max``.
@@ -214,17 +214,17 @@ class LossScale(_Strict):
 
     @property
     def start(self) -> float:
-        """The first scale; torch's where the system leaves it to its user."""
+        """The initial scale; torch's if the system leaves it to its user."""
         return self.init if isinstance(self.init, float) else USUAL_START
 
     @property
     def lives(self) -> int:
-        """Overflows until the scale is lowered."""
+        """The number of overflows until the scale is lowered."""
         return self.hysteresis if isinstance(self.hysteresis, int) else 1
 
 
 class Defaults(_Strict):
-    """What happens to an op that no rule mentions."""
+    """The treatment of ops that no rule mentions."""
 
     cast: Literal[Cast.FOLLOW, Cast.LOWER, Cast.FLOAT32, Cast.NARROWEST] = Cast.FOLLOW
     why: Text = "no rule mentions this op: ordinary type promotion of its inputs"
@@ -253,7 +253,7 @@ class RuleFile(_Strict):
 
 
 def schema_text() -> str:
-    """The JSON Schema (2020-12) of a rule file, as in docs/rules.schema.json."""
+    """Return the JSON Schema (2020-12) of a rule file, as in docs/rules.schema.json."""
     schema = RuleFile.model_json_schema(by_alias=True)
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps(head | schema, indent=1, sort_keys=True) + "\n"

@@ -22,7 +22,7 @@ _LOOKS_LIKE_REGEX = re.compile(r"[\\^$|]|\.\*|\.\+")
 
 
 def check_rules(document: YamlDocument, file: RuleFile, ops: Ops) -> None:
-    """Reject duplicate ids, conflicts, rules that never match, and conditions that cannot hold.
+    """Reject duplicate ids, conflicts, rules that never match, and impossible conditions.
 
     Raises:
         PolicyError: with file, line and column.
@@ -94,7 +94,7 @@ def _is_specifier(text: str) -> bool:
 
 
 def _check_order(document: YamlDocument, file: RuleFile, ops: Ops, measured: bool) -> None:
-    """Reject rules about ops that an unconditional rule above them decides."""
+    """Reject rules about ops that an earlier unconditional rule decides."""
     decided: dict[tuple[str, str], Rule] = {}
     everything: dict[str, Rule] = {}
     for number, rule in enumerate(file.rules):
@@ -137,7 +137,7 @@ def _never(where: str, rule: Rule, earlier: Rule) -> PolicyError:
 
 
 def suspicious(document: YamlDocument, file: RuleFile, ops: Ops, joined: RuleFile) -> Iterator[str]:
-    """Warn of what is allowed but probably not meant, one line each with its place."""
+    """Yield a one-line warning for each construct that is valid but probably unintended."""
     for number, rule in enumerate(file.rules):
         place = document.at(("rules", number, "match"))
         for glob in rule.match.layer:
@@ -156,7 +156,7 @@ def suspicious(document: YamlDocument, file: RuleFile, ops: Ops, joined: RuleFil
 
 
 def unknown_op(where: str, name: str, error: UnknownOp, vocabulary: str | None) -> PolicyError:
-    """The error for a name that no op has."""
+    """Return the error for an unknown op name."""
     whose = f"the vocabulary {vocabulary!r}" if vocabulary else "ATen"
     meant = f"did you mean {error.near!r}? " if error.near else ""
     other = "an op of another library is written library::op"

@@ -44,7 +44,7 @@ class Vocabulary:
     ops: dict[str, tuple[str, ...]]
 
     def expand(self, name: str) -> tuple[str, ...]:
-        """List the ATen ops of a name of this vocabulary, or of ATen's behind ``aten::``.
+        """List the ATen ops of a name in this vocabulary, or of an ATen name prefixed with ``aten::``.
 
         Raises:
             UnknownOp: neither knows it.
@@ -58,13 +58,13 @@ class Vocabulary:
 
 
 def vocabulary_names() -> list[str]:
-    """Names of the shipped vocabularies, sorted."""
+    """Return the names of the shipped vocabularies, sorted."""
     return sorted(path.stem for path in _directory().glob("*.yaml"))
 
 
 @cache
 def load_vocabulary(name: str) -> Vocabulary:
-    """The vocabulary of that name.
+    """Return the vocabulary of that name.
 
     Raises:
         PolicyError: there is none, or its file is damaged.

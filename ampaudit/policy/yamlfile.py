@@ -28,7 +28,7 @@ class YamlDocument:
     root: yaml.Node
 
     def at(self, location: Sequence[Any], of_key: bool = False) -> str:
-        """``file:line:column`` of the deepest value on the path, or of its key; counted from 1."""
+        """Return ``file:line:column`` (from 1) of the deepest value on the path, or of its key."""
         node: yaml.Node = self.root
         mark = node.start_mark
         for part in location:
@@ -81,7 +81,7 @@ def _text_of(path: Path) -> str:
 
 
 def _refuse_tricks(text: str, path: Path) -> None:
-    """Reject aliases, which expand, tags, which name Python objects, and nesting that exhausts the stack.
+    """Reject aliases, tags and excessive nesting.
 
     These are found among the parser's events, before any value is built.
     """
@@ -108,7 +108,7 @@ def _refuse_tricks(text: str, path: Path) -> None:
 
 
 def _refuse_repeated_keys(root: yaml.Node, path: Path) -> None:
-    """Reject keys that are given twice: YAML keeps the last one silently."""
+    """Reject duplicate keys, of which YAML silently keeps the last."""
     pending = [root]
     while pending:
         node = pending.pop()

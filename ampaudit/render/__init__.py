@@ -1,3 +1,3 @@
-"""Turns a document into a format: terminal, JSON, HTML, Markdown, SARIF, JUnit, GitHub, CSV."""
+"""Renders documents as terminal text, JSON, HTML, Markdown, SARIF, JUnit, GitHub annotations or CSV."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory and speed of each mode as two bar charts, with matplotlib."""
+"""Plots memory and speed of each mode as two bar charts, with matplotlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73")
 
 
 def plot_bench(report: BenchReport, path: Path, *, force: bool = False) -> None:
-    """Write the picture; the suffix says which format (png, svg, pdf).
+    """Write the picture in the format of its suffix (png, svg, pdf).
 
     Raises:
         UsageError: matplotlib is missing, the suffix is none of its formats, or no mode ran.
@@ -45,7 +45,7 @@ def plot_bench(report: BenchReport, path: Path, *, force: bool = False) -> None:
 
 
 def _memory(axes: Any, rows: list[BenchRow]) -> None:
-    """Measured peaks; where there is a prediction, split as it is."""
+    """Draw measured peaks, split like the prediction if there is one."""
     for place, row in enumerate(rows):
         peak = (row.peak_bytes or 0) / 1e6
         left, whole = 0.0, row.memory.peak if row.memory is not None else 0
@@ -69,7 +69,7 @@ def _has(rows: list[BenchRow], part: str) -> bool:
 
 
 def _speed(axes: Any, rows: list[BenchRow]) -> None:
-    """Samples a second; whiskers from the slowest to the fastest step; red where the result is no number."""
+    """Draw samples per second, with whiskers for the range; red if the result is not finite."""
     for place, row in enumerate(rows):
         assert row.seconds is not None
         assert row.least is not None

@@ -1,4 +1,4 @@
-"""What a document is made of before it has a format: lines, tables, facts and sections.
+"""Defines the blocks of a document before it has a format: lines, tables, facts and sections.
 
 Texts in blocks are safe to print; a style is a few words of rich's, such as ``bold red``.
 """
@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A text in pieces, each with its style; ``wrap`` is false for code and for lines that editors read."""
+    """A text in styled pieces; ``wrap`` is false for code and for lines that editors parse."""
 
     pieces: tuple[tuple[str, str], ...] = ()
     wrap: bool = True
@@ -57,21 +57,21 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Rows of a bold label and what is said about it, for one thing or several side by side."""
+    """Rows of a bold label and texts, for one thing or several side by side."""
 
     rows: tuple[tuple[Line, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Rows of a label and blocks beside it."""
+    """Rows of a label and the blocks beside it."""
 
     rows: tuple[tuple[Line, tuple[Block, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Indented:
-    """Blocks that stand so many characters further right."""
+    """Blocks indented by a number of characters."""
 
     blocks: tuple[Block, ...]
     by: int
@@ -82,7 +82,7 @@ Block: TypeAlias = "Line | Table | Facts | Labelled | Indented"
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks that belong together.
+    """A group of blocks.
 
     Attributes:
         blocks: in order.
@@ -98,7 +98,7 @@ class Section:
 
     @property
     def heading(self) -> Line:
-        """The title in its style."""
+        """Make a styled title."""
         return line(self.title, style=self.style) if isinstance(self.title, str) else self.title
 
 
@@ -107,7 +107,7 @@ Rows: TypeAlias = Iterable[Sequence["str | Line"]]
 
 
 def line(*pieces: Piece, style: str = "", wrap: bool = True) -> Line:
-    """A line of pieces; those without a style of their own have ``style``."""
+    """Make a line of pieces; those without a style of their own have ``style``."""
     return Line(tuple((p, style) if isinstance(p, str) else p for p in pieces), wrap)
 
 
@@ -118,16 +118,16 @@ def _lines(rows: Rows) -> tuple[tuple[Line, ...], ...]:
 def tabulate(
     heads: Sequence[str], rows: Rows, *, left: Collection[str] = (), width: int | None = None
 ) -> Table:
-    """A table; columns are set flush right, but for the first and those named in ``left``."""
+    """Make a table; columns are right-aligned, except the first and those named in ``left``."""
     flush = frozenset(index for index, head in enumerate(heads) if index == 0 or head in left)
     return Table(tuple(heads), _lines(rows), flush, width)
 
 
 def headline(version: str, said: str) -> Section:
-    """The first line of a report."""
+    """Make the first line of a report."""
     return Section((line(("ampaudit ", "bold"), (version, "bold"), f"  {said}"),))
 
 
 def facts(rows: Rows) -> Facts:
-    """Labels and texts."""
+    """Make rows of labels and texts."""
     return Facts(_lines(rows))

@@ -1,4 +1,4 @@
-"""Flat tables for spreadsheets and data frames.
+"""Renders documents as flat tables for spreadsheets and data frames.
 
 Names are snake_case and hold their unit, numbers are plain, what does not exist is empty: pandas, polars and
 pyarrow read the columns in their types.
@@ -20,7 +20,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run what begi
 
 
 def to_csv(document: Document) -> str:
-    """The rows of a document; the first one names the columns."""
+    """Return the rows of a document, after a row of column names."""
     rows = list(view_of(document).rows())
     stream = io.StringIO()
     if rows:

@@ -1,4 +1,4 @@
-"""A finding for people: where, what, evidence, why, and what to do."""
+"""Renders a finding for people: location, evidence, cause and advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIFF_STYLES = {"+": "green", "-": "red"}
 
 
 def finding_sections(alerts: Iterable[Alert]) -> Iterator[Section]:
-    """A section per finding, numbered; a diff that cures several is shown once."""
+    """Return a section per finding, numbered; a diff that fixes several is shown once."""
     shown: set[str] = set()
     for number, alert in enumerate(alerts, 1):
         head = line(
@@ -49,7 +49,7 @@ def _body(alert: Alert) -> Iterator[Block]:
 
 
 def _trial(trial: Trial) -> tuple[Line, tuple[Block, ...]]:
-    """What was tried and cures, or fixes this finding alone."""
+    """Render a change that was tried."""
     label = line("cure", style="bold green") if trial.outcome == "cure" else line("fix", style="bold yellow")
     copied = () if trial.diff else (line(row, style="cyan") for row in trial.paste.splitlines())
     runs = (("before", trial.before), ("after", trial.after))
@@ -63,6 +63,6 @@ def _place(place: SourceLine) -> tuple[str | tuple[str, str], ...]:
 
 
 def _diff(diff: str) -> Iterator[Line]:
-    """A diff as ``patch`` takes it: indented alike, and never wrapped."""
+    """Render a diff unwrapped, so that ``patch`` accepts it."""
     for row in diff.splitlines():
         yield line(f"    {row}", style=_DIFF_STYLES.get(row[:1], "dim"), wrap=False)

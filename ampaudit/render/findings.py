@@ -1,4 +1,4 @@
-"""Findings, each turned once into what any format shows of it, and the suites that they are in."""
+"""Findings as values ready to be rendered, and the suites that contain them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POISONS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One thing to tell somebody. Every text in it is safe to print: names have no control characters.
+    """One message for the user. All its texts are safe to print: names have no control characters.
 
     Attributes:
         code: of a check, or the name of a budget.
@@ -68,7 +68,7 @@ class Alert:
 
     @property
     def poisons(self) -> str:
-        """How many later sites it poisons, and the first of them; empty if none."""
+        """The number of poisoned sites, and the first of them; empty if there are none."""
         if not self.path:
             return ""
         shown, more = ", ".join(self.path[:_POISONS_SHOWN]), len(self.path) - _POISONS_SHOWN
@@ -77,13 +77,13 @@ class Alert:
 
     @property
     def text(self) -> str:
-        """Cause, evidence, what is poisoned and what cures it, each on a line."""
+        """Cause, evidence, poisoned sites and cures, each on a line."""
         cures = (f"{trial.outcome}: {trial.change}" for trial in self.trials)
         return "\n".join(part for part in (self.cause, self.evidence, self.poisons, *cures) if part)
 
     @property
     def places(self) -> tuple[SourceLine, ...]:
-        """Its lines, the one to show first."""
+        """Source lines, the one to show first."""
         if self.line is None:
             return ()
         shown = (self.line.file, self.line.line)
@@ -92,13 +92,13 @@ class Alert:
 
     @property
     def related(self) -> SourceLine | None:
-        """The line inside a library that computes the value, if it is another one than is shown."""
+        """The library line that computes the value, if another line is shown."""
         return self.source if self.source in self.places[1:] else None
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """One audited thing: a model under one policy, one training run beside others, or a set of targets.
+    """One audited thing: a model under one policy, a group of training runs, or a set of targets.
 
     Attributes:
         name: of the model.
@@ -127,7 +127,7 @@ class Suite:
 
 
 def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Alert:
-    """What any format shows of a finding.
+    """Return a finding as an alert.
 
     Args:
         finding: any.
@@ -161,7 +161,7 @@ def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Al
 
 
 def safe_line(line: SourceLine | Source | None) -> SourceLine | None:
-    """A source line that is safe to print."""
+    """Return a source line that is safe to print."""
     return (
         None if line is None else SourceLine(escape_control(line.file), line.line, escape_control(line.code))
     )

@@ -1,4 +1,4 @@
-"""The formats, and which one a file's name asks for. Light: the command line reads it first."""
+"""Lists the formats and their file suffixes, with light imports, as the command line reads it first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["FORMATS", "OUTPUT_FORMATS", "Format", "chosen_format"]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format.
+    """An output format.
 
     Attributes:
         writer: module and function that turn a document into text.
@@ -37,7 +37,7 @@ OUTPUT_FORMATS = {name: form.suffixes for name, form in FORMATS.items()}
 
 
 def chosen_format(named: str | None, output: Path | None) -> str:
-    """The format that was named; else that of the file's suffix; else text."""
+    """Return the named format, else that of the file's suffix, else text."""
     if named is not None or output is None:
         return named or "text"
     suffix = output.suffix.lower()

@@ -1,4 +1,4 @@
-"""GitHub's workflow commands: findings as annotations on the lines of a pull request."""
+"""Renders findings as GitHub workflow commands, which annotate the lines of a pull request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 10  # of each command in one step; a runner drops the others
 
 
 def to_github(document: Document) -> str:
-    """A line per annotation, the gravest first, and one that counts those that would not be shown."""
+    """Return a line per annotation, the gravest first, and one that counts the rest."""
     return "".join(f"{line}\n" for suite in view_of(document).suites() for line in _lines(suite))
 
 

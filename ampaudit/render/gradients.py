@@ -1,4 +1,4 @@
-"""Gradients and the loss scale of a scan."""
+"""Renders the gradients and the loss scale of a scan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BAR = 20
 
 
 def gradient_sections(backward: BackwardReport, dtype: str, count: int, *, full: bool) -> Iterator[Section]:
-    """Losses, the scales that suit, the table of scales, and the layers that set its ends."""
+    """Return losses, suitable scales, the table of scales, and the layers that limit them."""
     yield Section((facts(_said(backward, dtype)),), "Gradients")
     advice = backward.advice
     if advice is not None:
@@ -32,13 +32,13 @@ def _said(backward: BackwardReport, dtype: str) -> Iterator[tuple[str, str]]:
     for text in _suits(backward):
         yield "Suits", text
     if backward.frozen:
-        yield "Frozen", f"{len(backward.frozen)} parameters ask for no gradient"
+        yield "Frozen", f"{len(backward.frozen)} parameters require no gradient"
     for note in backward.notes:
         yield "Note", escape_control(note)
 
 
 def scales_that_suit(backward: BackwardReport) -> str:
-    """In one line, for several policies side by side."""
+    """Summarize the suitable scales in one line, to compare several policies."""
     advice = backward.advice
     if advice is None:
         return "no gradient is held in 16 bits"
@@ -49,7 +49,7 @@ def scales_that_suit(backward: BackwardReport) -> str:
 
 
 def _ends(advice: ScaleAdvice) -> tuple[str, str]:
-    """The layers that set the lower and the upper end."""
+    """Return the layers that set the lower and the upper end."""
     return escape_control(advice.low_at or TOP), escape_control(advice.high_at or TOP)
 
 

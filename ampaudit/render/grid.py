@@ -1,4 +1,4 @@
-"""The look of every table; nothing in here needs torch."""
+"""Styles every table, without importing torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["hanging", "labelled", "open_table"]
 
 
 def open_table(*columns: str, width: int | None = None, left: Collection[str] = ()) -> Table:
-    """A table without lines; columns are set flush right, but for the first and those named in ``left``."""
+    """Make a borderless table; columns are right-aligned, except the first and those named in ``left``."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     for index, name in enumerate(columns):
         flush: Literal["left", "right"] = "left" if index == 0 or name in left else "right"
@@ -22,7 +22,7 @@ def open_table(*columns: str, width: int | None = None, left: Collection[str] = 
 
 
 def hanging(rows: Iterable[tuple[Text, RenderableType]]) -> Table:
-    """Labels, and beside each a text whose lines stay together."""
+    """Make a grid of labels and texts whose lines stay together."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -32,7 +32,7 @@ def hanging(rows: Iterable[tuple[Text, RenderableType]]) -> Table:
 
 
 def labelled(rows: Iterable[tuple[str | Text, ...]]) -> Table:
-    """Rows of a bold label and what is said about it, for one thing or several side by side."""
+    """Make rows of a bold label and texts, for one thing or several side by side."""
     grid = Table.grid(padding=(0, 2))
     for label, *texts in rows:
         grid.add_row(Text(str(label), style="bold"), *(Text(t) if isinstance(t, str) else t for t in texts))

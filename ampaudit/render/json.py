@@ -1,4 +1,4 @@
-"""A document as JSON, and its JSON Schema."""
+"""Renders a document as JSON, and its JSON Schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["from_json", "json_schema", "schema_text", "to_json"]
 
 
 def to_json(value: Any) -> str:
-    """Indented JSON, fields in the order of the dataclass, a newline at the end."""
+    """Return indented JSON, with fields in the order of the dataclass and a final newline."""
     adapter = TypeAdapter(type(value))
     try:
         return adapter.dump_json(value, indent=1).decode() + "\n"
@@ -24,16 +24,16 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str) -> Report:
-    """The report that ``to_json`` wrote."""
+    """Parse a report written by ``to_json``."""
     return TypeAdapter(Report).validate_json(text)
 
 
 def json_schema(kind: str = "scan") -> dict[str, Any]:
-    """JSON Schema (2020-12) of a kind of document."""
+    """Return the JSON Schema (2020-12) of a kind of document."""
     schema = TypeAdapter(DOCUMENTS[kind]).json_schema(mode="serialization")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def schema_text() -> str:
-    """The schema of a scan's report as it stands in ``docs/report.schema.json``."""
+    """Return the schema of a scan's report, as in ``docs/report.schema.json``."""
     return json.dumps(json_schema(), indent=1, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""JUnit XML, so that continuous integration lists layers as it lists tests."""
+"""Renders JUnit XML, in which continuous integration lists layers like tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["to_junit"]
 
 
 def to_junit(document: Document) -> str:
-    """A suite per audit, a case per layer, run or target; findings below the threshold are only noted."""
+    """Return a suite per audit, with a case per layer, run or target; findings below the threshold pass."""
     root = ElementTree.Element("testsuites", name="ampaudit")
     totals = {"tests": 0, "failures": 0, "errors": 0}
     for suite in view_of(document).suites():
@@ -75,5 +75,5 @@ def _paragraph(alert: Alert) -> str:
 
 
 def _legal(text: str) -> str:
-    """Without what XML 1.0 does not allow in a document."""
+    """Remove characters that XML 1.0 does not allow."""
     return "\n".join(escape_control(line) for line in text.split("\n"))

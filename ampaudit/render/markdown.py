@@ -1,4 +1,4 @@
-"""A summary in GitHub-flavoured Markdown, for a pull request or a workflow's summary page."""
+"""Renders a summary in GitHub-flavored Markdown, for a pull request or a workflow's summary page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROWS, _DETAILS = 25, 10
 
 
 def to_markdown(document: Document) -> str:
-    """The digest of a document: paragraphs, tables and lists with an empty line between them."""
+    """Return the digest of a document: paragraphs, tables and lists."""
     view = view_of(document)
     parts: list[str] = []
     for part in view.digest():
@@ -32,12 +32,12 @@ def to_markdown(document: Document) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text in which nothing is Markdown, HTML, a mention or a reference."""
+    """Escape text so that nothing in it is Markdown, HTML, a mention or a reference."""
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", escape_control(text))
 
 
 def code(text: str) -> str:
-    """A name as code; where it could break out of that, as escaped text."""
+    """Return a name as inline code, or escaped if it could break out of that."""
     safe = escape_control(text)
     return f"`{safe}`" if safe.strip() and not re.search(r"[`|\\]", safe) else escaped(text)
 
@@ -50,7 +50,7 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _blocks(blocks: Iterable[Block]) -> Iterator[str]:
-    """Lines that are not wrapped are code, those that follow each other as one block."""
+    """Render blocks; consecutive unwrapped lines become one code block."""
     for is_code, group in groupby(blocks, lambda block: isinstance(block, Line) and not block.wrap):
         if is_code:
             yield _fenced("\n".join(map(str, group)))
@@ -82,14 +82,14 @@ def _text(line: Line) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Iterable[str]], right: Sequence[int] = ()) -> str:
-    """A table; the columns in ``right`` are set flush right."""
+    """Render a table; the columns in ``right`` are right-aligned."""
     rule = ("--:" if index in right else "---" for index in range(len(heads)))
     body = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join((f"| {' | '.join(heads)} |", f"|{'|'.join(rule)}|", *body))
 
 
 def _suite(suite: Suite) -> Iterator[str]:
-    """The verdict, what could not be audited, and the findings that are no notes."""
+    """Render the verdict, errors, and the findings above note."""
     counts = [(level, sum(alert.level is level for alert in suite.active)) for level in Severity]
     said = ", ".join(plural(count, level.value) for level, count in counts if count) or "no findings"
     yield f"## {'✅ PASS' if suite.passed else '❌ FAIL'}: {code(suite.name)}"
@@ -120,7 +120,7 @@ def _details(alert: Alert) -> Iterator[str]:
 
 
 def _fenced(text: str, language: str = "") -> str:
-    """A block of code; its fence is longer than any row of backticks in it."""
+    """Return a code block whose fence is longer than any run of backticks in it."""
     ticks = max((len(row) for row in re.findall("`+", text)), default=0)
     fence = "`" * max(3, ticks + 1)
     return f"{fence}{language}\n{text}\n{fence}"

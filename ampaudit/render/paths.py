@@ -1,4 +1,4 @@
-"""How the path of a source file is shown."""
+"""Shortens the path of a source file for display."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["relative_path"]
 
 
 def relative_path(file: str) -> str:
-    """Below the working directory, or from the package's directory on, or as it is."""
+    """Return the path relative to the working or package directory, or unchanged."""
     _, packages, inside = file.rpartition(INSTALLED)
     if packages:
         return inside

@@ -1,4 +1,4 @@
-"""What rich prints, as the text of a pipe, a file or a message."""
+"""Captures rich output as plain text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["as_text"]
 
 
 def as_text(printed: Callable[[Console], None], width: int) -> str:
-    """What is printed, as plain text: no colours, no trailing blanks."""
+    """Return printed output as text without colors and trailing blanks."""
     from rich.console import Console
 
     stream = io.StringIO()

@@ -1,4 +1,4 @@
-"""A document in any of its formats; each format's module is imported when it is asked for."""
+"""Renders a document in any of its formats, importing each format on demand."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["as_file", "for_terminal", "formats_of"]
 
 
 def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
-    """The document for people, as something that rich can print; ``verbosity`` -1 is the verdict alone."""
+    """Return the document as a rich renderable; ``verbosity`` -1 is the verdict alone."""
     from ampaudit.render.terminal import printable
 
     return printable(view_of(document).sections(verbosity))
 
 
 def formats_of(document: Document) -> tuple[str, ...]:
-    """The names of the formats that a document has."""
+    """Return the names of the formats that a document supports."""
     view = view_of(document)
     return tuple(name for name, form in FORMATS.items() if view.offers(form.needs))
 
 
 def as_file(document: Document, form: str) -> str:
-    """The document in a format.
+    """Return the document in a format.
 
     Args:
         document: of any kind.

@@ -1,4 +1,4 @@
-"""Policies for people: the list, one of them, the difference of two."""
+"""Renders policies: the list, one policy, or the difference of two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPS_SHOWN = 16
 
 
 def list_rows() -> list[dict[str, Any]]:
-    """Name, title and size of each shipped policy."""
+    """Return name, title and size of each shipped policy."""
     rows = []
     for name in policy_names():
         rules = load_policy(name)
@@ -40,7 +40,7 @@ def list_rows() -> list[dict[str, Any]]:
 
 
 def render_list(rows: Sequence[dict[str, Any]]) -> RenderableType:
-    """A table of the shipped policies."""
+    """Render a table of the shipped policies."""
     made = open_table("policy", "rules", "ops", "acts on", "title", left=("acts on", "title"))
     for row in rows:
         acts = "calls" if row["level"] == "calls" else "FP32 graph"
@@ -50,7 +50,7 @@ def render_list(rows: Sequence[dict[str, Any]]) -> RenderableType:
 
 
 def render_policy(loaded: Loaded) -> RenderableType:
-    """Title, weights, and every rule with what it matches and why."""
+    """Render title, weights, and every rule with its matches and reason."""
     file = loaded.file
     parts: list[RenderableType] = [
         Text.assemble((file.name, "bold"), f"  {escape_control(file.title)}"),
@@ -124,7 +124,7 @@ def _words(value: Any) -> str:
 
 
 def diff_rows(first: RuleSet, second: RuleSet, dtype: str) -> list[dict[str, str]]:
-    """The ATen ops for which two policies decide differently, layers and numbers aside."""
+    """Return the ATen ops that two policies treat differently, ignoring layers and numbers."""
     rows = []
     for op in sorted((first.op_names | second.op_names) & aten_names()):
         a, b = (rules.decide(OpFacts(op, "", dtype)) for rules in (first, second))
@@ -137,7 +137,7 @@ def diff_rows(first: RuleSet, second: RuleSet, dtype: str) -> list[dict[str, str
 def render_diff(
     first: RuleSet, second: RuleSet, rows: Sequence[dict[str, str]], *, verbose: bool = False
 ) -> RenderableType:
-    """Ops with the same difference together, and what differs besides ops."""
+    """Render differences grouped by ops, and those in other settings."""
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         groups.setdefault((row["first"], row["second"]), []).append(row["op"])
@@ -162,12 +162,12 @@ def render_diff(
 
 
 def _is_mild(ours: str, theirs: str) -> bool:
-    """Whether neither side insists on a precision: the difference shows only where inputs differ."""
+    """Return whether neither side insists on a precision, so that only differing inputs show it."""
     return all(side.split(" ")[0] in ("follow", "narrowest", "widest") for side in (ours, theirs))
 
 
 def _op_list(ops: Sequence[str], verbose: bool) -> str:
-    """Base names, in-place twins and overloads left out; a long list is cut."""
+    """Join base names without in-place twins and overloads, truncating a long list."""
     bases = list(dict.fromkeys(op.partition(".")[0].removesuffix("_") for op in ops))
     shown = bases if verbose else bases[:_OPS_SHOWN]
     more = f" and {len(bases) - len(shown)} more (-v)" if len(shown) < len(bases) else ""

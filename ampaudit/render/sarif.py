@@ -1,4 +1,4 @@
-"""SARIF 2.1.0, so that code hosts show findings on the line, as they do for a linter.
+"""Renders SARIF 2.1.0, with which code hosts show findings on their lines.
 
 Source: OASIS "Static Analysis Results Interchange Format (SARIF) Version 2.1.0"; section numbers below are
 its. What a code host asks for beyond that (relative paths, fingerprints, a category per run) is kept, too.
@@ -29,7 +29,7 @@ _ROOT = "%SRCROOT%"
 
 
 def to_sarif(document: Document) -> str:
-    """One run per suite; findings that are suppressed are there and marked so."""
+    """Return one run per suite; suppressed findings are included and marked."""
     runs = [_run(suite) for suite in view_of(document).suites()]
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": runs}
     return json.dumps(log, indent=1, ensure_ascii=False) + "\n"
@@ -105,7 +105,7 @@ def _result(suite: Suite, alert: Alert, rule: int) -> dict[str, Any]:
 
 
 def _flow(suite: Suite, alert: Alert) -> Iterable[dict[str, Any]]:
-    """From where it breaks to what it poisons."""
+    """Return the code flow from the origin to the poisoned sites."""
     yield {"location": _location(_shown_at(suite, alert), alert, f"{alert.site} breaks")}
     for site in alert.path[:_PATH_SHOWN]:
         message = {"message": {"text": _text(f"{site} is poisoned")}}
@@ -113,7 +113,7 @@ def _flow(suite: Suite, alert: Alert) -> Iterable[dict[str, Any]]:
 
 
 def _shown_at(suite: Suite, alert: Alert) -> SourceLine:
-    """A code host shows nothing without a line: where none is known, the first of the model's file."""
+    """Return the location to show; without a known line, the first line of the model's file."""
     return alert.line or SourceLine(suite.name.partition(":")[0], 1)
 
 
@@ -133,7 +133,7 @@ def _location(line: SourceLine, alert: Alert | None, message: str = "") -> dict[
 
 
 def _artifact(file: str) -> dict[str, str]:
-    """Relative to the root of the sources, where code hosts look; else an absolute URI."""
+    """Return a path relative to the source root if possible, else an absolute URI."""
     path = Path(relative_path(file))
     if path.is_absolute():
         return {"uri": f"file://{quote(path.as_posix())}"}  # Path.as_uri takes the locale's encoding
@@ -145,13 +145,13 @@ def _logical(site: str) -> dict[str, str]:
 
 
 def _text(text: str) -> str:
-    """A plain message: braces would be placeholders (3.11.5), ``[a](b)`` a link (3.11.6)."""
+    """Return a plain message: braces would be placeholders (3.11.5), ``[a](b)`` a link (3.11.6)."""
     doubled = text.replace("\\", "\\\\").replace("{", "{{").replace("}", "}}")
     return doubled.replace("](", "\\](")
 
 
 def _fingerprint(suite: Suite, alert: Alert) -> str:
-    """The same for the same finding in the next run, also when lines have moved."""
+    """Return a fingerprint that is stable across runs and moved lines."""
     of_lint = alert.region is not None and alert.line is not None
     # lint's label counts files, and a function may have the same mistake twice
     which = (alert.line.code,) if of_lint and alert.line is not None else (suite.label,)

@@ -1,4 +1,4 @@
-"""The summary of a scan: coverage, proofs, precision, accuracy, memory, notes and time."""
+"""Renders the summary of a scan: coverage, proofs, precision, accuracy, memory, notes and time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _OUTPUTS = 4
 
 
 def summary_rows(report: Report, hidden: int) -> Iterator[tuple[str, str]]:
-    """Pairs of a label and what is said; ``hidden`` notes are not among the findings shown."""
+    """Return pairs of a label and a text; ``hidden`` counts the notes that are not shown."""
     cover, run = report.coverage, report.run
     if run.level != "static":
-        measured = f"({cover.measured} measured, the others hand values on)"
+        measured = f"({cover.measured} measured, the others pass values on)"
         gaps = f"{len(cover.uncovered_ops)} ops not covered; no rule mentions {cover.no_rule} sites"
         yield "Coverage", f"{cover.audited} of {cover.sites} floating-point sites audited {measured}; {gaps}"
     if report.proofs is not None:
@@ -40,9 +40,11 @@ def summary_rows(report: Report, hidden: int) -> Iterator[tuple[str, str]]:
 def _run(report: Report) -> Iterator[tuple[str, str]]:
     cover, weights, dtype = report.coverage, report.weights, report.run.dtype
     own = (
-        f"; {cover.author_sites} sites in the author's autocast(enabled=False)" if cover.author_sites else ""
+        f"; {cover.author_sites} sites in autocast(enabled=False) regions of the code"
+        if cover.author_sites
+        else ""
     )
-    casts = f"{cover.casts} casts inserted, {cover.author_casts} conversions of the author's own{own}"
+    casts = f"{cover.casts} casts inserted, {cover.author_casts} conversions in the model's code{own}"
     yield "Precision", f"{len(report.low_precision_sites)} sites in {dtype}; {casts}"
     yield "Outputs", _outputs(report)
     masters, copies = format_bytes(weights.master_bytes), format_bytes(weights.working_bytes)
@@ -66,7 +68,7 @@ def _proofs(report: Report, proofs: Proofs) -> Iterator[tuple[str, str]]:
 
 
 def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
-    """What was found, or is to be expected, on other inputs."""
+    """Return results for other inputs: proofs, searches and tail estimates."""
     for s in report.stressed:
         found = f"overflows: --inputs {s.file}" if s.overflows else "no overflow found"
         reached = f"peak {format_number(s.seen)} raised to {format_number(s.reached)}"
@@ -81,4 +83,4 @@ def _outputs(report: Report) -> str:
     shown = ", ".join(f"{escape_control(o.name)} {o.in_words}" for o in report.outputs[:_OUTPUTS])
     more = f" and {len(report.outputs) - _OUTPUTS} more" if len(report.outputs) > _OUTPUTS else ""
     repaired = ", with the faults repaired" if any(f.origin for f in report.findings) else ""
-    return f"signal to error against FP32{repaired}: {shown}{more}"
+    return f"signal-to-noise ratio against FP32{repaired}: {shown}{more}"

@@ -1,4 +1,4 @@
-"""The tables of a scan: what came near the limit, what other formats would do, every site."""
+"""Renders the tables of a scan: sites near the limit, other formats, all sites."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH = 36
 
 
 def level_sections(report: Report, count: int) -> Iterator[Section]:
-    """The tables of a scan, of ``--ranges`` or of ``--static``; each shows about ``count`` sites."""
+    """Return the tables of a scan, ``--ranges`` or ``--static``, with about ``count`` sites each."""
     if report.run.level == "ranges":
         yield from _what_if(report, count)
     elif report.run.level == "static":
@@ -28,7 +28,7 @@ def level_sections(report: Report, count: int) -> Iterator[Section]:
 
 
 def _nearest(report: Report, count: int) -> Iterator[Section]:
-    """Healthy sites with the least headroom."""
+    """Return the healthy sites with the least headroom."""
     sites = report.nearest_sites
     if not sites:
         return
@@ -51,12 +51,12 @@ def _nearest(report: Report, count: int) -> Iterator[Section]:
 
 
 def _proved(site: SiteReport) -> str:
-    """The bound where it is a proof."""
+    """Return the bound of a proved site."""
     return format_number(site.bound) if site.verdict == "proved" and site.bound is not None else "no"
 
 
 def _unproved(report: Report, count: int) -> Iterator[Section]:
-    """Sites without a proof, in graph order: the first decides what becomes of those after it."""
+    """Return unproved sites in graph order, since the first affects those after it."""
     sites = [s for s in report.sites if s.verdict != "proved"]
     if not sites:
         return
@@ -70,17 +70,17 @@ def _unproved(report: Report, count: int) -> Iterator[Section]:
 
 
 def _changed(report: Report, count: int) -> Iterator[Section]:
-    """Verdicts that differ from those under the usual execution contract."""
+    """Return verdicts that differ from the usual execution contract."""
     if not report.changed:
         return
     rows = ((escape_control(change.site), change.usual, change.here) for change in report.changed[:count])
     table = tabulate(("site", "usual", "here"), rows, left=("usual", "here"), width=_WIDTH)
-    title = f"Other verdicts than under the usual contract: {plural(len(report.changed), 'site')}"
+    title = f"Verdicts that differ from the default contract: {plural(len(report.changed), 'site')}"
     yield Section((table,), title)
 
 
 def _promoted(report: Report, count: int) -> Iterator[Section]:
-    """Sites that the policy keeps in float32 because of their values: without that, some would break."""
+    """Return sites promoted to float32 because of their values."""
     promoted = set(report.promoted)
     sites = [s for s in report.sites if s.site in promoted]
     if not sites:
@@ -103,7 +103,7 @@ def _promoted(report: Report, count: int) -> Iterator[Section]:
 
 
 def _what_if(report: Report, count: int) -> Iterator[Section]:
-    """FP32 values against every format, for ``--ranges``."""
+    """Compare FP32 values with every format, for ``--ranges``."""
     sites = [s for s in report.sites if s.what_if is not None]
     what = "sites that overflow, sites that lose over 1 % of their values to zero, the least headroom"
     title = f"What if: FP32 values of {len(sites)} sites against each format"
@@ -135,7 +135,7 @@ def _format_table(sites: list[SiteReport]) -> Table:
 
 
 def all_sites(report: Report) -> Section:
-    """Every floating-point site, for ``-v``."""
+    """Return every floating-point site, for ``-v``."""
     heads = ("site", "precision", "peak", "headroom", "accuracy", "alone", "rule")
     return Section((tabulate(heads, _site_rows(report), left=("rule",)),), "All sites")
 

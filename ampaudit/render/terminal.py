@@ -1,4 +1,4 @@
-"""Sections as something that rich can print."""
+"""Renders sections with rich."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["printable", "to_text"]
 
 
 def printable(sections: Iterable[Section]) -> Group:
-    """The sections, one empty line between them."""
+    """Return the sections separated by empty lines."""
     parts: list[RenderableType] = []
     for section in sections:
         parts += [Text()] if parts else []
@@ -28,7 +28,7 @@ def printable(sections: Iterable[Section]) -> Group:
 
 
 def to_text(document: Document, width: int = 100) -> str:
-    """The document as plain text."""
+    """Return the document as plain text."""
     shown = printable(view_of(document).sections())
     return as_text(lambda console: console.print(shown, crop=False), width)
 

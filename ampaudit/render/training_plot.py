@@ -1,4 +1,4 @@
-"""Loss curves, loss scales and gradient peaks of training runs as a picture, with matplotlib."""
+"""Plots loss curves, loss scales and gradient peaks of training runs, with matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#
 
 
 def plot_training(report: TrainingReport, path: Path, *, force: bool = False) -> None:
-    """Write the picture; the suffix says which format (png, svg, pdf).
+    """Write the picture in the format of its suffix (png, svg, pdf).
 
     Raises:
         UsageError: matplotlib is missing, or the suffix is none of its formats.
@@ -32,7 +32,7 @@ def plot_training(report: TrainingReport, path: Path, *, force: bool = False) ->
 
 
 def check_picture(path: Path) -> None:
-    """Refuse early what would fail after a long run.
+    """Raise early for what would fail after a long run.
 
     Raises:
         UsageError: matplotlib is missing, or the suffix is none of its formats.
@@ -44,7 +44,7 @@ def check_picture(path: Path) -> None:
 
 
 def figure_of(path: Path, size: tuple[float, float]) -> Any:
-    """An empty figure of so many inches, for a file of that name.
+    """Return an empty figure, with its size in inches, for a file of that name.
 
     Raises:
         UsageError: matplotlib is missing, or the suffix is none of its formats.

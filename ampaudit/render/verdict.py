@@ -1,4 +1,4 @@
-"""The verdict in one line: what broke, or what a pass rests on."""
+"""Summarizes a report in one line: what broke, or what a pass rests on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPS = 3  # names of ops that were not audited
 
 
 def verdict_words(report: Report) -> tuple[str, str]:
-    """``PASS``, ``FAIL`` or ``WARN``, and in a sentence why."""
+    """Return ``PASS``, ``FAIL`` or ``WARN``, and the reason."""
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
     word = "FAIL" if errors or report.verdict == "fail" else "PASS"
     if word == "PASS" and report.run.level == "ranges" and warnings:
@@ -56,7 +56,7 @@ def _broken(report: Report) -> Iterator[str]:
 
 
 def _sound(report: Report) -> Iterator[str]:
-    """What a pass rests on."""
+    """Return the evidence for a pass."""
     yield f"nothing breaks in {report.run.dtype}"
     if report.run.level == "scan":
         yield from _accuracy(report)
@@ -71,7 +71,7 @@ def _sound(report: Report) -> Iterator[str]:
 
 
 def _accuracy(report: Report) -> Iterator[str]:
-    """The least accurate output, and outputs of which no accuracy can be told."""
+    """Describe the least accurate output, and outputs of unknown accuracy."""
     blank = [o for o in report.outputs if o.empty or o.constant is not None]
     worst = report.worst_output
     if worst is not None and worst not in blank:
@@ -90,7 +90,7 @@ def _has(output: OutputAccuracy) -> str:
 
 
 def _gaps(report: Report) -> Iterator[str]:
-    """What nobody looked at."""
+    """Return what was not audited."""
     ops = [escape_control(short_op(op)) for op in report.coverage.uncovered_ops]
     if ops:
         more = f" and {len(ops) - _OPS} more" if len(ops) > _OPS else ""

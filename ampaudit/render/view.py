@@ -1,4 +1,4 @@
-"""What every format is made from: a document, turned once into sections, suites of findings and rows."""
+"""The interface between documents and formats: sections, suites of findings, and rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row: TypeAlias = Mapping[str, Cell]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page in HTML of its own.
+    """The content of a document's own HTML page.
 
     Attributes:
         template: file name.
@@ -38,7 +38,7 @@ class Page:
 
 
 class View(ABC, Generic[D]):
-    """One document. A subclass has ``sections``, and whatever else its kind can be shown as.
+    """The view of one document; a subclass has ``sections``, and whatever else its kind supports.
 
     Attributes:
         about: path of the field that names what the document is about.
@@ -52,31 +52,31 @@ class View(ABC, Generic[D]):
 
     @property
     def name(self) -> str:
-        """What the document is about, as a title; safe to print."""
+        """The title of the document; safe to print."""
         if not self.about:
             return f"ampaudit {self.document.kind}"
         return escape_control(attrgetter(self.about)(self.document))
 
     @abstractmethod
     def sections(self, verbosity: int = 0) -> Iterable[Section]:
-        """The document for people: -1 is the verdict alone, 1 is everything."""
+        """Return the document for people; verbosity -1 is the verdict alone, 1 is everything."""
 
     def suites(self) -> tuple[Suite, ...]:
-        """What is judged, with its findings; the formats of code hosts and test runners need it."""
+        """Return findings by suite, for code hosts and test runners."""
         raise NotImplementedError
 
     def rows(self) -> Iterable[Row]:
-        """A flat table for spreadsheets and data frames."""
+        """Return a flat table for spreadsheets and data frames."""
         raise NotImplementedError
 
     def digest(self) -> Iterable[Section | Suite]:
-        """A summary for a review."""
+        """Return a summary for a review."""
         return self.suites() if self.offers("suites") else self.sections()
 
     def page(self) -> Page | None:
-        """A page of its own; without one, a page is made of the sections."""
+        """Return the document's own HTML page; by default it is made of the sections."""
         return None
 
     def offers(self, part: str) -> bool:
-        """Whether this kind of document has ``suites`` or ``rows``; the others it always has."""
+        """Return whether this kind of document has ``suites`` or ``rows``."""
         return part not in ("suites", "rows") or getattr(type(self), part) is not getattr(View, part)

@@ -1,3 +1,3 @@
-"""The report as a value, and the ways to print it."""
+"""Documents as values: the results of every command."""
 
 from __future__ import annotations

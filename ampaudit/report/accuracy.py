@@ -1,4 +1,4 @@
-"""How accurate an output is."""
+"""The accuracy of an output."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ LOST_DB = 10.0  # the error is a third or more of what varies in an output
 
 @dataclass(frozen=True, slots=True)
 class OutputAccuracy:
-    """One output tensor of the model, in its worst batch.
+    """The accuracy of one output tensor, in its worst batch.
 
     Attributes:
         name: where it was found.
         site: the site that makes it.
-        sqnr_db: signal to error ratio against FP32; of integers, 20 log10(1 / share that differs). Null
+        sqnr_db: signal-to-noise ratio against FP32; of integers, 20 log10(1 / share that differs). Null
             where both agree exactly, or where ``problem`` says why there is no number.
         kind: ``float``, ``complex`` (two floats per element) or ``integer`` (booleans, too).
         differing: integers that differ.
         problem: why no accuracy can be given although the output is wrong; empty otherwise.
-        variation_db: signal to error ratio of what varies in it, its mean taken out; null for integers, for
+        variation_db: signal-to-noise ratio of what varies in it, its mean taken out; null for integers, for
             fewer than 16 elements, and where nothing varies or both agree.
         constant: the value that FP32 gives everywhere, of floats; its accuracy says nothing of other inputs.
         empty: whether it has no elements.
@@ -44,12 +44,12 @@ class OutputAccuracy:
 
     @property
     def accuracy_db(self) -> float | None:
-        """``sqnr_db``; -inf where there is none because of a problem."""
+        """``sqnr_db``; -inf if the output is broken."""
         return -math.inf if self.problem else self.sqnr_db
 
     @property
     def in_words(self) -> str:
-        """The accuracy, as tables have it."""
+        """The accuracy as tables show it."""
         if self.problem:
             return "wrong"
         if self.kind == "integer" and self.differing:
@@ -57,7 +57,7 @@ class OutputAccuracy:
         if self.empty:
             return "empty"
         if self.constant is not None:
-            return f"{format_number(self.constant)} everywhere in FP32, which says nothing of its accuracy"
+            return f"{format_number(self.constant)} everywhere in FP32, which says nothing about its accuracy"
         if self.sqnr_db is None:
             return "exact"
         varies = self.variation_db

@@ -1,4 +1,4 @@
-"""What each way to run a model costs, as values: time, memory, and accuracy beside them."""
+"""The document of ``bench``: time, memory and accuracy of each mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Status = Literal["ok", "out of memory", "not supported", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes alive at the moment of the peak.
+    """Bytes in use at the peak.
 
     Attributes:
         weights: parameters and buffers, as they are held.
@@ -34,13 +34,13 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """The total."""
         return self.weights + self.masters + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step does, from a run on tensors without data.
+    """The work of a step, counted on tensors without data.
 
     Attributes:
         flops: floating-point operations of matrix products and convolutions.
@@ -134,7 +134,7 @@ class BenchReport(Shown):
 
     @property
     def exit_code(self) -> int:
-        """0 if at least one mode ran; else 3: there is nothing to compare."""
+        """0 if at least one mode ran, otherwise 3."""
         return 0 if any(row.status == "ok" for row in self.rows) else 3
 
     @property

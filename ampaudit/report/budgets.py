@@ -1,4 +1,4 @@
-"""What a model may cost before it is refused, and what it was found to cost."""
+"""Budgets of a check, and the measurements compared with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Breach", "Budgets", "Measurements"]
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Limits; ``None`` is no limit.
+    """Limits; ``None`` means unlimited.
 
     Attributes:
         fail_on: severity of a finding from which it counts: ``error``, ``warning``, ``note`` or ``never``.
@@ -34,7 +34,7 @@ class Budgets:
     max_fp32_share: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse limits that nothing can exceed.
+        """Reject limits that nothing can exceed.
 
         Raises:
             UsageError: one is NaN.
@@ -46,14 +46,14 @@ class Budgets:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Budgets:
-        """From values by field name; other names are left alone."""
+        """Build from values by field name, ignoring other names."""
         own = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in own})
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What budgets are about; ``None`` where there is nothing to measure.
+    """The quantities that budgets limit; ``None`` if not measured.
 
     Attributes:
         headroom_bits: the least of a 16-bit site that is not large by design.
@@ -75,14 +75,14 @@ class Measurements:
 
     @property
     def accuracy(self) -> str:
-        """How accurate the least accurate output is: ``63 dB``, ``exact`` or ``broken``."""
+        """The accuracy of the least accurate output: ``63 dB``, ``exact`` or ``broken``."""
         if self.broken:
             return "broken"
         return f"{self.sqnr_db:.0f} dB" if self.sqnr_db is not None else "exact"
 
     @property
     def metric_drop(self) -> float | None:
-        """FP32's metric less that in 16 bits."""
+        """FP32's metric minus that in 16 bits."""
         if self.metric_fp32 is None or self.metric_lower is None:
             return None
         return self.metric_fp32 - self.metric_lower
@@ -90,7 +90,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A budget that is exceeded.
+    """An exceeded budget.
 
     Attributes:
         budget: its name, or a finding's code.

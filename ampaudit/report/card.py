@@ -1,4 +1,4 @@
-"""How a document shows itself in Python: in one line, and as a short card in a notebook."""
+"""Shows a document in Python: in one line, and as a short card in a notebook."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _ROWS = 8  # of a card; the page of a report has all
 
 
 class Shown:
-    """A document with a headline, and with rows for its card."""
+    """A document with a headline and the rows of its card."""
 
     __slots__ = ()
 
     @property
     def headline(self) -> str:
-        """The verdict, and what it is about."""
+        """The verdict and the subject in one line."""
         raise NotImplementedError
 
     def card_rows(self) -> Rows:
-        """Return what matters most, one row each."""
+        """Return the most important rows."""
         return ()
 
     def __repr__(self) -> str:
@@ -39,7 +39,7 @@ class Shown:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return ``1 error`` or ``2 errors``."""
+    """Format a count: ``1 error`` or ``2 errors``."""
     return f"{count} {noun}{'s' if count != 1 else ''}"
 
 

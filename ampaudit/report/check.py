@@ -1,4 +1,4 @@
-"""What is known about one target after its check."""
+"""The document of ``check``: the result of each target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CheckResults", "Request", "TargetResult"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One target and how to check it: what a worker process is told, as JSON.
+    """One target and how to check it, sent to a worker process as JSON.
 
     Attributes:
         target: a model file, a converted directory, a ``.pt2``.
@@ -31,7 +31,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TargetResult:
-    """One target.
+    """The result of one target.
 
     Attributes:
         target: which.
@@ -62,7 +62,7 @@ class TargetResult:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckResults(Shown):
-    """All targets of one ``ampaudit check``."""
+    """The results of all targets."""
 
     schema: Literal[1]
     verdict: Literal["pass", "fail"]
@@ -71,12 +71,12 @@ class CheckResults(Shown):
 
     @property
     def exit_code(self) -> int:
-        """The gravest of all: 3, what could not be audited, before 2, bad input, before 1, a budget."""
+        """The gravest of all targets: 3 (not audited), 2 (bad input), 1 (budget exceeded) or 0."""
         return max((target.exit_code for target in self.targets), default=0)
 
     @classmethod
     def of(cls, targets: Sequence[TargetResult]) -> CheckResults:
-        """Passes if every target does."""
+        """Collect results; the check passes if every target does."""
         failed = any(target.exit_code != 0 for target in targets)
         return cls(1, "fail" if failed else "pass", tuple(targets))
 

@@ -21,7 +21,7 @@ BITS, DECIBELS = 0.5, 3.0
 
 
 def differences(old: Document, new: Document, bits: float = BITS, decibels: float = DECIBELS) -> Differences:
-    """What changed.
+    """Return all changes between two reports.
 
     Args:
         old: report of a scan, of one or several policies.
@@ -161,7 +161,7 @@ def _site(
 
 
 def _repaired(old: Report, new: Report) -> set[str]:
-    """Sites whose numbers cannot be compared.
+    """Return sites whose numbers cannot be compared, since a fault before them was repaired.
 
     After a fault, numbers are those of a run in which it was repaired. So nothing is compared at a fault or
     at what it poisons, nor after the first fault that only one of the two runs has.
@@ -178,7 +178,7 @@ def _repaired(old: Report, new: Report) -> set[str]:
 
 
 def _moved(old: float | None, new: float | None, slack: float) -> Literal["worse", "better"] | None:
-    """Nothing means that there is no limit: all zeros have every headroom, an exact result any accuracy."""
+    """Return whether a number changed; ``None`` counts as infinite headroom or accuracy."""
     first, second = (math.inf if value is None else value for value in (old, new))
     if first == second or abs(second - first) < slack:
         return None

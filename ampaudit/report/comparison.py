@@ -1,4 +1,4 @@
-"""Several policies on one model, side by side."""
+"""The document of a scan under several policies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Comparison(Shown):
 
     @property
     def exit_code(self) -> int:
-        """The gravest of all: 3, a check that crashed, before 1, findings."""
+        """The gravest of all: 3 (a check crashed), 1 (findings) or 0."""
         return max(report.exit_code for report in self.reports)
 
     @property

@@ -1,4 +1,4 @@
-"""What a conversion made, for the report that is printed and for the one that machines read."""
+"""The document of ``convert``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What got better or worse from one report to another, as values."""
+"""The document of ``diff``: changes from one report to another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Direction = Literal["worse", "better", "other"]
 
 @dataclass(frozen=True, slots=True)
 class SiteChange:
-    """One thing that is not as it was.
+    """One change.
 
     Attributes:
         way: ``worse``, ``better``, or ``other``: neither by itself.
@@ -35,7 +35,7 @@ class SiteChange:
 
 @dataclass(frozen=True, slots=True)
 class ReportSummary:
-    """One of the two reports."""
+    """One of the two compared reports."""
 
     source: str
     policy: str
@@ -67,7 +67,7 @@ class Difference:
     notes: tuple[str, ...]
 
     def of(self, way: Direction) -> tuple[SiteChange, ...]:
-        """The changes of one kind."""
+        """Return the changes of one kind."""
         return tuple(change for change in self.changes if change.way == way)
 
 

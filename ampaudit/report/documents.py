@@ -1,4 +1,4 @@
-"""The kinds of document that there are: a new one is a line here, and a module in ``render/documents``."""
+"""The registry of document kinds: each has a line here and a module in ``render/documents``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _FIELDS = {
 
 
 def kind_of(data: Mapping[str, Any]) -> str | None:
-    """The kind of document that some JSON holds; ``None`` if it is not one of ours."""
+    """Return the kind of document in parsed JSON; ``None`` if it is not ours."""
     if "kind" in data:
         return next((kind for kind in DOCUMENTS if kind == data["kind"]), None)
     return next((kind for kind, fields in _FIELDS.items() if fields <= data.keys()), None)

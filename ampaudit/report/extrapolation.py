@@ -1,4 +1,4 @@
-"""What a report says beyond the given batches: proofs, searches, tails, other contracts."""
+"""Results beyond the given batches: proofs, searches, tail estimates, other contracts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Proofs", "Stressed", "Tail", "VerdictChange"]
 
 @dataclass(frozen=True, slots=True)
 class Stressed:
-    """One searched site (``--stress``).
+    """The search result of one site (``--stress``).
 
     Attributes:
         site: which.
@@ -31,7 +31,7 @@ class Stressed:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Expected overflows of a site beyond the data (``run/tail.py``), with a 90 % interval."""
+    """Expected overflows of a site beyond the data (``run/extreme_value.py``), with a 90 % interval."""
 
     site: SiteId
     per_million: float
@@ -43,7 +43,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class VerdictChange:
-    """A site that another execution contract (``--contract``) judges differently: the gravest of both."""
+    """A site with another gravest finding under another execution contract (``--contract``)."""
 
     site: SiteId
     usual: str
@@ -52,7 +52,7 @@ class VerdictChange:
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """What the proofs rest on.
+    """The assumptions of the proofs, and their count.
 
     Attributes:
         assumed: the range of each input: stated, of an embedding table's rows, or of the batches.

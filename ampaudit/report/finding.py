@@ -1,4 +1,4 @@
-"""A finding: what is wrong, where, how bad, how sure, and what to try."""
+"""Findings: location, severity, confidence, evidence and advice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INSTALLED = "site-packages/"
 
 
 class Severity(StrEnum):
-    """How much a finding matters."""
+    """The severity of a finding."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -37,7 +37,7 @@ class Severity(StrEnum):
 
     @property
     def rank(self) -> int:
-        """Larger is graver."""
+        """The rank of a severity; larger is graver."""
         return {"error": 3, "warning": 2, "note": 1}[self.value]
 
 
@@ -51,7 +51,7 @@ def threshold(fail_on: FailOn) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The line that computes the value, and the user's own line that led there if it is another one."""
+    """The line that computes the value, and the user's line that led to it, if different."""
 
     file: str
     line: int
@@ -60,7 +60,7 @@ class Source:
 
     @property
     def evident(self) -> SourceLine:
-        """The line to show in the user's own project: the caller where a library makes the value."""
+        """The line to show in the user's project: the caller, if a library computes the value."""
         if self.caller is not None and INSTALLED in self.file:
             return self.caller
         return SourceLine(self.file, self.line, self.code)
@@ -68,7 +68,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Numbers behind a finding; a number that does not apply is ``None``.
+    """The numbers behind a finding; ``None`` if a number does not apply.
 
     Attributes:
         peak: largest magnitude in FP32.
@@ -184,5 +184,5 @@ class Finding:
 
     @property
     def finite(self) -> bool:
-        """Whether it is about values that are finite, and wrong."""
+        """Whether the values are finite but wrong."""
         return self.kind == "precision" and not self.origin

@@ -1,4 +1,4 @@
-"""What a report says about gradients: of each site and parameter, and about the loss scale."""
+"""Results about gradients, by site and parameter, and about the loss scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["BackwardReport", "Gradient", "LossValues", "ParameterGradient"]
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One gradient; peak, headroom and counts are under the loss scale, exponents without it.
+    """One gradient; peak, headroom and counts include the loss scale, exponents do not.
 
     Attributes:
         precision: ``16 bits`` or ``float32``: how it is held.
@@ -21,7 +21,7 @@ class Gradient:
         nan: elements NaN in 16 bits only.
         elements: elements looked at: all of them.
         flushed: share of those that are not zero in FP32 that is zero in 16 bits.
-        sqnr_db: signal to error ratio against FP32.
+        sqnr_db: signal-to-noise ratio against FP32.
         exponents: count of FP32's magnitudes g per e with 2^e < g <= 2^(e+1), without the loss scale.
         cancelled: whether it is a sum that cancels in FP32, so that rounding errors are what is left.
     """
@@ -48,7 +48,7 @@ class ParameterGradient:
 
 @dataclass(frozen=True, slots=True)
 class LossValues:
-    """The loss of one batch, without the scale; null where it is not finite."""
+    """The unscaled loss of one batch; null if not finite."""
 
     float32: float | None
     lower: float | None
@@ -56,7 +56,7 @@ class LossValues:
 
 @dataclass(frozen=True, slots=True)
 class BackwardReport:
-    """What the way back showed.
+    """Results of the backward pass.
 
     Attributes:
         loss_scale: what the loss was multiplied by.

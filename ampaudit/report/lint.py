@@ -1,4 +1,4 @@
-"""What a lint found, as values that any format can be made from."""
+"""The document of ``lint``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LintFinding", "LintReport", "UnreadFile"]
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """One mistake.
+    """One mistake in a script.
 
     Attributes:
         code: of its page.
@@ -51,7 +51,7 @@ class LintFinding:
 
 @dataclass(frozen=True, slots=True)
 class UnreadFile:
-    """A file that could not be read, and why, in one line."""
+    """A file that could not be read, with the reason in one line."""
 
     file: str
     line: int
@@ -63,7 +63,7 @@ class UnreadFile:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LintReport(Shown):
-    """All files of one lint.
+    """The findings in all linted files.
 
     Attributes:
         schema: of this form.
@@ -91,7 +91,7 @@ class LintReport(Shown):
 
     @property
     def exit_code(self) -> int:
-        """1 if a finding counts; else 2 if a file could not be read; else 0."""
+        """1 for findings at or above the threshold, else 2 for unreadable files, else 0."""
         least = threshold(self.fail_on)
         if any(finding.severity.rank >= least for finding in self.active):
             return 1

@@ -1,4 +1,4 @@
-"""The report, schema 1: everything a reader or another tool needs, in plain frozen values.
+"""The document of ``scan``, schema 1, as plain frozen values.
 
 Other tools parse it, so fields are only ever added. Numbers that do not exist are null, never NaN.
 """
@@ -34,7 +34,7 @@ SCHEMA: Literal[1] = 1
 
 @dataclass(frozen=True, slots=True)
 class ToolInfo:
-    """Who made the report."""
+    """The program that made the report."""
 
     name: str
     version: str
@@ -42,7 +42,7 @@ class ToolInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What was audited."""
+    """The audited model."""
 
     source: str
     kind: str
@@ -51,7 +51,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """How it was audited.
+    """The conditions of the audit.
 
     Attributes:
         level: ``scan``, ``ranges`` or ``static``.
@@ -70,7 +70,7 @@ class RunInfo:
 
     @property
     def extent(self) -> str:
-        """How many batches ran, and where; or that nothing did."""
+        """The number of batches and the device, or that nothing was run."""
         if self.level == "static":
             return "nothing was run"
         return f"{plural(self.batches, 'batch')} on {self.device} ({self.backend})"
@@ -78,7 +78,7 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Counts of sites: ``sites`` make or hand on floats; the rest of the graph is integers and shapes.
+    """Counts of sites: ``sites`` compute or pass on floats; the rest are integers and shapes.
 
     Attributes:
         sites: sites with a floating-point output.
@@ -107,7 +107,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class WeightMemory:
-    """Bytes of the FP32 masters and of the 16-bit working copies beside them."""
+    """Bytes of the FP32 masters and of the 16-bit working copies."""
 
     master_bytes: int
     working_bytes: int
@@ -123,7 +123,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report(Shown):
-    """A whole audit.
+    """The report of an audit.
 
     ``raised`` is schema 1's name for ``promoted``.
     """
@@ -163,12 +163,12 @@ class Report(Shown):
         return tuple(finding for finding in self.findings if finding.suppressed is None)
 
     def count(self, severity: Severity) -> int:
-        """Findings of one severity, without those that are suppressed."""
+        """Count the findings of one severity, without suppressed ones."""
         return sum(finding.severity is severity for finding in self.active)
 
     @property
     def codes_by_site(self) -> Mapping[str, list[str]]:
-        """The codes of the findings that count, by site; an empty list where there are none."""
+        """Return the codes of active findings by site; an empty list if there are none."""
         codes: defaultdict[str, list[str]] = defaultdict(list)
         for finding in self.active:
             codes[finding.site].append(finding.code)
@@ -176,7 +176,7 @@ class Report(Shown):
 
     @property
     def promoted(self) -> tuple[SiteId, ...]:
-        """Sites kept in float32 because of what a first pass measured."""
+        """Sites promoted to float32 because of measurements."""
         return self.raised
 
     @property
@@ -186,7 +186,7 @@ class Report(Shown):
 
     @property
     def by_headroom(self) -> tuple[SiteReport, ...]:
-        """Measured sites in any precision, the largest values first; masks and constants left out."""
+        """Measured sites in any precision, largest values first; without masks and constants."""
         measured = (s for s in self.sites if s.headroom_bits is not None and not s.by_design)
         return tuple(sorted(measured, key=lambda site: site.headroom_bits or 0.0))
 
@@ -197,7 +197,7 @@ class Report(Shown):
 
     @property
     def nearest_sites(self) -> tuple[SiteReport, ...]:
-        """Healthy 16-bit sites, the one with the least headroom first."""
+        """Healthy 16-bit sites, least headroom first."""
         bad = {f.site for f in self.findings if f.severity is not Severity.NOTE}
         low = (site for site in self.by_headroom if self._is_low(site))
         return tuple(site for site in low if site.healthy and site.site not in bad)
@@ -207,7 +207,7 @@ class Report(Shown):
 
     @property
     def broken_outputs(self) -> tuple[OutputAccuracy, ...]:
-        """Outputs that an overflow or NaN reaches, or that are nothing like FP32's.
+        """Outputs that hold inf or NaN, or nothing of FP32's values.
 
         The accuracy of the former is that of the repaired run.
         """
@@ -216,13 +216,13 @@ class Report(Shown):
 
     @property
     def worst_output(self) -> OutputAccuracy | None:
-        """The least accurate output; ``None`` if all are exact, or there is none."""
+        """The least accurate output; ``None`` if all are exact or there is none."""
         known = [output for output in self.outputs if output.accuracy_db is not None]
         return min(known, key=lambda output: output.accuracy_db or 0.0, default=None)
 
     @property
     def accuracy(self) -> str:
-        """How accurate the least accurate output is: ``63 dB``, ``exact`` or ``broken``."""
+        """The accuracy of the least accurate output: ``63 dB``, ``exact`` or ``broken``."""
         if self.broken_outputs:
             return "broken"
         return self.worst_output.in_words if self.worst_output is not None else "exact"

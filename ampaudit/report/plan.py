@@ -1,4 +1,4 @@
-"""What a policy would do to a model, before anything is run in 16 bits."""
+"""The document of ``plan``: the effect of a policy without a run in 16 bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PlanReport", "PlannedSite", "PlannedWeights", "RuleUse"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedSite:
-    """One op.
+    """The planned precision of one op.
 
     Attributes:
         site: its id.
@@ -42,7 +42,7 @@ class PlannedSite:
 
 @dataclass(frozen=True, slots=True)
 class PlannedWeights:
-    """Bytes of parameters, buffers and constants, tied ones once.
+    """Bytes of parameters, buffers and constants, counting tied ones once.
 
     Attributes:
         before: as the model has them.
@@ -58,7 +58,7 @@ class PlannedWeights:
 
 @dataclass(frozen=True, slots=True)
 class RuleUse:
-    """A rule and how many sites it decided."""
+    """A rule and the number of sites that it decides."""
 
     rule: str | None
     reason: str
@@ -87,7 +87,7 @@ class PlanReport(Shown):
     kind: Literal["plan"] = "plan"
 
     def matching(self, layer: str | None) -> tuple[PlannedSite, ...]:
-        """Sites in the layers that a glob matches; all without a glob."""
+        """Return sites in the layers that a glob matches; all without a glob."""
         return tuple(site for site in self.sites if layer is None or fnmatchcase(site.layer, layer))
 
     @property

@@ -1,4 +1,4 @@
-"""One thing that is wrong with a converted directory."""
+"""A problem of a converted directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ProblemKind = Literal["missing", "truncated", "changed", "tensor", "extra", "rou
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, and where.
+    """One problem: its place and description.
 
     Attributes:
         kind: ``missing``, ``truncated``, ``changed`` or ``extra`` files; a ``tensor`` whose values are not

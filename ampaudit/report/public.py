@@ -1,4 +1,4 @@
-"""What Python does with reports: reads a saved one, and compares two."""
+"""Reads and compares reports from Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Saved = Report | Comparison | str | Path
 
 
 def diff(old: Saved, new: Saved, *, bits: float = BITS, decibels: float = DECIBELS) -> Differences:
-    """Say per layer what got better or worse from one report of a scan to another.
+    """Compare two scan reports: show per layer what got better or worse.
 
     Args:
         old: a report, or the path of a saved one.

@@ -1,4 +1,4 @@
-"""Reads reports that ampaudit saved as JSON, and says clearly what is wrong with one that it cannot read."""
+"""Reads reports saved as JSON, with precise errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
 
 
 def read_report(path: Path, name: str = "") -> Report:
-    """The report of one scan; ``name`` is what errors call the file.
+    """Read the report of one scan; ``name`` is used in errors.
 
     Raises:
         InputError: see ``parse_document``.
@@ -32,7 +32,7 @@ def read_report(path: Path, name: str = "") -> Report:
 
 
 def read_document(path: Path) -> Document:
-    """The document in a file, or in a directory that ``ampaudit convert`` wrote.
+    """Read the document in a file, or in a converted directory.
 
     Raises:
         InputError: the file cannot be read; see also ``parse_document``.
@@ -45,7 +45,7 @@ def read_document(path: Path) -> Document:
 
 
 def parse_document(text: str, name: str) -> Document:
-    """The document in a text, which errors call ``name``; nothing in it is ever run.
+    """Parse a document, which errors call ``name``; nothing in it is ever run.
 
     Raises:
         InputError: it is cut off, of a newer schema, or none of our documents.
@@ -70,16 +70,16 @@ def _text(path: Path, name: str) -> str:
     try:
         size = path.stat().st_size
         if size > _MAX_BYTES:
-            raise InputError(f"{name}: {size:,} bytes is no report", hint=_HOW)
+            raise InputError(f"{name}: {size:,} bytes is too large for a report", hint=_HOW)
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"{name}: {error.strerror or error}", hint="check the path") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{name}: not UTF-8 text, so no JSON report", hint=_HOW) from error
+        raise InputError(f"{name}: not UTF-8 text, so not a JSON report", hint=_HOW) from error
 
 
 def _not_ours(name: str) -> InputError:
-    return InputError(f"{name}: JSON, but no report of ampaudit that can be used here", hint=_HOW)
+    return InputError(f"{name}: JSON, but not an ampaudit report that can be used here", hint=_HOW)
 
 
 def _json(text: str, name: str) -> dict[str, Any]:
@@ -93,16 +93,16 @@ def _json(text: str, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name}: not JSON ({first_line(error)})", hint=_HOW) from error
     if not isinstance(found, dict):
-        raise InputError(f"{name}: JSON, but no report of ampaudit", hint=_HOW)
+        raise InputError(f"{name}: JSON, but not an ampaudit report", hint=_HOW)
     return found
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _first_fault(error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in fault["loc"])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"not a report of ampaudit: {escape_control(where)}: {fault['msg'].lower()}{more}"
+    return f"not an ampaudit report: {escape_control(where)}: {fault['msg'].lower()}{more}"

@@ -1,4 +1,4 @@
-"""Which loss scales suit, as values; ``gradients/scale.py`` computes them."""
+"""Suitable loss scales, as computed by ``run/backward/scale.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["LayerScales", "ScaleAdvice", "ScaleRow"]
 
 @dataclass(frozen=True, slots=True)
 class LayerScales:
-    """The scales that suit one layer, as exponents of two; ``None`` where no scale does.
+    """The scales that suit one layer, as exponents of two; ``None`` if none does.
 
     Attributes:
         layer: its path.
@@ -32,7 +32,7 @@ class LayerScales:
 
 @dataclass(frozen=True, slots=True)
 class ScaleRow:
-    """One scale, 2 ** ``exponent``: the share flushed over all layers, and how many gradients overflow."""
+    """One scale, 2 ** ``exponent``: the flushed share over all layers, and the overflowing gradients."""
 
     exponent: int
     flushed: float
@@ -41,7 +41,7 @@ class ScaleRow:
 
 @dataclass(frozen=True, slots=True)
 class ScaleAdvice:
-    """What one run says about the loss scale.
+    """The suitable loss scales according to one run.
 
     Attributes:
         share: what may be flushed in a layer.
@@ -66,5 +66,5 @@ class ScaleAdvice:
 
     @property
     def suggested(self) -> int | None:
-        """The exponent to use: one doubling below the upper end, or the lower end if that is higher."""
+        """The exponent to use: one below the upper end, or the lower end if that is higher."""
         return max(self.low, self.high - 1) if self.exists else None

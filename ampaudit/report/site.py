@@ -1,4 +1,4 @@
-"""What is known about one op of a model: its precision, the rule behind it, and what was measured there."""
+"""Results of one op: its precision, the rule behind it, and its measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Forward", "SiteReport", "WhatIf"]
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """One number format against a site's FP32 values.
+    """A site's FP32 values compared with one number format.
 
     Attributes:
         headroom_bits: log2(format's max / peak), ``None`` where all values are zero.
@@ -29,7 +29,7 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What was measured at a site.
+    """Measurements of a site.
 
     Attributes:
         peak: largest magnitude: FP32's, or the 16-bit run's where that was measured and is larger.
@@ -69,7 +69,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class SiteReport:
-    """One site.
+    """The results of one site.
 
     ``forward`` is null where it hands on the values of its input (role view or select). ``by_design``:
     it is near the limit because it takes in a mask, or is a value that no parameter has touched. ``bound``:
@@ -100,10 +100,10 @@ class SiteReport:
 
     @property
     def headroom_bits(self) -> float | None:
-        """Headroom of its values; ``None`` where nothing was measured, or all values are zero."""
+        """Headroom of its values; ``None`` if not measured, or all values are zero."""
         return self.forward.headroom_bits if self.forward is not None else None
 
     @property
     def healthy(self) -> bool:
-        """Whether it was looked at, and neither overflows nor takes in what did."""
+        """Whether it was measured, and neither overflows nor is poisoned."""
         return self.verdict in ("observed", "proved")

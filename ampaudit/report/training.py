@@ -1,4 +1,4 @@
-"""What training runs showed, as values: losses, scales, and the health of gradients, updates and states."""
+"""The document of training runs: losses, scales, and the health of gradients, updates and states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class ParameterHealth:
-    """A parameter over the watched steps; shares are means over those steps.
+    """The health of a parameter; shares are means over the watched steps.
 
     Attributes:
         name: the parameter's.
@@ -63,7 +63,7 @@ class ParameterHealth:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What a watched loop showed.
+    """The health of a watched loop.
 
     Attributes:
         dtype: the 16-bit format that it is judged by.
@@ -87,13 +87,13 @@ class Health:
 
     @property
     def skipped(self) -> int:
-        """Steps that were skipped."""
+        """The number of skipped steps."""
         return sum(step.skipped for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to train, of several that ran side by side.
+    """One of several training runs side by side.
 
     Attributes:
         name: ``fp32``, ``torch.amp`` or the policy's.
@@ -120,7 +120,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainingReport(Shown):
-    """Training runs from the same start on the same batches (``ampaudit train``), or one watched loop."""
+    """Training runs with the same start and batches (``ampaudit train``), or one watched loop."""
 
     schema: Literal[1]
     tool: ToolInfo

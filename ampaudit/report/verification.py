@@ -1,4 +1,4 @@
-"""What ``ampaudit verify`` found."""
+"""The document of ``verify``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Verification"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verification(Shown):
-    """A verified directory: how much there was to check, what is wrong, what the program computed."""
+    """The verification of a directory: counts of checks, problems, and the program's outputs."""
 
     directory: str
     files: int

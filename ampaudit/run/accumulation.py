@@ -1,4 +1,4 @@
-"""Emulates sums in which every addition rounds, as atomic additions into a 16-bit tensor do on a GPU.
+"""Emulates sums in which every addition rounds, like atomic additions to a 16-bit tensor on a GPU.
 
 The CPU adds some of them up in float32. Here all of them go through ``index_put_``, whose CPU kernel adds one
 element after the other in the tensor's own type. A GPU adds in another order from run to run: the size of the
@@ -29,7 +29,7 @@ _ADDS: dict[str, tuple[str | None, ...]] = {
 
 
 def accumulates(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
-    """Whether the call adds elements up in a 16-bit tensor, one after the other."""
+    """Return whether the call adds up elements in a 16-bit tensor one by one."""
     adds = _ADDS.get(base_name(op).rstrip("_")) if op.namespace == "aten" else None
     if adds is None or args[0].dtype not in LOW_PRECISION_DTYPES:
         return False
@@ -37,13 +37,13 @@ def accumulates(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
 
 
 def multiplies(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> bool:
-    """Whether the call multiplies elements one after the other, which is not emulated."""
+    """Return whether the call multiplies elements one by one, which is not emulated."""
     reduces = op.namespace == "aten" and base_name(op).rstrip("_") in _ADDS
     return reduces and named_arguments(op, args, kwargs).get("reduce") in ("prod", "multiply")
 
 
 def accumulate(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> torch.Tensor:
-    """Compute such a call, in its first argument if the op writes there."""
+    """Compute such a call, in its first argument if the op is in-place."""
     named = named_arguments(op, args, kwargs)
     result = named["self"].clone()
     into = result.reshape(1) if result.ndim == 0 else result
@@ -64,7 +64,7 @@ def accumulate(op: OpOverload, args: tuple[Any, ...], kwargs: Named) -> torch.Te
 
 
 def _places(into: torch.Tensor, dim: int, index: torch.Tensor, whole: bool) -> tuple[torch.Tensor, ...]:
-    """For each dimension the coordinates to add at, which broadcast to the shape of the values."""
+    """Return, for each dimension, coordinates that broadcast to the shape of the values."""
     sizes = [into.shape[d] if whole else index.shape[d] for d in range(into.ndim)]
     places = []
     for d, size in enumerate(sizes):

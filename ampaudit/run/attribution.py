@@ -49,7 +49,7 @@ Energy = Callable[[frozenset[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """Where the error of some outputs enters.
+    """The place where the error of some outputs enters.
 
     Attributes:
         outputs: names of the outputs, the worst first.
@@ -81,7 +81,7 @@ class _Run:
 
 @dataclass
 class Attribution:
-    """Runs one batch again and again, each time with other places in 16 bits.
+    """Runs one batch repeatedly, each time with other places in 16 bits.
 
     Attributes:
         executor: of the whole program.
@@ -100,7 +100,7 @@ class Attribution:
         return rounding_units(self.executor)
 
     def culprits(self, outputs: Sequence[str], least: float) -> list[Culprit]:
-        """The culprit of each output that is below an accuracy in dB; outputs with the same one together."""
+        """Return the culprit of each inaccurate output; outputs with the same culprit are grouped."""
         found: dict[tuple[SiteId, ...], Culprit] = {}
         for name in outputs:
             culprit = self._culprit(name, least)
@@ -157,7 +157,7 @@ class Attribution:
         )
 
     def _search(self, energy: Energy, everything: frozenset[int], *, first: bool) -> frozenset[int]:
-        """One unit, or all units of one line; empty where nothing stands out.
+        """Return one unit, or all units of one line; empty if none stands out.
 
         Of comparable ones the largest, or the first in the graph.
         """
@@ -178,7 +178,7 @@ class Attribution:
         return frozenset()
 
     def _strongest(self, items: Items, size: Energy, least: float) -> list[frozenset[int]]:
-        """The items with the largest contributions, as long as they are comparable."""
+        """Return the items with the largest contributions of comparable size."""
         counter = itertools.count()
         heap = [(-math.inf, next(counter), items)]
         found: list[tuple[float, frozenset[int]]] = []
@@ -195,7 +195,7 @@ class Attribution:
         return [item for _, item in found]
 
     def _lines(self) -> list[frozenset[int]]:
-        """Units by the line of code and the op: a loop, or a stack of layers, is one."""
+        """Group units by line of code and op, as in a loop or a stack of layers."""
         groups: dict[tuple[object, ...], set[int]] = {}
         for index, unit in enumerate(self._units):
             site = unit.site
@@ -204,7 +204,7 @@ class Attribution:
         return [frozenset(group) for group in groups.values()]
 
     def _given(self, name: str, chosen: frozenset[int]) -> str:
-        """The weight or input whose rounding is most of a single unit's contribution."""
+        """Return the weight or input whose rounding accounts for most of a single unit's contribution."""
         if len(chosen) != 1:
             return ""
         unit = self._units[min(chosen)]
@@ -218,7 +218,7 @@ class Attribution:
         return ""
 
     def _decision(self, name: str, total: float, whole: _Run) -> str | None:
-        """The decision that mends the output if it follows FP32; ``None`` if none does."""
+        """Return the decision that repairs the output when pinned to FP32; ``None`` if none does."""
         flipped = [step.node for step in self.executor.program.steps if whole.flips.get(step.node.name)]
         everything = frozenset(range(len(self._units)))
 
@@ -255,7 +255,7 @@ class Attribution:
 
 
 def _is_running_sum(nodes: Collection[fx.Node]) -> bool:
-    """Whether these are a running sum: each takes in what another has made, or one op sums along an axis."""
+    """Return whether the units form a running sum: a chain of adds, or one op along an axis."""
     if any(str(node.target).startswith("aten.cumsum") for node in nodes):
         return True
     return sum(any(source in nodes for source in node.all_input_nodes) for node in nodes) * 2 >= len(nodes)
@@ -264,7 +264,7 @@ def _is_running_sum(nodes: Collection[fx.Node]) -> bool:
 def find_culprits(
     outputs: Mapping[str, OutputComparison], worst: Mapping[str, Attribution], least: float
 ) -> list[Culprit]:
-    """The culprits of outputs below an accuracy in dB, each in its worst batch; the worst outputs first."""
+    """Return the culprits of inaccurate outputs, each in its worst batch; the worst outputs first."""
     wrong = {n: db for n, seen in outputs.items() if (db := seen.accuracy_db) is not None and db < least}
     batches: dict[int, list[str]] = {}
     for name in sorted(wrong, key=wrong.__getitem__):

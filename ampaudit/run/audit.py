@@ -29,7 +29,7 @@ __all__ = ["Audit", "RunConfig", "Runner", "measure", "promoted_sites", "run_aud
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The record of a run with the sites it is about, in graph order.
+    """The record of a run and its sites in graph order.
 
     ``promoted`` are the sites where the policy's measured rules decided after a first pass; ``others`` are
     the graphs of later batches that have sites of their own, or all of them.
@@ -44,7 +44,7 @@ class Audit:
 
     @property
     def every(self) -> tuple[ConvertedModel, ...]:
-        """All graphs that sites are of, the first batch's first."""
+        """All graphs that contain sites, the first batch's first."""
         return (self.converted, *self.others)
 
 
@@ -110,7 +110,7 @@ def _run_all(
 
 
 def _run_together(runners: Sequence[Runner], config: RunConfig, batch: Batch, number: int) -> None:
-    """Run a batch under every policy side by side; one after the other for gradients, or random numbers."""
+    """Run a batch under every policy together, or one by one if gradients or random numbers require it."""
     ready = [runner.prepare(batch, number) for runner in runners]
     programs = [item.executor.program for item in ready]
     alone = any(runner.config.differentiator is not None for runner in runners)
@@ -132,7 +132,7 @@ def _run_together(runners: Sequence[Runner], config: RunConfig, batch: Batch, nu
 def measure(
     model: nn.Module, batches: Sequence[Batch], config: RunConfig, progress: Progress
 ) -> tuple[dict[SiteId, Measurement], tuple[Site, ...]]:
-    """What the batches show to the policy's measured rules, and the sites that it is about.
+    """Measure the batches for the policy's measured rules; return the measurements and their sites.
 
     Raises:
         AuditError: the same as ``run_audits``.
@@ -144,7 +144,7 @@ def measure(
 def promoted_sites(
     rules: RuleSet, sites: Iterable[Site], seen: Mapping[SiteId, Measurement]
 ) -> tuple[SiteId, ...]:
-    """Sites in 16 bits where what was measured changes the policy's decision.
+    """Return the 16-bit sites whose decision the measurements change.
 
     An op that is in float32 already, because the author or its inputs made it so, is not promoted by a rule.
     """

@@ -1,4 +1,4 @@
-"""Computes the converted graph: natively in its dtypes, or emulated in float32.
+"""Computes the converted graph, natively in its dtypes or emulated in float32.
 
 A backend decides three things: how a tensor of some dtype is held, how one step is called, and how a
 held tensor is read as float32. Adding one means implementing this protocol and naming it in ``choose``.
@@ -25,7 +25,7 @@ __all__ = ["Backend", "Emulated", "Float32Backend", "Native", "choose_backend"]
 
 
 class Backend(Protocol):
-    """One way to evaluate steps of the converted graph."""
+    """A way to compute the steps of the converted graph."""
 
     name: str
 
@@ -53,7 +53,7 @@ class Backend(Protocol):
 
 
 class Float32Backend:
-    """Exact arithmetic, as far as we go: every 16-bit dtype of the graph becomes float32."""
+    """The reference: every 16-bit dtype of the graph becomes float32."""
 
     name = "reference"
 
@@ -90,7 +90,7 @@ class Float32Backend:
 
 
 class Emulated(Float32Backend):
-    """16 bits in float32 carriers: values round in, arithmetic is float32, results round out.
+    """16 bits in float32 carriers: inputs are rounded, arithmetic is float32, results are rounded.
 
     That is what a tensor core with float32 accumulation does. Rounding goes through the format itself
     and back, so overflow becomes infinity and small values become subnormal or zero as they do there.
@@ -153,7 +153,7 @@ class Emulated(Float32Backend):
 
 
 class Native(Float32Backend):
-    """The converted graph exactly as it would be deployed: true dtypes, the device's own kernels."""
+    """The converted graph as it would be deployed: true dtypes and the device's own kernels."""
 
     name = "native"
 
@@ -185,12 +185,12 @@ class Native(Float32Backend):
 
 
 def choose_backend(device: torch.device) -> Emulated | Native:
-    """Native on CUDA; emulated elsewhere, where 16-bit kernels are slow or missing."""
+    """Return the native backend on CUDA, and the emulated one elsewhere."""
     return Native() if device.type == "cuda" else Emulated()
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Round to a 16-bit format and return to its carrier, in a new tensor; other dtypes pass unchanged."""
+    """Round to a 16-bit format and back to the carrier, in a new tensor; other dtypes pass unchanged."""
     if tensor.is_complex():
         return rounded_components(tensor) if dtype is torch.complex32 else widened_tensor(tensor)
     if dtype not in LOW_PRECISION_DTYPES or not tensor.is_floating_point():
@@ -206,7 +206,7 @@ def _round_result(
     args: Iterable[Any],
     measure: BlockMeasure | None = None,
 ) -> torch.Tensor:
-    """Round an op's output where it lies, unless it shares memory with one of the inputs."""
+    """Round an op's output in place, unless it shares memory with an input."""
     if tensor.dtype is not torch.float32 or dtype not in LOW_PRECISION_DTYPES:
         return rounded(tensor, dtype)
     if _shares_memory(tensor.untyped_storage().data_ptr(), args):
@@ -217,7 +217,7 @@ def _round_result(
 def _round_written(
     step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None
 ) -> None:
-    """Round what an op wrote to, each as the graph holds it; a measure is for the first."""
+    """Round the tensors that an op wrote to; the measure applies to the first."""
     nodes = step.written(step.node.args, dict(step.node.kwargs))
     for node, written in zip(nodes, step.written(args, kwargs), strict=True):
         dtype = getattr(node.meta.get("val"), "dtype", None) if isinstance(node, fx.Node) else None
@@ -239,7 +239,7 @@ def _shares_memory(address: int, values: Iterable[Any]) -> bool:
 def _round_blocks(
     tensor: torch.Tensor, into: torch.Tensor, dtype: torch.dtype, measure: BlockMeasure | None = None
 ) -> torch.Tensor:
-    """Block by block: the 16-bit values never leave the cache, and are measured while they are in it."""
+    """Round and measure block by block, so that values stay in the cache."""
     source, target = flat_pair(tensor, into)
     if target.data_ptr() != into.data_ptr() or tensor.numel() == 0:
         return into.copy_(tensor.to(dtype))
@@ -255,7 +255,7 @@ def _round_blocks(
 
 
 def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give an op tensors of its true dtypes, then return to carriers."""
+    """Call an op on tensors of its true dtypes, and return carriers."""
     template = pytree.tree_leaves((step.args, step.kwargs))
     values, structure = pytree.tree_flatten((args, kwargs))
     true = [_as_in_graph(*pair) for pair in zip(template, values, strict=True)]
@@ -278,7 +278,7 @@ def _in_true_dtypes(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _as_in_graph(template: Any, value: Any) -> Any:
-    """A carrier of real numbers in the dtype of its node; a constant as the graph has it."""
+    """Return a carrier in the dtype of its node; a constant as in the graph."""
     if not isinstance(template, fx.Node):
         return template
     dtype = getattr(template.meta.get("val"), "dtype", None)

@@ -17,7 +17,7 @@ __all__ = ["BufferUpdate", "buffer_updates"]
 
 @dataclass(frozen=True, slots=True)
 class BufferUpdate:
-    """What one forward pass did to a buffer that is held in 16 bits.
+    """The update of a 16-bit buffer by one forward pass.
 
     Attributes:
         name: the buffer's path.
@@ -37,7 +37,7 @@ class BufferUpdate:
 
 
 def buffer_updates(executor: LockStep) -> list[BufferUpdate]:
-    """Return the updates of the last run that stalled somewhere."""
+    """Return the updates of the last run that stalled."""
     found: list[BufferUpdate] = []
     places = {place.node: place for place in executor.program.traced.placeholders}
     for node, (reference, value) in executor.buffers.items():
@@ -63,7 +63,7 @@ _ARITHMETIC = frozenset(
 
 
 def _writer(executor: LockStep, buffer: fx.Node) -> SiteId | None:
-    """The last op that computes what it writes to a buffer, or to a view of it."""
+    """Return the last op that computes what it writes to a buffer, or to a view of it."""
     shown, writer = {buffer}, None
     for step in executor.program.steps:
         written = [step.node.args[p] for p in step.mutates if p < len(step.node.args)]

@@ -1,4 +1,4 @@
-"""Records where a model's code differs between 16 bits and FP32, and what that does to its outputs."""
+"""Records where a model's code differs between 16 bits and FP32, and the effect on its outputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OutputDifference:
 
     @property
     def code_sqnr_db(self) -> float:
-        """Accuracy of the code that 16 bits take, in FP32."""
+        """Accuracy of the 16-bit code path when computed in FP32."""
         return ratio_db(self.ref_sq, self.code_err_sq)
 
     @property
@@ -61,7 +61,7 @@ class OutputDifference:
 
 @dataclass(slots=True)
 class CodeRecord:
-    """What the eager runs of the FP32 model have shown.
+    """The results of the eager runs of the FP32 model.
 
     Attributes:
         batches: how many were run and compared.
@@ -82,7 +82,7 @@ class CodeRecord:
     def note(
         self, found: Iterable[OutputDifference], place: CodeDifference | None, reads: tuple[SourceLine, ...]
     ) -> None:
-        """Add a batch whose outputs are not those of the FP32 model."""
+        """Add a batch whose outputs differ from those of the FP32 model."""
         self.place = self.place or place
         self.reads = self.reads or reads
         for difference in found:

@@ -24,20 +24,20 @@ KeepOutputs = Callable[[int, dict[str, Pair]], None]
 
 
 class Differentiator(Protocol):
-    """Follows a run and then runs its backward pass: the gradients' side of an audit."""
+    """Follows a run and then runs its backward pass."""
 
     record: GradientRecord
 
     def following(self, observer: Observer, program: Program) -> Observer:
-        """Wrap an observer so that what the backward pass needs is kept."""
+        """Wrap an observer so that the values needed by the backward pass are kept."""
 
     def run(self, executor: LockStep, outputs: list[Pair], number: int) -> None:
-        """Run the backward pass of the run that was followed last; the last output is the loss."""
+        """Run the backward pass of the run followed last; the last output is the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """What to run.
+    """The configuration of a run.
 
     Attributes:
         rules: the policy, ``None`` for the FP32 run alone (``--ranges``).

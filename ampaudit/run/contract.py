@@ -1,4 +1,4 @@
-"""Emulates targets that compute differently: 16-bit accumulation, saturation, flushing, decomposed norms."""
+"""Emulates other execution contracts: 16-bit accumulation, saturation, flushing, decomposed norms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """A set of words of ``CONTRACTS``; empty for the usual one."""
+    """A set of words of ``CONTRACTS``; empty for the default one."""
 
     words: frozenset[str] = frozenset()
 
@@ -44,7 +44,7 @@ class Contract:
 
     @property
     def text(self) -> str:
-        """What it says, for reports."""
+        """The contract in words, for reports."""
         usual = {
             "lower-accumulate": "accumulation in float32",
             "decomposed": "norms and softmax fused, float32 inside",
@@ -75,13 +75,13 @@ class ContractBackend(Emulated):
         self.name = f"emulated: {', '.join(sorted(contract.words))}"
 
     def represent(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """A rounded carrier, with what the contract does at both ends of the range."""
+        """Return a rounded carrier, with the contract's treatment of both ends of the range."""
         return self._ends(super().represent(tensor, dtype), dtype)
 
     def call(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], measure: BlockMeasure | None = None
     ) -> Any:
-        """The op as the contract says; ``measure`` sees no blocks, as the ends come after rounding."""
+        """Call the op under the contract; ``measure`` sees no blocks, as the range is limited afterwards."""
         del measure
         own = self._own_way(step, args, kwargs)
         result = own if own is not None else super().call(step, args, kwargs)
@@ -101,7 +101,7 @@ class ContractBackend(Emulated):
         return value.clamp(-limits.max, limits.max) if "saturate" in self.contract.words else value
 
     def _own_way(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Compute the op in steps that round, if the contract decomposes it."""
+        """Compute the op in rounding steps, if the contract decomposes it."""
         dtype = step.dtypes[0]
         if not isinstance(step.target, OpOverload) or dtype not in LOW_PRECISION_DTYPES or step.mutates:
             return None
@@ -118,7 +118,7 @@ class ContractBackend(Emulated):
 
 
 def _products(a: torch.Tensor, b: torch.Tensor, r: Rounding) -> torch.Tensor:
-    """``a @ b``, the inner axis in pieces of 16, rounded after each."""
+    """Compute ``a @ b`` with the inner axis in pieces of 16, rounding after each."""
     total: torch.Tensor | None = None
     for start in range(0, a.shape[-1], TERMS):
         part = r(a[..., start : start + TERMS] @ b[..., start : start + TERMS, :])
@@ -153,7 +153,7 @@ def _conv2d(named: Named, r: Rounding) -> torch.Tensor | None:
 
 
 def _total(named: Named, r: Rounding) -> torch.Tensor:
-    """A sum in pieces, one after the other."""
+    """Compute a sum in pieces, one after the other."""
     x, axes, keep = named["self"], named.get("dim"), bool(named.get("keepdim", False))
     axes = axes if isinstance(axes, list | tuple) else [] if axes is None else [axes]
     chosen = [a % max(x.ndim, 1) for a in axes] or list(range(x.ndim))

@@ -1,4 +1,4 @@
-"""Decisions: ops that turn floats into integers or booleans, where a rounding error becomes another choice.
+"""Measures decisions: ops that turn floats into integers or booleans, where rounding can flip a choice.
 
 topk, sort, argmax, comparisons, rounding, bucketize, casts to integers. While a model runs, those that
 come out differently are only counted; ``DecisionDetail`` says of one op how close the choices were.
@@ -26,7 +26,7 @@ _ALONG_AN_AXIS = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max"
 
 @dataclass(slots=True)
 class DecisionStats:
-    """The choices of one site, over all batches.
+    """The choices of one site over all batches.
 
     Attributes:
         elements: choices made.
@@ -43,13 +43,13 @@ class DecisionStats:
 
 
 def differing_choices(reference: Any, value: Any) -> tuple[torch.Tensor, int] | None:
-    """How many choices differ, as a tensor on their device, of how many; ``None`` if shapes differ."""
+    """Return the number of differing choices (on their device) and of all; ``None`` if shapes differ."""
     choices = _choices(reference, value)
     return None if choices is None else (_flipped(*choices).sum(), choices[0].numel())
 
 
 def _choices(reference: Any, value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The choices of both runs, if they can be compared."""
+    """Return the choices of both runs, if they can be compared."""
     first, second = _choice(reference), _choice(value)
     if first is None or second is None or first.shape != second.shape:
         return None
@@ -57,12 +57,12 @@ def _choices(reference: Any, value: Any) -> tuple[torch.Tensor, torch.Tensor] | 
 
 
 def _flipped(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Where choices differ; results of round, floor and sign are whole numbers in floats."""
+    """Return where choices differ; round, floor and sign give integers as floats."""
     return (first - second).abs() >= 0.5 if first.is_floating_point() else first != second
 
 
 def _choice(value: Any) -> torch.Tensor | None:
-    """The integers or booleans among an op's outputs, or its only output."""
+    """Return the integer or boolean output of an op, or its only output."""
     if isinstance(value, torch.Tensor):
         return value
     tensors = [item for item in value if isinstance(item, torch.Tensor)] if value is not None else []
@@ -70,7 +70,7 @@ def _choice(value: Any) -> torch.Tensor | None:
 
 
 def with_fp32_choices(step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-    """Return a decision's result with FP32's choices, and the 16-bit run's values where there are some."""
+    """Return a decision's result with FP32's choices, and the 16-bit run's values if there are any."""
     if isinstance(value, torch.Tensor):
         return reference
     scores, axis = call.args[0], _axis(step, call)
@@ -86,7 +86,7 @@ def with_fp32_choices(step: Step, reference: Any, value: Any, call: StepCall) ->
 
 
 def _axis(step: Step, call: StepCall) -> int | None:
-    """The axis along which a decision chooses; ``None`` for the whole tensor."""
+    """Return the axis along which a decision chooses; ``None`` for the whole tensor."""
     target = overload_of(step.target)
     if target is None:
         return None
@@ -98,7 +98,7 @@ def _axis(step: Step, call: StepCall) -> int | None:
 
 @dataclass(slots=True)
 class DecisionDetail:
-    """A close look at one decision.
+    """Measures the margins of one decision.
 
     Attributes:
         node: name of the node.
@@ -151,7 +151,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def _candidates(
     step: Step, first: torch.Tensor, second: torch.Tensor, call: StepCall
 ) -> tuple[Pair, tuple[torch.Tensor | None, torch.Tensor | None]] | None:
-    """What each choice was between, in FP32 and in 16 bits, in the shape of the choices."""
+    """Return the competing values of each choice, in FP32 and in 16 bits."""
     target = overload_of(step.target)
     name = base_name(target).rstrip("_") if isinstance(target, OpOverload) else ""
     scores, scores16 = call.ref_args[0], call.args[0]
@@ -178,5 +178,5 @@ def _candidates(
 
 
 def spacing(magnitude: float, fraction_bits: int) -> float:
-    """Distance between neighbours of a format at a magnitude: 2^(floor(log2 x) - fraction bits)."""
+    """Return the distance between neighbors of a format at a magnitude."""
     return 2.0 ** (math.floor(math.log2(magnitude)) - fraction_bits) if magnitude > 0.0 else 0.0

@@ -1,4 +1,4 @@
-"""Picks the device to run on, and describes it to policies."""
+"""Selects the device to run on, and describes it to policies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def environment_of(device: torch.device) -> TargetEnvironment:
-    """Return what rules about devices and versions ask for; without CUDA, no capability is known."""
+    """Return the device and versions that rules depend on; without CUDA, no capability is known."""
     versions = {"torch": torch.__version__.partition("+")[0]}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda

@@ -1,4 +1,4 @@
-"""Runs the user's own FP32 model as plain Python, where a trace may show other code than FP32 runs."""
+"""Runs the user's own FP32 model eagerly, since a trace may have followed another code path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["EagerModel"]
 
 
 class EagerModel:
-    """Calls a model in FP32 on a device: 16-bit weights and inputs are widened, nothing of it is changed.
+    """Calls a model in FP32 on a device, widening 16-bit weights and inputs without changing the model.
 
     Each call is one of a new copy, which shares the weights; policies that run side by side share the call.
 
@@ -39,7 +39,7 @@ class EagerModel:
 
     @torch.no_grad()
     def outputs(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:
-        """Return the model's outputs for a batch, by the names that a trace gives."""
+        """Return the model's outputs for a batch, by the names that a trace uses."""
         if self._last is None or self._last[0] != number:
             self._last = None
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._own, (batch.args, batch.kwargs))
@@ -56,7 +56,7 @@ class EagerModel:
         tensors: dict[int, torch.Tensor] = {}
         for tensor in named_tensors(model).values():
             if self._release is not None and tensor.dtype in LOW_PRECISION_DTYPES:
-                raise RunFailed("weights of 16 bits are read piece by piece, and take twice the room in FP32")
+                raise RunFailed("streamed 16-bit weights cannot be held in FP32")
             if isinstance(tensor, nn.Parameter):
                 tensors[id(tensor)] = nn.Parameter(self._wide(tensor), False)
             else:
@@ -70,11 +70,11 @@ class EagerModel:
         return made
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device, widened from 16 bits; no copy where it is so already."""
+        """Return the tensor on the device, widened from 16 bits; without a copy if possible."""
         found = tensor.detach().to(self._device)
         return found.float() if found.dtype in LOW_PRECISION_DTYPES else found
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As ``_wide``, in memory that the model may write to."""
+        """Like ``_wide``, but in memory that the model may write to."""
         found = self._wide(tensor)
         return found.clone() if found.data_ptr() == tensor.data_ptr() else found

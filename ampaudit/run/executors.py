@@ -1,4 +1,4 @@
-"""Keeps one executor per kind of call: a batch of another shape, or with another flag, is traced anew."""
+"""Caches one executor per kind of call; a batch of another shape or with another flag is traced again."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ExecutorCache:
         return executor
 
     def _follow(self, traced: TracedModel) -> None:
-        """Let the state of a copy of the model go on as a call of the model would; the user's stays."""
+        """Apply the effects of a call to a copy of the model's state; the user's model is not changed."""
         if not any(change.plain for change in traced.changes):
             return
         if not self._is_copy or traced.reads:  # then the model as it was is run, too

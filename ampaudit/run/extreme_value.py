@@ -1,4 +1,4 @@
-"""Estimates overflows beyond the data, from an extreme-value distribution fitted to the peaks of batches."""
+"""Estimates overflows beyond the data from an extreme-value distribution of the batches' peaks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ExtremeValues:
     scale: float
 
     def beyond(self, limit: float) -> float:
-        """The probability of a maximum above the limit."""
+        """Return the probability of a maximum above the limit."""
         reduced = (limit - self.location) / self.scale
         if abs(self.shape) < 1e-6:
             return -math.expm1(-math.exp(-reduced)) if reduced > -700 else 1.0
@@ -38,7 +38,7 @@ class ExtremeValues:
         return float(-np.expm1(-np.power(inner, 1.0 / self.shape)))
 
     def sample(self, count: int, generator: np.random.Generator) -> Floats:
-        """Maxima drawn from the distribution."""
+        """Draw maxima from the distribution."""
         exponential = -np.log(generator.random(count))
         if abs(self.shape) < 1e-6:
             return self.location - self.scale * np.log(exponential)
@@ -47,7 +47,7 @@ class ExtremeValues:
 
 @dataclass(frozen=True, slots=True)
 class TailRisk:
-    """What to expect of one site.
+    """The estimated risk of one site.
 
     Attributes:
         per_million: expected batches' overflows per million samples.
@@ -65,7 +65,7 @@ class TailRisk:
 
 
 def fit(maxima: Sequence[float] | Floats) -> ExtremeValues | None:
-    """Probability-weighted moments (Hosking, Wallis and Wood, 1985); ``None`` if all maxima are equal."""
+    """Fit by probability-weighted moments (Hosking, Wallis, Wood, 1985); ``None`` if all maxima are equal."""
     x = np.sort(np.asarray(maxima, dtype=np.float64))
     n = len(x)
     rank = np.arange(n)
@@ -86,7 +86,7 @@ def fit(maxima: Sequence[float] | Floats) -> ExtremeValues | None:
 
 
 def tail_risk(maxima: Sequence[float], limit: float, samples: int, seed: int = 0) -> TailRisk | None:
-    """Estimate the risk at one site; ``None`` where the batches are too few or all alike.
+    """Estimate the risk at one site; ``None`` if the batches are too few or all alike.
 
     Args:
         maxima: the peak of each batch.

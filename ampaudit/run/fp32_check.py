@@ -1,4 +1,4 @@
-"""Compares outputs with the user's own FP32 model where the converted graph may be of other code."""
+"""Compares outputs with the user's own FP32 model if the converted graph may follow other code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ELEMENTS = {"complex": "complex numbers", "float": "floating-point numbers", "i
 
 
 class Fp32Check:
-    """What the FP32 model returns, wherever the reference of the lock-step is not known to be that model.
+    """Calls the FP32 model wherever the reference may differ from it.
 
     A trace during which nothing read a precision is of the code that FP32 runs: nothing is done. Otherwise
     the model is run eagerly.
@@ -48,7 +48,7 @@ class Fp32Check:
     def outputs(
         self, model: nn.Module, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
     ) -> dict[str, torch.Tensor] | None:
-        """The FP32 model's outputs by name, those left out that 16 bits have no counterpart of.
+        """Return the FP32 model's outputs by name, without those that 16 bits lack.
 
         Args:
             model: the user's, as it was before this batch.
@@ -87,7 +87,7 @@ class Fp32Check:
         return {name: tensor for name, tensor in fp32.items() if name in named and name not in apart}
 
     def unedited(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:
-        """The outputs of the user's own FP32 model, which a run of edited code is judged by.
+        """Return the outputs of the user's own FP32 model, to judge a run of edited code.
 
         Raises:
             RunFailed: it cannot be called.
@@ -110,7 +110,7 @@ class Fp32Check:
     def _place(
         self, model: nn.Module, traced: TracedModel, batch: Batch, number: int
     ) -> CodeDifference | None:
-        """Where the code differs from FP32's, by the traces; ``None`` where it does not, or has no trace."""
+        """Return where the traces differ; ``None`` if they do not, or if there is no trace."""
         if id(traced) not in self._places:
             config = self._config
             uncast = plain_fp32(whole=config.rules.op_names if config.rules is not None else frozenset())
@@ -164,7 +164,7 @@ def _difference(name: str, pair: Pair, fp32: torch.Tensor | None) -> OutputDiffe
 
 
 def _error(value: torch.Tensor, fp32: torch.Tensor) -> torch.Tensor:
-    """The difference; none between equal infinities, or between NaN and NaN."""
+    """Return the difference; 0 between equal infinities or NaN and NaN."""
     value = value.to(fp32.dtype)
     same = (value == fp32) | (value.isnan() & fp32.isnan())
     return torch.where(same, 0, value - fp32)
@@ -176,7 +176,7 @@ def _squares(values: torch.Tensor) -> float:
 
 
 def is_broken(output: object) -> bool:
-    """NaN, +inf, or nothing but -inf; some -inf is how masked scores and log-probabilities look."""
+    """Return whether there is NaN, +inf or nothing but -inf; some -inf is normal for masked scores."""
     if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.numel() == 0:
         return False
     return bool((output.isnan() | (output == torch.inf)).any() or (output == -torch.inf).all())

@@ -1,4 +1,4 @@
-"""Sets up what a run needs: exact float32, its own random numbers, errors with a next step."""
+"""Sets up the context of a run: exact float32, separate random numbers, errors with a next step."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["exact_float32", "guarded", "refuse_broken_inputs", "tf32"]
 
 @contextlib.contextmanager
 def guarded(device: torch.device) -> Iterator[None]:
-    """Set up all of it; random numbers drawn inside do not change what is drawn after."""
+    """Set up the whole context; random numbers drawn inside do not affect later ones."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), exact_float32(), _memory_errors(device):
         yield
 
 
 def exact_float32() -> contextlib.AbstractContextManager[None]:
-    """Switch TF32 off: the reference is float32."""
+    """Switch off TF32, so that the reference is float32."""
     return tf32(allowed=False)
 
 
 @contextlib.contextmanager
 def tf32(*, allowed: bool) -> Iterator[None]:
-    """Products and convolutions of float32 tensors in TF32, or not."""
+    """Switch TF32 on or off for products and convolutions of float32 tensors."""
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
     torch.backends.cuda.matmul.allow_tf32 = allowed
     # cudnn.flags also works where somebody has locked the global flags
@@ -41,7 +41,7 @@ def tf32(*, allowed: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory_errors(device: torch.device) -> Iterator[None]:
-    """Out of memory, and ops that the device has no kernel for, as errors with a next step."""
+    """Turn out-of-memory and missing-kernel errors into errors with a next step."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -58,7 +58,7 @@ def _memory_errors(device: torch.device) -> Iterator[None]:
 
 
 def refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:
-    """Refuse inputs that are broken before the model sees them.
+    """Raise for inputs that contain NaN or infinity.
 
     Raises:
         InputError: one holds NaN or infinity.

@@ -1,4 +1,4 @@
-"""Measures the error that one op adds by itself, on the reference's inputs rounded to 16 bits.
+"""Measures the error of a single op, on the reference's inputs rounded to 16 bits.
 
 Calling every op a third time in full would cost a third forward pass, so a large op is called on a few
 rows of its input, which come out exactly as they would in the whole. Ops for which no such cut is known
@@ -32,7 +32,7 @@ Cut = Callable[[tuple[Any, ...], torch.Tensor], tuple[dict[int, Index], Index] |
 def local_error(
     step: Step, backend: Backend, call: StepCall, reference: Any
 ) -> tuple[torch.Tensor, int] | None:
-    """``(stack(sum err^2, sum ref^2), elements)``, or None where the op is not called again."""
+    """Return ``(stack(sum err^2, sum ref^2), elements)``, or ``None`` if the op cannot be called again."""
     if not isinstance(reference, torch.Tensor) or step.random or step.mutates or step.site is None:
         return None
     if step.site.role is not Role.COMPUTE:
@@ -62,7 +62,7 @@ def local_error(
 def _clean_arguments(
     step: Step, backend: Backend, call: StepCall, cuts: dict[int, Index]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments without accumulated error. Weights and inputs have none; the rest is rounded anew."""
+    """Return arguments without accumulated error: rounded again, except weights and inputs."""
 
     def clean(node: fx.Node, index: Index | None = None) -> Any:
         reference, value = call.inputs[node]
@@ -82,20 +82,20 @@ def _clean_arguments(
 
 
 def _is_given(node: fx.Node) -> bool:
-    """A placeholder, or the cast of one: its converted value is its rounded reference."""
+    """Return whether a value is a placeholder or its cast, so that it is its rounded reference."""
     if node.op == "placeholder":
         return True
     return node.target is torch.ops.aten.to.dtype and node.all_input_nodes[0].op == "placeholder"
 
 
 def _rows(shape: tuple[int, ...]) -> Index:
-    """The first of every leading dimension, eight of the last but one, all of the last."""
+    """Take the first index of leading dimensions, eight of the last but one, and all of the last."""
     leading = [slice(0, 1)] * max(len(shape) - 2, 0)
     return (*leading, slice(0, _ROWS), slice(None)) if len(shape) > 1 else (slice(None),)
 
 
 def _broadcast(shape: tuple[int, ...], out: Index) -> Index:
-    """The index of an operand that is broadcast to the output."""
+    """Take the part of a broadcast operand that belongs to the sampled output."""
     aligned = out[len(out) - len(shape) :]
     return tuple(slice(None) if size == 1 else part for size, part in zip(shape, aligned, strict=True))
 
@@ -109,7 +109,7 @@ def _elementwise(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, In
 
 
 def _last_dimension(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Index], Index] | None:
-    """Linear, and norms and softmax over the last dimension: rows are independent."""
+    """Sample rows of linear, norms and softmax over the last dimension, which are independent."""
     if out.ndim < 2:
         return None
     over = args[1] if len(args) > 1 else None
@@ -131,7 +131,7 @@ def _matmul(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Index],
 
 
 def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Index], Index] | None:
-    """One sample, eight output channels, and the top row, which sees no lower padding."""
+    """Sample one image, eight output channels, and the top row, which sees no lower padding."""
     x, weight = args[0], args[1]
     if (len(args) > 6 and args[6] != 1) or x.ndim != out.ndim or out.ndim < 3:
         return None
@@ -154,7 +154,7 @@ def _first(args: tuple[Any, ...], place: int, default: int) -> Any:
 
 
 def _attention(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Index], Index] | None:
-    """One head of one sample."""
+    """Sample one head of one sequence."""
     if out.ndim != 4:
         return None
     one: Index = (slice(0, 1), slice(0, 1))
@@ -167,7 +167,7 @@ def _attention(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Inde
 
 
 def _eval_norm(args: tuple[Any, ...], out: torch.Tensor) -> tuple[dict[int, Index], Index] | None:
-    """Batch norm with running statistics: one row of one sample."""
+    """Sample one row of one image from a batch norm with running statistics."""
     if out.ndim < 3 or args[5] is True:
         return None
     index = (slice(0, 1), slice(None), slice(0, 1))

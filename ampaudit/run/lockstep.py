@@ -1,4 +1,4 @@
-"""Runs reference and converted graph together, node by node, for an observer to see each pair of values."""
+"""Runs reference and converted graph together, node by node, and shows each pair of values to an observer."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ Pair = tuple[Any, Any]
 
 
 class Observer:
-    """Sees each step's values as they are made; this one ignores them."""
+    """Observes the values of each step; the base class ignores them."""
 
     __slots__ = ()
 
     def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Return what is to measure the converted run's step block by block, if anything."""
+        """Return an object that measures the converted run's step block by block, if any."""
         del step, reference
         return None
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Look at a pair; what is returned goes on in the converted run (normally ``value`` itself)."""
+        """Observe a pair; the returned value continues in the converted run (normally ``value`` itself)."""
         del step, reference, call
         return value
 
 
 class StepCall:
-    """The resolved arguments of one step, for watches that want to call it again."""
+    """The resolved arguments of one step, with which observers can call it again."""
 
     __slots__ = ("_template", "args", "inputs", "kwargs", "measure", "shared", "state")
 
@@ -60,7 +60,7 @@ class StepCall:
         self.args, self.kwargs = _resolved(args, inputs, 1), _resolved(kwargs, inputs, 1)
 
     def updates(self, step: Step) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """What the step has written besides its result: the argument's position, and it in both runs."""
+        """Return written arguments besides the result: their position, and their value in both runs."""
         return [(position, self.ref_args[position], self.args[position]) for position, _ in step.updates]
 
     @property
@@ -71,7 +71,7 @@ class StepCall:
 
 
 class LockStep:
-    """An executor for one converted model on one device; holds weights, no activations, between runs."""
+    """Runs one converted model on one device; holds weights, but no activations, between runs."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class LockStep:
 
     @torch.no_grad()
     def run(self, inputs: list[torch.Tensor], observer: Observer) -> list[Pair]:
-        """One batch; the pairs of outputs in graph order.
+        """Run one batch; return the pairs of outputs in graph order.
 
         A value is dropped after its last use. Where both runs would do the same thing to the same
         tensors in float32, it is done once.
@@ -105,12 +105,12 @@ class LockStep:
     def steps(
         self, inputs: list[torch.Tensor], observer: Observer, shared: SharedReference | None = None
     ) -> Generator[tuple[Step, ...], None, list[Pair]]:
-        """``run``, stopping before each group of steps, which it yields; gradients must be off."""
+        """Like ``run``, but yield before each group of steps; gradients must be off."""
         return self._steps(self._start(inputs), observer, shared)
 
     @torch.no_grad()
     def run_pairs(self, pairs: list[Pair], observer: Observer) -> list[Pair]:
-        """``run`` for a graph whose inputs are already held, and differ between the runs."""
+        """Like ``run``, for inputs that already differ between the runs."""
         given = zip(self.program.inputs, pairs, strict=True)
         values: dict[fx.Node, Pair] = {}
         for node, pair in given:
@@ -136,7 +136,7 @@ class LockStep:
         return [self._value(node, values) for node in self.program.outputs]
 
     def _free(self, node: fx.Node, values: dict[fx.Node, Pair]) -> None:
-        """Drop a value after its last use; a streamed weight goes back to the disk with what shows it."""
+        """Drop a value after its last use; a streamed weight is released with its views."""
         pair = values.pop(node, None)
         release = self.converted.release
         if release is None:
@@ -148,7 +148,7 @@ class LockStep:
     def _references(
         self, group: tuple[Step, ...], values: dict[fx.Node, Pair], shared: SharedReference | None
     ) -> list[Any]:
-        """The reference's results of a run of steps."""
+        """Compute the reference's results of a run of steps."""
         found: dict[fx.Node, Any] = {}
         for step in group:
             sides: dict[fx.Node, Pair] = {}
@@ -206,7 +206,7 @@ class LockStep:
         return reference, observer.observe(step, reference, value, call)
 
     def _call(self, step: Step, call: StepCall) -> Any:
-        """The converted run's result; an error of torch's gets the line of the model's code."""
+        """Compute the converted run's result; errors of torch get the line of the model's code."""
         try:
             return self.backend.call(step, call.args, call.kwargs, call.measure)
         except (RuntimeError, NotImplementedError) as error:
@@ -215,11 +215,11 @@ class LockStep:
             raise
 
     def _rounds(self, step: Step) -> bool:
-        """Whether the converted run gives a step another result than the reference, on equal inputs."""
+        """Return whether the converted run may differ from the reference on equal inputs."""
         return step.low_precision
 
     def _unaliased(self, step: Step, call: StepCall, result: Any) -> Any:
-        """Where memory is written, a cast must not return its own input, as it would in float32."""
+        """Copy casts that are later written to, since a cast to float32 would return its own input."""
         if step.node not in self.program.written or step.site is None:
             return result
         if step.site.role.converts:
@@ -231,13 +231,13 @@ class LockStep:
         return result
 
     def is_given_float(self, node: fx.Node) -> bool:
-        """Whether a placeholder takes a floating-point tensor of the batch."""
+        """Return whether a placeholder takes a floating-point tensor of the batch."""
         dtype = self._places[node.name].dtype
         given = self._places[node.name].slot is Slot.INPUT
         return given and dtype is not None and dtype.is_floating_point
 
     def given_peak(self, node: fx.Node, inputs: list[torch.Tensor]) -> float:
-        """Largest magnitude of a placeholder's value in FP32, infinity aside; 0 for integers."""
+        """Return the largest finite magnitude of a placeholder's FP32 value; 0 for integers."""
         tensor = self._masters.get(node.name)
         if tensor is None:
             given = [n for n in self.program.inputs if self._places[n.name].slot is Slot.INPUT]
@@ -272,7 +272,7 @@ class LockStep:
         return found if found is not None else self._weight(node, self._places[node.name])
 
     def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
-        """Masters are used where they are; a stored 16-bit copy is made for the use and dropped."""
+        """Return a weight: masters are used directly, 16-bit copies are made for each use."""
         reference, master = self._reference_weight(node), self._masters[node.name].detach().to(self.device)
         # a weight that the model itself keeps in 16 bits is one for the backend, too
         if node.name not in self.converted.copies and master.dtype not in LOW_PRECISION_DTYPES:
@@ -288,7 +288,7 @@ class LockStep:
 
 
 def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:
-    """What all steps lead to."""
+    """Return the nodes that all steps lead to."""
     while True:
         try:
             next(steps)
@@ -298,7 +298,7 @@ def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:
 
 
 def restore_random_state(state: torch.Tensor, device: torch.device) -> None:
-    """The device's random numbers go on from a state."""
+    """Restore the state of the device's random generator."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state)
     else:

@@ -1,4 +1,4 @@
-"""Calls ops on 16-bit tensors where a device does more than compute in float32 and round once.
+"""Calls ops on 16-bit tensors if a device does more than compute in float32 and round once.
 
 Three kinds of op are like that. A composite op calls others, and each of these rounds: ``logsumexp`` holds a
 sum of exponentials in 16 bits. An accumulating op (``scatter_add``) rounds after each addition. And some ops
@@ -51,7 +51,7 @@ _IN_OWN_TYPE = frozenset(
 
 
 def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call with these (fake) arguments must see 16-bit tensors to come out as on a device."""
+    """Return whether a call with these (fake) arguments must see 16-bit tensors."""
     if op.namespace != "aten":
         return False
     if is_fourier(op) or str(op) == "aten.view.dtype" or _runs_natively(op) or accumulates(op, args, kwargs):
@@ -70,7 +70,7 @@ def differs_from_one_rounding(op: OpOverload, args: tuple[Any, ...], kwargs: dic
 
 
 def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an op on tensors in their true dtypes, each op inside computed in float32 and rounded.
+    """Call an op on tensors of its true dtypes; each inner op is computed in float32 and rounded.
 
     Complex numbers are complex64 here whatever they are in the graph.
     """
@@ -80,7 +80,7 @@ def call_in_low_precision(op: OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _half_fourier(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Transform real numbers, or complex ones, in float16; the result is in float32 or complex64.
+    """Transform in float16; the result is in float32 or complex64.
 
     What cuFFT gives is float16 before it is scaled. The zero frequency is the sum of all elements; a scale of
     1/n comes after it, when it may be infinite.
@@ -92,7 +92,7 @@ def _half_fourier(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _RoundedTransforms(TorchDispatchMode):
-    """Rounds the result of every transform, and again after it was scaled."""
+    """Rounds the result of every transform, before and after its scaling."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,7 +109,7 @@ class _RoundedTransforms(TorchDispatchMode):
 
 
 class _InnerOps(TorchDispatchMode):
-    """Sees every op that a kernel calls, and runs it in float32.
+    """Intercepts every op that a kernel calls, and runs it in float32.
 
     Args:
         run: whether to compute; if not, tensors are on the meta device and only ``roundings`` counts.
@@ -129,7 +129,7 @@ class _InnerOps(TorchDispatchMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an op by its parts, if it has some; a kernel that calls itself again is a leaf."""
+        """Call an op by its parts, if any; a kernel that calls itself again is a leaf."""
         args = _with_tensors(op, args)
         if self._run and accumulates(op, args, kwargs):
             return accumulate(op, args, kwargs)
@@ -166,7 +166,7 @@ _MOVES = frozenset(
 
 
 def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A leaf: float32 inside, as kernels accumulate; its 16-bit results rounded."""
+    """Call a leaf in float32, like an accumulating kernel, and round its 16-bit results."""
     wide: dict[int, torch.Tensor] = {}
 
     def widen(value: Any) -> Any:
@@ -195,7 +195,7 @@ def _rounded_once(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _with_tensors(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Turn numbers into tensors where the op takes tensors; kernels pass numbers on that way."""
+    """Turn numbers into tensors where the op takes tensors, since kernels pass them as numbers."""
     wants = _tensor_arguments(op)
     low = next((t.dtype for t in _tensors(args) if t.dtype in LOW_PRECISION_DTYPES), None)
     return tuple(
@@ -213,7 +213,7 @@ def _tensor_arguments(op: OpOverload) -> frozenset[int]:
 
 
 def _result_dtype(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
-    """The explicit dtype, or what type promotion gives: a tensor without dimensions yields to others."""
+    """Return the explicit dtype, or the one that type promotion gives."""
     given = named_arguments(op, args, kwargs).get("dtype")
     if isinstance(given, torch.dtype):
         return given
@@ -241,7 +241,7 @@ def _runs_natively(op: OpOverload) -> bool:
 
 @cache
 def _parts(op: OpOverload) -> Callable[..., Any] | None:
-    """The kernel of an op that consists of others, called so that these are dispatched; else ``None``."""
+    """Call a composite op so that its parts are dispatched; ``None`` if it has none."""
     if base_name(op) in _SHARED_KERNELS:
         return lambda *args, **kwargs: op._op_dk(DispatchKey.CPU, *args, **kwargs)
     return None if rounds_once(op) else composite_kernel(op)

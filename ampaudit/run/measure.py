@@ -1,4 +1,4 @@
-"""Exact statistics of one value against its reference, as a short vector of numbers.
+"""Computes exact statistics of a value against its reference as a short vector of numbers.
 
 Two routines fill the same fields. ``measure_any`` works on every device without looking at a result, so
 nothing waits for the device. ``measure_cpu`` walks through blocks that fit the cache and takes a shorter
@@ -35,7 +35,7 @@ ERROR_EVERY = 8
 
 
 def measure_any(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The fields as a float64 vector on the tensors' device. Both inputs are float vectors, same length."""
+    """Return the fields as a float64 vector on the tensors' device, for two float vectors of equal length."""
     zero = torch.zeros((), dtype=torch.float64, device=value.device)
     ref_finite, finite = reference.isfinite(), value.isfinite()
     both = ref_finite & finite
@@ -58,7 +58,7 @@ def measure_any(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def measure_cpu(reference: torch.Tensor, value: torch.Tensor, near: float = math.inf) -> list[float]:
-    """The same fields as Python numbers, for CPU tensors.
+    """Return the fields as Python numbers, for CPU tensors.
 
     Args:
         reference: a float vector.
@@ -95,13 +95,13 @@ class BlockMeasure:
         self._scratch = torch.empty(min(BLOCK, reference.numel()), dtype=reference.dtype)
 
     def vector_for(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The reference as a vector in the order of a dense tensor of the same layout, if it has that."""
+        """Return the reference as a vector in a dense tensor's memory order, if its layout is the same."""
         if tensor.shape != self._reference.shape or tensor.stride() != self._reference.stride():
             return None
         return flat_pair(self._reference, self._reference)[0]
 
     def add(self, reference: torch.Tensor, block: torch.Tensor) -> None:
-        """Measure one block and the part of the reference that corresponds."""
+        """Measure one block and the corresponding part of the reference."""
         self.elements += block.numel()
         self._blocks += 1
         if self._blocks % ERROR_EVERY != 1:
@@ -140,7 +140,7 @@ def _peak(value: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 
 
 def _peak_of(value: torch.Tensor) -> float:
-    """Largest magnitude; NaN or infinity if there is one.
+    """Return the largest magnitude; NaN or infinity if there is one.
 
     Positive floats are ordered like their bits, and comparing integers is twice as fast because nothing
     looks for NaN; a positive NaN is the largest of all. The minimum finds negative values and NaN.

@@ -1,4 +1,4 @@
-"""Collects what a policy's measured rules need: per site, the peaks around its op."""
+"""Collects the measurements of a policy's measured rules: for each site, the peaks around its op."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measurements(
 
 
 def weight_peaks(program: Program, release: Release | None = None) -> dict[str, float]:
-    """The largest finite magnitude of each stored floating-point tensor, fetched from its device at once.
+    """Return the largest finite magnitude of each stored float tensor, fetched in one transfer.
 
     ``release`` gives the memory of each back as soon as it was read.
     """
@@ -77,7 +77,7 @@ def weight_peaks(program: Program, release: Release | None = None) -> dict[str, 
 
 
 def _output_peak(step: Step, record: RunRecord, peaks: Mapping[fx.Node, float | None]) -> float | None:
-    """Measured, or for a view its source's."""
+    """Return the measured peak, or for a view that of its source."""
     seen = record.observations.get(step.site.id) if step.site else None
     if seen is not None:
         return seen.ref_peak
@@ -85,7 +85,7 @@ def _output_peak(step: Step, record: RunRecord, peaks: Mapping[fx.Node, float | 
 
 
 def _stored_nodes(program: Program) -> set[fx.Node]:
-    """Parameters, buffers and constants, with their casts and views."""
+    """Return parameters, buffers and constants, with their casts and views."""
     names = {p.node for p in program.traced.placeholders if p.slot is not Slot.INPUT}
     stored = {node for node in program.inputs if node.name in names}
     for step in program.steps:
@@ -97,7 +97,7 @@ def _stored_nodes(program: Program) -> set[fx.Node]:
 
 
 def _mask_nodes(program: Program, record: RunRecord) -> set[fx.Node]:
-    """Nodes whose value is, or holds, a mask; views of one are too."""
+    """Return nodes whose value is or contains a mask, including views of one."""
     by_design = record.masks | record.by_design
     masks: set[fx.Node] = set()
     for step in program.steps:
@@ -108,7 +108,7 @@ def _mask_nodes(program: Program, record: RunRecord) -> set[fx.Node]:
 
 
 def _is_attention_mask(step: Step, peaks: Mapping[fx.Node, float | None]) -> bool:
-    """Whether a fused attention takes a mask that the caller made."""
+    """Return whether a fused attention is called with an explicit mask."""
     if not str(step.target).startswith("aten.scaled_dot_product_attention"):
         return False
     args = step.node.args
@@ -117,7 +117,7 @@ def _is_attention_mask(step: Step, peaks: Mapping[fx.Node, float | None]) -> boo
 
 
 def _users(node: fx.Node) -> Iterable[fx.Node]:
-    """Who uses a value, casts and tuple access looked through."""
+    """Return the users of a value, looking through casts and tuple access."""
     for user in node.users:
         if user.target is operator.getitem or converts(user.target):
             yield from _users(user)

@@ -1,4 +1,4 @@
-"""Measures every floating-point value of a run and changes nothing."""
+"""Measures every floating-point value of a run without changing it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["MeasuredValue", "Meter", "float_outputs"]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredValue:
-    """One site's fields in one batch."""
+    """The measurements of one site in one batch."""
 
     site: SiteId
     fields: dict[str, float]
@@ -39,7 +39,7 @@ class MeasuredValue:
 
     @property
     def bad(self) -> bool:
-        """Whether an element is inf or NaN in 16 bits only."""
+        """Return whether an element is inf or NaN in 16 bits only."""
         return self.fields["pos_inf"] + self.fields["neg_inf"] + self.fields["nan"] > 0
 
 
@@ -73,7 +73,7 @@ class Meter(Observer):
         return None
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Measure what the step made."""
+        """Measure a step's outputs."""
         self._note_uncovered(step)
         if step.decides and step.site is not None and not call.shared:
             self._count_choices(step.site.id, reference, value)
@@ -101,7 +101,7 @@ class Meter(Observer):
     def _measure_pair(
         self, step: Step, reference: torch.Tensor, value: torch.Tensor, seen: BlockMeasure | None
     ) -> bool:
-        """Measure one output; on the CPU, say whether it went wrong."""
+        """Measure one output; on the CPU, return whether it went wrong."""
         assert step.site is not None
         if reference.shape != value.shape:
             self.uncovered[step.site.op] = "its shape depends on values and differs between FP32 and 16 bits"
@@ -126,7 +126,7 @@ class Meter(Observer):
         return fields[2] + fields[3] + fields[4] > 0
 
     def _measure_weight(self, master: torch.Tensor, copy: torch.Tensor) -> list[float]:
-        """Measure a weight; one that fits is only rounded, so its exact error is not computed."""
+        """Measure a weight; one within range is only rounded, so its exact error is not computed."""
         fields = measure_cpu(master, master)
         return fields if fields[0] < self._near else measure_cpu(master, copy, self._near)
 
@@ -136,7 +136,7 @@ class Meter(Observer):
             self._choices.append((site, *counted))
 
     def choices(self) -> Iterator[tuple[SiteId, int, int]]:
-        """Per decision: choices made, and how many differ between the two runs."""
+        """Return, per decision, the number of choices and how many differ between the runs."""
         differing = torch.stack([row for _, row, _ in self._choices]).tolist() if self._choices else []
         for (site, _, elements), count in zip(self._choices, differing, strict=True):
             yield site, elements, int(count)
@@ -151,7 +151,7 @@ class Meter(Observer):
             self.uncovered[step.site.op] = "control flow: only its outputs are checked, not its branches"
 
     def results(self) -> Iterator[MeasuredValue]:
-        """Everything measured since the start, fetched from the device at once."""
+        """Return all measurements since the start, fetched from the device at once."""
         self.samples.flush()
         waiting = [row for _, row, _ in self._rows if isinstance(row, torch.Tensor)]
         fetched = iter(torch.stack(waiting).tolist() if waiting else [])
@@ -162,13 +162,13 @@ class Meter(Observer):
             )
 
     def inside_results(self) -> Iterator[tuple[SiteId, float]]:
-        """The largest square inside each norm that is given 16 bits."""
+        """Return the largest square inside each norm with 16-bit input."""
         if self._inside_rows:
             peaks = torch.stack([peak for _, peak in self._inside_rows]).tolist()
             yield from zip((site for site, _ in self._inside_rows), peaks, strict=True)
 
     def local_results(self) -> Iterator[tuple[SiteId, float, float, int]]:
-        """Sums of squared local errors and references, with the elements they are over."""
+        """Return sums of squared local errors and references, with the number of elements."""
         if not self._local_rows:
             return
         numbers = torch.stack([row for _, row, _ in self._local_rows]).tolist()
@@ -178,7 +178,7 @@ class Meter(Observer):
 
 
 def float_outputs(reference: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of real tensors among an op's outputs; a complex one as its components."""
+    """Return pairs of real tensors among an op's outputs; complex ones as their components."""
     single = not isinstance(value, list | tuple)
     pairs = zip((reference,), (value,)) if single else zip(reference, value)  # noqa: B905
     for first, second in pairs:

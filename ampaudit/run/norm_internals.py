@@ -18,7 +18,7 @@ Named = dict[str, Any]
 
 
 def inside_peak(step: Step, ref_args: tuple[Any, ...], limit: float) -> torch.Tensor | None:
-    """The peak of (x - mean)^2, or of x^2, over an op's reference input, as a scalar on its device.
+    """Return the peak of (x - mean)^2 or x^2 over an op's reference input, as a scalar on its device.
 
     ``None`` where the op squares nothing, is not given 16 bits, or, on a CPU, where its input is too small
     for a square to pass ``limit``.
@@ -68,7 +68,7 @@ def _over_axes(x: torch.Tensor, named: Named) -> torch.Tensor:
 
 
 def _over_batch(x: torch.Tensor, named: Named) -> torch.Tensor:
-    """Statistics of the batch are only computed in training; stored ones square nothing."""
+    """Return whether a batch norm computes batch statistics, as it does in training."""
     if not named.get("training", named.get("use_input_stats", False)):
         return x.new_zeros(1)
     return x - x.mean([d for d in range(x.ndim) if d != 1], keepdim=True)

@@ -1,4 +1,4 @@
-"""What was measured at one site, merged over batches."""
+"""The measurements of one site, merged over batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAXIMA = ("ref_peak", "peak", "bad_ref_peak")
 
 @dataclass(slots=True)
 class Observation:
-    """Everything measured at one site, merged over batches (maxima, minima, sums).
+    """The measurements of one site, merged over batches (maxima, minima, sums).
 
     Peaks, counts and errors are over all elements; what ``samples`` holds is over the sampled ones.
     ``inside_peak`` is the largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch.
@@ -50,22 +50,22 @@ class Observation:
 
     @property
     def bad(self) -> int:
-        """Elements that are inf or NaN in 16 bits and not in FP32."""
+        """Count elements that are inf or NaN in 16 bits but not in FP32."""
         return int(self.pos_inf + self.neg_inf + self.nan)
 
     @property
     def finite_peak(self) -> float:
-        """The larger of the two runs' finite peaks."""
+        """The larger of both runs' finite peaks."""
         return max(self.ref_peak, self.peak)
 
     @property
     def sqnr_db(self) -> float | None:
-        """Accumulated signal to error ratio, 10 log10(sum ref^2 / sum err^2); None without error."""
+        """Accumulated signal-to-noise ratio, 10 log10(sum ref^2 / sum err^2); ``None`` without error."""
         return signal_to_noise_db(self.ref_sq, self.err_sq)
 
     @property
     def local_sqnr_db(self) -> float | None:
-        """The same for this op alone, fed with the reference's inputs rounded to 16 bits."""
+        """The same for this op alone, computed on the reference's inputs rounded to 16 bits."""
         return signal_to_noise_db(self.local_ref_sq, self.local_err_sq)
 
 

@@ -29,7 +29,7 @@ _MIN_SPREAD_ELEMENTS = 16  # fewer numbers have no distribution to speak of
 
 @dataclass(frozen=True, slots=True)
 class OutputComparison:
-    """One output of one batch against FP32.
+    """One output of one batch compared with FP32.
 
     Attributes:
         kind: what its elements are; booleans count as integers, and a complex number as two floats.
@@ -57,7 +57,7 @@ class OutputComparison:
 
     @property
     def accuracy_db(self) -> float | None:
-        """Signal to error ratio in dB; ``None`` where both runs agree exactly, -inf where nothing is right.
+        """Return the signal-to-noise ratio in dB; ``None`` if exact, -inf if nothing is right.
 
         10 log10(sum ref^2 / sum err^2) for floats. For integers 20 log10(1 / share that differs): 20 dB,
         a tenth of the amplitude for floats, is a tenth of the elements.
@@ -70,14 +70,14 @@ class OutputComparison:
 
     @property
     def variation_db(self) -> float | None:
-        """The same for what varies in the output, its mean taken out; ``None`` where that says nothing."""
+        """Return the same with the mean taken out; ``None`` if that is meaningless."""
         if self.kind == "integer" or self.elements < _MIN_SPREAD_ELEMENTS or self.constant is not None:
             return None
         return _decibel(self.spread_sq, self.err_sq)
 
     @property
     def energy(self) -> float:
-        """How much is wrong, as a sum over elements: comparable between runs of the same batch."""
+        """Return the total error, as a sum over elements that is comparable between runs of a batch."""
         if self.mismatch or self.bad:
             return math.inf
         return float(self.differing) if self.kind == "integer" else self.err_sq
@@ -88,7 +88,7 @@ def _decibel(signal: float, error: float) -> float | None:
 
 
 def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[str, OutputComparison]:
-    """Compare each pair (FP32's, the 16-bit run's); numbers leave the device once, for all outputs."""
+    """Compare each pair (FP32's, the 16-bit run's); all numbers are fetched in one transfer."""
     found: dict[str, OutputComparison] = {}
     waiting: dict[str, tuple[OutputKind, int, torch.Tensor]] = {}
     for name, (reference, value) in pairs.items():
@@ -108,7 +108,7 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
 def paired_with_fp32(
     pairs: Mapping[str, tuple[Any, Any]], fp32: Mapping[str, torch.Tensor] | None
 ) -> dict[str, tuple[Any, Any]]:
-    """Replace the reference by the FP32 model's own outputs, where it is not that model.
+    """Replace the reference by the FP32 model's own outputs, if they may differ.
 
     An output that the FP32 model does not return is paired with ``None``.
     """
@@ -118,7 +118,7 @@ def paired_with_fp32(
 
 
 def merge_outputs(into: dict[str, OutputComparison], batch: Mapping[str, OutputComparison]) -> list[str]:
-    """Keep the worst batch of each output; return the names of those for which it is this one."""
+    """Keep the worst batch of each output; return the names for which it is this one."""
     worse = [n for n, seen in batch.items() if n not in into or _rank(seen) < _rank(into[n])]
     into.update({name: batch[name] for name in worse})
     return worse
@@ -133,7 +133,7 @@ def _rank(comparison: OutputComparison) -> tuple[float, float]:
 
 
 def kind_of(value: torch.Tensor) -> OutputKind:
-    """Return what an output's elements are."""
+    """Return the kind of an output's elements."""
     if value.is_complex():
         return "complex"
     return "float" if value.is_floating_point() else "integer"
@@ -158,7 +158,7 @@ def _differing(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _float_numbers(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Bad elements, error, signal, spread, least and largest; complex numbers as pairs of floats."""
+    """Return bad elements, error, signal, spread, minimum and maximum; complex numbers as float pairs."""
     if reference.is_complex():
         reference, value = (
             torch.view_as_real(side.to(torch.complex64) if side.dtype is torch.complex32 else side)

@@ -1,4 +1,4 @@
-"""Runs a model in 16 bits at some places only, and in FP32 everywhere else."""
+"""Runs a model in 16 bits at some places, and in FP32 everywhere else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PartialLockStep"]
 
 
 class _PartialBackend(Emulated):
-    """An emulated backend at some nodes, and FP32 at all others."""
+    """A backend that emulates 16 bits at some nodes, and computes FP32 at all others."""
 
     def __init__(self, inner: Emulated, rounding: Collection[fx.Node]) -> None:
         self.name = inner.name
@@ -47,7 +47,7 @@ class _PartialBackend(Emulated):
 
 
 class PartialLockStep(LockStep):
-    """A lock-step of the same program that rounds only at given places.
+    """A lock-step of the same program that rounds only at some places.
 
     Args:
         whole: the executor of the whole program.

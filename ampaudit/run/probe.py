@@ -1,4 +1,4 @@
-"""Looks for the cause of an error: counts flipped decisions, pins some, finds sums that stall."""
+"""Looks for the cause of an error: counts flipped decisions, pins some, and finds stalled sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUMS = frozenset({"add", "sub", "add_", "sub_", "__iadd__", "__isub__"})
 
 @dataclass(slots=True)
 class Probe(Observer):
-    """Measures only what it is asked for.
+    """Measures only what is requested.
 
     Attributes:
         pins: nodes of decisions that follow FP32's choices.
@@ -38,16 +38,16 @@ class Probe(Observer):
 
     @property
     def stalled(self) -> float:
-        """Share of the additions that change the sum in FP32 and leave it as it is in 16 bits."""
+        """Return the share of additions that change the sum in FP32 but not in 16 bits."""
         return self._stalled / self._moved if self._moved else 0.0
 
     def flips(self) -> dict[str, int]:
-        """Choices that differ, by node."""
+        """Return the number of differing choices by node."""
         counts = torch.stack(list(self._flips.values())).tolist() if self._flips else []
         return dict(zip(self._flips, map(int, counts), strict=True))
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Count, pin, or look closely."""
+        """Count, pin or inspect decisions and sums."""
         name = step.node.name
         if step.decides and not call.shared:
             counted = differing_choices(reference, value)
@@ -62,7 +62,7 @@ class Probe(Observer):
         return value
 
     def _inspect_sum(self, step: Step, value: Any, call: StepCall) -> None:
-        """An in-place sum has overwritten what it started from, so that is kept from where it was made."""
+        """Compare an in-place sum with its initial value, which was kept since it is overwritten."""
         if not isinstance(value, torch.Tensor):
             return
         if any(user.name in self.additions for user in step.node.users):

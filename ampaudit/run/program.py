@@ -1,4 +1,4 @@
-"""Compiles a graph into steps, with everything that is known before the first batch."""
+"""Compiles a graph into steps, resolving what is known before the first batch."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _written_nodes(steps: Sequence[Step]) -> frozenset[fx.Node]:
 
 
 def _write_targets(step: Step) -> list[fx.Node]:
-    """The nodes that a step writes to."""
+    """Return the nodes that a step writes to."""
     found = step.written(step.node.args, dict(step.node.kwargs))
     return [value for value in found if isinstance(value, fx.Node)]
 
@@ -170,7 +170,7 @@ def _step(node: fx.Node, site: Site | None, frees: tuple[fx.Node, ...], device: 
 
 
 def _decides(node: fx.Node, overload: OpOverload, outputs: Any) -> bool:
-    """Whether floats go in and integers, booleans or whole numbers come out."""
+    """Return whether an op turns floats into integers, booleans or whole numbers."""
     given = [source.meta.get("val") for source in node.all_input_nodes]
     if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in given):
         return False
@@ -183,7 +183,7 @@ def _decides(node: fx.Node, overload: OpOverload, outputs: Any) -> bool:
 def _updates(
     node: fx.Node, overload: OpOverload, mutates: tuple[int, ...]
 ) -> tuple[tuple[int, torch.dtype], ...]:
-    """Written arguments that are no result, with their dtypes in the converted model."""
+    """Return written arguments that are not the result, with their dtypes in the converted model."""
     found: list[tuple[int, torch.dtype]] = []
     for position in set(mutates) - set(returned_arguments(overload)):
         written = node.args[position] if position < len(node.args) else None
@@ -194,7 +194,7 @@ def _updates(
 
 
 def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
-    """Whether the emulated run must call the op on 16-bit tensors."""
+    """Return whether the emulated run must call the op on 16-bit tensors."""
     values = (source.meta.get("val") for source in (node, *node.all_input_nodes))
     if not any(getattr(v, "dtype", None) in LOW_PRECISION_DTYPES for v in pytree.tree_leaves(list(values))):
         return False
@@ -203,14 +203,14 @@ def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
 
 
 def widened(value: Any) -> Any:
-    """Arguments with the carrier of every 16-bit dtype constant in its place; tensors and nodes pass."""
+    """Return arguments with float32 for 16-bit dtype constants; tensors and nodes pass unchanged."""
     return _mapped(
         value, lambda v: WIDE[v] if isinstance(v, torch.dtype) and v in LOW_PRECISION_DTYPES else v
     )
 
 
 class _Zeroed:
-    """An op that returns uninitialized memory: zeros, so that both runs find the same."""
+    """Wraps an op that returns uninitialized memory, and zeroes it so that both runs agree."""
 
     def __init__(self, op: OpOverload) -> None:
         self._op = op
@@ -238,7 +238,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _draws(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers; attention is tagged so, and does it only with dropout."""
+    """Return whether a call draws random numbers; attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     given = named_arguments(target, args, kwargs)
@@ -260,7 +260,7 @@ def _last_uses(graph: fx.Graph, kept: frozenset[fx.Node]) -> dict[fx.Node, tuple
 
 
 def _parameter_free(traced: TracedModel) -> frozenset[fx.Node]:
-    """Nodes that depend on no parameter: masks, positions, constants and what is made from them."""
+    """Return nodes that depend on no parameter: masks, positions, and constants."""
     parameters = {p.node for p in traced.placeholders if p.slot is Slot.PARAMETER}
     free: set[fx.Node] = set()
     for node in traced.graph.nodes:

@@ -1,4 +1,4 @@
-"""Follows faults through an unrepaired run: which are harmless masks, and what each origin poisons."""
+"""Follows faults through an unrepaired run: harmless masks, and the sites that each origin poisons."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class FaultPropagation:
 
     @property
     def need_repair(self) -> bool:
-        """Whether anything is wrong that is not a harmless mask."""
+        """Whether anything besides harmless masks is wrong."""
         return any(not self._harmless(step) for step in self._wrong_steps())
 
     def origin(self, site: SiteId, batch: int) -> Origin:
-        """Return what an origin poisons, and whether an output shows it."""
+        """Return the sites that an origin poisons, and whether an output shows it."""
         start = next(s.node for s in self._program.steps if s.site and s.site.id == site)
         reached = self._reach(start)
         shown = any(node in reached for node in self._program.outputs)
@@ -103,7 +103,7 @@ class FaultPropagation:
         return Origin(site, batch, poisons, fate, tuple(hiding), min(sqnr, default=None), buffer)
 
     def _buffer(self, node: fx.Node) -> str | None:
-        """The buffer that a wrong step has written a wrong value to: the next run begins with it."""
+        """Return the buffer to which a broken step has written a broken value."""
         step = self._steps[node]
         updated = {position for position, _ in step.updates}
         for position in step.mutates:
@@ -116,7 +116,7 @@ class FaultPropagation:
         return None
 
     def _sqnr(self, site: SiteId) -> float | None:
-        """Accuracy in the unrepaired run; where nothing of the signal is left, 0."""
+        """Return the accuracy in the unrepaired run; 0 if nothing of the signal is left."""
         signal, error = self._seen[site]
         return signal_to_noise_db(signal, error) if signal else (0.0 if error else None)
 
@@ -155,7 +155,7 @@ class FaultPropagation:
         return not reaches_output and all(self._only_negative(node) for node in reached)
 
     def _mask_takers(self) -> set[fx.Node]:
-        """Nodes that are a mask, fill one in, or add, choose or cast something that does."""
+        """Return nodes that are a mask, fill one in, or add, select or cast a value with one."""
         takers: set[fx.Node] = set()
         free = self._program.parameter_free
         for step in self._program.steps:
@@ -176,14 +176,14 @@ class FaultPropagation:
         return takers
 
     def _fills_low(self, step: Step) -> bool:
-        """Whether a Python number in the outer half of the format's range is written."""
+        """Return whether a Python number in the outer half of the format's range is written."""
         exact = step.site.original_args.values() if step.site is not None else ()
         values = (*step.node.args, *exact)
         numbers = [a for a in values if isinstance(a, float | int) and not isinstance(a, bool)]
         return any(abs(value) >= self._limit / 2 for value in numbers)
 
     def _is_low(self, node: fx.Node) -> bool:
-        """Whether a value reaches the outer half of the format's range (views: where their source does)."""
+        """Return whether a value reaches the outer half of the format's range."""
         step = self._steps.get(node)
         while step is not None and not step.makes_values and step.node.all_input_nodes:
             node = step.node.all_input_nodes[0]
@@ -193,7 +193,7 @@ class FaultPropagation:
         return self._peaks.get(step.site.id, 0.0) >= self._limit / 2
 
     def _harmless(self, step: Step) -> bool:
-        """A mask, or a site whose only fault came in through one."""
+        """Return whether a site is a mask, or its only fault came in through one."""
         assert step.site is not None
         if step.site.id in self.masks:
             return True

@@ -1,4 +1,4 @@
-"""Records a run: one observation per site, the origins, and what each would have poisoned."""
+"""Records a run: one observation per site, the origins, and the sites that each would have poisoned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fate = Literal["reaches the output", "recovered"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A site that went wrong by itself: its inputs are right and its output is not.
+    """A site that breaks by its own fault, with intact inputs.
 
     Attributes:
         site: where.
@@ -44,14 +44,14 @@ class Origin:
 
     @property
     def harms(self) -> bool:
-        """Whether values stay wrong because of it; else they are finite again, and right."""
+        """Whether values stay wrong because of it; otherwise they become finite and right again."""
         right = self.hidden_sqnr_db is None or self.hidden_sqnr_db >= RIGHT_DB
         return not (self.fate == "recovered" and right)
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """One audit run.
+    """The record of one audit run.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
@@ -90,9 +90,9 @@ class RunRecord:
     code: CodeRecord = field(default_factory=CodeRecord)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Add wall time to a phase."""
+        """Add wall-clock time to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def observation(self, site: SiteId) -> Observation:
-        """The observation of a site, made if there is none."""
+        """Return the observation of a site, creating it if necessary."""
         return self.observations.setdefault(site, Observation())

@@ -1,4 +1,4 @@
-"""Repairs every value that goes wrong as a run goes on, to find all origins in one pass.
+"""Repairs broken values during a run, to find all origins in one pass.
 
 A repaired element gets the reference's value, limited to the format's range. What is computed from it
 follows the reference, too, so that later sites are audited as if the fault had not happened, and every
@@ -26,7 +26,7 @@ __all__ = ["RepairingMeter"]
 
 
 class RepairingMeter(Observer):
-    """Measures like a ``Meter``, repairs what is wrong and notes which sites are origins.
+    """Measures like ``Meter``, repairs broken elements, and records which sites are origins.
 
     Attributes:
         origins: sites that went wrong although their inputs were in order.
@@ -40,11 +40,11 @@ class RepairingMeter(Observer):
         self._repaired: dict[fx.Node, torch.Tensor] = {}
 
     def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Let the meter measure blocks."""
+        """Delegate to the meter."""
         return self.meter.block_measure(step, reference)
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Measure; where elements are wrong, decide whose fault it is and repair them."""
+        """Measure; if elements are broken, attribute the fault and repair them."""
         self.meter.observe(step, reference, value, call)
         if step.site is not None and step.site.id in self._masks:
             return value
@@ -78,7 +78,7 @@ class RepairingMeter(Observer):
         return _replace(reference, value, replaced, step.dtypes[0], bool(step.mutates))
 
     def _repair_updates(self, step: Step, call: StepCall) -> None:
-        """Buffers that the step has written, which nothing in this run may ever read."""
+        """Repair buffers that the step has written, even if nothing in this run reads them."""
         for (_, reference, value), (_, dtype) in zip(call.updates(step), step.updates, strict=True):
             wrong = _wrong(reference, value) if value.is_floating_point() else None
             if wrong is not None:
@@ -87,7 +87,7 @@ class RepairingMeter(Observer):
                 _replace(reference, value, wrong, dtype, in_place=True)
 
     def _affected(self, step: Step, reference: torch.Tensor) -> torch.Tensor | None:
-        """Elements that depend on a repaired one."""
+        """Return the elements that depend on a repaired one."""
         masks = [self._repaired[n] for n in step.node.all_input_nodes if n in self._repaired]
         if not masks:
             return None
@@ -107,7 +107,7 @@ class RepairingMeter(Observer):
         return not any(node in self._repaired for node in step.node.all_input_nodes)
 
     def _follow(self, step: Step, value: Any, call: StepCall) -> None:
-        """Marks move with the elements: the same op picks, moves or reshapes them."""
+        """Move marks with their elements, using the op that selects, moves or reshapes them."""
         sources = [node for node in step.node.all_input_nodes if node in self._repaired]
         if not sources or not isinstance(value, torch.Tensor):
             return
@@ -138,7 +138,7 @@ def _wrong(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
 
 
 def _repaired_list(reference: Any, value: Any, step: Step) -> Any:
-    """Several outputs: the wrong elements of each are replaced."""
+    """Repair each of several outputs."""
     items = []
     for first, second, dtype in zip(reference, value, step.dtypes, strict=True):
         mask = None
@@ -159,7 +159,7 @@ def _replace(
     dtype: torch.dtype | None,
     in_place: bool,
 ) -> torch.Tensor:
-    """The reference's value, limited to the format and rounded to it, where the mask says so."""
+    """Replace masked elements by the reference's value, clamped to the format and rounded."""
     if value.is_complex():
         real = torch.float16 if dtype is torch.complex32 else dtype
         parts = components(reference), components(value), mask.unsqueeze(-1), real

@@ -35,7 +35,7 @@ __all__ = ["PreparedBatch", "Runner"]
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch that is ready to be run, and the model as it is before."""
+    """A batch that is ready to run, and the model's state before it."""
 
     executor: LockStep
     tensors: list[torch.Tensor]
@@ -46,7 +46,7 @@ class PreparedBatch:
 
 
 class Runner:
-    """Runs a model batch by batch and merges what each shows into one record.
+    """Runs a model batch by batch and merges the results into one record.
 
     Args:
         model: the user's.
@@ -74,18 +74,18 @@ class Runner:
         )
 
     def run(self, batch: Batch, number: int) -> None:
-        """Trace if need be, run, and run again with repairs if something went wrong."""
+        """Trace if necessary, run, and run again with repairs if something broke."""
         self.execute(self.prepare(batch, number))
 
     def execute(self, ready: PreparedBatch) -> None:
-        """Run a batch that is ready, and again with repairs if something went wrong."""
+        """Run a prepared batch, and again with repairs if something broke."""
         started = time.perf_counter()
         outputs = self._pass(ready.executor, ready.tensors, ready.meter, ready.number)
         self._add_seconds("run", started)
         self.finish(ready, outputs)
 
     def prepare(self, batch: Batch, number: int) -> PreparedBatch:
-        """Trace if need be, and look at the inputs."""
+        """Trace if necessary, and check the inputs."""
         model = self.executors.model
         executor = self.executors.get(batch, number)
         tensors = tensor_leaves(batch.args, batch.kwargs)
@@ -93,7 +93,7 @@ class Runner:
         return PreparedBatch(executor, tensors, self._meter(), batch, number, model)
 
     def finish(self, ready: PreparedBatch, outputs: list[Pair]) -> None:
-        """Read what a run measured; run again with repairs if something went wrong; merge."""
+        """Read the measurements of a run, run again with repairs if something broke, and merge."""
         started = time.perf_counter()
         executor, tensors, meter, number = ready.executor, ready.tensors, ready.meter, ready.number
         measured = list(meter.results())
@@ -130,7 +130,7 @@ class Runner:
     def _compare(
         self, ready: PreparedBatch, named: dict[str, Pair], fp32: dict[str, torch.Tensor] | None
     ) -> None:
-        """Compare the outputs with the FP32 model's, and keep the worst batch of each.
+        """Compare outputs with the FP32 model's, and keep the worst batch of each.
 
         Edited code is judged by the user's own model, and so is what it gives in FP32.
         """
@@ -144,7 +144,7 @@ class Runner:
         self.record.buffers |= {update.name: update for update in buffer_updates(ready.executor)}
 
     def attribute(self) -> None:
-        """Find out where the errors of outputs that are too inaccurate enter."""
+        """Find where the errors of inaccurate outputs enter."""
         least = self.config.min_sqnr
         if least is None or any(origin.harms for origin in self.record.origins):
             return
@@ -154,7 +154,7 @@ class Runner:
             self._add_seconds("attribution", started)
 
     def fp32_outputs(self, ready: PreparedBatch, outputs: list[Pair]) -> dict[str, torch.Tensor] | None:
-        """The FP32 model's own outputs by name; ``None`` where the reference is that model.
+        """Return the FP32 model's own outputs by name; ``None`` if the reference is that model.
 
         Outputs that have no counterpart in FP32 are left out.
         """
@@ -191,7 +191,7 @@ class Runner:
             seen[node.name] = max(seen.get(node.name, 0.0), executor.given_peak(node, tensors))
 
     def measurements(self) -> dict[SiteId, Measurement]:
-        """What the batches so far have shown, for the policy's second phase."""
+        """Return the measurements so far, for the policy's second phase."""
         found: dict[SiteId, Measurement] = {}
         for number, program in self.executors.programs.items():
             weights = weight_peaks(program, self.config.release)

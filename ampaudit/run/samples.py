@@ -1,4 +1,4 @@
-"""Distributions from samples: exponents, flushed and subnormal shares, smallest non-zero magnitude.
+"""Estimates distributions from samples: exponents, flushed and subnormal shares, smallest magnitude.
 
 Peaks and counts of inf and NaN are exact (``measure``). A distribution does not need every element: up
 to 512 per site and batch are kept and reduced together, a block of sites at a time.
@@ -22,7 +22,7 @@ _FLUSH_AT = 128  # rows held before they are reduced: at most half a MiB
 
 @dataclass(slots=True)
 class SampleStatistics:
-    """What the samples of one site say, summed over batches; ``exponents`` counts floor(log2|reference|)."""
+    """Sample statistics of one site, summed over batches; ``exponents`` counts floor(log2|reference|)."""
 
     sampled: int = 0
     zeros: int = 0
@@ -48,7 +48,7 @@ class SampleStatistics:
 
 @dataclass(slots=True)
 class Samples:
-    """Collects rows on the device and reduces them in blocks.
+    """Collects samples on the device and reduces them in blocks.
 
     Attributes:
         min_normal: smallest normal number of the 16-bit format of the run.
@@ -73,7 +73,7 @@ class Samples:
             self.flush()
 
     def flush(self) -> None:
-        """Reduce everything that is pending, rows of equal length together."""
+        """Reduce all pending samples, rows of equal length together."""
         for length, rows in self._rows.items():
             if length:
                 self._reduce(rows)
@@ -125,7 +125,7 @@ class Samples:
 
 
 def _histogram(magnitudes: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Counts per row of floor(log2 x) for the counted elements; shape (rows, bins)."""
+    """Count floor(log2 x) of the counted elements in each row; shape (rows, bins)."""
     _, exponent = torch.frexp(torch.where(counted, magnitudes, 1.0))
     bins = (exponent.long() - 1 - EXPONENT_LOW).clamp(0, _BINS - 1)
     rows = torch.zeros(magnitudes.shape[0], _BINS, dtype=torch.int64, device=magnitudes.device)

@@ -1,4 +1,4 @@
-"""Searches the domain for an input that makes a site's values as large as they get.
+"""Searches the input range for an input that maximizes a site's values.
 
 Gradient ascent on the largest magnitude, by signs, from several starts; then the corner of the domain that
 the gradient points at. Token ids are chosen by the gradient of their embedding: for each place the row of
@@ -31,7 +31,7 @@ FIRST_STEP = 0.25  # of the domain's width; halved from time to time
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best input of a search, and the FP32 peak that it makes at the site."""
+    """The best input of a search, and its FP32 peak at the site."""
 
     tensors: list[torch.Tensor]
     peak: float
@@ -58,7 +58,7 @@ class Search:
         self._device = device
 
     def ascend(self, site: SiteId, start: Sequence[torch.Tensor], steps: int, seed: int) -> SearchResult:
-        """Search for the input with the largest value at a site, starting at a batch."""
+        """Search for the input with the largest value at a site, starting from a batch."""
         generator = torch.Generator().manual_seed(seed)
         best = SearchResult([t.clone() for t in start], -1.0)
         each = max(steps // STARTS, 1)
@@ -85,7 +85,7 @@ class Search:
     def _random(
         self, like: Sequence[torch.Tensor], generator: torch.Generator, attempt: int
     ) -> list[torch.Tensor]:
-        """A corner of the domain, or a point of it, by turns."""
+        """Return a corner of the domain and a random point of it, alternately."""
         made: list[torch.Tensor] = []
         for tensor, (low, high) in zip(like, self._domain, strict=True):
             draw = torch.rand(tensor.shape, generator=generator)
@@ -112,7 +112,7 @@ class Search:
     def _evaluate(
         self, site: SiteId, tensors: Sequence[torch.Tensor]
     ) -> tuple[float, list[torch.Tensor | None]]:
-        """The site's peak, and per input its gradient, or the best ids."""
+        """Return the site's peak and, per input, its gradient or the best ids."""
         values: dict[fx.Node, Any] = {}
         leaves: dict[str, torch.Tensor] = {}
         for node in self._program.inputs:

@@ -1,4 +1,4 @@
-"""Shares one FP32 reference between policies: what one run has computed, the others take.
+"""Shares one FP32 reference between policies, so that equal ops are computed once.
 
 Different policies put different casts into one model, and what the casts do is the only difference between
 their graphs, mostly. So the runs go side by side, the first a step ahead; an op whose inputs in a later run
@@ -35,7 +35,7 @@ class _Result:
 
 @dataclass(slots=True)
 class SharedReference:
-    """Results of the first of several runs, each kept until every other run has asked for it.
+    """Results of the first of several runs, kept until all other runs have taken them.
 
     Attributes:
         programs: what runs, the first one first.
@@ -56,7 +56,7 @@ class SharedReference:
                 self._wanted[site] = self._wanted.get(site, 0) + 1
 
     def offer(self, step: Step, program: Program, args: Any, kwargs: Any, value: Any) -> None:
-        """Keep what the first run has computed."""
+        """Keep a result of the first run."""
         if step.site is None:
             return
         self._done.add(step.site.id)
@@ -81,7 +81,7 @@ class SharedReference:
         return found.value
 
     def ready(self, group: tuple[Step, ...]) -> bool:
-        """Whether the first run is past every site of a group that it has."""
+        """Return whether the first run has passed every shared site of a group."""
         sites = (step.site.id for step in group if step.site is not None)
         return all(site in self._done or site not in self._leading for site in sites)
 
@@ -91,7 +91,7 @@ class SharedReference:
 
 
 def interleave(runs: Sequence[Upcoming], shared: SharedReference) -> list[list[Any]]:
-    """Advance all runs group by group, the first one ahead; the results of each in order."""
+    """Advance all runs group by group, the first one ahead; return the results of each in order."""
     results: list[list[Any]] = [[] for _ in runs]
     waiting: dict[int, tuple[Step, ...]] = {}
 
@@ -116,13 +116,13 @@ def interleave(runs: Sequence[Upcoming], shared: SharedReference) -> list[list[A
 
 
 def _shareable(step: Step, program: Program) -> bool:
-    """Whether nothing writes to the result or to an input, now or later, and no chance is involved."""
+    """Return whether an op is deterministic and nothing writes to its result or inputs."""
     touched = (step.node, *step.node.all_input_nodes)
     return not step.mutates and not step.random and not any(node in program.written for node in touched)
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Equal constants, or one tensor; the first run's is kept alive, so an address means one thing."""
+    """Return whether values are equal constants or the same tensor, which is kept alive."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return first is second or (
             first.data_ptr() == second.data_ptr()

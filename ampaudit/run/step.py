@@ -1,4 +1,4 @@
-"""One node of the graph, prepared to be called."""
+"""One node of the graph, prepared for execution."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Step", "differentiable", "widened_tensor"]
 
 
 def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A 16-bit tensor in float32, or complex64; another one as it is."""
+    """Return a 16-bit tensor in float32 or complex64, and other tensors unchanged."""
     return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
 
 
@@ -34,7 +34,7 @@ def differentiable(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One node.
+    """One node, prepared for execution.
 
     Attributes:
         node: the graph's node.
@@ -74,28 +74,28 @@ class Step:
         return differentiable(self.node)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Those of its arguments, as nodes or as values, that it writes to."""
+        """Return the arguments, as nodes or values, that the step writes to."""
         op = self.node.target
         return written_values(op, args, kwargs) if self.mutates and isinstance(op, OpOverload) else []
 
     @property
     def low_precision(self) -> bool:
-        """Whether some output is a 16-bit float."""
+        """Whether an output is a 16-bit float."""
         return any(dtype in LOW_PRECISION_DTYPES for dtype in self.dtypes)
 
     @property
     def in_place(self) -> bool:
-        """Whether the result is what was written."""
+        """Whether the result is the written argument."""
         return len(self.mutates) > len(self.updates)
 
     @property
     def makes_values(self) -> bool:
-        """Whether there can be values in the output that are in no input."""
+        """Whether the output can contain values that are in no input."""
         return self.site is not None and self.site.role not in (Role.VIEW, Role.SELECT)
 
     @property
     def observed(self) -> bool:
-        """Whether the step makes real or complex values that have not been seen yet."""
+        """Whether the step makes new real or complex values."""
         if self.site is None or not self.makes_values:
             return False
         return any(d is not None and (d.is_floating_point or d.is_complex) for d in self.dtypes)

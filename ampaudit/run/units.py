@@ -1,4 +1,4 @@
-"""Lists the places where a program rounds to 16 bits, each op with the casts made for it."""
+"""Lists the places where a program rounds to 16 bits: each op with its casts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _rounding_nodes(program: Program, executor: LockStep) -> Iterator[fx.Node]:
 
 
 def _given(executor: LockStep) -> dict[str, str]:
-    """Names of inputs and weights by the node that rounds them."""
+    """Map each node that rounds an input or weight to its name."""
     traced = executor.program.traced
     names = {place.node: place.name for place in traced.placeholders}
     casts = {site.node: site.weight for site in traced.sites if site.weight is not None}
@@ -83,7 +83,7 @@ def _given(executor: LockStep) -> dict[str, str]:
 
 
 def _readers(node: fx.Node, steps: dict[fx.Node, Step]) -> Iterator[Step]:
-    """Ops that read a value, behind views, selections and casts of the policy's."""
+    """Return the ops that read a value, behind views, selections and the policy's casts."""
     for user in node.users:
         step = steps.get(user)
         if step is None:

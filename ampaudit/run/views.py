@@ -1,4 +1,4 @@
-"""Views tensors as vectors in memory order, and complex numbers as two real components each."""
+"""Views tensors as vectors in memory order, and complex numbers as pairs of real components."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SAMPLE_RUN_LENGTH = 64
 
 
 def flat_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both tensors as vectors whose elements correspond; without a copy where both are dense alike."""
+    """Return both tensors as corresponding vectors, without a copy if both have the same dense layout."""
     if first is second:
         vector = _flat(first) if _dense(first) else first.reshape(-1)
         return vector, vector
@@ -21,7 +21,7 @@ def flat_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def sample(vector: torch.Tensor) -> torch.Tensor:
-    """All of a short vector; else 8 evenly spaced runs of 64 elements (a view, so a cheap copy)."""
+    """Return all of a short vector, or 8 evenly spaced runs of 64 elements (a view, so a cheap copy)."""
     total = SAMPLE_RUNS * SAMPLE_RUN_LENGTH
     if vector.numel() <= total:
         return vector
@@ -33,7 +33,7 @@ def sample(vector: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order."""
+    """Return whether the elements fill their memory without gaps or overlaps, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -53,17 +53,17 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def components(tensor: torch.Tensor) -> torch.Tensor:
-    """Real and imaginary parts along a new last dimension; a real tensor as it is."""
+    """Return real and imaginary parts along a new last dimension; a real tensor unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def as_complex(parts: torch.Tensor) -> torch.Tensor:
-    """The complex numbers whose ``components`` are given."""
+    """Return the complex numbers of some ``components``."""
     return torch.view_as_complex(parts.contiguous())
 
 
 def rounded_components(tensor: torch.Tensor, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """A tensor in float32 or complex64 whose real numbers, or components, are rounded to a 16-bit format.
+    """Return a tensor in float32 or complex64 with its components rounded to a 16-bit format.
 
     Torch warns of every tensor of complex32 that is made, so none is.
     """

@@ -1,4 +1,4 @@
-"""Measures the weights that the converted model holds in 16 bits, and what rounding does to them."""
+"""Measures the weights that the converted model stores in 16 bits, and the effect of rounding them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["WeightRange", "weight_ranges"]
 
 @dataclass(frozen=True, slots=True)
 class WeightRange:
-    """One weight in FP32, and in 16 bits; counts are exact, over all elements.
+    """One weight in FP32 and in 16 bits; counts are exact.
 
     Attributes:
         name: its path.
@@ -44,7 +44,7 @@ class WeightRange:
 
 
 def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[WeightRange, ...]:
-    """One range per weight that has a 16-bit copy, in graph order; tied weights are read once.
+    """Return one range per weight with a 16-bit copy, in graph order; tied weights are read once.
 
     Args:
         converted: the model.
@@ -89,7 +89,7 @@ def weight_ranges(converted: ConvertedModel, known: dict[str, float]) -> tuple[W
 def _counts(
     master: torch.Tensor, dtype: torch.dtype, form: NumberFormat, beyond: bool
 ) -> tuple[int, int, int, int]:
-    """Non-zero, overflowing (if there are such), vanishing and subnormal elements, counted in blocks.
+    """Count non-zero, overflowing, vanishing and subnormal elements in blocks.
 
     The magnitude of a 16-bit float orders like its lower 15 bits: those below the smallest normal number
     are zero or subnormal, those of all ones in the exponent are infinite.

@@ -46,7 +46,7 @@ def from_exported(path: Path, options: SourceConfig, location: str) -> ModelSour
 
 
 def _module_of(program: ExportedProgram) -> nn.Module:
-    """The program as a module, without guards on its inputs where torch can omit them."""
+    """Return the program as a module, without guards on its inputs if torch can omit them."""
     try:
         return program.module(check_guards=False)
     except TypeError:
@@ -106,6 +106,6 @@ class ExportedModel(nn.Module):
         return Replayer(getattr(self, REPLAYED)).run(*args, *ordered)
 
     def train(self, mode: bool = True) -> ExportedModel:
-        """Set the flag of this module only: the mode of an exported graph is fixed."""
+        """Set the flag of this module only; the mode of an exported graph is fixed."""
         self.training = mode
         return self

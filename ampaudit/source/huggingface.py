@@ -22,7 +22,7 @@ _BATCH, _LENGTH = 2, 32
 
 
 def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSource:
-    """Load the model of a directory in FP32, with inputs from --inputs or random ones that fit it.
+    """Load the model of a directory in FP32, with inputs from --inputs or suitable random ones.
 
     Raises:
         SourceError: transformers is not installed, or the directory holds no loadable model.
@@ -79,7 +79,7 @@ def _load(path: Path, architecture: Any) -> nn.Module:
 
 
 def _empty(path: Path, architecture: Any) -> nn.Module:
-    """Build the model of a configuration, for weights that stay on disk."""
+    """Build the model of a configuration without weights, which stay on disk."""
     import transformers
 
     with calling_user_code(f"{path}"):
@@ -93,7 +93,7 @@ def _empty(path: Path, architecture: Any) -> nn.Module:
 
 
 def _random_batch(model: Any) -> Batch:
-    """Make random token ids or pixels of the sizes in the configuration."""
+    """Return random token ids or pixels of the configured sizes."""
     config, name = model.config, getattr(model, "main_input_name", "input_ids")
     if name == "input_ids":
         vocabulary = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size

@@ -31,12 +31,12 @@ _MISSING = object()
 
 
 def has_inputs(module: ModuleType) -> bool:
-    """Whether a file defines inputs."""
+    """Return whether a file defines inputs."""
     return callable(getattr(module, "batches", None)) or callable(getattr(module, "example_inputs", None))
 
 
 def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
-    """Make up to ``count`` batches with batches(), or else with repeated calls of example_inputs().
+    """Return up to ``count`` batches from batches(), or from repeated calls of example_inputs().
 
     Raises:
         InputError: neither function exists, or what it returns is not an input.
@@ -64,7 +64,7 @@ def batches_of(module: ModuleType, count: int, seed: int) -> tuple[Batch, ...]:
 
 
 class Functions(TypedDict):
-    """Further functions of a model file; ``None`` where it lacks one."""
+    """The optional functions of a model file; ``None`` if it lacks one."""
 
     loss: Callable[..., Any] | None
     metric: Callable[..., Any] | None
@@ -72,7 +72,7 @@ class Functions(TypedDict):
 
 
 def functions_of(*modules: ModuleType) -> Functions:
-    """Take each function from the first module that has it."""
+    """Return each function from the first module that defines it."""
 
     def first(name: str) -> Callable[..., Any] | None:
         found = (getattr(module, name, None) for module in modules)
@@ -108,7 +108,7 @@ def _iterable(value: Any) -> Iterable[Any]:
 
 
 def _batch(module: ModuleType, item: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
-    """One batch; where the file has model_inputs(batch), that says which part of it the model takes."""
+    """Build one batch; model_inputs(batch), if defined, selects the part that the model takes."""
     chosen = getattr(module, "model_inputs", None)
     if not callable(chosen):
         return _inputs(item, kwargs, what)
@@ -166,7 +166,7 @@ def with_tensors(batch: Batch, tensors: list[torch.Tensor]) -> Batch:
 
 
 def save_inputs(tensors: list[torch.Tensor], path: Path) -> None:
-    """Write a batch's tensors for ``with_inputs``."""
+    """Write a batch's tensors in the format of ``with_inputs``."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Defines what every source returns: a model, batches of inputs, and their origin."""
+"""Defines the result of every source: a model, batches of inputs, and their origin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INPUT_SEED_OFFSET = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call of the model; ``item`` is the user's batch, if that differs from the arguments."""
+    """The arguments of one call; ``item`` is the user's batch, if that differs from the arguments."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Batch:
 
     @property
     def whole(self) -> Any:
-        """The batch for the user's ``loss`` and ``metric``."""
+        """The batch as the user's ``loss`` and ``metric`` see it."""
         if self.item is not None:
             return self.item
         if self.kwargs and not self.args:

@@ -56,7 +56,7 @@ def _converted_dtype(manifest: Path) -> str | None:
 
 
 def _streamed(location: str, options: SourceConfig) -> ModelSource:
-    """Load a source, and leave its weights on disk."""
+    """Load a source with its weights left on disk."""
     from ampaudit.source.streamed import with_mapped, without_weights
 
     with without_weights():
@@ -67,7 +67,7 @@ def _streamed(location: str, options: SourceConfig) -> ModelSource:
         weights = weights_in(Path(location))
     else:
         raise UsageError(
-            f"--stream: {location} brings no weights that could be left on disk",
+            f"--stream: {location} has no weight files that could stay on disk",
             hint="pass --weights FILE.safetensors with a Python file, or give a Hugging Face directory",
         )
     release = with_mapped(source.model, weights, renamed=options.weights is None)
@@ -101,6 +101,6 @@ def _open(location: str, options: SourceConfig) -> ModelSource:
     if not path.exists():
         raise SourceError(f"no such file or directory: {location}", hint="check the path of the model")
     raise SourceError(
-        f"{location}: not a kind of model that ampaudit reads",
+        f"{location}: not a model format that ampaudit reads",
         hint="give file.py, file.py:factory, package.module:factory, a model directory, or a .pt2 file",
     )

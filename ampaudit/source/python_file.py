@@ -80,7 +80,7 @@ def _model(module: ModuleType, factory: str | None, location: str) -> nn.Module:
 
 
 def _only_module_class(module: ModuleType, location: str) -> type[nn.Module]:
-    """The only nn.Module subclass defined in the file that can be made without arguments."""
+    """Return the only nn.Module subclass in the file with no required arguments."""
     classes = [
         value
         for value in vars(module).values()

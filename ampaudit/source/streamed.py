@@ -59,7 +59,7 @@ def with_mapped(model: nn.Module, checkpoint: Path, *, renamed: bool) -> Callabl
     for name, own in names.items():
         if own in given:
             raise WeightsError(
-                f"{checkpoint}: {own!r} is put together from several tensors",
+                f"{checkpoint}: {own!r} is assembled from several tensors",
                 hint="leave out --stream for this model",
             )
         given[own] = mapped.tensors[name]
@@ -90,7 +90,7 @@ def _in_float32(checkpoint: Path) -> Path:
 
 
 def _assign(model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
-    """Replace parameters by the mapped tensors, tied ones together, and copy into buffers."""
+    """Assign mapped tensors to parameters, tied ones together, and copy others into buffers."""
     own = dict(model.named_parameters(remove_duplicate=False))
     fresh = {
         id(own[name]): nn.Parameter(tensor, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Runs a user's Python file or import, and turns its errors into one line."""
+"""Runs a user's Python file or import, and reports its errors in one line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def import_module_named(name: str) -> ModuleType:
 
 
 def _exists(name: str) -> bool:
-    """Whether a module of that dotted name exists."""
+    """Return whether a module of that dotted name exists."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:

@@ -31,7 +31,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def check_names(
     model: nn.Module, state: Mapping[str, torch.Tensor], path: Path, *, strict: bool = True
 ) -> None:
-    """Reject tensors that do not match the model's; tied ones may have one of their names only.
+    """Reject tensors that do not match the model's; tied ones may have just one of their names.
 
     Args:
         model: the model.
@@ -55,12 +55,12 @@ def check_names(
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise WeightsError(
                 f"{path} does not match the model: {what}: {', '.join(names[:_SHOWN])}{more}",
-                hint="pass the checkpoint of this very model",
+                hint="pass a checkpoint of this model",
             )
 
 
 def _untied(model: nn.Module, missing: list[str]) -> list[str]:
-    """The missing names whose tensor is not loaded under another name either."""
+    """Return the missing names whose tensor is not loaded under another name either."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     absent = set(missing)
     given = {id(t) for name, t in tensors.items() if name not in absent}

@@ -1,4 +1,4 @@
-"""From a live module to an FX graph of ATen ops whose dtypes are those of the policy."""
+"""Traces a live module into an FX graph of ATen ops with the policy's dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows the model's code the autocast state of the policy, without autocast taking effect.
+"""Shows the policy's autocast state to the model's code, without autocast taking effect.
 
 Models call ``torch.is_autocast_enabled()`` and disable regions with ``torch.autocast(enabled=False)``.
 Both must behave as they would on the target device, also on a machine without CUDA.
@@ -29,7 +29,7 @@ _AVAILABLE = (
 
 
 class RegionKind(StrEnum):
-    """Whose autocast setting applies to the code that is traced."""
+    """Whose autocast setting applies to the traced code."""
 
     POLICY = "policy"  # the policy decides
     DISABLED = "disabled"  # inside the author's autocast(enabled=False)
@@ -38,7 +38,7 @@ class RegionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The innermost autocast region of the author around an op."""
+    """The innermost autocast region of the model's code around an op."""
 
     kind: RegionKind
     dtype: torch.dtype | None = None
@@ -64,7 +64,7 @@ def autocast_visible(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
 
 
 def region_switched_on(policy_enabled: bool, policy_dtype: torch.dtype) -> Region | None:
-    """The region where the model's code enables autocast for a device; ``None`` outside such a region."""
+    """Return the region where the model's code enables autocast for a device, or ``None``."""
     found = [_dtype(device) for device in _DEVICES if _enabled(device)]
     if not found:
         return None
@@ -73,7 +73,7 @@ def region_switched_on(policy_enabled: bool, policy_dtype: torch.dtype) -> Regio
 
 
 def current_region(policy_enabled: bool, policy_dtype: torch.dtype) -> Region:
-    """Find the innermost region: flags that differ from those of ``autocast_visible`` are the author's."""
+    """Return the innermost region, by flags that differ from those of ``autocast_visible``."""
     for device in _DEVICES:
         enabled, dtype = _enabled(device), _dtype(device)
         if policy_enabled and not enabled:

@@ -1,4 +1,4 @@
-"""Exports a model while a caster works on it, and builds the traced model from what comes out."""
+"""Exports a model while a caster casts its ops, and builds the traced model from the result."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _trace_backward(
 
 
 def _unseen_hooks(model: nn.Module) -> Iterator[str]:
-    """Name hooks of autograd's nodes, and hooks that run after it, which no trace sees."""
+    """Return the names of hooks that no trace sees: on autograd's nodes, or after accumulation."""
     if any(module._backward_hooks and module._is_full_backward_hook is False for module in model.modules()):
         yield "backward hooks of modules that are not full ones are not followed"
     if any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()):
@@ -246,7 +246,7 @@ def _placeholders(
 def _lasting(
     changes: Sequence[StateChange], program: ExportedProgram, graph: fx.Graph
 ) -> Iterator[StateChange]:
-    """Changes that a later call may read, without tensors that each call computes anew."""
+    """Return changes that a later call may read, without tensors that each call recomputes."""
     used = {node.name for node in graph.find_nodes(op="placeholder") if node.users}
     specs = [spec for spec in program.graph_signature.input_specs if spec.arg.name in used]
     read = {id(program.constants.get(str(spec.target))) for spec in specs}
@@ -258,7 +258,7 @@ def _lasting(
 
 
 def _state_notes(changes: Sequence[StateChange], random_constants: bool) -> tuple[str, ...]:
-    """Explain what makes the trace valid for this call only."""
+    """Explain why the trace is valid for this call only."""
     plain = ", ".join(change.name for change in changes if change.plain)
     stored = ", ".join(change.name for change in changes if not change.plain)
     notes = [f"forward changes {plain}: traced anew for each of its values"] if plain else []
@@ -281,7 +281,7 @@ def _copy_modes(model: nn.Module, fake_model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Redirect what the model's code prints to stderr, and silence logs and warnings.
+    """Redirect prints of the model's code to stderr, and silence logs and warnings.
 
     When tracing fails, torch prints an unfinished graph and a traceback; the raised error says it once.
     """

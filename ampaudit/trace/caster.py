@@ -1,4 +1,4 @@
-"""Decides and casts, op by op, while the model is being traced."""
+"""Decides and casts op by op while the model is traced."""
 
 from __future__ import annotations
 
@@ -43,11 +43,9 @@ __all__ = ["HALF_FOURIER", "NO_KERNEL", "Call", "Caster"]
 AUTHOR_DISABLED = Decision(
     Cast.FOLLOW, "author/autocast-disabled", "author", "the model's code switches autocast off here"
 )
-INSIDE = Decision(
-    Cast.FOLLOW, None, "default", "inside an op with a graph of its own, which stays in float32"
-)
+INSIDE = Decision(Cast.FOLLOW, None, "default", "inside an op with its own graph, which stays in float32")
 NO_KERNEL = Decision(
-    Cast.FORBID, None, "no-kernel", "torch has no 16-bit kernel for it; the audit went on in float32"
+    Cast.FORBID, None, "no-kernel", "torch has no 16-bit kernel for it; the audit continued in float32"
 )
 HALF_FOURIER = Decision(
     Cast.FOLLOW, None, "no-kernel", "CPUs have no float16 kernel for it; the audit does what CUDA's does"
@@ -103,7 +101,7 @@ class Caster:
 
     @contextmanager
     def in_backward(self, name: str) -> Iterator[None]:
-        """While active, ops belong to a custom backward, whose name is their layer; results stay alive."""
+        """While active, attribute ops to a custom backward as their layer; results stay alive."""
         self.backward_name = name
         try:
             yield
@@ -112,7 +110,7 @@ class Caster:
             self._alive.clear()
 
     def layer(self, layer: tuple[str, str]) -> tuple[str, str]:
-        """The layer whose op is traced, or the custom backward."""
+        """The layer whose op is being traced, or the custom backward."""
         return layer if self.backward_name is None else (self.backward_name, layer[1])
 
     def _is_in_backward(self) -> bool:
@@ -125,7 +123,7 @@ class Caster:
 
     @contextmanager
     def in_region(self, region: Region) -> Iterator[None]:
-        """While active, ops are in this region, whatever the dispatcher says."""
+        """While active, place ops in this region, whatever the dispatcher says."""
         before, self._region = self._region, region
         try:
             yield
@@ -133,13 +131,13 @@ class Caster:
             self._region = before
 
     def note_writes(self, called: OpCalled) -> None:
-        """Remember that an op wrote to its arguments: casts made of them before are out of date."""
+        """Record that an op wrote to its arguments, which invalidates earlier casts of them."""
         for written in written_values(called.op, called.args, called.kwargs):
             if isinstance(written, torch.Tensor):
                 self._writes[storage_id(written)] += 1
 
     def splits(self, called: OpCalled) -> bool:
-        """Whether to trace an op's parts: autocast casts what a kernel calls, as ``bmm`` in ``einsum``."""
+        """Return whether to trace an op's parts, which autocast casts separately (``bmm`` in ``einsum``)."""
         op = called.op
         if self.backward_name is not None and torch.is_grad_enabled():
             return is_composite(op)  # what autograd keeps of a part must be a value of the trace
@@ -152,17 +150,17 @@ class Caster:
         return self._inner.mentioned(op, called.args, called.kwargs, rules.op_names)
 
     def site_of(self, op: OpOverload, layer: str, tracer_id: int) -> SiteId:
-        """The id of the op that is traced next."""
+        """Return the id of the op that is traced next."""
         replayed = replayed_record()
         return (replayed and replayed.site) or self._numbering[tracer_id].next_id(layer, short_name(op))
 
     def edited(self, site: SiteId, called: OpCalled, emit: Call) -> OpCalled:
-        """The op to trace at a site: the model's own, or what an edit makes of it."""
+        """Return the op to trace at a site: the model's own, or an edited one."""
         edit = self._edits.get(site)
         return called if edit is None else edit(called, self.history, emit)
 
     def note(self, result: Any, made: OpCalled, called: OpCalled) -> None:
-        """Remember what an op wrote to and made and, for edits, how the model called it, without casts."""
+        """Record an op's writes and results and, for edits, its uncast call."""
         self.note_writes(made)
         if self.backward_name is not None:
             self._alive.append(result)  # autograd may have saved what the code itself has dropped
@@ -170,7 +168,7 @@ class Caster:
             self.history.note(result, called)
 
     def decide(self, site: SiteId, called: OpCalled, layer: tuple[str, str]) -> tuple[OpRecord, torch.dtype]:
-        """The decision for an op of a layer (path, class name), and the 16-bit dtype that it means."""
+        """Return the decision for an op of a layer (path, class name), and the 16-bit dtype it implies."""
         op, args, kwargs = called.op, called.args, called.kwargs
         region = self.region()
         facts = self._facts.of(op, args, kwargs, *layer, site)
@@ -181,7 +179,7 @@ class Caster:
         return OpRecord(decision, site, None if backward else facts, in_backward=backward), dtype
 
     def _backward_decision(self, facts: OpFacts, called: OpCalled) -> tuple[Decision, torch.dtype]:
-        """Ops take the dtypes of what they are given, unless the author's code switches autocast on."""
+        """Let ops follow the dtypes of their inputs, unless the code enables autocast."""
         region = region_switched_on(self.rules.file.autocast, self.dtype)
         if region is not None:
             return self._decision(facts, region)
@@ -205,7 +203,7 @@ class Caster:
     def apply(
         self, decision: Decision, dtype: torch.dtype, called: OpCalled, cast: Call, tracer_id: int
     ) -> OpCalled:
-        """The call to trace instead, with casts made through ``cast(tensor, dtype)``.
+        """Return the call to trace instead, with casts made through ``cast(tensor, dtype)``.
 
         An argument that the op writes to is never cast: the write would be lost. The others of such an op
         take its dtype where the rule asks for a cast.
@@ -249,7 +247,7 @@ class Caster:
         return self._casts[key][1]
 
     def clipped(self, called: OpCalled, decision: Decision) -> tuple[OpCalled, dict[int | str, Any]]:
-        """Clip Python numbers as some converters do: operands are constants of the graph."""
+        """Clip Python numbers as some converters do: operands become constants of the graph."""
         limits = self.rules.file.weights.clip
         if limits is None or decision.cast is not Cast.LOWER:
             return called, {}

@@ -1,4 +1,4 @@
-"""Finds where a model's code computes something else in 16 bits than in FP32, by comparing two traces."""
+"""Finds where a model's code differs between 16 bits and FP32, by comparing two traces."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CodeDifference:
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """An op of the model's code, without what the precision alone changes."""
+    """An op of the model's code, without details that depend on the precision alone."""
 
     site: Site
     base: str
@@ -120,7 +120,7 @@ def _low_number(constants: tuple[Any, ...]) -> bool:
 
 
 def _ops(traced: TracedModel) -> list[_Op]:
-    """List the ops that the model's code calls, in order."""
+    """List the ops of the model's code in order."""
     tensors = _constant_tensors(traced)
     nodes = {node.name: node for node in traced.graph.nodes}
     return [
@@ -131,7 +131,7 @@ def _ops(traced: TracedModel) -> list[_Op]:
 
 
 def _constant_tensors(traced: TracedModel) -> Mapping[str, tuple[torch.Tensor]]:
-    """The small tensors that became constants of a trace, by node."""
+    """Return the small constant tensors of a trace, by node."""
     constants = [p.node for p in traced.placeholders if p.slot is Slot.CONSTANT]
     return {name: (t,) for name in constants if (t := traced.tensors[name]).numel() <= _SMALL}
 

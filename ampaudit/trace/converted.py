@@ -47,12 +47,12 @@ class ConvertedModel:
     release: Release | None = None
 
     def working(self, node: str) -> torch.Tensor:
-        """Make the working copy for a node from its master, by rounding to nearest even."""
+        """Return the working copy for a node, rounded from its master to nearest even."""
         copy = self.copies[node]
         return self.unrounded(copy.placeholder, self.masters[copy.placeholder].detach()).to(copy.dtype)
 
     def unrounded(self, placeholder: str, master: torch.Tensor) -> torch.Tensor:
-        """The master that a working copy is rounded from, clipped where the policy says so.
+        """Return the master of a working copy, clipped if the policy says so.
 
         Some converters clip finite weights first.
         """
@@ -60,11 +60,11 @@ class ConvertedModel:
         return clipped(master, clip) if clip is not None else master
 
     def graph_module(self) -> fx.GraphModule:
-        """The converted graph as a module; its inputs are ``arguments`` of a batch."""
+        """Return the converted graph as a module; its inputs are ``arguments`` of a batch."""
         return fx.GraphModule({}, self.traced.graph)
 
     def arguments(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Values for every placeholder: weights in their stored dtype, then the batch's tensors."""
+        """Return values for every placeholder: weights in their stored dtype, then the batch's tensors."""
         remaining = iter(inputs)
         values: list[torch.Tensor] = []
         for place in self.traced.placeholders:
@@ -79,7 +79,7 @@ class ConvertedModel:
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes of the FP32 masters and of the 16-bit working copies; tied tensors count once."""
+        """Return bytes of the FP32 masters and of the 16-bit working copies; tied tensors count once."""
         masters = {id(t): t.numel() * t.element_size() for t in self.masters.values()}
         copies = {
             (id(self.masters[c.placeholder]), c.dtype): self.masters[c.placeholder].numel() * c.dtype.itemsize
@@ -89,7 +89,7 @@ class ConvertedModel:
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """A key that tensors with the same values in the same memory share, such as tied weights."""
+    """Return a key shared by tensors with the same values in the same memory, such as tied weights."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 

@@ -1,4 +1,4 @@
-"""Edits of single ops while a model is traced, to try out what an author could write instead.
+"""Edits single ops while a model is traced, to try what its author could write instead.
 
 An edit takes the op as the model calls it and returns the op to trace in its place. Sites keep their ids,
 so a run with an edit can be compared with one without.
@@ -40,12 +40,12 @@ class History:
         self._made: dict[int, tuple[Any, OpCalled]] = {}
 
     def note(self, result: Any, called: OpCalled) -> None:
-        """Remember a call and its result."""
+        """Record a call and its result."""
         if isinstance(result, torch.Tensor):
             self._made[id(result)] = (result, called)
 
     def of(self, value: Any) -> OpCalled | None:
-        """The call that returned a value, before any casts."""
+        """Return the call that returned a value, before any casts."""
         found = self._made.get(id(value))
         while found is not None and converts(found[1].op):
             found = self._made.get(id(found[1].args[0]))
@@ -53,7 +53,7 @@ class History:
 
 
 class Edit(Protocol):
-    """One edit; ``looks_back`` if it asks for the call that returned its input."""
+    """One edit; ``looks_back`` if it needs the call that returned its input."""
 
     looks_back: ClassVar[bool]
 
@@ -63,7 +63,7 @@ class Edit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplaceConstant:
-    """Replaces a Python number: by a larger eps, or by a mask value that the format holds.
+    """Replaces a Python number by a larger eps, or by a mask value in range.
 
     Attributes:
         old: the number to replace.
@@ -120,7 +120,7 @@ class FuseLogSigmoid:
 
 @dataclass(frozen=True, slots=True)
 class ScaleOperand:
-    """Scales the first operand of a product, so that scores are scaled before they are added up.
+    """Scales the first operand of a product, so that scores are scaled before they are summed.
 
     ``einsum`` takes its operands as a list after the equation.
     """
@@ -140,7 +140,7 @@ class ScaleOperand:
 
 
 class Bypass:
-    """Leaves out an op: its first operand becomes the result."""
+    """Skips an op: its first operand becomes the result."""
 
     looks_back: ClassVar[bool] = False
 

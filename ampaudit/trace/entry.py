@@ -37,7 +37,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 class LossAndOutput(NamedTuple):
-    """The result of a model that computes its loss as well."""
+    """The result of a model that also computes its loss."""
 
     loss: torch.Tensor
     output: Any
@@ -167,7 +167,7 @@ def placed(output: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _structure(output: Any, tensors: Sequence[torch.Tensor]) -> OutputStructure | None:
-    """``None`` where a tensor is in a container that torch does not know."""
+    """Return the structure; ``None`` if a tensor is in a container that torch does not know."""
     leaves, spec = pytree.tree_flatten(output)
     numbers = {id(tensor): index for index, tensor in enumerate(tensors)}
     if {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)} != set(numbers):
@@ -178,12 +178,12 @@ def _structure(output: Any, tensors: Sequence[torch.Tensor]) -> OutputStructure 
 
 
 def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a batch in the order in which ``Entry.forward`` takes them."""
+    """Return the tensors of a batch in the order in which ``Entry.forward`` takes them."""
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 def layer_path(path: str) -> str:
-    """The path of a module in the user's model: ``audited_model.encoder`` is ``encoder``."""
+    """Return the path of a module in the user's model: ``audited_model.encoder`` is ``encoder``."""
     first, _, rest = path.partition(".")
     # a replayed program may itself be a replay
     while first in (_EXPORT_ROOT, ENTRY_NAME, REPLAYED):
@@ -193,7 +193,7 @@ def layer_path(path: str) -> str:
 
 
 def layer_of(module_stack: Mapping[str, Any]) -> tuple[str, str]:
-    """Path and class name of the innermost module of an export's module stack; empty without one."""
+    """Return path and class name of the innermost module of an export's module stack; empty without one."""
     if not module_stack:
         return "", ""
     path, kind = list(module_stack.values())[-1]

@@ -1,4 +1,4 @@
-"""Reads the facts that rules look at off an op call."""
+"""Extracts the facts that rules depend on from an op call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["FactFinder", "reduction_depth"]
 
 
 class FactFinder:
-    """Reads ``OpFacts`` off the calls of one trace.
+    """Extracts ``OpFacts`` from the calls of one trace.
 
     Args:
         model: the traced module, with its layers and parameters.
@@ -47,7 +47,7 @@ class FactFinder:
         kind: str,
         site: SiteId,
     ) -> OpFacts:
-        """Read the facts about a call in a layer whose class is named ``kind``."""
+        """Return the facts about a call in a layer whose class is named ``kind``."""
         named = named_arguments(op, args, kwargs)
         module = self._modules.get(layer)
         return OpFacts(
@@ -92,7 +92,7 @@ Named = Mapping[str, Any]
 
 
 def reduction_depth(op: OpOverload, named: Named) -> int | None:
-    """Count the terms that an op adds up for one element of its output; ``None`` if it adds none.
+    """Count the terms that an op sums for one output element; ``None`` if it sums none.
 
     Reduced axes count as their product: the mean of a 512 x 512 image has depth 262144. A convolution's is
     its fan-in, in_channels / groups times the kernel's volume; attention's the longer of its two sums.

@@ -60,12 +60,12 @@ def trace_failure(error: BaseException, model: str, policy: str) -> TraceFailed:
 
 
 def plain_reason(error: BaseException) -> str:
-    """Describe why code cannot be traced, in our words or in torch's."""
+    """Describe why code cannot be traced, in our words or torch's."""
     return _known(error)[0] or first_line(error)
 
 
 def _known(error: BaseException) -> tuple[str | None, str]:
-    """Our message, if there is one, and the remedy."""
+    """Return our message and remedy for a known error, if there is one."""
     text = f"{type(error).__name__} {error}".lower()
     known = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
     return (known[1], known[2]) if known is not None else (None, _FALLBACK)

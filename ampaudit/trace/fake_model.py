@@ -1,4 +1,4 @@
-"""A copy of the model that has every module and attribute but no weights: parameters are fake tensors.
+"""Copies a model without its weights: every module and attribute, with fake tensors as parameters.
 
 Tracing the copy leaves the user's model untouched, costs no memory for weights, and lets the
 parameters have the dtype in which the policy stores them.
@@ -113,7 +113,7 @@ class _WithHooks(nn.Module):
 
 
 def constant_masters(model: nn.Module, copy: nn.Module) -> dict[int, torch.Tensor]:
-    """Map each unregistered tensor that the copy's conversion has cast, by identity, to the model's own."""
+    """Map each unregistered tensor that the copy's conversion has cast, by identity, to the original."""
     masters: dict[int, torch.Tensor] = {}
     for theirs, ours in zip(model.modules(), copy.modules(), strict=False):
         for name, tensor in vars(ours).items():
@@ -133,7 +133,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) ->
 
 
 def without_cache(copy: nn.Module) -> None:
-    """Switch off generation caches: one forward pass does not need them, and they cannot be exported."""
+    """Switch off generation caches, which a single pass does not need and export does not support."""
     for module in copy.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:

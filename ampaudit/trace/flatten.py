@@ -1,4 +1,4 @@
-"""Flattens an exported program into one graph: inlines regions, and removes dead ops."""
+"""Flattens an exported program into one graph by inlining regions and removing dead ops."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _copy(node: fx.Node, owner: torch.nn.Module, graph: fx.Graph, env: dict[fx.N
 
 
 def _inlined(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any]) -> tuple[Any, ...]:
-    """The region's body; its arguments are (settings..., submodule, inputs...)."""
+    """Inline the region's body; its arguments are (settings..., submodule, inputs...)."""
     args: list[Any] = list(node.args)
     position = next(
         i for i, a in enumerate(args) if isinstance(a, fx.Node) and isinstance(env[a], fx.GraphModule)
@@ -92,7 +92,7 @@ def _mapped(value: Any, env: dict[fx.Node, Any]) -> Any:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node has an effect besides its value."""
+    """Return whether a node has an effect besides its value."""
     if node.op in ("placeholder", "output") or is_mark(node.target):
         return True
     schema = getattr(node.target, "_schema", None)
@@ -100,7 +100,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 class ObjectSource:
-    """Supplies the graph with an object that is not a tensor: a random generator, or a TorchScript class.
+    """Supplies the graph with a non-tensor object: a random generator, or a TorchScript class.
 
     A generator is copied for each run in the state that the trace found. So the FP32 run and the 16-bit run
     draw the same numbers, and the model's own generator keeps its state.

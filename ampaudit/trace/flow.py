@@ -44,7 +44,7 @@ class Flow:
 
     @cached_property
     def constants(self) -> frozenset[SiteId]:
-        """Sites that no parameter and no floating-point input reaches: masks, positions, tables."""
+        """Sites that no parameter or floating-point input reaches: masks, positions, tables."""
         free: set[fx.Node] = set()
         for node in (node for each in self.every for node in each.graph.nodes):
             placeholder = self._placeholders.get(node)
@@ -59,33 +59,33 @@ class Flow:
         return frozenset(self._sites[n].id for n in free if n in self._sites)
 
     def node(self, site: Site) -> fx.Node:
-        """The graph's node of a site."""
+        """Return the graph's node of a site."""
         return self._nodes[site.id]
 
     def site(self, node: fx.Node) -> Site | None:
-        """The site of a node."""
+        """Return the site of a node."""
         return self._sites.get(node)
 
     def base(self, site: Site | None) -> str:
-        """The site's op without overload and in-place mark: ``add`` for ``aten.add_.Tensor``."""
+        """Return the site's op without overload and in-place mark: ``add`` for ``aten.add_.Tensor``."""
         if site is None:
             return ""
         op = overload_of(self.node(site).target)
         return base_name(op).rstrip("_") if op is not None else ""
 
     def arguments(self, site: Site) -> dict[str, Any]:
-        """The node's arguments by their schema names; values are nodes."""
+        """Return the node's arguments by their schema names; values are nodes."""
         node = self.node(site)
         op = overload_of(node.target)
         return {} if op is None else named_arguments(op, node.args, dict(node.kwargs))
 
     def writes(self, site: Site) -> bool:
-        """Whether a site's op writes to one of its inputs."""
+        """Return whether a site's op writes to one of its inputs."""
         op = overload_of(self.node(site).target)
         return op is not None and bool(mutated_arguments(op))
 
     def root(self, node: Any) -> fx.Node | None:
-        """The node that computed a value, before views, casts and tuple access."""
+        """Return the node that computed a value, before views, casts and tuple access."""
         while isinstance(node, fx.Node):
             site = self._sites.get(node)
             through = node.target is operator.getitem or (site is not None and site.role in _HANDED_ON)
@@ -95,32 +95,32 @@ class Flow:
         return None
 
     def maker(self, node: Any) -> Site | None:
-        """The site that computed a value; ``None`` for inputs, weights and Python numbers."""
+        """Return the site that computed a value; ``None`` for inputs, weights and Python numbers."""
         root = self.root(node)
         return self._sites.get(root) if root is not None else None
 
     def made_by(self, node: Any, *ops: str) -> Site | None:
-        """The maker, if its op is one of these."""
+        """Return the maker, if its op is one of these."""
         site = self.maker(node)
         return site if self.base(site) in ops else None
 
     def given(self, node: Any) -> Placeholder | None:
-        """The placeholder that a value views or casts, if it is one."""
+        """Return the placeholder that a value views or casts, if any."""
         root = self.root(node)
         return self._placeholders.get(root) if root is not None else None
 
     def is_weight(self, node: Any) -> bool:
-        """Whether a value is a parameter, buffer or constant."""
+        """Return whether a value is a parameter, buffer or constant."""
         placeholder = self.given(node)
         return placeholder is not None and placeholder.slot is not Slot.INPUT
 
     def makers(self, site: Site) -> list[Site]:
-        """The sites whose values a site reads."""
+        """Return the sites whose values a site reads."""
         found = (self.maker(node) for node in self.node(site).all_input_nodes)
         return [maker for maker in found if maker is not None]
 
     def readers(self, site: Site) -> list[Site]:
-        """The sites that read a site's value."""
+        """Return the sites that read a site's value."""
         return list({reader.id: reader for reader in self._readers(self.node(site))}.values())
 
     def _readers(self, node: fx.Node) -> Iterator[Site]:
@@ -132,7 +132,7 @@ class Flow:
                 yield site
 
     def leads_to(self, site: Site, *ops: str, within: int = 3) -> Site | None:
-        """The nearest reader with one of these ops, at most so many ops away."""
+        """Return the nearest reader with one of these ops, within a number of steps."""
         frontier, seen = [site], {site.id}
         for _ in range(within):
             following = [r for s in frontier for r in self.readers(s) if r.id not in seen]
@@ -144,7 +144,7 @@ class Flow:
         return None
 
     def comes_from(self, node: Any, *ops: str, within: int = 3) -> Site | None:
-        """The nearest op behind a value that is one of these, at most so many ops back."""
+        """Return the nearest producer with one of these ops, within a number of steps."""
         frontier = [node]
         for _ in range(within):
             makers = [maker for n in frontier if (maker := self.maker(n)) is not None]
@@ -155,7 +155,7 @@ class Flow:
         return None
 
     def reaches(self, site: SiteId, others: frozenset[SiteId]) -> bool:
-        """Whether a value flows from a site into one of the others."""
+        """Return whether a value flows from a site into one of the others."""
         frontier, seen = [self._nodes[site]], set[fx.Node]()
         while frontier:
             for user in frontier.pop().users:

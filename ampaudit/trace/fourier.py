@@ -1,4 +1,4 @@
-"""Traces Fourier transforms in float16, which cuFFT has for sizes that are powers of two, and CPUs lack.
+"""Traces float16 Fourier transforms, which cuFFT supports for powers of two and CPUs lack.
 
 A trace on CPU tensors cannot ask torch for their result: the meta device describes it instead.
 """
@@ -29,13 +29,13 @@ _TO_REAL = ("fft_irfft", "fft_irfft2", "fft_irfftn", "fft_hfft", "fft_hfft2", "f
 
 
 def is_fourier(op: OpOverload) -> bool:
-    """Whether an op is a Fourier transform, such as ``fft_rfft`` or ``stft``."""
+    """Return whether an op is a Fourier transform, such as ``fft_rfft`` or ``stft``."""
     base = base_name(op)
     return op.namespace == "aten" and (base in ("stft", "istft") or base.startswith(("fft_", "_fft_")))
 
 
 def signal_sizes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """The sizes that an op transforms; those of its output for a transform to real numbers."""
+    """Return the sizes that an op transforms, taken from the output if that is real."""
     base, named = base_name(op), named_arguments(op, args, kwargs)
     if "n_fft" in named:
         return [int(named["n_fft"])]
@@ -58,7 +58,7 @@ def signal_sizes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def record_half_fourier(
     mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Record a float16 transform that CUDA has; ``NotImplemented`` where CUDA lacks it, too."""
+    """Record a float16 transform that CUDA supports; ``NotImplemented`` otherwise."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
     if not fakes or any(size & (size - 1) for size in signal_sizes(op, args, kwargs)):
@@ -78,7 +78,7 @@ def record_half_fourier(
 
 
 def _proxy(mode: ProxyTorchDispatchMode, tensor: torch.Tensor) -> Any:
-    """The tensor's proxy, or a constant of the graph as it is."""
+    """Return the tensor's proxy, or a constant of the graph unchanged."""
     found = fetch_object_proxy(mode.tracer, tensor)
     return found if isinstance(found, torch.Tensor) else found.proxy
 

@@ -1,4 +1,4 @@
-"""Functionalizes a traced graph: each write in place makes a new value, with a gradient of its own.
+"""Functionalizes a traced graph: each in-place write makes a new value with its own gradient.
 
 Torch's own functionalization runs below autograd, where composite ops and our casts are gone. This one works
 on the traced graph: its fake tensors tell which values share memory.
@@ -46,14 +46,14 @@ class OnCopy:
 
 
 def overload_of(target: Any) -> OpOverload | None:
-    """The ATen op that a node calls, on a copy or not; ``None`` for anything else."""
+    """Return the ATen op that a node calls, directly or on a copy; ``None`` for anything else."""
     if isinstance(target, OnCopy):
         return target.op
     return target if isinstance(target, OpOverload) else None
 
 
 def functionalized(traced: TracedModel, *, write_back: bool = False) -> TracedModel:
-    """Replace every in-place op of a traced model; node names, and so sites, stay.
+    """Replace every in-place op of a traced model; node names, and therefore sites, stay.
 
     An op whose schema hides its writes (``batch_norm``'s running statistics) is left as it is.
 
@@ -74,7 +74,7 @@ def _set_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class _View:
-    """A value as a view of its base: the node that makes the view, and the base's version that it shows."""
+    """A value as a view of its base: the node that makes the view, and the version of the base."""
 
     base: fx.Node
     step: fx.Node | None
@@ -129,7 +129,7 @@ class _Rewriter:
         self._versions[node] = 0
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """The new node for an old one, recomputed where its memory was written since."""
+        """Return the new node for an old one, recomputed if its memory was written since."""
         view = self._views[node]
         if view.step is None or view.source is None:  # the result of an in-place op shows later writes
             return self._now[view.base]
@@ -147,7 +147,7 @@ class _Rewriter:
         return made
 
     def _add(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """Add a node that is no site, under a name that no node of the old graph has."""
+        """Add a node that is not a site, under a new name."""
         self._added += 1
         return self.graph.create_node("call_function", target, args, kwargs, name=f"_added_{self._added}")
 
@@ -167,7 +167,7 @@ class _Rewriter:
             self._views[name] = replace(view, version=self._versions[view.base])
 
     def _begin_again(self, applied: fx.Node) -> None:
-        """Treat values that a custom function has written as new: views of them follow the mark."""
+        """Treat values written by a custom function as new, so that views of them follow the mark."""
         for out in marked_values(applied):
             view = self._views[out]
             if not self._versions[view.base]:
@@ -180,7 +180,7 @@ class _Rewriter:
                     self._views[node] = replace(self._views[node], version=self._versions[view.base])
 
     def _through(self, written: fx.Node, value: fx.Node, *, unseen: bool = False) -> fx.Node:
-        """The base after a write to a view of it."""
+        """Return the base after a write to a view of it."""
         view = self._views[written]
         if view.step is None:
             return value
@@ -221,7 +221,7 @@ class WriteThrough:
 
 
 def writes_in_place(node: fx.Node) -> bool:
-    """Whether a node writes to its first argument."""
+    """Return whether a node writes to its first argument."""
     return (
         node.op == "call_function"
         and isinstance(node.target, OpOverload)

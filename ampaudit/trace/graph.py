@@ -41,7 +41,7 @@ class Role(StrEnum):
 
 
 class Slot(StrEnum):
-    """Where the value of a placeholder comes from."""
+    """The source of a placeholder's value."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -104,7 +104,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A call of a custom autograd function that can be repeated on other tensors.
+    """A call of a custom autograd function, repeatable on other tensors.
 
     Attributes:
         function: the function's class.
@@ -154,7 +154,7 @@ class CustomBackward:
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """A flat FX graph of ATen ops with the policy's casts in it, before decomposition.
+    """A flat FX graph of ATen ops with the policy's casts, before decomposition.
 
     ``tensors`` maps placeholder names to the model's own FP32 tensors (never copies); ``signature`` are the
     shapes and dtypes that the graph is valid for; ``clip`` is what the policy does to weights that do not

@@ -1,4 +1,4 @@
-"""Gathers the private names of torch that tracing depends on, and replaces attributes of torch for a while.
+"""Collects the private names of torch that tracing depends on, and patches attributes of torch.
 
 No other module assigns to an attribute of torch, and few read a private one (tests/test_architecture.py lists
 them): when a new release of torch breaks tracing, this is the place to look first.
@@ -82,7 +82,7 @@ region_calls = frozenset(
 
 
 class Replacement(NamedTuple):
-    """An attribute of torch and what takes its place."""
+    """An attribute of torch and its replacement."""
 
     owner: Any
     name: str
@@ -99,17 +99,17 @@ def patched(replacements: Iterable[Replacement]) -> Iterator[None]:
 
 
 def has_kernel(op: OpOverload, key: str) -> bool:
-    """Whether a kernel is registered for a dispatch key, or an alias of several."""
+    """Return whether a kernel is registered for a dispatch key, or an alias of several."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
 def inside_transform() -> bool:
-    """Whether the current code runs inside ``torch.vmap`` or another transform."""
+    """Return whether the current code runs inside ``torch.vmap`` or another transform."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 def recording_mode() -> ProxyTorchDispatchMode | None:
-    """The mode that records ops where the model's code calls them; ``None`` outside a trace."""
+    """Return the mode that records the ops of the model's code; ``None`` outside a trace."""
     mode: ProxyTorchDispatchMode | None = torch._ops._get_dispatch_mode_pre_dispatch(
         torch._C._TorchDispatchModeKey.PROXY
     )

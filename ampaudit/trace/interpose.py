@@ -1,4 +1,4 @@
-"""Puts a caster between the model's code and the tracer, at the one point that every op passes.
+"""Places a caster between the model's code and the tracer, where every op passes.
 
 ``torch.export`` records ops in ``ProxyTorchDispatchMode``, above autograd and autocast. A policy that
 acts there sees whole ATen ops, the layer they belong to and their true dtypes, and the author's Python
@@ -57,7 +57,7 @@ _ANSWERED = (torch.ops.prim.device.default,)
 
 
 class _BelowTransforms(ProxyTorchDispatchMode):
-    """Records an op inside ``torch.vmap`` as the ops on whole tensors that it becomes.
+    """Records an op inside ``torch.vmap`` as ops on whole tensors.
 
     Torch's own trace has the tensors of one example in it, and steps in and out of ``vmap``: a graph that
     runs as a whole, and not node by node.
@@ -68,7 +68,7 @@ class _BelowTransforms(ProxyTorchDispatchMode):
 
 
 class DispatchHook:
-    """Passes each op that the tracer records through a caster, while it is installed."""
+    """Passes each recorded op through a caster while it is installed."""
 
     def __init__(self, caster: Caster) -> None:
         self.caster = caster
@@ -111,7 +111,7 @@ class DispatchHook:
         return _OpRecorder(self, mode, types).trace(OpCalled(op, args, kwargs))
 
     def _call_function(self, *args: Any, **kwargs: Any) -> Any:
-        """Call a custom autograd function inside ``vmap``, where it is no op that the tracer knows."""
+        """Call a custom autograd function inside ``vmap``, where the tracer does not know it."""
         mode = recording_mode()
         if mode is None:
             return custom_function_call(*args, **kwargs)
@@ -120,13 +120,13 @@ class DispatchHook:
 
     @contextmanager
     def _below(self, mode: ProxyTorchDispatchMode) -> Iterator[None]:
-        """Record what ``vmap`` makes of an op, without the dispatcher's autocast."""
+        """Record the ops that ``vmap`` makes of an op, without the dispatcher's autocast."""
         with self.caster.in_region(self.caster.region()), without_autocast(), _BelowTransforms(mode):
             yield
 
 
 class _OpRecorder:
-    """Records one op of the model's code, and what the policy adds around it."""
+    """Records one op of the model's code, and the policy's additions to it."""
 
     def __init__(self, hook: DispatchHook, mode: ProxyTorchDispatchMode, types: Any) -> None:
         self._hook = hook
@@ -175,7 +175,7 @@ class _OpRecorder:
     def _without_kernel(
         self, record: OpRecord, called: OpCalled, dtype: torch.dtype
     ) -> tuple[OpRecord, OpCalled, Any]:
-        """Record an op that has no 16-bit kernel here as CUDA computes it, else in float32."""
+        """Record an op without a 16-bit kernel here as CUDA computes it, or in float32."""
         if is_fourier(called.op):
             half = replace(record, decision=HALF_FOURIER)
             result = self._record(half, called, by=record_half_fourier)
@@ -203,7 +203,7 @@ class _OpRecorder:
         return self._record(OpRecord(IMPLICIT_CAST, inserted=True), OpCalled(op, args, {}))
 
     def _record_result(self, record: OpRecord, called: OpCalled) -> Any:
-        """Record an op; one that writes into ``out=`` as the op that returns its result, and a copy."""
+        """Record an op; one with ``out=`` becomes the functional op and a copy."""
         op = returning(called.op)
         if op is None:
             return self._record(record, called)
@@ -246,7 +246,7 @@ def _index(value: torch.Tensor, indices: list[torch.Tensor]) -> Any:
 
 
 def _frames_of_the_model(tracer: TracerBase, frames: StackSummary) -> StackSummary:
-    """The frames from the first ``forward`` on, with the functions that it calls, which torch leaves out."""
+    """Return the frames from the first ``forward`` on, including those that torch leaves out."""
     del tracer
     start = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
     kept = [f for f in frames[start:] if f.name == "forward" or not is_tool_file(f.filename)]
@@ -254,13 +254,13 @@ def _frames_of_the_model(tracer: TracerBase, frames: StackSummary) -> StackSumma
 
 
 def _gradients_enabled() -> bool:
-    """Whether gradients are enabled; an op that is replayed keeps the mode that it was first traced in."""
+    """Return whether gradients are enabled; a replayed op keeps its original mode."""
     replayed = replayed_record()
     return torch.is_grad_enabled() and not (replayed is not None and replayed.no_grad)
 
 
 def _layer(mode: ProxyTorchDispatchMode) -> tuple[str, str]:
-    """Path and class name of the module whose forward is running."""
+    """Return path and class name of the module whose forward is running."""
     return layer_of(
         (replayed_meta() or {}).get("nn_module_stack") or getattr(mode.tracer, "module_stack", {})
     )
@@ -268,7 +268,7 @@ def _layer(mode: ProxyTorchDispatchMode) -> tuple[str, str]:
 
 @contextmanager
 def same_module() -> Iterator[None]:
-    """Restore the tracer's current module afterwards, whatever is raised in a module that is called."""
+    """Restore the tracer's current module afterwards, even if a called module raises."""
     mode = recording_mode()
     stack = {} if mode is None else mode.tracer.module_stack
     before = dict(stack)
@@ -280,6 +280,6 @@ def same_module() -> Iterator[None]:
 
 
 def current_layer() -> str:
-    """Path of the module whose forward is being traced."""
+    """Return the path of the module whose forward is being traced."""
     mode = recording_mode()
     return "" if mode is None else _layer(mode)[0]

@@ -39,7 +39,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def host_state() -> tuple[Any, ...]:
-    """The state of Python's and NumPy's generators: equal if no number was drawn."""
+    """Return the state of Python's and NumPy's generators, to detect whether a number was drawn."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), tuple(rest)
 

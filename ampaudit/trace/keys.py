@@ -1,4 +1,4 @@
-"""Decides which calls of a model may share one trace."""
+"""Decides which calls of a model can share a trace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Identity:
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Make a key of everything in a call that a trace depends on: all but the values of its tensors.
+    """Return a key of everything that a trace depends on: all of a call except its tensors' values.
 
     Two calls with equal keys run the same code if the model is in the same state. Tensors inside objects
     that torch does not look into are compared by identity: a trace takes them for constants. A Python
@@ -100,18 +100,18 @@ class TraceCache(Generic[Traced]):
         self._fixed = False
 
     def find(self, key: tuple[Any, ...]) -> Traced | None:
-        """Return the trace that is valid for such a call now."""
+        """Return the trace that is currently valid for such a call."""
         found = self._kept.get(key, ())
         return next((traced for state, traced in found if self._fixed or state.unchanged()), None)
 
     def fixed(self) -> TraceCache[Traced]:
-        """Share the traces with a copy of the model whose modules a tool hooks, without comparing states."""
+        """Share traces with a copy of the model that a tool has hooked, without comparing states."""
         made: TraceCache[Traced] = TraceCache()
         made._kept, made._fixed = self._kept, True
         return made
 
     def keep(self, key: tuple[Any, ...], state: PythonState, traced: Traced) -> None:
-        """Keep a trace, with the model's state before it."""
+        """Store a trace, with the model's state before it."""
         kept = self._kept.setdefault(key, [])
         kept.insert(0, (state, traced))
         del kept[_KEPT:]

@@ -22,19 +22,19 @@ LOSS = "loss"
 
 @dataclass(frozen=True, slots=True)
 class _InputReference:
-    """Stands in a batch for one of the model's input tensors."""
+    """A reference, in a batch, to one of the model's input tensors."""
 
     index: int
 
 
 def item_apart(args: tuple[Any, ...], kwargs: dict[str, Any], item: Any) -> Any:
-    """Replace tensors of a batch that are inputs of the model by references to them: no input twice."""
+    """Replace tensors of a batch that are model inputs by references, so that no input occurs twice."""
     inputs = {id(tensor): _InputReference(index) for index, tensor in enumerate(tensor_leaves(args, kwargs))}
     return pytree.tree_map(lambda leaf: inputs.get(id(leaf), leaf), item)
 
 
 class WithLoss(nn.Module):
-    """Calls the model, then the loss. Layers keep the model's own names; the loss's ops are layer ``loss``.
+    """Calls the model and then the loss, whose ops are layer ``loss``; layers keep their names.
 
     Args:
         model: the user's model.
@@ -80,7 +80,7 @@ class _Loss(nn.Module):
 
 
 def takes_batch(function: Callable[..., Any]) -> bool:
-    """Whether a loss or metric wants the batch as its second argument."""
+    """Return whether a loss or metric takes the batch as its second argument."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -103,7 +103,7 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
         what = "loss(output) returned"
     else:
         loss = _own_loss(output)
-        what = "there is no loss(output), and the model's output is no loss, but"
+        what = "there is no loss(output), and the model's output is not a loss but"
     hint = "return one floating-point number, such as F.cross_entropy(output, batch['labels'])"
     if function is None:
         hint = "add to the model file: def loss(output): return ...  # or loss(output, batch); one number"
@@ -116,7 +116,7 @@ def call_loss(function: Callable[..., Any] | None, output: Any, item: Any) -> to
 
 
 def _own_loss(output: Any) -> Any:
-    """The output itself, or its ``loss``, as Transformers' models return it when they are given labels."""
+    """Return the output itself, or its ``loss``, as in Transformers' models with labels."""
     if isinstance(output, torch.Tensor):
         return output
     found = getattr(output, "loss", None)

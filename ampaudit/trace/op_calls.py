@@ -45,7 +45,7 @@ _OPERANDS = frozenset({"self", "other", "value", "min", "max", "exponent"})
 
 @dataclass(frozen=True, slots=True)
 class OpCalled:
-    """An op with its arguments."""
+    """An op and its arguments."""
 
     op: OpOverload
     args: tuple[Any, ...]
@@ -53,12 +53,12 @@ class OpCalled:
 
     @property
     def named(self) -> dict[str, Any]:
-        """The arguments by name; those left at their default are absent."""
+        """Return the arguments by name; those left at their default are absent."""
         return named_arguments(self.op, self.args, self.kwargs)
 
 
 def with_dtype(called: OpCalled) -> OpCalled:
-    """Set ``dtype=float32`` where the caller left it unset; as autocast does, only for a 16-bit input."""
+    """Set an unset ``dtype`` to float32; like autocast, only for 16-bit input."""
     given = called.named
     first = given.get(argument_names(called.op)[0])
     if given.get("dtype") is None and getattr(first, "dtype", None) in CASTABLE_DTYPES:
@@ -74,7 +74,7 @@ def with_dtype_overload(called: OpCalled) -> OpCalled:
 
 
 def with_low_precision_dtype(called: OpCalled, dtype: torch.dtype) -> OpCalled:
-    """Replace ``dtype=float32``: in an FP32 graph it is what the trace saw, not what the author asked for."""
+    """Replace ``dtype=float32``, which in an FP32 graph comes from the trace."""
     if converts(called.op) or called.kwargs.get("dtype") is not torch.float32:
         return called
     return replace(called, kwargs=called.kwargs | {"dtype": dtype})
@@ -103,7 +103,7 @@ def with_clipped_numbers(called: OpCalled, limits: Constants) -> tuple[OpCalled,
 
 
 def refuse_mixed_product(called: OpCalled) -> None:
-    """Raise what a kernel would, and fake tensors do not: a product's factors have one dtype."""
+    """Raise like a kernel, unlike fake tensors: the factors of a product need one dtype."""
     found = {a.dtype for a in called.args if isinstance(a, torch.Tensor) and a.is_floating_point()}
     if base_name(called.op) in _PRODUCTS and len(found) > 1:
         names = " and ".join(sorted(map(dtype_name, found)))
@@ -112,7 +112,7 @@ def refuse_mixed_product(called: OpCalled) -> None:
 
 @cache
 def _out_arguments(op: OpOverload) -> tuple[str, ...]:
-    """Names of the ``out=`` arguments, which the op writes its results to."""
+    """Return the names of the ``out=`` arguments, which the op writes its results to."""
     written = [op._schema.arguments[position] for position in mutated_arguments(op)]
     only = all(argument.kwarg_only and str(argument.type) == "Tensor" for argument in written)
     return tuple(argument.name for argument in written) if only else ()
@@ -120,7 +120,7 @@ def _out_arguments(op: OpOverload) -> tuple[str, ...]:
 
 @cache
 def returning(op: OpOverload) -> OpOverload | None:
-    """The overload that returns the result instead; its additional arguments have defaults."""
+    """Return the functional overload; its additional arguments have defaults."""
     names = _out_arguments(op)
     if not names:
         return None
@@ -140,7 +140,7 @@ def _kind(argument: Any) -> tuple[str, str]:
 
 
 def written_into(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], list[bool]]:
-    """Call the op once, unrecorded, for its errors and because it gives its outputs their size.
+    """Call the op once, unrecorded, for its errors and to resize its outputs.
 
     Returns:
         Keyword arguments of the op that returns its results, the tensors that they go to, and which of those
@@ -160,6 +160,6 @@ def written_into(called: OpCalled) -> tuple[dict[str, Any], list[torch.Tensor], 
 
 
 def _is_factory(op: OpOverload, other: OpOverload) -> bool:
-    """Whether an op makes a tensor from numbers, whose dtype ``out=`` determines."""
+    """Return whether an op makes a tensor from numbers, in the dtype of ``out=``."""
     names = {argument.name for argument in op._schema.arguments}
     return any(a.name == "dtype" and a.name not in names for a in other._schema.arguments)

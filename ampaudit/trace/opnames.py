@@ -1,4 +1,4 @@
-"""Describes ATen ops: their names, what kind of thing they do, and which ops they call."""
+"""Describes ATen ops: their names, properties, and the ops that they call."""
 
 from __future__ import annotations
 
@@ -86,29 +86,29 @@ CAST_OPS = _CONVERSIONS | {"type_as"}
 
 
 def base_name(op: OpOverload) -> str:
-    """The op without namespace and overload: ``softmax``."""
+    """Return the op without namespace and overload: ``softmax``."""
     return op._schema.name.split("::", 1)[1]
 
 
 @cache
 def argument_names(op: OpOverload) -> tuple[str, ...]:
-    """Names of the op's arguments in order."""
+    """Return the names of the op's arguments in order."""
     return tuple(argument.name for argument in op._schema.arguments)
 
 
 def named_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by name; those left at their default are absent."""
+    """Return the arguments of a call by name; those left at their default are absent."""
     return dict(zip(argument_names(op), args, strict=False)) | kwargs
 
 
 def converts(target: object) -> bool:
-    """Whether a node's target converts its first argument: ``to`` or ``_to_copy``."""
+    """Return whether a node's target converts its first argument: ``to`` or ``_to_copy``."""
     return isinstance(target, OpOverload) and base_name(target) in _CONVERSIONS
 
 
 @cache
 def op_name(op: OpOverload) -> str:
-    """The policy's name of an op: ``linear``, or ``softmax.int`` where the overload has a name."""
+    """Return the policy's name of an op: ``linear``, or ``softmax.int`` for a named overload."""
     base = base_name(op)
     prefix = "" if op.namespace == "aten" else f"{op.namespace}::"
     overload = op._overloadname
@@ -117,14 +117,14 @@ def op_name(op: OpOverload) -> str:
 
 @cache
 def short_name(op: OpOverload) -> str:
-    """The op's name in site ids: ``linear``, ``softmax``, ``mylib::swish``."""
+    """Return the op's name in site ids: ``linear``, ``softmax``, ``mylib::swish``."""
     base = base_name(op)
     return base if op.namespace == "aten" else f"{op.namespace}::{base}"
 
 
 @cache
 def is_composite(op: OpOverload) -> bool:
-    """Whether the op only calls other ops (CompositeImplicitAutograd)."""
+    """Return whether the op only calls other ops (CompositeImplicitAutograd)."""
     return bool(
         has_kernel(op, "CompositeImplicitAutograd")
         and op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
@@ -133,7 +133,7 @@ def is_composite(op: OpOverload) -> bool:
 
 @cache
 def kept_whole(op: OpOverload) -> bool:
-    """Whether a composite op stays one site when no rule mentions it."""
+    """Return whether a composite op stays one site when no rule mentions it."""
     return base_name(op) in _ONE_KERNEL or inner_op(op_name(op)) is not None or is_view(op)
 
 
@@ -142,7 +142,7 @@ _COMPOSITE = ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFuncti
 
 @cache
 def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
-    """The kernel of an op that only calls others, on every device; dispatch modes see these calls."""
+    """Return the kernel of a composite op on every device; dispatch modes see its calls."""
     if has_kernel(op, "CPU"):
         return None
     keys = (f"Composite{kind}" for kind in _COMPOSITE)
@@ -151,25 +151,25 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
 
 @cache
 def rounds_once(op: OpOverload) -> bool:
-    """Whether a composite op ends in one kernel, whose result is rounded once."""
+    """Return whether a composite op ends in one kernel, whose result is rounded once."""
     return base_name(op) in _ONE_KERNEL - _SEVERAL_ROUNDINGS
 
 
 @cache
 def is_view(op: OpOverload) -> bool:
-    """Whether every output shares memory with an input that is not written: the values are the input's."""
+    """Return whether every output shares memory with an unwritten input, whose values it has."""
     returns = op._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 @cache
 def selects(op: OpOverload) -> bool:
-    """Whether the op only picks, moves or zeroes elements of its inputs."""
+    """Return whether the op only selects, moves or zeroes elements of its inputs."""
     return base_name(op) in _SELECTING
 
 
 def written_values(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that a call writes to; the members of a list one by one."""
+    """Return the arguments that a call writes to; the members of a list one by one."""
     names, given = argument_names(op), named_arguments(op, args, kwargs)
     found = [given.get(names[position]) for position in written_arguments(op, args, kwargs)]
     return [item for value in found for item in (value if isinstance(value, list | tuple) else (value,))]
@@ -177,13 +177,13 @@ def written_values(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @cache
 def may_write(op: OpOverload) -> bool:
-    """Whether some call of the op writes to an argument."""
+    """Return whether some call of the op writes to an argument."""
     return bool(mutated_arguments(op)) or any(name in _STATISTICS for name in argument_names(op))
 
 
 @cache
 def mutated_arguments(op: OpOverload) -> tuple[int, ...]:
-    """Positions of the arguments that the op writes to."""
+    """Return the positions of the arguments that the op writes to."""
     return tuple(
         index
         for index, argument in enumerate(op._schema.arguments)
@@ -193,14 +193,14 @@ def mutated_arguments(op: OpOverload) -> tuple[int, ...]:
 
 @cache
 def returned_arguments(op: OpOverload) -> tuple[int, ...]:
-    """Positions of the written arguments that the op returns."""
+    """Return the positions of the written arguments that the op returns."""
     returned = [r.alias_info.before_set for r in op._schema.returns if r.alias_info is not None]
     aliases = [(p, op._schema.arguments[p].alias_info) for p in mutated_arguments(op)]
     return tuple(p for p, alias in aliases if alias is not None and alias.before_set in returned)
 
 
 def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Positions of the arguments that a call writes to, also where the schema does not say so.
+    """Return the positions of the arguments that a call writes to, even if the schema omits it.
 
     Norms update running statistics in training mode, which only a flag tells.
     """
@@ -218,7 +218,7 @@ _PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"})
 
 
 class InnerOps:
-    """Finds the ops that other ops call, by calling these once on the meta device."""
+    """Finds the ops that other ops call, by running these once on the meta device."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[OpOverload, str], frozenset[str]] = {}
@@ -226,7 +226,7 @@ class InnerOps:
     def mentioned(
         self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]
     ) -> bool:
-        """Whether an op that would stay whole calls one of these ops.
+        """Return whether an op that would stay whole calls one of these ops.
 
         A kernel that is not composite for autograd may need memory that fake tensors lack: of the ops that
         it calls, only products count.
@@ -242,7 +242,7 @@ class InnerOps:
 
 
 def _inner_ops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
-    """Policy names of the ops that a composite op calls, until it asks for values."""
+    """Return the policy names of the ops that a composite op calls before it reads values."""
     kernel = composite_kernel(op)
     seen = _Names()
     if kernel is None:
@@ -257,7 +257,7 @@ def _inner_ops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a tensor on the meta device with the sizes and strides of another one."""
+    """Return a tensor on the meta device with the sizes and strides of another one."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

@@ -1,4 +1,4 @@
-"""Finds where the model's code reads a precision, after which it may differ from FP32.
+"""Finds where the model's code reads a precision and may then differ from FP32.
 
 Code that never reads a dtype computes the same ops in every precision. A function mode sees reads of
 tensors; torch's functions about autocast are replaced while a model is traced.
@@ -56,7 +56,7 @@ _ASKING = "/torch/distributions/"
 
 
 class PrecisionReads(TorchFunctionMode):
-    """Collects the lines of the model's code that read the precision of something in 16 bits.
+    """Collects the lines of the model's code that read a 16-bit precision.
 
     Reading a dtype only to create or cast another tensor does not count.
 
@@ -72,7 +72,7 @@ class PrecisionReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function, and note it if it tells a 16-bit dtype."""
+        """Call the function, and record it if it reveals a 16-bit dtype."""
         del types
         # x.type(dtype) is a cast
         tells = func in _TELLING and not (func is torch.Tensor.type and len(args) > 1)
@@ -82,7 +82,7 @@ class PrecisionReads(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch tensors and torch's functions about autocast while active."""
+        """Watch tensors and torch's autocast functions while active."""
         replacements = [Replacement(torch, name, self._asked(getattr(torch, name))) for name in _AUTOCAST]
         with patched(replacements), self:
             yield
@@ -117,7 +117,7 @@ class PrecisionReads(TorchFunctionMode):
 
 
 def conversions_of(model: nn.Module) -> list[SourceLine]:
-    """List conversion methods of the user's own, which may change more than dtypes."""
+    """Return user-defined conversion methods, which may change more than dtypes."""
     found = (getattr(type(m), name) for m in model.modules() for name in ("half", "bfloat16", "to", "_apply"))
     codes = dict.fromkeys(method.__code__ for method in found if hasattr(method, "__code__"))
     files = ((code.co_filename, code.co_firstlineno) for code in codes)
@@ -130,7 +130,7 @@ def _lower(tensor: torch.Tensor) -> bool:
 
 
 def _hands_on(frame: FrameType) -> bool:
-    """Whether a frame belongs to torch's dispatch from a tensor to function modes."""
+    """Return whether a frame belongs to torch's dispatch from a tensor to function modes."""
     file = frame.f_code.co_filename
     return frame.f_code.co_name == "__torch_function__" or file.endswith(
         ("/torch/overrides.py", "/torch/_tensor.py")
@@ -151,7 +151,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _only_makes_tensors(code: CodeType, instruction: int) -> bool:
-    """Whether the attribute that an instruction reads is only passed to casts and factory functions.
+    """Return whether the attribute is only passed to casts and factory functions.
 
     ``x.to(other.dtype)`` and ``torch.zeros(n, dtype=x.dtype)`` are casts of the graph, which the FP32 run
     widens. ``x.dtype == torch.float16`` and ``torch.finfo(x.dtype)`` may change what the code computes, and
@@ -176,7 +176,7 @@ def _only_makes_tensors(code: CodeType, instruction: int) -> bool:
 
 
 def _function(code: CodeType) -> tuple[_Function | None, int]:
-    """The syntax tree of a function, if its source is known, and the offset of its line numbers."""
+    """Return the syntax tree of a function and its line offset, if its source is known."""
     last = max((end for _, end, _, _ in code.co_positions() if end is not None), default=0)
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : last]
     # wrap an indented function in a block, so that columns are those of the file
@@ -205,12 +205,12 @@ def _harmless(node: ast.expr, parents: dict[ast.AST, ast.AST], followed: frozens
 
 
 def _callee(call: ast.Call) -> str:
-    """The name of a method or of a module's function."""
+    """Return the name of a method or of a module's function."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _assigned(node: ast.expr, parent: ast.AST, parents: dict[ast.AST, ast.AST]) -> str | None:
-    """The variable that a value is assigned to, alone or in ``dtype, n = x.dtype, len(x)``."""
+    """Return the variable that a value is assigned to, alone or in ``dtype, n = x.dtype, len(x)``."""
     target: ast.AST | None = None
     if isinstance(parent, ast.Assign) and len(parent.targets) == 1:
         target = parent.targets[0]
@@ -222,7 +222,7 @@ def _assigned(node: ast.expr, parent: ast.AST, parents: dict[ast.AST, ast.AST]) 
 
 
 def _shared(name: str, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a name is global or nonlocal."""
+    """Return whether a name is global or nonlocal."""
     return any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in parents)
 
 

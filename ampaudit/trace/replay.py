@@ -1,4 +1,4 @@
-"""Replays an exported graph under a new trace, so that each op keeps its layer, source line and record."""
+"""Replays an exported graph under a new trace, in which each op keeps its layer, line and record."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CURRENT: ContextVar[Mapping[str, Any] | None] = ContextVar("replayed", default=
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """What was decided about one recorded op.
+    """The decision about one recorded op.
 
     Attributes:
         decision: what was done to it and why.
@@ -66,19 +66,19 @@ class OpRecord:
 
 
 def replayed_meta() -> Mapping[str, Any] | None:
-    """The metadata (module stack, stack trace) of the node being replayed, if one is."""
+    """Return the metadata (module stack, stack trace) of the node being replayed, if any."""
     return _CURRENT.get()
 
 
 def replayed_record() -> OpRecord | None:
-    """The record of the node being replayed, if it has one."""
+    """Return the record of the node being replayed, if any."""
     record = (replayed_meta() or {}).get(META_KEY)
     return record if isinstance(record, OpRecord) else None
 
 
 @contextmanager
 def replaying(meta: Mapping[str, Any]) -> Iterator[None]:
-    """While active, ops come from the node with that metadata."""
+    """While active, attribute ops to the node with that metadata."""
     token = _CURRENT.set(meta)
     try:
         yield
@@ -120,7 +120,7 @@ class Replayer(fx.Interpreter):
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:
-    """Layer and line of a node, which may itself replay another one, and its record."""
+    """Return the layer, line and record of a node, which may itself replay another one."""
     record = node.meta.get(META_KEY)
     if isinstance(record, OpRecord) and record.replayed is not None:
         return {**record.replayed, META_KEY: record}
@@ -132,7 +132,7 @@ def _in_float32(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_idle_cast(node: fx.Node) -> bool:
-    """Whether a node converts a tensor to the dtype that it has."""
+    """Return whether a node converts a tensor to its own dtype."""
     if not isinstance(node.target, OpOverload) or node.target._schema.name != "aten::to":
         return False
     source: Any = node.args[0]

@@ -1,4 +1,4 @@
-"""Makes the sites of a graph: layer, op, role, dtype and source line of each op."""
+"""Builds the sites of a graph: layer, op, role, dtype and source line of each op."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNSEEN = Decision(Cast.FOLLOW, None, "default", "made by the tracer")
 
 
 def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[Site, ...]:
-    """Make one site per ATen op in graph order, ops on shapes and indices included."""
+    """Return one site per ATen op in graph order, including ops on shapes and indices."""
     numbering = SiteNumbering(getattr(node.meta.get(META_KEY), "site", None) for node in graph.nodes)
     weights = {p.node: p for p in placeholders if p.slot is not Slot.INPUT}
     sites: list[Site] = []
@@ -45,7 +45,7 @@ def build_sites(graph: fx.Graph, placeholders: Sequence[Placeholder]) -> tuple[S
 
 
 def _number(value: Any) -> torch.Tensor | None:
-    """The first floating-point tensor, or the first complex one where there is none."""
+    """Return the first floating-point tensor, or else the first complex one."""
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, torch.Tensor) and item.is_complex():
             return float_value(value) or item
@@ -105,7 +105,7 @@ def _role(node: fx.Node, record: OpRecord | None, weight: Placeholder | None) ->
 
 
 def _only_selects(node: fx.Node) -> bool:
-    """A selecting op whose inputs have its output's dtype (a ``cat`` of two dtypes casts)."""
+    """Return whether a selecting op does not cast (a ``cat`` of two dtypes does)."""
     if not isinstance(node.target, OpOverload) or not selects(node.target):
         return False
     output = float_value(node.meta.get("val"))
@@ -114,5 +114,5 @@ def _only_selects(node: fx.Node) -> bool:
 
 
 def _is_idle_dropout(node: fx.Node) -> bool:
-    """Whether a node is a dropout outside training, which returns its input."""
+    """Return whether a node is a dropout outside training, which returns its input."""
     return str(node.target) in _DROPOUTS and len(node.args) > 2 and node.args[2] is False

@@ -18,7 +18,7 @@ _NOT_A_MODEL = ("torch", "ampaudit")
 
 
 def source_lines(stack_trace: str | None) -> tuple[SourceLine | None, SourceLine | None]:
-    """The innermost frame of the model's code, and the innermost frame of the user's own code.
+    """Return the innermost frame of the model's code, and that of the user's own code.
 
     The first is the line that computes the value, in a library (Transformers, timm) or in the user's
     file; frames of torch and of ampaudit are skipped. The second is ``None`` unless it differs.
@@ -47,18 +47,18 @@ def _frames(stack_trace: str) -> list[SourceLine]:
 
 
 def code_line(file: str, line: int) -> SourceLine:
-    """A line of a file, with its text if the file can be read."""
+    """Return a line of a file, with its text if the file can be read."""
     return SourceLine(file, line, linecache.getline(file, line).strip())
 
 
 @cache
 def is_tool_file(file: str) -> bool:
-    """Whether a file belongs to torch or to ampaudit, not to a model."""
+    """Return whether a file belongs to torch or ampaudit."""
     return file.startswith(_PACKAGE) or any(f"/site-packages/{name}/" in file for name in _NOT_A_MODEL)
 
 
 @cache
 def is_library(file: str) -> bool:
-    """Whether a file belongs to an installed library or to Python."""
+    """Return whether a file belongs to an installed library or Python."""
     standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return "/site-packages/" in file or any(file.startswith(place) for place in standard if place)

@@ -1,4 +1,4 @@
-"""Takes snapshots of a model's Python state, so that changes to it are found.
+"""Takes snapshots of a model's Python state to detect changes.
 
 A snapshot holds the containers themselves and a shallow copy of each: comparing the two lists is one
 comparison in C, which takes a fraction of a millisecond for a model of hundreds of modules.
@@ -36,7 +36,7 @@ _SKIPPED = (type, types.ModuleType, types.BuiltinFunctionType, *_PLAIN)
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """What a run of the model's code changed in one container.
+    """A change to one container by the model's code.
 
     Attributes:
         number: index of the container in a snapshot.
@@ -85,7 +85,7 @@ class PythonState:
         del self._seen
 
     def unchanged(self) -> bool:
-        """Whether the model is still in the state of the snapshot."""
+        """Return whether the model is still in the state of the snapshot."""
         if self._never or [t.dtype for t in self._held] != self._dtypes:
             return False
         if [t._version for t in self._constants] != self._versions:
@@ -99,7 +99,7 @@ class PythonState:
         return all(map(_alike, self._tables, self._tables_then))
 
     def changes(self) -> Iterator[StateChange]:
-        """The changes since the snapshot."""
+        """Return the changes since the snapshot."""
         for number, (now, then) in enumerate(zip(self.live, self._then, strict=True)):
             if not _equal(now, then):
                 keys, plain = _new_items(then, now)
@@ -168,7 +168,7 @@ class PythonState:
 
 
 def apply_changes(changes: Sequence[StateChange], state: PythonState) -> None:
-    """Repeat the plain changes of a copy in the containers of its model."""
+    """Apply the plain changes of a copy to the containers of its model."""
     for change in changes:
         if change.plain:
             _repeat(change.before, change.after, state.live[change.number])
@@ -192,7 +192,7 @@ def _repeat(then: Any, now: Any, container: Any) -> None:
 
 
 def _new_items(then: Any, now: Any) -> tuple[list[str], bool]:
-    """Keys of a dictionary whose values are new, and whether what is new in any container is plain."""
+    """Return keys with new values, and whether all new items of a container are plain."""
     if isinstance(now, types.CellType):
         return [], _is_plain(now.cell_contents)
     if isinstance(now, dict):
@@ -216,7 +216,7 @@ def _differs(then: dict[Any, Any], key: Any, value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether one copy of a model can hand a value to another: no tensor, module or other object."""
+    """Return whether a value can be copied between models: no tensor, module or other object."""
     if isinstance(value, dict):
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
@@ -239,6 +239,6 @@ def _equal(now: Any, then: Any) -> bool:
 
 
 def _alike(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    """Whether a table has tensors of the same kinds: which ones they are is looked up for each run."""
+    """Return whether a table has tensors of the same kinds; their identity is looked up for each run."""
     kinds = ([(k, t is None or (t.shape, t.dtype)) for k, t in table.items()] for table in (now, then))
     return _equal(*kinds)

@@ -1,4 +1,4 @@
-"""Decides in which dtype a policy stores each parameter and buffer."""
+"""Decides the dtype in which a policy stores each parameter and buffer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Conversion = Callable[[nn.Module], object]
 
 
 def own_conversion(weights: WeightPolicy, low_dtype: torch.dtype) -> Conversion | None:
-    """The model's own method that converts it, if the policy calls one."""
+    """Return the model's own conversion method, if the policy calls one."""
     if weights.storage != "lower" or weights.casts not in ("half", "to"):
         return None
     if weights.casts == "to":
@@ -36,7 +36,7 @@ def own_conversion(weights: WeightPolicy, low_dtype: torch.dtype) -> Conversion 
 
 
 def is_cast(dtype: torch.dtype, weights: WeightPolicy) -> bool:
-    """Whether the policy casts stored tensors and inputs of a dtype."""
+    """Return whether the policy casts stored tensors and inputs of a dtype."""
     return dtype in CASTABLE_DTYPES if weights.casts == "float32" else dtype.is_floating_point
 
 
@@ -53,7 +53,7 @@ def stored_dtypes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtyp
 def split_ties(
     model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype
 ) -> tuple[tuple[str, ...], ...]:
-    """Groups of names of one tensor that the policy would store differently."""
+    """Return groups of names of one tensor that the policy would store differently."""
     return _tied_apart(model, _chosen(model, weights, low_dtype))
 
 
@@ -80,7 +80,7 @@ def _chosen(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> 
 
 
 def kept_by_author(model: nn.Module, low_dtype: torch.dtype) -> Callable[[str], bool]:
-    """Make a test for parameters that the model's class keeps in FP32 when it is loaded in 16 bits."""
+    """Return a test for parameters that the model's class keeps in FP32."""
     listed = _kept_in_fp32(model, low_dtype)
     return lambda name: _is_listed(name, listed)
 
@@ -98,7 +98,7 @@ def _tied_apart(model: nn.Module, stored: Mapping[str, torch.dtype]) -> tuple[tu
 
 
 def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> tuple[str, ...]:
-    """Say which modules the model's author keeps in FP32, and whether the policy does."""
+    """Describe which modules the model asks to keep in FP32, and whether the policy does."""
     listed = _kept_in_fp32(model, low_dtype)
     if weights.storage != "lower" or not listed:
         return ()
@@ -108,12 +108,12 @@ def storage_notes(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtyp
 
 
 def _is_loaded(name: str, module: nn.Module) -> bool:
-    """Whether a checkpoint holds the tensor: it is not a non-persistent buffer."""
+    """Return whether a checkpoint contains the tensor, unlike a non-persistent buffer."""
     return name.rpartition(".")[2] not in module._non_persistent_buffers_set
 
 
 def _kept_in_fp32(model: nn.Module, low_dtype: torch.dtype) -> tuple[str, ...]:
-    """Names of modules that the author keeps in FP32.
+    """Return the names of modules that the model asks to keep in FP32.
 
     Transformers heeds ``_keep_in_fp32_modules`` for float16 only, and the strict list for both formats.
     """

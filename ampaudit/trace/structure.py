@@ -1,4 +1,4 @@
-"""Copies a module's structure and Python state, with replacements for its tensors.
+"""Copies a module's structure and Python state, replacing its tensors.
 
 ``copy.deepcopy`` fails at the first lock, open file or non-leaf tensor. Here such an object is shared and
 everything around it is copied, so that code which runs on the copy leaves the user's model unchanged.
@@ -29,7 +29,7 @@ _ATOMS = (
 
 
 def structural_copy(model: Module, replace: Mapping[int, torch.Tensor] | None = None) -> Module:
-    """Copy modules, containers, objects, hooks and closures; what is tied stays tied.
+    """Copy modules, containers, objects, hooks and closures, preserving ties.
 
     A hook or a patched ``forward`` that closes over the model, a list or a counter closes over their copies.
     Objects that cannot be copied (locks, files, handles), or that release something when they are collected,

@@ -1,4 +1,4 @@
-"""Traces a model under a policy, op by op or, where the policy decides on whole graphs, in two passes."""
+"""Traces a model under a policy, op by op or, for policies that decide on whole graphs, in two passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads dtypes, sizes and shared memory off the (fake) tensors of a trace."""
+"""Reads dtypes, sizes and shared memory of a trace's fake tensors."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _DROPOUT = torch.ops.aten.dropout.default
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """The dtype without its module: ``float16``; ``None`` for no dtype."""
+    """Return the dtype without its module: ``float16``; ``None`` for no dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(form: NumberFormat) -> torch.dtype:
-    """The dtype of a number format."""
+    """Return the dtype of a number format."""
     dtype: torch.dtype = getattr(torch, form.name)
     return dtype
 
 
 def float_value(value: Any) -> torch.Tensor | None:
-    """The first floating-point tensor of an op's (fake) result, if there is one."""
+    """Return the first floating-point tensor of an op's (fake) result, if there is one."""
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, torch.Tensor) and item.is_floating_point():
             return item
@@ -54,7 +54,7 @@ def float_value(value: Any) -> torch.Tensor | None:
 
 
 def _known_size(size: Any) -> int | None:
-    """The size as a number, or ``None`` where it depends on the data (``x[x > 0]``, ``nonzero``)."""
+    """Return the size as a number, or ``None`` if it depends on the data (``x[x > 0]``, ``nonzero``)."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     number: int | None = size.node.maybe_as_int()
@@ -62,31 +62,31 @@ def _known_size(size: Any) -> int | None:
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """The shape of a tensor, with ``UNKNOWN_SIZE`` where it depends on the data; empty for no tensor."""
+    """Return a tensor's shape, with ``UNKNOWN_SIZE`` for data-dependent sizes; empty for no tensor."""
     numbers = [_known_size(size) for size in getattr(value, "shape", ())]
     return tuple(UNKNOWN_SIZE if number is None else number for number in numbers)
 
 
 def fits(value: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-    """Whether a value of a run has the sizes of its traced counterpart, as far as they are known."""
+    """Return whether a value of a run has the known sizes of its traced counterpart."""
     return value.ndim == len(sizes) and all(
         known in (UNKNOWN_SIZE, size) for size, known in zip(value.shape, sizes, strict=True)
     )
 
 
 def sizes_vary(value: Any) -> bool:
-    """Whether some tensor of a traced result has a size that depends on the data."""
+    """Return whether some tensor of a traced result has a data-dependent size."""
     items = value if isinstance(value, list | tuple) else (value,)
     return any(UNKNOWN_SIZE in sizes_of(item) for item in items)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, fake ones included."""
+    """Return an id shared by tensors in the same memory, including fake ones."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class SharedMemory:
-    """Which values of a traced graph share memory.
+    """Tracks which values of a traced graph share memory.
 
     Schemas do not say: ``atleast_3d``, ``contiguous`` and ``to`` return their input or a copy. The fake
     tensors of the trace do, but for a dropout that does nothing: on fake tensors it returns its input.
@@ -99,7 +99,7 @@ class SharedMemory:
                 self._same[storage_id(node.meta["val"])] = self._root(storage_id(node.args[0].meta["val"]))
 
     def of(self, value: Any) -> frozenset[int]:
-        """The memories of a traced value, one for each tensor in it."""
+        """Return the memories of a traced value, one for each tensor in it."""
         items = value if isinstance(value, list | tuple) else (value,)
         return frozenset(self._root(storage_id(item)) for item in items if isinstance(item, torch.Tensor))
 

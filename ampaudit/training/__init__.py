@@ -1,4 +1,4 @@
-"""Trains in 16 bits: prepared models, loss scalers, and the health of a run; on torch's own parts."""
+"""Trains in 16 bits: prepared models, loss scalers, and the health of a run."""
 
 from __future__ import annotations
 

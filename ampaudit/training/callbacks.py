@@ -1,4 +1,4 @@
-"""Records the health of a run inside somebody else's trainer: what its callbacks share."""
+"""The shared part of callbacks that record the health of a run in another library's trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HealthRecorder"]
 
 
 class HealthRecorder:
-    """Watches a run from its start to its end, and writes the report.
+    """Records a run from start to end, and writes the report.
 
     Args:
         path: of the JSON report; ``None`` writes none.
@@ -28,17 +28,17 @@ class HealthRecorder:
 
     @property
     def health(self) -> Health | None:
-        """What was recorded so far."""
+        """The record so far."""
         return None if self._monitor is None else self._monitor.health()
 
     def _start(self, model: nn.Module, optimizer: Any, scaler: Any) -> None:
-        """Watch the optimizer inside the trainer's own."""
+        """Watch the trainer's optimizer."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         self._monitor = watch(model, optimizer, scaler, every=self._every, dtype=self._dtype)
         self._monitor.__enter__()
 
     def _stop(self, *, save: bool) -> None:
-        """Take the hooks off, and write the report if asked to; what was recorded is kept."""
+        """Remove the hooks, and write the report if requested."""
         if self._monitor is not None:
             self._monitor.__exit__(None, None, None)
             if save and self._path is not None:

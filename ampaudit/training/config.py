@@ -1,4 +1,4 @@
-"""The options of ``train``."""
+"""Options of ``train``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["TrainConfig", "TrainOptions"]
 
 
 def _scale(given: Any) -> Any:
-    """Read a number, or leave the name of a profile as it is."""
+    """Parse a number, or leave the name of a profile unchanged."""
     try:
         value = None if given is None else float(given)
     except (TypeError, ValueError):
@@ -42,14 +42,14 @@ def _scale(given: Any) -> Any:
 
 
 class TrainConfig(Config):
-    """How to train."""
+    """Options of ``train``."""
 
-    steps: Annotated[int, Ge(1), Option("Steps of each run.")] = 100
+    steps: Annotated[int, Ge(1), Option("Number of steps of each run.")] = 100
     policies: Annotated[
         Sequence[str | Path | InstanceOf[RuleSet]],
         BeforeValidator(split_commas),
         AfterValidator(tuple),
-        Option("Policy name or rule file; several with commas.", flags=("--policy",), commas=True),
+        Option("Policy name or rule file; separate several with commas.", flags=("--policy",), commas=True),
     ] = ("ampaudit",)
     dtype: DtypeName = "float16"
     loss_scale: Annotated[
@@ -57,7 +57,7 @@ class TrainConfig(Config):
         BeforeValidator(_scale),
         Option("A profile (torch, deepspeed, one ...) or a fixed scale.", metavar="NAME|X"),
     ] = None
-    every: Annotated[int, Ge(1), Option("Watch one step of so many.")] = 10
+    every: Annotated[int, Ge(1), Option("Measure every N-th step.")] = 10
     device: DeviceName = "auto"
     seed: Seed = 0
     fail_on: FailOnLevel = "error"

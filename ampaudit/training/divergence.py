@@ -1,4 +1,4 @@
-"""Judges on smoothed curves whether a loss leaves that of FP32: single steps differ anyway."""
+"""Detects on smoothed curves whether a loss diverges from FP32's."""
 
 from __future__ import annotations
 

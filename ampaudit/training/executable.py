@@ -1,4 +1,4 @@
-"""Makes a traced graph trainable: autograd goes through it, natively or with 16 bits emulated."""
+"""Makes a traced graph trainable with autograd, natively or with emulated 16 bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Executable = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 
 
 class _RoundFunction(torch.autograd.Function):
-    """Rounds a value and its gradient to the format: a 16-bit value has a 16-bit gradient."""
+    """Rounds a value and its gradient to the format."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -37,12 +37,12 @@ class _RoundFunction(torch.autograd.Function):
 
 
 def round_through(value: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Round a float32 tensor to the 16-bit format, and its gradient likewise."""
+    """Round a float32 tensor, and later its gradient, to the 16-bit format."""
     return _RoundFunction.apply(value, dtype)
 
 
 def native(traced: TracedModel) -> Executable:
-    """Run the graph in its own dtypes: it takes a value for each placeholder, and returns the outputs."""
+    """Run the graph in its own dtypes; it takes a value for each placeholder and returns the outputs."""
     return _transformed(traced, lambda graph, node, copied: copied)
 
 
@@ -67,7 +67,7 @@ def emulated(traced: TracedModel) -> Executable:
 def _transformed(
     traced: TracedModel, transform: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
 ) -> Executable:
-    """Copy the graph with each result transformed, and stop gradients where the model's code says."""
+    """Copy the graph with each result transformed, and stop gradients where the code does."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
@@ -86,7 +86,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _detached(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
-    """Detach what the model's code computes with gradients switched off."""
+    """Detach what the model's code computes with gradients off."""
     value = node.meta.get("val")
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     if not is_float or node.target is operator.getitem or isinstance(node.target, OnCopy):

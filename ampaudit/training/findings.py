@@ -1,4 +1,4 @@
-"""Finds what is wrong with training runs, and builds the report of several runs or of a watched loop."""
+"""Finds problems of training runs, and builds the report of several runs or a watched loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_FLUSHED = 0.5  # share of gradient elements, or of second moments
 
 
 def findings_of(variant: Variant, reference: Variant | None = None) -> tuple[Finding, ...]:
-    """Find what is wrong with one variant, the gravest first; ``reference`` is the FP32 run beside it."""
+    """Return the problems of one variant, the gravest first; ``reference`` is the FP32 run."""
     if variant.name == "fp32":
         return ()
     checks = (
@@ -114,7 +114,7 @@ def _state(variant: Variant) -> Iterator[Finding]:
 
 
 def _flushed(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
-    """Find gradients that are 0 where FP32's are not; without FP32, those that are nothing but zeros."""
+    """Return gradients that are 0 unlike FP32's; without FP32, those that are all zeros."""
     exact = {p.name: p.zero for p in reference.health.parameters} if reference is not None else {}
 
     def lost(parameter: ParameterHealth) -> float:

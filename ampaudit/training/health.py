@@ -1,4 +1,4 @@
-"""Measures the health of optimizer steps where the tensors are, and fetches nothing before the end.
+"""Measures the health of optimizer steps on the tensors' device, without synchronizing.
 
 Peaks of gradients are taken over all elements; zeros, updates and states of the optimizer over a sample of
 each parameter, which is copied before the step.
@@ -66,7 +66,7 @@ class StepMeter:
             )
 
     def _gradient(self, gradient: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-        """Measure peak and finiteness of all elements; zeros and flushed values of a sample."""
+        """Measure peak and finiteness of all elements, and zeros and flushed values of a sample."""
         low, high = gradient.aminmax()
         peak = torch.maximum(low.abs(), high.abs()).float()
         sampled = _sample(gradient).float().abs()
@@ -78,7 +78,7 @@ class StepMeter:
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Measure what the step did to the weights, and the optimizer's second moments."""
+        """Measure the step's effect on the weights, and the optimizer's second moments."""
         rows: list[tuple[str, torch.Tensor]] = []
         for index, old in self._before.items():
             parameter = self._parameters[index]
@@ -102,7 +102,7 @@ class StepMeter:
         return (positive & (values <= self._flush)).sum() / positive.sum().clamp(min=1)
 
     def fetched(self) -> list[list[tuple[str, dict[str, float]]]]:
-        """Fetch everything that was measured, by step."""
+        """Fetch all measurements by step."""
         values = [row for step in self.steps for _, row in step]
         numbers = iter(torch.stack(values).tolist() if values else [])
         return [
@@ -147,7 +147,7 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Take evenly spaced elements, as a view where that is possible."""
+    """Return evenly spaced elements, as a view if possible."""
     flat = tensor.detach().reshape(-1)
     step = max(flat.numel() // SAMPLE, 1)
     return flat[::step][:SAMPLE]

@@ -13,7 +13,7 @@ __all__ = ["TransformersHealthCallback"]
 
 
 class TransformersHealthCallback(HealthRecorder, TrainerCallback):
-    """Records a run: ``Trainer(callbacks=[TransformersHealthCallback("health.json")])``.
+    """Records the health of a run: ``Trainer(callbacks=[TransformersHealthCallback("health.json")])``.
 
     Args:
         path: of the JSON report; ``None`` writes none.
@@ -34,11 +34,11 @@ class TransformersHealthCallback(HealthRecorder, TrainerCallback):
         self._scaler = scaler
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start, with the Trainer's model and optimizer."""
+        """Start recording with the Trainer's model and optimizer."""
         self._start(kwargs["model"], kwargs["optimizer"], self._scaler)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop, take the losses that were logged, and write the report."""
+        """Stop, collect the logged losses, and write the report."""
         if self._monitor is None:
             return
         for entry in state.log_history:

@@ -14,10 +14,10 @@ __all__ = ["LightningHealthCallback"]
 
 
 class LightningHealthCallback(HealthRecorder, Callback):
-    """Records a run: ``Trainer(callbacks=[LightningHealthCallback("health.json")])``."""
+    """Records the health of a run: ``Trainer(callbacks=[LightningHealthCallback("health.json")])``."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start, with the first optimizer and the precision plugin's scaler."""
+        """Start recording with the first optimizer and the precision plugin's scaler."""
         self._start(pl_module, trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None))
 
     def on_train_batch_end(

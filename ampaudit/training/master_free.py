@@ -1,4 +1,4 @@
-"""Trains without FP32 masters: parameters and the optimizer's state are in 16 bits."""
+"""Trains without FP32 masters: parameters and optimizer state are 16-bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["cast_parameters", "round_parameters"]
 def cast_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.dtype]
 ) -> None:
-    """Cast parameters and buffers to their 16-bit dtype in place, so that the optimizer still holds them."""
+    """Cast parameters and buffers to 16 bits in place, so that the optimizer keeps them."""
     for name, tensor in named_tensors(model).items():
         if name in stored:
             tensor.data = tensor.data.to(stored[name])
@@ -27,7 +27,7 @@ def cast_parameters(
 def round_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.dtype]
 ) -> None:
-    """Emulate the same: round parameters and the optimizer's state after each step, and its eps during it."""
+    """Emulate the same: round parameters and optimizer state after each step, and eps during it."""
     tensors = named_tensors(model)
     low_precision = {id(tensors[name]): (tensors[name], dtype) for name, dtype in stored.items()}
 

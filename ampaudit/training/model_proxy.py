@@ -1,4 +1,4 @@
-"""Modules that compute what a model computes in another way, over its parameters and submodules."""
+"""Wrappers that compute a model in another way, over its own parameters and submodules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AutocastModule", "ModelProxy", "in_float32"]
 
 
 class ModelProxy(nn.Module):
-    """Calls a model in another way; an optimizer, a checkpoint and DDP see the model's own tensors.
+    """Wraps a model; optimizers, checkpoints and DDP see the model's own tensors.
 
     Args:
         model: the user's; called itself, it computes as before.
@@ -43,7 +43,7 @@ class ModelProxy(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns."""
+        """Return the model's output."""
         if self._ampaudit_plain:
             return self.original(*args, **kwargs)
         return self.mixed(*args, **kwargs)
@@ -54,7 +54,7 @@ class ModelProxy(nn.Module):
 
     @contextmanager
     def float32(self) -> Iterator[nn.Module]:
-        """Call the model as it is, in FP32 with its masters, while active."""
+        """Call the model in FP32 with its masters while active."""
         before, self._ampaudit_plain = self._ampaudit_plain, True
         try:
             yield self
@@ -63,7 +63,7 @@ class ModelProxy(nn.Module):
 
 
 class AutocastModule(ModelProxy):
-    """Runs the model's own code under autocast, for what no graph can hold; outputs are float32.
+    """Runs the model's own code under autocast, if no graph can contain it; outputs are float32.
 
     Args:
         model: the user's.
@@ -83,7 +83,7 @@ class AutocastModule(ModelProxy):
 
 
 def in_float32(output: Any) -> Any:
-    """Convert the 16-bit tensors of an output to float32: a loss outside is then computed in float32."""
+    """Convert 16-bit outputs to float32, so that an outside loss is computed in float32."""
 
     def wide(value: torch.Tensor) -> torch.Tensor:
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

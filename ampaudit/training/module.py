@@ -1,4 +1,4 @@
-"""Runs a model in mixed precision: traces it once for each kind of input, then runs the graph."""
+"""Runs a model in mixed precision, tracing it once for each kind of input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_RETRACES = 3  # from then on it is no value that is worked out once
 
 @dataclass(frozen=True, slots=True)
 class ModuleConfig:
-    """How a module computes.
+    """The configuration of a mixed-precision module.
 
     Attributes:
         rules: the policy.
@@ -63,7 +63,7 @@ class _Compiled:
 
 
 class MixedModule(ModelProxy):
-    """Computes what a model computes, with the casts of a policy in its graph.
+    """Computes a model with a policy's casts in its graph.
 
     Parameters are the model's own FP32 masters; each forward pass makes 16-bit working copies from them.
     The model is traced for each kind of call: shapes and dtypes, names, arguments that are no tensors, and
@@ -84,7 +84,7 @@ class MixedModule(ModelProxy):
         self._ampaudit_measured: Mapping[SiteId, Measurement] | None = None
 
     def mixed(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph for inputs like these, and return its outputs as float32."""
+        """Run the graph for these inputs, and return its outputs as float32."""
         compiled = self._compiled(args, kwargs)
         outputs = compiled.run(self._values(compiled, tensor_leaves(args, kwargs)))
         self._round_buffers(compiled)
@@ -93,7 +93,7 @@ class MixedModule(ModelProxy):
         return in_float32(compiled.structure.filled(outputs))
 
     def traced(self, *args: Any, **kwargs: Any) -> TracedModel:
-        """Return the graph for inputs like these."""
+        """Return the graph for these inputs."""
         return self._compiled(args, kwargs).traced
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Compiled:
@@ -108,7 +108,7 @@ class MixedModule(ModelProxy):
         return compiled
 
     def _warn(self, traced: TracedModel) -> None:
-        """Warn once of what a graph does not do, or that each call costs a trace."""
+        """Warn once about what the graph leaves out, or that each call costs a trace."""
         self._ampaudit_retraced += traced.random_constants or any(change.plain for change in traced.changes)
         stored = [change.name for change in traced.changes if not change.plain]
         if stored and not self._ampaudit_stored:
@@ -146,7 +146,7 @@ class MixedModule(ModelProxy):
         return _Compiled(make(traced), traced, traced.structure, names)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[SiteId, Measurement]:
-        """Measure the first batch, for a policy that decides by values."""
+        """Measure the first batch, for a policy with measured rules."""
         config = self._ampaudit_config
         device = next(iter(self.original.parameters()), torch.empty(0)).device
         plan = RunConfig(config.rules, config.author_rules, config.number_format, device)
@@ -154,7 +154,7 @@ class MixedModule(ModelProxy):
         return seen
 
     def _values(self, compiled: _Compiled, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Look up a value for each placeholder by name: FSDP swaps parameters while a call lasts."""
+        """Look up each placeholder's value by name, since FSDP swaps parameters during a call."""
         traced, given = compiled.traced, iter(inputs)
         values: list[torch.Tensor] = []
         for place in traced.placeholders:
@@ -169,7 +169,7 @@ class MixedModule(ModelProxy):
         return values
 
     def _in_stored_dtype(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Cast for native graphs, which take tensors in their stored dtype; gradients go through the cast."""
+        """Cast differentiably to the stored dtypes that native graphs take."""
         if self._ampaudit_config.emulate and dtype in LOW_PRECISION_DTYPES and value.dtype is torch.float64:
             return value.float()
         if self._ampaudit_config.emulate or dtype is None or not value.is_floating_point():
@@ -177,7 +177,7 @@ class MixedModule(ModelProxy):
         return value if value.dtype == dtype else value.to(dtype)
 
     def _round_buffers(self, compiled: _Compiled) -> None:
-        """Round buffers that are stored in 16 bits after they were written."""
+        """Round buffers stored in 16 bits after they are written."""
         if not (self._ampaudit_config.emulate and self.training):
             return
         for place in compiled.traced.placeholders:

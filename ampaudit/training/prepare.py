@@ -1,4 +1,4 @@
-"""Prepares a model, its optimizer and a loss scaler to train under a policy."""
+"""Prepares a model, its optimizer and a loss scaler for training under a policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AUTOCAST = {"torch-cuda": "cuda", "torch-cpu": "cpu"}
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a training loop needs.
+    """A model, optimizer and scaler, ready to train.
 
     Attributes:
         model: call it as the user's model is called.
@@ -42,7 +42,7 @@ class Prepared:
     scaler: LossScaler
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> Prepared:
-        """Return the same with an optimizer that was made later.
+        """Return a copy with an optimizer that was created later.
 
         Raises:
             UsageError: it is another model's.
@@ -52,7 +52,7 @@ class Prepared:
 
     @contextmanager
     def float32(self) -> Iterator[nn.Module]:
-        """Run the model in FP32, with its masters, for evaluation."""
+        """Run the model in FP32 with its masters while active, for evaluation."""
         model: Any = self.model
         with model.float32() as plain:
             yield plain
@@ -66,7 +66,7 @@ class Prepared:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a ``state_dict``: the next step has the same bits.
+        """Resume from a ``state_dict``, so that the next step is bitwise identical.
 
         Raises:
             UsageError: an entry is missing.
@@ -139,7 +139,7 @@ def prepare(
 
 
 def is_master_free(rules: RuleSet) -> bool:
-    """Whether a policy keeps no FP32 masters of weights that it stores in 16 bits."""
+    """Return whether a policy keeps no FP32 masters of its 16-bit weights."""
     return rules.file.weights.storage == "lower" and not rules.file.weights.master
 
 

@@ -1,4 +1,4 @@
-"""Scales the loss by a published profile: torch's GradScaler with another rule for the next scale."""
+"""Scales the loss by a published profile: torch's GradScaler with other rules for the next scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LossScaler", "ScaleState", "next_scale_state", "scaler"]
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """Where a dynamic scale stands.
+    """The state of a dynamic scale.
 
     Attributes:
         scale: what the loss is multiplied by.
@@ -84,7 +84,7 @@ class LossScaler(GradScaler):
 
     @property
     def rule(self) -> LossScale:
-        """The profile's numbers, with what was set on the scaler since."""
+        """The profile's constants, including changes made on the scaler."""
         if not self.is_enabled():
             return self._rule
         changed = {
@@ -96,17 +96,17 @@ class LossScaler(GradScaler):
 
     @property
     def state(self) -> ScaleState:
-        """Where the scale stands."""
+        """The state of the scale."""
         return self._state
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale as torch does, then agree in the group about overflow."""
+        """Unscale as torch does, then agree on overflow within the group."""
         _refuse_16_bits(optimizer)
         super().unscale_(optimizer)
         self._agree(optimizer)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Check fused optimizers, which unscale by themselves, as torch does; then agree in the group."""
+        """Check fused optimizers as torch does, then agree on overflow within the group."""
         found = super()._check_inf_per_device(optimizer)
         self._agree(optimizer)
         return found
@@ -118,7 +118,7 @@ class LossScaler(GradScaler):
                 _all_reduce(verdict, self.group)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Set the next scale from what this step's optimizers found."""
+        """Set the next scale from the overflow checks of this step's optimizers."""
         if not self.is_enabled():
             return
         if new_scale is not None:
@@ -141,7 +141,7 @@ class LossScaler(GradScaler):
             self._growth_tracker.fill_(self._state.good)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's entries, and the lives left."""
+        """Return torch's entries and the remaining lives."""
         found = super().state_dict()
         if found:
             found |= {"scale": self._state.scale, "_growth_tracker": self._state.good}
@@ -149,7 +149,7 @@ class LossScaler(GradScaler):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore this scaler's, or a plain GradScaler's, ``state_dict``."""
+        """Restore the ``state_dict`` of this scaler or a plain GradScaler."""
         super().load_state_dict(state_dict)
         if not self.is_enabled():
             return
@@ -158,7 +158,7 @@ class LossScaler(GradScaler):
 
 
 def scaler(name: str = "torch", device: str = "cuda", *, group: Any = None) -> LossScaler:
-    """Make the loss scaler of a system.
+    """Create the loss scaler of a system.
 
     Args:
         name: torch, apex, mxnet, deepspeed, megatron-core, tensorflow, one, none ...
@@ -185,7 +185,7 @@ def _all_reduce(verdict: torch.Tensor, group: Any) -> None:
 
 
 def _refuse_16_bits(optimizer: torch.optim.Optimizer) -> None:
-    """Raise before torch does, whose message does not say what to do."""
+    """Raise before torch does, with a hint."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.dtype is torch.float16:

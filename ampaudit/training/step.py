@@ -1,4 +1,4 @@
-"""Builds a model with its loss, optimizer and scaler, and takes the parts of a training step."""
+"""Builds a model with its loss, optimizer and scaler, and runs training steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass
 class TrainingStep:
-    """A model with its optimizer: the parts of one step.
+    """A model with its optimizer, and the parts of one step.
 
     Attributes:
         model: gives a loss and an output; from ``model_with_loss``, prepared or not.
@@ -47,7 +47,7 @@ class TrainingStep:
 
     @property
     def inner(self) -> nn.Module:
-        """The model without what ``prepare`` puts around it."""
+        """The model without the wrappers of ``prepare``."""
         model: nn.Module = getattr(self.model, "original", self.model)
         return model
 
@@ -59,7 +59,7 @@ class TrainingStep:
         return result
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients, of the scaled loss if there is a scaler."""
+        """Compute the gradients of the loss, scaled if there is a scaler."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def update(self) -> None:
@@ -99,14 +99,14 @@ def prepare_step(
 
 
 def make_optimizer(source: ModelSource, model: nn.Module) -> torch.optim.Optimizer:
-    """Make the model file's own optimizer, or AdamW.
+    """Create the model file's own optimizer, or AdamW.
 
     Raises:
         InputError, UsageError: there is nothing to train, or it is no optimizer that steps once a batch.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise InputError("no parameter of the model asks for a gradient", hint="call requires_grad_()")
+        raise InputError("no parameter of the model requires a gradient", hint="call requires_grad_()")
     with calling_user_code("optimizer(params)"):
         made = source.optimizer(parameters) if source.optimizer is not None else None
     if made is None:

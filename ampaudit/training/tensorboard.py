@@ -1,4 +1,4 @@
-"""Writes training runs as TensorBoard summaries: per variant its loss, its scale and its gradients."""
+"""Writes training runs as TensorBoard summaries: loss, scale and gradients of each variant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains FP32, torch.amp and policies side by side, and reports what each does to the run."""
+"""Trains FP32, torch.amp and policies side by side, and compares the runs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def train(
 
 
 def _specs(config: TrainConfig, device: torch.device) -> list[VariantSpec]:
-    """FP32, autocast (CUDA's, emulated, where the device has none for the format), and each policy."""
+    """Return FP32, autocast (CUDA's, emulated if the device has none), and each policy."""
     dtype = low_precision_format(config.dtype).name
     native = device.type == "cuda" or dtype == "bfloat16"
     environment = environment_of(device)

@@ -1,4 +1,4 @@
-"""Trains one model in several variants from the same start, on the same batches, one step of each in turn."""
+"""Trains variants of one model from the same start on the same batches, one step of each in turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _METRIC_BATCHES = 8
 
 @dataclass(frozen=True, slots=True)
 class VariantSpec:
-    """How one variant is trained.
+    """The configuration of one variant.
 
     Attributes:
         name: as reports call it.
@@ -74,12 +74,12 @@ class VariantSpec:
 
     @property
     def storage(self) -> str:
-        """The dtype that the optimizer's parameters stand for."""
+        """The dtype that the optimizer's parameters represent."""
         return self.dtype if self.rules is not None and is_master_free(self.rules) else "float32"
 
 
 class _VariantRun:
-    """One variant under way: its training step, its monitor, and its own random numbers."""
+    """A variant in training: its step, its monitor, and its own random numbers."""
 
     def __init__(self, spec: VariantSpec, source: ModelSource, device: torch.device, every: int) -> None:
         self.spec, self.device = spec, device
@@ -94,7 +94,7 @@ class _VariantRun:
         self.peak: int | None = None
 
     def step(self, batch: Batch, number: int) -> None:
-        """Take one step, and check at the first that there are gradients."""
+        """Take one step, and check after the first that there are gradients."""
         _restore(self.random_state, self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -105,7 +105,7 @@ class _VariantRun:
         self.training.backward(loss)
         if number == 0 and all(p.grad is None for p in self.inner.parameters()):
             raise InputError(
-                "no parameter gets a gradient: the loss depends on none that asks for one",
+                "no parameter gets a gradient: the loss depends on none that requires one",
                 hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
             )
         self.training.update()
@@ -122,7 +122,7 @@ class _VariantRun:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of parameters, gradients and optimizer state, in the dtypes that this variant stands for."""
+        """Return the bytes of parameters, gradients and optimizer state, in the dtypes of this variant."""
         low_precision = self.spec.storage != "float32"
         tensors = [t for p in self.inner.parameters() for t in (p, p.grad) if t is not None]
         tensors += optimizer_state(self.training.optimizer)
@@ -131,7 +131,7 @@ class _VariantRun:
         )
 
     def result(self, health: Health, metric: float | None, reference: Sequence[float | None]) -> Variant:
-        """Judge the run against the losses of FP32."""
+        """Compare the run with the losses of FP32."""
         losses = [record.loss for record in health.steps]
         return Variant(
             name=self.spec.name,
@@ -157,7 +157,7 @@ def train_variants(
     device: torch.device,
     progress: Progress,
 ) -> tuple[list[Variant], str]:
-    """Train each variant; the first is the FP32 one.
+    """Train each variant; the first is FP32.
 
     Returns:
         The variants, and the optimizer's name.
@@ -191,7 +191,7 @@ def train_variants(
 
 
 def _metric(run: _VariantRun, source: ModelSource, batches: Sequence[Batch]) -> float | None:
-    """Mean of the file's metric over the first batches, with the trained weights in FP32."""
+    """Return the mean of the file's metric over the first batches, with the trained weights in FP32."""
     if source.metric is None:
         return None
     model = structural_copy(source.model).to(run.device)

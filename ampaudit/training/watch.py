@@ -70,22 +70,22 @@ class TrainingMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching; what was recorded stays."""
+        """Stop watching; the record stays."""
         while self._undo:
             self._undo.pop()()
 
     def loss(self, value: torch.Tensor | float, *, step: int | None = None) -> None:
-        """Record a loss, without the scale, of a step: by default of the one that is under way."""
+        """Record the unscaled loss of a step, by default the current one."""
         step = self._step if step is None else step
         self._losses[step] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     @property
     def step(self) -> int:
-        """Number of the step that is under way, from 0."""
+        """The number of the current step, from 0."""
         return self._step
 
     def _wrap_update(self) -> Callable[[], None]:
-        """Take the scaler's update for the end of a step, skipped or not."""
+        """Treat the scaler's update as the end of a step, skipped or not."""
         scaler, original = self._scaler, self._scaler.update
 
         def update(*args: Any, **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ class TrainingMonitor:
             self._step += 1
 
     def health(self) -> Health:
-        """Fetch what was recorded."""
+        """Fetch the record."""
         eps = next((g["eps"] for g in self._optimizer.param_groups if "eps" in g), None)
         dtype = torch_dtype(self._form)
         return Health(
@@ -171,7 +171,7 @@ def watch(
     every: int = 10,
     dtype: str = "float16",
 ) -> TrainingMonitor:
-    """Watch a loop: ``with ampaudit.watch(model, optimizer, scaler) as w: ...``.
+    """Watch a training loop: ``with ampaudit.watch(model, optimizer, scaler) as monitor: ...``.
 
     Args:
         model: whose parameters are named; wrapped by DDP or not.

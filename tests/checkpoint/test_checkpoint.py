@@ -108,7 +108,7 @@ HOSTILE = {
     "not JSON": (raw(b"{nonsense"), "header"),
     "deep": (raw(b'{"a":' * 60_000 + b"1" + b"}" * 60_000), "header"),
     "a list": (raw([1, 2]), "not a table"),
-    "a name twice": (raw(TWICE, bytes(8)), "'a' is in it twice"),
+    "a name twice": (raw(TWICE, bytes(8)), "'a' occurs twice"),
     "metadata": (raw({"__metadata__": {"a": 1}}), "metadata"),
     "unknown type": (raw({"a": entry("F7")}, bytes(8)), "unknown type 'F7'"),
     "negative": (raw({"a": entry(shape=(-2,))}, bytes(8)), "no whole number"),

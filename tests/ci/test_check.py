@@ -219,7 +219,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "4 parsecs", "-", "4XB", "infGB"])
 def test_texts_that_are_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="is no size"):
+    with pytest.raises(UsageError, match="is not a valid size"):
         parse_size(text)
 
 

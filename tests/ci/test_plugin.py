@@ -97,7 +97,7 @@ def test_budgets_of_headroom_and_accuracy() -> None:
     bits = ampaudit.assert_safe(model, ones, min_headroom=3.0, min_sqnr=30.0)
     assert bits.exit_code == 0
     with pytest.raises(
-        ampaudit.UnsafeModel, match=r"min-headroom at \(top\)/linear: headroom \d+\.\d+ bits, 30 asked for"
+        ampaudit.UnsafeModel, match=r"min-headroom at \(top\)/linear: headroom \d+\.\d+ bits, 30 required"
     ):
         ampaudit.assert_safe(model, ones, min_headroom=30.0)
     with pytest.raises(ampaudit.UnsafeModel, match="min-sqnr at outputs"):

@@ -100,7 +100,7 @@ def test_configuration(project: Path, cli: CLI) -> None:
     assert "no findings in 1 file" in cli("lint", cwd=project).stdout
     for text, said in (
         ('[tool.ampaudit.lint]\nignores = ["AMP80"]\n', "did you mean 'ignore'?"),
-        ('[tool.ampaudit.lint]\nignore = "AMP80"\n', "it must be a list of texts"),
+        ('[tool.ampaudit.lint]\nignore = "AMP80"\n', "it must be a list of strings"),
         ("[tool.ampaudit]\nlint = 3\n", "tool.ampaudit.lint is not a table"),
         ("[tool\n", "not valid TOML"),
     ):

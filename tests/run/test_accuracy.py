@@ -138,8 +138,8 @@ class Returns(nn.Module):
 @pytest.mark.parametrize(
     ("make", "code", "said"),
     [
-        (lambda x: x * 0, 0, "output is 0 everywhere in FP32, which says nothing of its accuracy"),
-        (lambda x: x * 0 + 7, 0, "output is 7 everywhere in FP32, which says nothing of its accuracy"),
+        (lambda x: x * 0, 0, "output is 0 everywhere in FP32, which says nothing about its accuracy"),
+        (lambda x: x * 0 + 7, 0, "output is 7 everywhere in FP32, which says nothing about its accuracy"),
         (lambda x: x[:0], 0, "output is empty"),
         (lambda x: (x * 0 + 100).long(), 0, "outputs are exact"),
         (lambda x: x.argsort(-1)[..., :1] * 0, 0, "outputs are exact"),

@@ -1,4 +1,4 @@
-"""Proposes changes that may cure a finding, the smallest first."""
+"""Proposes fixes for a finding, the smallest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells Python numbers that are limits (masks, fillers, bounds of a clamp) from those that ops compute with.
+"""Distinguishes Python numbers used as limits (masks, fillers, clamp bounds) from operands.
 
 The largest finite number of the format serves as a limit as well. A number is a limit where ``clamp`` takes
 it as its bound, and where it fills elements that every reader only orders: a softmax, a maximum, a sort. Any
@@ -30,7 +30,7 @@ _BACK = 8  # steps
 
 
 def large_constants(context: CheckContext, site: Site) -> Iterator[tuple[Site, float]]:
-    """Find Python numbers beyond the format, in an op or in the nearest constants that it is made of."""
+    """Find Python numbers outside the format's range, in an op or in the constants nearest to it."""
     limit = context.number_format.max
     frontier, seen = [site], {site.id}
     for _ in range(_BACK):
@@ -46,7 +46,7 @@ def large_constants(context: CheckContext, site: Site) -> Iterator[tuple[Site, f
 
 
 def is_limit(context: CheckContext, flow: Flow, step: Site, value: float) -> bool:
-    """Whether an op uses a number as a limit; see above."""
+    """Return whether an op uses a number as a limit; see above."""
     base, given = flow.base(step), flow.arguments(step)
     if base in _CLAMPS:
         return True
@@ -57,7 +57,7 @@ def is_limit(context: CheckContext, flow: Flow, step: Site, value: float) -> boo
 
 
 def _only_orders(flow: Flow, node: fx.Node) -> bool:
-    """Whether all final readers of a value only compare its elements with each other."""
+    """Return whether all final readers of a value only compare its elements with each other."""
     seen: set[fx.Node] = set()
     frontier = [node]
     while frontier:
@@ -77,7 +77,7 @@ def _only_orders(flow: Flow, node: fx.Node) -> bool:
 
 
 def _reads(flow: Flow, user: fx.Node, value: fx.Node) -> str:
-    """Return what a reader does with a value: ``orders`` it, ``hands on``, or ``computes`` with it."""
+    """Return what a reader does with a value: ``orders``, ``hands on`` or ``computes``."""
     site = flow.site(user)
     if user.op == "output":
         return "computes"
@@ -96,7 +96,7 @@ def _reads(flow: Flow, user: fx.Node, value: fx.Node) -> str:
 
 
 def _is_positive(given: Mapping[str, Any]) -> bool:
-    """Whether the other operand is a positive Python number, which leaves the order as it is."""
+    """Return whether the other operand is a positive Python number, which preserves the order."""
     other = given.get("other")
     return isinstance(other, int | float) and other > 0
 
@@ -106,7 +106,7 @@ def _is(argument: Any, value: fx.Node) -> bool:
 
 
 def _other_is_constant(flow: Flow, site: Site, value: fx.Node) -> bool:
-    """Whether the other factor is a tensor of constants: zeros and ones of a mask, or their like."""
+    """Return whether the other factor is a constant tensor, such as a mask of zeros and ones."""
     others = [n for n in flow.node(site).all_input_nodes if n is not value]
     makers = [flow.maker(other) for other in others]
     return bool(makers) and all(maker is not None and maker.id in flow.constants for maker in makers)

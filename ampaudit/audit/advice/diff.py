@@ -1,4 +1,4 @@
-"""Writes a rewrite as a unified diff of the user's file, where exactly one place on its line fits."""
+"""Formats a rewrite as a unified diff of the user's file, if it matches exactly one place on the line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["diff_of"]
 
 
 def diff_of(proposal: Proposal) -> str:
-    """Return the diff; empty where the change is not one of source code, or has no certain place."""
+    """Return the diff; empty if the change is not to source code or its place is ambiguous."""
     change = proposal.source
     if change is None or is_library(change.line.file):
         return ""

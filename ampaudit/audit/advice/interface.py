@@ -1,4 +1,4 @@
-"""Defines proposals, and what they are made from."""
+"""Defines proposals and the context that they are made from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RewriteKind = Literal["log_softmax", "log_sigmoid", "scale", "number"]
 
 @dataclass(frozen=True, slots=True)
 class AdviceContext:
-    """The model, its policy, and what the audit saw."""
+    """The model, its policy, and the results of the audit."""
 
     model: nn.Module
     rules: RuleSet
@@ -30,7 +30,7 @@ class AdviceContext:
 
 @dataclass(frozen=True, slots=True)
 class LineChange:
-    """A rewrite of source code, to be found on a line.
+    """A rewrite of source code on one line.
 
     Attributes:
         pattern: what stands there and is to be written differently.

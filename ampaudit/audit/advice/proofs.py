@@ -1,4 +1,4 @@
-"""Proves that a rewrite is the same function in exact arithmetic; without a proof it is not proposed.
+"""Proves that a rewrite computes the same function in exact arithmetic; unproved rewrites are not proposed.
 
 - ``log(softmax(x, dim))`` is ``log_softmax(x, dim)`` if the natural logarithm reads the softmax itself (not
   a view, a sum with an eps or another dtype of it) and nothing writes to ``x`` in between.
@@ -44,7 +44,7 @@ _PRODUCTS = ("matmul", "bmm", "mm", "einsum")
 
 
 def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness) -> Edits | None:
-    """Return the edits at all sites that a line of code makes; ``None`` if one of them fails the proof.
+    """Return the edits of all sites on a line of code; ``None`` if the proof fails for one of them.
 
     Args:
         context: of the audit.
@@ -65,7 +65,7 @@ def of_the_line(context: CheckContext, site: Site, proof: Proof, alike: Likeness
 
 
 def siblings(context: CheckContext, site: Site) -> list[Site]:
-    """The sites with the same op of the same line of code."""
+    """Return the sites with the same op on the same line of code."""
     flow = context.flow
     if site.source is None:
         return [site]
@@ -77,7 +77,7 @@ def siblings(context: CheckContext, site: Site) -> list[Site]:
 
 
 def reads_from(op: str) -> Likeness:
-    """Match ops that read what ``op`` made, at most two steps before."""
+    """Match ops that read the result of ``op``, at most two steps away."""
     return lambda flow, site: flow.comes_from(flow.node(site).all_input_nodes[0], op, within=2) is not None
 
 
@@ -90,7 +90,7 @@ def scaled_at(scaling: Site) -> Likeness:
 
 
 def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
-    """Yield each graph that a site is in, since what holds in one need not hold in another."""
+    """Yield each graph that contains a site; what holds in one need not hold in another."""
     every = context.flow.every
     if len(every) == 1:
         yield context.flow
@@ -101,13 +101,13 @@ def flows_with(context: CheckContext, site: Site) -> Iterator[Flow]:
 
 
 def log_softmax(flow: Flow, site: Site) -> Edits | None:
-    """The edit of a ``log`` that reads a softmax."""
+    """Return the edit of a ``log`` that reads a softmax."""
     softmax = _logarithm_of(flow, site, "softmax")
     return None if softmax is None else {site.id: FuseLogSoftmax()}
 
 
 def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
-    """The edit of a ``log`` that reads a sigmoid, or one minus a sigmoid."""
+    """Return the edit of a ``log`` that reads a sigmoid, or one minus a sigmoid."""
     found = _logarithm_of(flow, site, "sigmoid") or _logarithm_of(flow, site, "rsub")
     if found is None:
         return None
@@ -121,7 +121,7 @@ def log_sigmoid(flow: Flow, site: Site) -> Edits | None:
 
 
 def score_scaling(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
-    """The factor of the scores that a product gives, and the ops that scale them; ``None`` without proof."""
+    """Return the scale factor of a product's scores and the ops that apply it; ``None`` without proof."""
     if flow.base(site) not in _PRODUCTS or flow.writes(site) or _is_written(flow, flow.node(site)):
         return None
     if is_returned(flow, flow.node(site)):
@@ -136,7 +136,7 @@ def score_scaling(flow: Flow, site: Site) -> tuple[float, list[Site]] | None:
 
 
 def scaling_edits(flow: Flow, site: Site) -> Edits | None:
-    """The edits that scale the first operand of a product, and no longer the product."""
+    """Return the edits that scale the first operand of a product instead of its result."""
     found = score_scaling(flow, site)
     if found is None:
         return None
@@ -145,7 +145,7 @@ def scaling_edits(flow: Flow, site: Site) -> Edits | None:
 
 
 def _logarithm_of(flow: Flow, site: Site, op: str) -> Site | None:
-    """What a natural logarithm reads, if it is this op's own value and its input stays as it is."""
+    """Return the input of a natural logarithm, if neither it nor the result is overwritten."""
     if flow.base(site) != "log" or flow.writes(site):
         return None
     maker = _maker(flow, flow.arguments(site).get("self"))
@@ -153,7 +153,7 @@ def _logarithm_of(flow: Flow, site: Site, op: str) -> Site | None:
 
 
 def _is_untouched(flow: Flow, site: Site, op: str) -> bool:
-    """Whether a site has this op, is written by nothing, and its input neither."""
+    """Return whether a site has this op and neither its value nor its input is written in place."""
     if flow.base(site) != op or flow.writes(site):
         return False
     node, source = flow.node(site), flow.arguments(site).get("self")
@@ -162,7 +162,7 @@ def _is_untouched(flow: Flow, site: Site, op: str) -> bool:
 
 
 def _maker(flow: Flow, node: Any) -> Site | None:
-    """The site that made a value, behind casts of the policy only."""
+    """Return the site that made a value, looking only through casts of the policy."""
     while isinstance(node, fx.Node):
         site = flow.site(node)
         if site is None or not site.role.inserted:
@@ -172,7 +172,7 @@ def _maker(flow: Flow, node: Any) -> Site | None:
 
 
 def _is_written(flow: Flow, node: fx.Node) -> bool:
-    """Whether an op writes in place to a value, to a view of it or to what it is a view of."""
+    """Return whether an op writes in place to a value, one of its views, or its base."""
     while (site := flow.site(node)) is not None and site.role is Role.VIEW and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return _writes_below(flow, node)
@@ -191,7 +191,7 @@ def _writes_below(flow: Flow, node: fx.Node) -> bool:
 
 
 def is_returned(flow: Flow, node: fx.Node) -> bool:
-    """Whether a value, or a view or cast of it, is an output of the model."""
+    """Return whether a value, or a view or cast of it, is an output of the model."""
     for user in node.users:
         if user.op == "output":
             return True
@@ -203,7 +203,7 @@ def is_returned(flow: Flow, node: fx.Node) -> bool:
 
 
 def _factor(flow: Flow, reader: Site, product: Site) -> float | None:
-    """What an op multiplies a product with, if it does that and nothing else."""
+    """Return the factor that an op multiplies a product by, if that is all it does."""
     given = flow.arguments(reader)
     by, first = given.get("other"), given.get("self")
     if not isinstance(by, int | float) or isinstance(by, bool) or by == 0:

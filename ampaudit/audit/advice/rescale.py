@@ -1,4 +1,4 @@
-"""Proposes to move a power of two from one layer's weights to the next: the same function, smaller values.
+"""Proposes moving a power of two from one layer's weights to the next, which keeps the function.
 
 ``B(f(A x)) = (2^k B)(f(2^-k A x))`` for a linear B and an f with f(c x) = c f(x) for c > 0, such as ReLU.
 Powers of two change no bit of a significand, so FP32 computes exactly the same. The conditions: A's value
@@ -37,7 +37,7 @@ SPARE_BITS = 2
 
 
 def rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
-    """Propose it where the overflowing layer and all its readers are products with weights of their own."""
+    """Propose it if the overflowing layer and all its readers are products with their own weights."""
     context = subject.context
     site = context.site.get(finding.site)
     if site is None or context.flow.base(site) not in _PRODUCTS:
@@ -65,7 +65,7 @@ def rescaled(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
 
 
 def _products_after(subject: AdviceContext, site: Site) -> list[Site]:
-    """The products that read a value through homogeneous ops; none if anything else reads it."""
+    """Return the products that read a value through homogeneous ops; none if anything else does."""
     flow, found, frontier = subject.context.flow, list[Site](), [site]
     while frontier:
         step = frontier.pop()
@@ -83,13 +83,13 @@ def _products_after(subject: AdviceContext, site: Site) -> list[Site]:
 
 
 def _takes(flow: Flow, product: Site, step: Site) -> bool:
-    """Whether a product takes a value as its input, and as nothing else."""
+    """Return whether a product takes a value as its input only."""
     first, *rest = (flow.maker(node) for node in flow.node(product).all_input_nodes)
     return first is not None and first.id == step.id and all(m is None or m.id != step.id for m in rest)
 
 
 def _weights(subject: AdviceContext, site: Site) -> list[str] | None:
-    """Names of weight and bias, where both are parameters."""
+    """Return the names of weight and bias, if both are parameters."""
     flow, names = subject.context.flow, list[str]()
     given = flow.arguments(site)
     for key in ("weight", "bias"):
@@ -103,7 +103,7 @@ def _weights(subject: AdviceContext, site: Site) -> list[str] | None:
 
 
 def _only_used_here(subject: AdviceContext, names: list[str]) -> bool:
-    """Whether each weight has one use and one name, and shares its memory with nothing."""
+    """Return whether each weight has one use and one name, and shares its memory with nothing."""
     parameters = dict(subject.model.named_parameters(remove_duplicate=False))
     held = [*parameters.values(), *subject.model.buffers()]
     ids = [tensor.untyped_storage()._cdata for tensor in held]

@@ -1,4 +1,4 @@
-"""Proposes rewrites of the code, which are tried by tracing the op in its other form."""
+"""Proposes rewrites of the code, to be tried by tracing the rewritten op."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EPS = (1e-5, 1e-6, 1e-7)
 
 
 def rewrites(subject: AdviceContext, finding: Finding) -> Iterator[Alternatives]:
-    """Propose the rewrite that the finding's page recommends, where it can be tried."""
+    """Propose the rewrite that the finding's page recommends, if it can be tried."""
     site = subject.context.site.get(finding.site)
     make = _BY_CODE.get(finding.code)
     if site is not None and make is not None:
@@ -80,7 +80,7 @@ def _scale_first(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 
 def _eps(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """Try larger values of eps that the format holds; the runs decide which of them keeps the function."""
+    """Try larger values of eps that the format can represent; the runs decide which keeps the function."""
     found = lost_eps(context, site)
     if found is None:
         return
@@ -106,7 +106,7 @@ def _numbers(context: CheckContext, site: Site) -> list[float]:
 
 
 def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
-    """Replace the number beyond the format that this value is made of, if it is a mask or another limit."""
+    """Replace the out-of-range number behind this value, if it is a mask or another limit."""
     for step, value in large_constants(context, site):
         limit = context.number_format.max if value > 0 else -context.number_format.max
 
@@ -129,7 +129,7 @@ def _constant(context: CheckContext, site: Site) -> Iterator[Alternatives]:
 
 
 def _is_held(flow: Flow, step: Site) -> bool:
-    """Whether the tensors that an op is called on have the 16-bit dtype themselves, without a cast."""
+    """Return whether the tensors that an op is called on are stored in 16 bits, without a cast."""
     given = [(flow.site(node), node.meta.get("val")) for node in flow.node(step).all_input_nodes]
     floats = [(s, v) for s, v in given if isinstance(v, torch.Tensor) and v.is_floating_point()]
     held = all(value.dtype in LOW_PRECISION_DTYPES for _, value in floats)

@@ -29,7 +29,7 @@ _SOURCE = "ampaudit scan --advise"
 
 
 def keep_in_float32(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
-    """Propose one site alone, then it and all that read its value while it is beyond the format."""
+    """Propose to keep one site, then the site and all readers of its out-of-range value."""
     context = subject.context
     weight = next((w for w in context.broken_weights if w.rpartition(".")[0] == finding.layer), None)
     if finding.phase == "weights" and weight is not None:
@@ -52,7 +52,7 @@ def keep_in_float32(subject: AdviceContext, finding: Finding) -> Iterator[Propos
 
 
 def _back(subject: AdviceContext, first: Sequence[Site], why: str) -> Iterator[Proposal]:
-    """Go back from the site in growing steps, because rounding began at one of the ops that it reads."""
+    """Go back from the site in growing steps, since the rounding began at one of its inputs."""
     kept = {site.id: site for site in first}
     frontier = list(first)
     for back in range(1, BACK[-1] + 1):
@@ -66,7 +66,7 @@ def _back(subject: AdviceContext, first: Sequence[Site], why: str) -> Iterator[P
 
 
 def _island(subject: AdviceContext, first: Sequence[Site]) -> dict[SiteId, Site]:
-    """Add the readers of values beyond half of the format, which must take them in float32.
+    """Add the readers of values above half of the format's limit, which must take them in float32.
 
     What only hands values on is not measured: its peak is that of what it reads.
     """
@@ -86,7 +86,7 @@ def _island(subject: AdviceContext, first: Sequence[Site]) -> dict[SiteId, Site]
 
 
 def _border(subject: AdviceContext, kept: Mapping[SiteId, Site]) -> list[SiteId]:
-    """Return the first ops that refuse float32 beside weights stored in 16 bits.
+    """Return the first ops that reject float32 next to weights stored in 16 bits.
 
     Elementwise ops promote, so float32 flows on through them; a product or a norm with 16-bit weights takes
     what it reads in 16 bits again.
@@ -109,7 +109,7 @@ def _border(subject: AdviceContext, kept: Mapping[SiteId, Site]) -> list[SiteId]
 
 
 def _stays(flow: Flow, node: fx.Node, site: Site | None, wide: Set[fx.Node]) -> bool:
-    """Whether an op's dtype stays although something that it reads is float32 now."""
+    """Return whether an op keeps its dtype although one of its inputs is now float32."""
     if site is None:
         return False
     if site.role.converts or site.decision.cast is Cast.FLOAT32:
@@ -118,7 +118,7 @@ def _stays(flow: Flow, node: fx.Node, site: Site | None, wide: Set[fx.Node]) -> 
 
 
 def _promotes(node: fx.Node, wide: Set[fx.Node]) -> bool:
-    """Whether an op takes float32 beside what else it reads."""
+    """Return whether an op accepts float32 next to its other inputs."""
     values = [other.meta.get("val") for other in node.all_input_nodes if other not in wide]
     narrow = any(isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION_DTYPES for value in values)
     op = overload_of(node.target)
@@ -137,11 +137,11 @@ def _keep(subject: AdviceContext, kept: Mapping[SiteId, Site], why: str) -> Prop
 
 
 def _returning(border: Sequence[SiteId]) -> list[Rule]:
-    return [_rule("return", border, Cast.LOWER, "what follows goes on in 16 bits")] if border else []
+    return [_rule("return", border, Cast.LOWER, "later ops run in 16 bits again")] if border else []
 
 
 def _keep_weight(subject: AdviceContext, weight: str) -> Proposal:
-    """Keep the ops that take a weight in float32, and the weight itself if weights are stored in 16 bits."""
+    """Keep the ops that use a weight in float32, and the weight itself if it is stored in 16 bits."""
     why = f"{weight} is infinite in 16 bits"
     name = (_literal(weight),)
     rule = Rule(
@@ -184,7 +184,7 @@ def _rule(name: str, sites: Sequence[SiteId], cast: Cast, why: str) -> Rule:
 
 
 def _with(rules: RuleSet, more: Sequence[Rule]) -> RuleSet:
-    """Return the policy with rules put before its own, so that they decide."""
+    """Return the policy with rules prepended, so that they take precedence."""
     file = rules.file.model_copy(update={"rules": (*more, *rules.file.rules)})
     return RuleSet(file, rules.ops, rules.environment)
 
@@ -195,7 +195,7 @@ def _literal(name: str) -> str:
 
 
 def _paste(rule: Rule) -> str:
-    """Format a rule as YAML, for the list of rules in a file that extends the policy."""
+    """Format a rule as YAML, ready to paste into a file that extends the policy."""
     (key, values), *_ = rule.match.model_dump(exclude_defaults=True).items()
     lines = [
         f"id: {json.dumps(rule.id)}",

@@ -1,4 +1,4 @@
-"""Finds the code that a rewrite is about in the text of a file, and replaces it.
+"""Finds the code that a rewrite applies to in a file, and replaces it.
 
 Nothing is guessed: the statement on the line must hold exactly one place that looks like the op that was
 run, names of torch must be the file's own imports, and what moves to another line must mean the same there.
@@ -19,7 +19,7 @@ _MODULES = ("torch", "torch.nn.functional", "torch.special")
 
 
 def replacements(text: str, change: LineChange) -> list[Fix]:
-    """Return the repairs that make a change; none where its place is not unique.
+    """Return the edits that make a change; none if its place is ambiguous.
 
     Raises:
         SyntaxError, ValueError, RecursionError: the text cannot be parsed.
@@ -36,7 +36,7 @@ def replacements(text: str, change: LineChange) -> list[Fix]:
 
 
 def _may_be(file: SourceFile, node: ast.expr, change: LineChange) -> bool:
-    """Whether an expression may be the op that was run, however it is written."""
+    """Return whether an expression may be the op that was run, in any spelling."""
     if change.pattern == "number":
         return file.number(node) == change.old and not isinstance(file.parent.get(node), ast.UnaryOp)
     if not isinstance(node, ast.Call) or file.dotted(node.func).startswith("math."):
@@ -46,7 +46,7 @@ def _may_be(file: SourceFile, node: ast.expr, change: LineChange) -> bool:
 
 
 def _log_softmax(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
-    """``torch.log(torch.softmax(x, -1))``, and the same with functions of other modules or with methods."""
+    """Match ``torch.log(torch.softmax(x, -1))`` in any module or method form."""
     del change
     written = _log_of(file, node)
     inner, removal = _meant(file, written)
@@ -66,7 +66,7 @@ def _log_softmax(file: SourceFile, node: ast.expr, change: LineChange) -> list[F
 
 
 def _log_sigmoid(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
-    """``torch.log(torch.sigmoid(x))`` and ``torch.log(1 - torch.sigmoid(x))``, and the same with methods."""
+    """Match ``torch.log(torch.sigmoid(x))`` and ``torch.log(1 - torch.sigmoid(x))`` in any form."""
     del change
     inner, minus = _log_of(file, node), False
     if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub):
@@ -84,7 +84,7 @@ def _log_sigmoid(file: SourceFile, node: ast.expr, change: LineChange) -> list[F
 
 
 def _meant(file: SourceFile, node: ast.expr | None) -> tuple[ast.expr | None, list[Fix]]:
-    """Resolve a name to what it is assigned, and remove the assignment if nothing else uses it.
+    """Resolve a name to its assigned value; remove the assignment if nothing else uses it.
 
     Where the line stays, what it computes is written twice: that must be cheap, and do nothing else.
     """
@@ -108,7 +108,7 @@ def _joined(name: str | None, rest: str) -> str | None:
 
 
 def _number(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
-    """Replace the number as it is written, with its sign."""
+    """Replace a number literal together with its sign."""
     if change.new:
         return [replacement(file, node, change.new)]
     torch, dtype = file.name_of("torch"), _dtype_of(file, node, change)
@@ -117,7 +117,7 @@ def _number(file: SourceFile, node: ast.expr, change: LineChange) -> list[Fix]:
 
 
 def _dtype_of(file: SourceFile, node: ast.expr, change: LineChange) -> str | None:
-    """Write the 16-bit dtype: that of a tensor beside the number, or what the result is cast to."""
+    """Return code for the 16-bit dtype: that of the tensor beside the number, or the target of the cast."""
     beside = _operand_beside(file, node)
     if change.held and beside is not None:
         if (name := _name(file, beside)) is not None:
@@ -138,7 +138,7 @@ def _dtype_of(file: SourceFile, node: ast.expr, change: LineChange) -> str | Non
 
 
 def _operand_beside(file: SourceFile, node: ast.expr) -> ast.expr | None:
-    """The tensor that an op with this number is called on."""
+    """Return the tensor operand of an op that takes this number."""
     call = file.parent.get(node)
     call = file.parent.get(call) if isinstance(call, ast.keyword) else call
     if isinstance(call, ast.BinOp):
@@ -154,7 +154,7 @@ def _operand_beside(file: SourceFile, node: ast.expr) -> ast.expr | None:
 
 
 def _only_name(node: ast.expr) -> str | None:
-    """The one name in an arithmetic expression of it and of numbers, which has its dtype."""
+    """Return the only name in an arithmetic expression of it and numbers."""
     parts = list(ast.walk(node))
     names = {part.id for part in parts if isinstance(part, ast.Name)}
     arithmetic = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Name, ast.Constant, ast.Load)
@@ -162,7 +162,7 @@ def _only_name(node: ast.expr) -> str | None:
 
 
 def _name(file: SourceFile, node: ast.expr) -> str | None:
-    """Return the code of a name or of its attributes, which has no side effects when read again."""
+    """Return the code of a name or attribute chain, which can be evaluated again without side effects."""
     simple = node
     while isinstance(simple, ast.Attribute):
         simple = simple.value
@@ -171,12 +171,12 @@ def _name(file: SourceFile, node: ast.expr) -> str | None:
 
 
 def _log_of(file: SourceFile, node: ast.expr) -> ast.expr | None:
-    """What the natural logarithm is taken of."""
+    """Return the argument of a natural logarithm."""
     return _argument(file, node, "log")
 
 
 def _argument(file: SourceFile, node: ast.expr | None, function: str) -> ast.expr | None:
-    """The only argument of a function of torch, or the tensor whose method it is."""
+    """Return the only argument of a torch function, or the tensor that the method is called on."""
     if not isinstance(node, ast.Call) or node.keywords or any(isinstance(a, ast.Starred) for a in node.args):
         return None
     name = file.dotted(node.func)
@@ -187,7 +187,7 @@ def _argument(file: SourceFile, node: ast.expr | None, function: str) -> ast.exp
 
 
 def _is_dim(call: ast.Call) -> bool:
-    """Whether a call has a dimension and nothing else: so is a tensor's method called, not a module."""
+    """Return whether a call only passes a dimension, so that it is a tensor method and not a module."""
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
     named = all(keyword.arg == "dim" for keyword in call.keywords)
     return named and len(values) == 1 and isinstance(_literal(values[0]), int)

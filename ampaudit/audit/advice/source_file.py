@@ -1,4 +1,4 @@
-"""Reads a file as a syntax tree: statements by line, expressions as they are written, imports."""
+"""Parses a Python file: statements by line, expressions with their source text, imports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SourceFile:
             self._starts.append(self._starts[-1] + len(line) + 1)
 
     def statement(self, line: int) -> ast.stmt | None:
-        """The innermost statement that a line is part of; ``None`` if there are several, or none."""
+        """Return the innermost statement that covers a line; ``None`` if there is none or several."""
         around = [
             node
             for node in ast.walk(self.tree)
@@ -45,7 +45,7 @@ class SourceFile:
         return innermost[0] if len(innermost) == 1 else None
 
     def expressions(self, statement: ast.stmt) -> Iterator[ast.expr]:
-        """The expressions of a statement itself, without those of statements inside it."""
+        """Return the expressions of a statement, without those of nested statements."""
         frontier: list[ast.AST] = [statement]
         while frontier:
             for child in ast.iter_child_nodes(frontier.pop()):
@@ -55,7 +55,7 @@ class SourceFile:
                     frontier.append(child)
 
     def function(self, node: ast.AST) -> ast.AST | None:
-        """The function that a node is in."""
+        """Return the function that contains a node."""
         found = self.parent.get(node)
         while found is not None and not isinstance(
             found, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -64,7 +64,7 @@ class SourceFile:
         return found
 
     def is_given(self, node: ast.AST, name: str) -> bool:
-        """Whether a name is an argument of the function that a node is in, and is never bound again in it."""
+        """Return whether a name is an argument of the enclosing function and is never rebound in it."""
         function = self.function(node)
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             return False
@@ -74,13 +74,13 @@ class SourceFile:
         return name in names and all(p.id != name or isinstance(p.ctx, ast.Load) for p in inside)
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements that one stands among."""
+        """Return the statements of the block that contains a statement."""
         holder = self.parent.get(statement)
         fields = (getattr(holder, name, None) for name in ("body", "orelse", "finalbody"))
         return next((f for f in fields if isinstance(f, list) and statement in f), [])
 
     def definition(self, node: ast.Name) -> ast.Assign | None:
-        """Return the assignment in the same block that defines a name, if its operands stay as they are."""
+        """Return the assignment that defines a name in the same block, if its operands do not change."""
         statement = self._statement_of(node)
         block = self.block(statement)
         before = block[: block.index(statement)] if block else []
@@ -92,12 +92,12 @@ class SourceFile:
         return found if len(found.targets) == 1 and not names & bound_by(before[last + 1 :]) else None
 
     def follows(self, node: ast.AST, statement: ast.stmt) -> bool:
-        """Whether a node is in the statement right after another one."""
+        """Return whether a node is in the statement right after another one."""
         block = self.block(statement)
         return block[block.index(statement) + 1 :][:1] == [self._statement_of(node)]
 
     def removal(self, statement: ast.stmt) -> Fix | None:
-        """Takes a statement out that has no comment on it, or right above it."""
+        """Return the edit that removes a statement, unless a comment is attached to it."""
         last = statement.end_lineno or statement.lineno
         own = self.lines[statement.lineno - 1 : last]
         above = self.lines[statement.lineno - 2].lstrip() if statement.lineno > 1 else ""
@@ -111,31 +111,31 @@ class SourceFile:
         return node
 
     def indentation(self, node: ast.AST) -> str:
-        """Of the block that a node stands in."""
+        """Return the indentation of a node's block."""
         line = self.lines[self._statement_of(node).lineno - 1]
         return line[: len(line) - len(line.lstrip())]
 
     def code(self, node: ast.expr) -> str:
-        """An expression as it is written, without parentheses around it."""
+        """Return the source text of an expression, without surrounding parentheses."""
         return self.text[self.start(node) : self.end(node)]
 
     def start(self, node: ast.expr) -> int:
-        """Where an expression begins in the text."""
+        """Return the offset at which an expression begins."""
         return self._offset(node.lineno, node.col_offset)
 
     def end(self, node: ast.expr) -> int:
-        """Where an expression ends in the text."""
+        """Return the offset at which an expression ends."""
         return self._offset(node.end_lineno or node.lineno, node.end_col_offset or 0)
 
     def after(self, function: ast.expr) -> int:
-        """Where the parenthesis of a call opens."""
+        """Return the offset of a call's opening parenthesis."""
         return self.text.index("(", self.end(function))
 
     def _offset(self, line: int, column: int) -> int:
         return self._starts[line - 1] + character_column(self.lines[line - 1], column)
 
     def number(self, node: ast.expr) -> float | None:
-        """The value of a number that is written out, with its sign."""
+        """Return the value of a number literal with its sign."""
         sign = 1.0
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             node, sign = node.operand, -1.0
@@ -143,19 +143,19 @@ class SourceFile:
         return sign * value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def dotted(self, node: ast.expr) -> str:
-        """The full name of what an expression names, by the file's imports; empty for anything else."""
+        """Return the full dotted name of an expression, as imported; empty if there is none."""
         if isinstance(node, ast.Attribute):
             base = self.dotted(node.value)
             return f"{base}.{node.attr}" if base else ""
         return self.imports.get(node.id, "") if isinstance(node, ast.Name) else ""
 
     def name_of(self, module: str) -> str | None:
-        """The name that the file gives a module."""
+        """Return the name that the file gives a module."""
         return next((name for name, full in self.imports.items() if full == module), None)
 
     @cached_property
     def imports(self) -> dict[str, str]:
-        """Full names by the names in the file, of what it imports at its top and never binds again."""
+        """Map names in the file to full names, for top-level imports that are never rebound."""
         found: dict[str, str] = {}
         for node in self.tree.body:
             if isinstance(node, ast.Import):
@@ -174,7 +174,7 @@ class SourceFile:
 
 
 def bound_by(statements: Sequence[ast.stmt]) -> set[str]:
-    """Return the names that statements bind, or bind attributes and items of."""
+    """Return the names that statements bind, including those whose attributes or items they assign."""
     found: set[str] = set()
     for node in (part for statement in statements for part in ast.walk(statement)):
         if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
@@ -186,7 +186,7 @@ def bound_by(statements: Sequence[ast.stmt]) -> set[str]:
 
 
 def replacement(file: SourceFile, node: ast.expr, code: str) -> Fix:
-    """Return the repair that writes other code for an expression.
+    """Return the edit that replaces an expression.
 
     Raises:
         ValueError: the code goes over several lines, and they do not follow the block's indentation.
@@ -198,11 +198,11 @@ def replacement(file: SourceFile, node: ast.expr, code: str) -> Fix:
 
 
 def _outdented(code: str, indentation: str) -> str:
-    """Remove the indentation of the surrounding block, which a repair adds again."""
+    """Remove the indentation of the surrounding block; the edit adds it again."""
     first, *others = code.split("\n")
     blank = all(line.startswith(indentation) or not line.strip() for line in others)
     if others and (not blank or '"""' in code or "'''" in code):
-        raise ValueError("lines that cannot be indented anew")
+        raise ValueError("lines that cannot be re-indented")
     return "\n".join([first, *(line.removeprefix(indentation) for line in others)])
 
 

@@ -1,4 +1,4 @@
-"""Rewrites ``q @ k / s`` as ``(q / s) @ k``, also where the scores are scaled on a line of their own."""
+"""Rewrites ``q @ k / s`` as ``(q / s) @ k``, even if the scores are scaled on another line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PURE = ("size", "sqrt", "rsqrt")  # calls that give a number and do nothing els
 
 
 def scale_operand(file: SourceFile, change: LineChange) -> list[Fix]:
-    """Return the repairs; none where the product or its scaling is not unique on its line."""
+    """Return the edits; none if the product or its scaling is not unique on its line."""
     statement = file.statement(change.line.line)
     later = file.statement(change.second.line) if change.second is not None else None
     if statement is None or later is None:
@@ -32,7 +32,7 @@ Scaling = tuple[ast.expr, ast.expr, ast.expr, str]  # the whole, the product, th
 
 
 def _scalings(file: SourceFile, statement: ast.stmt) -> Iterator[Scaling]:
-    """Divisions by something, and products with something."""
+    """Find divisions and multiplications."""
     for node in file.expressions(statement):
         if not isinstance(node, ast.BinOp):
             continue
@@ -44,7 +44,7 @@ def _scalings(file: SourceFile, statement: ast.stmt) -> Iterator[Scaling]:
 
 
 def _operands(file: SourceFile, node: ast.expr) -> tuple[ast.expr, str, str] | None:
-    """The first operand of a product, and the code before and after it."""
+    """Return the first operand of a product, and the code before and after it."""
     first: ast.expr | None = None
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         first = node.left
@@ -62,7 +62,7 @@ def _operands(file: SourceFile, node: ast.expr) -> tuple[ast.expr, str, str] | N
 
 
 def _code(file: SourceFile, product: ast.expr, number: ast.expr, operator: str) -> str:
-    """The product with its first operand scaled."""
+    """Return the product with its first operand scaled."""
     operands = _operands(file, product)
     assert operands is not None
     first, before, after = operands
@@ -81,7 +81,7 @@ def _binds_tightly(node: ast.expr) -> bool:
 
 
 def _on_two_lines(file: SourceFile, first: ast.stmt, second: ast.stmt) -> list[Fix]:
-    """``s = q @ k``, and further down in the same block ``s`` times or over a number, once."""
+    """Match ``s = q @ k`` and a single later scaling of ``s`` by a number in the same block."""
     block = file.block(first)
     if second not in block or not isinstance(first, ast.Assign) or len(first.targets) != 1:
         return []
@@ -107,7 +107,7 @@ def _on_two_lines(file: SourceFile, first: ast.stmt, second: ast.stmt) -> list[F
 def _the_scaling(
     file: SourceFile, statement: ast.stmt, name: str
 ) -> tuple[ast.expr | None, ast.expr, str] | None:
-    """What scales a name: the expression (``None`` for the whole statement), the number, the operator."""
+    """Return the scaling of a name: expression (``None`` for the whole statement), number, operator."""
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
         how = {ast.Div: "/", ast.Mult: "*"}.get(type(statement.op))
         return (None, statement.value, how) if how and statement.target.id == name else None
@@ -124,7 +124,7 @@ def _the_scaling(
 
 
 def _is_pure(number: ast.expr) -> bool:
-    """Whether an expression gives the same number on another line of its block."""
+    """Return whether an expression gives the same number on another line of its block."""
     for node in ast.walk(number):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else None

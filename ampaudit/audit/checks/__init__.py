@@ -1,4 +1,4 @@
-"""Checks turn a run's record into findings; one file and one page per code.
+"""Checks turn the record of a run into findings; each code has one module and one page.
 
 A check is ``CHECK = Check(code, find)``; a cause, ``CAUSE = Cause(code, applies, advice)``, names the
 reason for an origin (``origins.py``). Kind and severity stand on the page (``ampaudit.report.pages``).

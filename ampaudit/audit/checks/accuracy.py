@@ -1,4 +1,4 @@
-"""Grades an op's own error by whether an output of the model shows it."""
+"""Grades an op's own error by its effect on the model's outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTICEABLE_DB = 10.0  # errors of one op this far above the threshold still show
 
 
 def local_error_matters(context: CheckContext, site: Site) -> Severity | None:
-    """How grave it is that an op alone is less accurate than asked for; ``None`` if it is accurate.
+    """Return the severity of an op's own error; ``None`` if the op is accurate enough.
 
     An error that no output of the model shows is a note.
     """

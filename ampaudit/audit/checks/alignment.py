@@ -1,4 +1,4 @@
-"""AMP501: a matrix product or convolution whose sizes miss the tensor cores' alignment."""
+"""AMP501: a matrix product or convolution whose sizes are not aligned for tensor cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PRODUCTS = ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d")
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """16-bit products with a weight of which an inner or outer size is no multiple of eight."""
+    """Find 16-bit products with a weight whose inner or outer size is no multiple of eight."""
     for site in context.low_precision_sites:
         sizes = _sizes(context, site)
         odd = [f"{name} = {size}" for name, size in sizes.items() if size % MULTIPLE and size > SMALL]

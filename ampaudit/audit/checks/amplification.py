@@ -1,4 +1,4 @@
-"""Finds where an error that is small at first grows on its way to an output."""
+"""Finds where a small error grows on its way to an output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTICEABLE_DB = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Amplification:
-    """The op behind a culprit at which the accuracy falls most.
+    """The op after a culprit at which the accuracy drops most.
 
     Attributes:
         site: where.
@@ -32,7 +32,7 @@ class Amplification:
 
 
 def amplified(context: CheckContext, culprit: SiteId, output: str) -> Amplification | None:
-    """The largest fall of accuracy between a culprit and an output; ``None`` if none is noticeable."""
+    """Return the largest drop in accuracy between a culprit and an output; ``None`` if there is none."""
     found: list[Amplification] = []
     behind, leading = {culprit}, _leading_to(context, output)
     for site in context.graph_sites:
@@ -49,7 +49,7 @@ def amplified(context: CheckContext, culprit: SiteId, output: str) -> Amplificat
 
 
 def _leading_to(context: CheckContext, output: str) -> set[SiteId]:
-    """Sites from which a value flows into an output, and the one that makes it."""
+    """Return the site that makes an output and all sites that it depends on."""
     leading = {site for name, site, _ in context.outputs if name == output and site is not None}
     for site in reversed(context.graph_sites):
         if site.id in leading:

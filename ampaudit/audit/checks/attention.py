@@ -1,4 +1,4 @@
-"""AMP108: attention scores that leave the range before they are scaled."""
+"""AMP108: attention scores that overflow before they are scaled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SOFTMAX = ("softmax", "_softmax", "log_softmax", "exp")
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """A product of two activations that a softmax follows."""
+    """Return whether the site is a product of two activations followed by a softmax."""
     del origin
     flow = context.flow
     if flow.base(site) not in _PRODUCTS or any(flow.is_weight(n) for n in flow.node(site).all_input_nodes):

@@ -1,4 +1,4 @@
-"""AMP117: the forward pass leaves a buffer infinite or NaN: a running statistic, an average, a cache."""
+"""AMP117: the forward pass writes inf or NaN to a buffer, such as a running statistic or a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["CAUSE"]
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """A buffer keeps the value: later calls and the checkpoint have it, even if no output shows it."""
+    """Return whether a buffer keeps the value, which later calls and the checkpoint will see."""
     del context, site
     return None if origin.buffer is None else f"buffer {origin.buffer!r} keeps the value after the call"
 

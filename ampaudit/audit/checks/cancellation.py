@@ -1,4 +1,4 @@
-"""AMP205: a small difference of nearly equal values: what is left is their rounding."""
+"""AMP205: a small difference of nearly equal values, which is mostly rounding error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DIFFERENCES = ("sub", "rsub", "add")
 
 
 def subtracts(context: CheckContext, site: Site) -> bool:
-    """Whether a site is a sum or difference whose result is much smaller than what goes in."""
+    """Return whether a site is a sum or difference much smaller than its operands."""
     if context.flow.base(site) not in _DIFFERENCES:
         return False
     seen = context.observed(site.id)
@@ -29,12 +29,12 @@ def subtracts(context: CheckContext, site: Site) -> bool:
 
 
 def _typical(squares: float, elements: int, peak: float) -> float:
-    """Root mean square; the peak where that was not measured."""
+    """Return the root mean square, or the peak if it was not measured."""
     return float((squares / elements) ** 0.5) if squares and elements else peak
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Differences that are mostly rounding error."""
+    """Find differences that are mostly rounding error."""
     for site in context.low_precision_sites:
         if site.id in context.origin_sites or not subtracts(context, site):
             continue
@@ -46,7 +46,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """A root, a logarithm or a division of a difference of two values that nearly cancel."""
+    """Return whether a root, logarithm or division takes the difference of two nearly equal values."""
     del origin
     frontier = [site]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""AMP212: the model's code does something else in 16 bits, and an output is not the FP32 model's."""
+"""AMP212: the model's code takes another path in 16 bits, and an output differs from the FP32 model's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADVICE = "write the line so that it does the same in every precision"
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One finding: the line where the code differs, and the output that suffers most."""
+    """Yield one finding: the line where the code differs, and the output that suffers most."""
     code = context.record.code
     graded = [(severity, d) for d in code.outputs.values() if (severity := _severity(context, d)) is not None]
     if not graded:
@@ -31,7 +31,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         what = describe(code.place, context.number_format.name)
     else:
         others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
-        what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns something else"
+        what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns other values"
     found = code_finding(context, code.place, "AMP212", f"{what}: {effect}", _ADVICE, severity, worst.name)
     if code.place is None and code.reads:
         found = replace(found, source=_source(code.reads[0]))
@@ -39,7 +39,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def _severity(context: CheckContext, seen: OutputDifference) -> Severity | None:
-    """An error where the code spoils an output, a warning where it adds more error than rounding does."""
+    """Return an error if the code spoils an output, a warning if it adds more error than rounding."""
     code, limit = context.record.code, context.min_sqnr
     mostly = 2 * seen.code_err_sq >= seen.err_sq
     if seen.problem is not None or (seen.sqnr_db < limit and (mostly or seen.code_sqnr_db < limit)):
@@ -55,13 +55,14 @@ def _effect(seen: OutputDifference) -> str:
     if seen.integers:
         return f"{seen.name} differs from FP32 in {seen.err_sq:,.0f} of {seen.ref_sq:,.0f} integers"
     if not math.isfinite(seen.code_sqnr_db):
-        return f"{seen.name} has nothing of FP32's"
+        return f"{seen.name} has nothing in common with FP32"
     total = f"{seen.sqnr_db:.0f}" if math.isfinite(seen.sqnr_db) else "no"
-    return f"{seen.name} has {total} dB against the FP32 model, {seen.code_sqnr_db:.0f} dB by the code alone"
+    code = f"{seen.code_sqnr_db:.0f} dB because of the code alone"
+    return f"{seen.name} has {total} dB against the FP32 model, {code}"
 
 
 def describe(place: CodeDifference, dtype: str) -> str:
-    """What a line does in 16 bits and in FP32."""
+    """Describe what a line does in 16 bits and in FP32."""
     where = _name(place.source) if place.source is not None else f"layer {place.layer or '(top)'}"
     if place.fp32 is None:
         does = f"runs {place.low} in {dtype} and nothing in FP32"
@@ -82,7 +83,7 @@ def code_finding(
     severity: Severity,
     output: str,
 ) -> Finding:
-    """A finding at the op where the code differs, or else at the output."""
+    """Return a finding at the op where the code differs, or else at the output."""
     made = next((site for name, site, _ in context.outputs if name == output), None)
     if place is None and made is not None:
         return finding_at(context, context.site[made], code, cause, advice, severity=severity)

@@ -1,4 +1,4 @@
-"""AMP213: the code reads a precision, and the FP32 model could not be run to see whether that matters."""
+"""AMP213: the code reads a precision, but the FP32 model could not be run for comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ADVICE = "compare the outputs of the 16-bit model and of the FP32 model yoursel
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """A warning where the traces differ, a note where they do not."""
+    """Yield a warning if the traces differ, otherwise a note."""
     code = context.record.code
     if code.failure is None or code.outputs:
         return

@@ -1,4 +1,4 @@
-"""AMP301: a constant, or a mask made of one, that the 16-bit format cannot hold."""
+"""AMP301: a constant, or a mask made of one, that overflows in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILLS = ("masked_fill", "full", "full_like", "fill", "where", "new_full", "add"
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """A Python number beyond the format in the call itself, or values that no parameter and input makes."""
+    """Return whether the call holds an out-of-range Python number, or its value is made of constants only."""
     del origin
     numbers = [v for v in context.flow.arguments(site).values() if isinstance(v, float | int)]
     numbers += [v for v in site.original_args.values() if isinstance(v, float | int)]

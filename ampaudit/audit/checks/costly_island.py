@@ -1,4 +1,4 @@
-"""AMP503: a small op in another precision whose casts move more bytes than it saves."""
+"""AMP503: a small op whose casts move more bytes than its narrower format saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "sca
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """16-bit ops, products aside, with float32 on both sides."""
+    """Find 16-bit ops, except products, between float32 ops."""
     for site in context.low_precision_sites:
         base = context.flow.base(site)
         if site.role is not Role.COMPUTE or base in _PRODUCTS or base.startswith("conv"):
@@ -33,7 +33,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def _casts(context: CheckContext, site: Site) -> list[int] | None:
-    """Elements of the casts around an op, if all of its inputs come and all of its results go through one."""
+    """Count the elements cast around an op, if all of its inputs and results are cast."""
     node = context.flow.node(site)
     around = [context.flow.site(n) for n in (*_tensors(node), *node.users)]
     ours = [s for s in around if s is not None and s.role is Role.INSERTED_CAST]

@@ -1,4 +1,4 @@
-"""AMP115: rounding moves a value out of the domain of its op: acos(1.001), sqrt(-1e-4)."""
+"""AMP115: rounding moves a value out of the domain of its op, as in acos(1.001) or sqrt(-1e-4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DOMAINS = {
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """NaN at an op that is not defined everywhere, or infinity at the end of its domain."""
+    """Return whether an op gives NaN outside its domain, or infinity at the edge of it."""
     del origin
     base, seen = context.flow.base(site), context.observed(site.id)
     if base not in _DOMAINS:

@@ -1,4 +1,4 @@
-"""AMP303: float64 in the graph: no policy casts it, and it is slow on every accelerator."""
+"""AMP303: float64 in the graph, which no policy casts and every accelerator computes slowly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """The first float64 op of each layer that depends on the model's weights or input."""
+    """Find the first float64 op of each layer that depends on the model's weights or input."""
     reported: set[str] = set()
     for site in context.graph_sites:
         if site.dtype is not torch.float64 or site.role is not Role.COMPUTE or site.layer in reported:

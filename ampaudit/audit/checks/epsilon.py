@@ -1,4 +1,4 @@
-"""AMP202: an eps that rounds to zero in the 16-bit format, so that it protects nothing."""
+"""AMP202: an eps that rounds to zero in the 16-bit format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADVICE = (
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Every such constant in front of a division, root or logarithm; one that is only subnormal is a note."""
+    """Find every lost eps before a division, root or logarithm; a subnormal one is a note."""
     form = context.number_format
     for site in context.low_precision_sites:
         eps = _eps(context, site)
@@ -37,7 +37,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def _eps(context: CheckContext, site: Site) -> float | None:
-    """A Python number below the smallest normal number, that an op adds or limits to."""
+    """Return the Python number below the smallest normal number that an op adds or clamps to."""
     if context.flow.base(site) not in _PROTECTING:
         return None
     given = context.flow.arguments(site)
@@ -49,7 +49,7 @@ def _eps(context: CheckContext, site: Site) -> float | None:
 
 
 def lost_eps(context: CheckContext, site: Site) -> tuple[Site, float] | None:
-    """The eps shortly before a division, root or logarithm that 16 bits lose, with the op that adds it."""
+    """Return the lost eps shortly before a division, root or logarithm, and the op that adds it."""
     flow = context.flow
     if flow.base(site) not in _PROTECTED:
         return None
@@ -64,7 +64,7 @@ def lost_eps(context: CheckContext, site: Site) -> tuple[Site, float] | None:
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """A division, root or logarithm shortly after an eps that is lost."""
+    """Return whether the op is a division, root or logarithm shortly after a lost eps."""
     del origin
     found = lost_eps(context, site)
     if found is None:

@@ -1,4 +1,4 @@
-"""AMP107: exp, a power, or a sum of exponentials written by hand: beyond 11.09, exp overflows float16."""
+"""AMP107: exp, a power, or a handwritten sum of exponentials: exp overflows float16 beyond 11.09."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh", "pow", "logaddexp")
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """The op is an exponential, or adds such up."""
+    """Return whether the op is an exponential, or adds exponentials up."""
     del origin
     limit = math.log(context.number_format.max)
     base = context.flow.base(site)

@@ -1,4 +1,4 @@
-"""AMP209: rounding flips the choices of an op, and an output shows it."""
+"""AMP209: rounding flips the choices of an op and thereby changes an output."""
 
 from __future__ import annotations
 

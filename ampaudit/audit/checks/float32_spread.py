@@ -1,4 +1,4 @@
-"""AMP504: one float32 value makes a whole stretch of the model float32 by type promotion."""
+"""AMP504: one float32 value that promotes a long stretch of the model to float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_SITES = 4
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Ops that take 16-bit and float32 values, no rule asking for float32, and the float32 ops after them."""
+    """Find ops promoted by a float32 operand that no rule asks for, and the float32 ops after them."""
     behind: dict[str, str] = {}
     spread: dict[str, list[Site]] = {}
     for site in context.graph_sites:
@@ -33,7 +33,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             cause = (
                 f"type promotion makes this op and {len(sites) - 1} after it float32: {some_sites(sites[1:])}"
             )
-            advice = "cast the float32 operand down here, if 16 bits were meant"
+            advice = "cast the float32 operand down here, if 16 bits are intended"
             yield finding_at(context, context.site[sites[0].id], "AMP504", cause, advice, confidence="rule")
 
 

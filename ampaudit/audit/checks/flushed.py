@@ -1,4 +1,4 @@
-"""AMP201: a value is flushed to zero, and then divided by, or its logarithm is taken."""
+"""AMP201: a value that is flushed to zero before a division or logarithm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AT_ZERO = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow", "logit"
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """An op that is infinite at zero."""
+    """Return whether the op is infinite at zero."""
     del origin
     if context.flow.base(site) not in _AT_ZERO:
         return None

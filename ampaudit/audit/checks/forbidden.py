@@ -12,7 +12,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Sites whose decision was to forbid; the run went on in float32 so that the rest is audited."""
+    """Find forbidden sites; the run continued in float32 so that the rest is audited."""
     for site in context.sites:
         if site.decision.cast is Cast.FORBID and site.decision.explicit:
             cause = f"rule {site.decision.rule} forbids {site.op}: {site.decision.why}"

@@ -1,4 +1,4 @@
-"""AMP704: the gradient of a parameter is inaccurate, though nothing overflows and little vanishes."""
+"""AMP704: a parameter gradient that is inaccurate without overflowing or vanishing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTED = 5
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """The least accurate parameter gradients below the threshold, if nothing graver explains them."""
+    """Find the least accurate parameter gradients, unless a graver finding explains them."""
     record = context.record.gradients
     if record is None or record.origins or context.record.origins:
         return

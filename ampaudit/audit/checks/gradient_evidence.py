@@ -16,7 +16,7 @@ CARRIED_DB = 20.0  # above, what was flushed carries less than a tenth of the gr
 
 
 def vanishes(stats: GradientStats) -> bool:
-    """Whether most of a 16-bit gradient is flushed to zero, and what is left says something else."""
+    """Return whether most of a 16-bit gradient is flushed to zero and the rest is inaccurate."""
     if not stats.low_precision or stats.cancelled or stats.flushed_share < VANISHED:
         return False
     sqnr = stats.values.sqnr_db
@@ -24,7 +24,7 @@ def vanishes(stats: GradientStats) -> bool:
 
 
 def name_of(context: CheckContext, value: str, is_parameter: bool) -> str:
-    """Whose gradient, for readers: the parameter, also behind its cast; or the site."""
+    """Return the display name of a gradient: its parameter, even behind a cast, or its site."""
     site = None if is_parameter else next((s for s in context.sites if s.id == value), None)
     if site is not None and site.role is Role.WEIGHT_CAST and site.weight is not None:
         return site.weight
@@ -41,7 +41,7 @@ def gradient_finding(
     *,
     severity: Severity | None = None,
 ) -> Finding:
-    """A finding about the backward of the op at a site."""
+    """Return a finding about the backward of the op at a site."""
     made = finding_about(code, site.id, site.layer, cause, advice, severity=severity)
     evidence = Evidence()
     if stats is not None:

@@ -1,4 +1,4 @@
-"""AMP701: an op's backward makes a gradient that 16 bits cannot hold."""
+"""AMP701: an op whose backward produces a gradient beyond the range of 16 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One finding for each op at which it begins; those that a lower scale of 1 or more cures are one."""
+    """Find the op where each overflow begins; those that a lower scale (1 or more) cures are one finding."""
     record = context.record.gradients
     if record is None:
         return
@@ -38,7 +38,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def _overflows(context: CheckContext, stats: GradientStats | None) -> bool:
-    """Whether FP32's gradient is beyond the format; else the op makes NaN of what would fit."""
+    """Return whether FP32's gradient exceeds the format; if not, the op itself makes NaN or infinity."""
     return stats is None or stats.values.ref_peak >= context.number_format.overflow_at
 
 

@@ -1,4 +1,4 @@
-"""AMP702: a gradient is flushed to zero: what is behind it does not learn."""
+"""AMP702: a gradient that is flushed to zero, so that the layers behind it do not learn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING_LEFT_DB = 6.0  # half of the gradient is gone
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Where vanishing begins in the backward pass; gradients that vanish because of it are listed there."""
+    """Find where gradients begin to vanish in the backward pass, and list those that follow."""
     record = context.record.gradients
     if record is None:
         return
@@ -42,7 +42,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def _parameters(context: CheckContext, record: GradientRecord, known: set[SiteId]) -> Iterator[Finding]:
-    """Parameters that are themselves stored in 16 bits, where no gradient of a value vanished before."""
+    """Return parameters stored in 16 bits whose gradient vanishes first."""
     for name, stats in record.parameters.items():
         site = next((s for s in context.graph_sites if _uses(context, s, name)), None)
         if vanishes(stats) and site is not None and site.id not in known:

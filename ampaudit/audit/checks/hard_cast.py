@@ -1,4 +1,4 @@
-"""AMP302: a dtype written into the code that fights the policy."""
+"""AMP302: a dtype in the code that conflicts with the policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRITTEN = re.compile(r"\.(float|half|bfloat16)\(\)|torch\.(float16|bfloat16|flo
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Casts in the author's code to the other 16-bit format, or to float32 where the policy undoes it."""
+    """Find casts in the code to the other 16-bit format, or to float32 where the policy undoes them."""
     for site in context.graph_sites:
         if site.role is not Role.CAST or site.source is None or not _WRITTEN.search(site.source.code):
             continue
@@ -34,7 +34,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def _undone(context: CheckContext, site: Site) -> Site | None:
-    """The op for which the policy casts an upcast value down, if that is all that becomes of it."""
+    """Return the op for which the policy casts an upcast value down, if that is its only use."""
     node = context.flow.node(site)
     users = [context.flow.site(user) for user in node.users]
     if not users or not all(

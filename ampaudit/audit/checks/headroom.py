@@ -1,4 +1,4 @@
-"""AMP102: a value stays in range, but nearer to the limit than the margin asked for."""
+"""AMP102: a value in range, but with less headroom than required."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Healthy 16-bit sites with less headroom than the margin; masks are meant to be at the limit."""
+    """Find healthy 16-bit sites with too little headroom; masks are large by design."""
     if context.ranges_only:
         return
     form = context.number_format

@@ -1,4 +1,4 @@
-"""AMP111: a clamp, or another bounded op, hides an overflow: finite again, and often wrong."""
+"""AMP111: a clamp or another bounded op that hides an overflow behind a finite, often wrong value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HIDING = frozenset(
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Bounded ops that take in inf from an origin and give finite values."""
+    """Find bounded ops that turn the infinity of an origin into finite values."""
     for origin in context.record.origins:
         for hidden in origin.hidden_at:
             site = context.site[hidden]

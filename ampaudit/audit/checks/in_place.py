@@ -1,4 +1,4 @@
-"""AMP305: an in-place op keeps the dtype of what it writes to, where the same op out of place would widen."""
+"""AMP305: an in-place op that keeps 16 bits where the out-of-place op would promote to float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ARITHMETIC = (
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Writes of float32 values into a 16-bit tensor that the policy made 16-bit."""
+    """Find writes of float32 values into a tensor that the policy made 16-bit."""
     for site in context.graph_sites:
         node = context.flow.node(site)
         if site.dtype not in LOW_PRECISION_DTYPES or context.flow.base(site) not in _ARITHMETIC:

@@ -1,4 +1,4 @@
-"""AMP112: a square inside a norm or variance leaves the range, and the output does not show it."""
+"""AMP112: a square inside a norm or variance that overflows without showing in the output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Norms with 16-bit input whose squares pass the limit; a note while the kernel is fused."""
+    """Find norms with 16-bit input whose squares exceed the limit; a note if the kernel is fused."""
     form = context.number_format
     for site in context.graph_sites:
         inside = context.observed(site.id).inside_peak

@@ -36,7 +36,7 @@ _HANDS_ON = (Role.VIEW, Role.SELECT)
 
 @dataclass(frozen=True)
 class CheckContext:
-    """Everything a check may look at.
+    """Everything that a check may read.
 
     Attributes:
         sites: all sites in graph order.
@@ -75,7 +75,7 @@ class CheckContext:
 
     @cached_property
     def gradients(self) -> tuple[NamedGradient, ...]:
-        """The gradients seen, of sites in graph order and then of parameters; none without ``--backward``."""
+        """The measured gradients, sites in graph order before parameters; none without ``--backward``."""
         seen = self.record.gradients
         if seen is None:
             return ()
@@ -85,24 +85,24 @@ class CheckContext:
 
     @cached_property
     def scale_advice(self) -> ScaleAdvice | None:
-        """The loss scales that suit; ``None`` where no gradient is held in 16 bits."""
+        """The loss scales that suit; ``None`` if no gradient is stored in 16 bits."""
         seen = self.record.gradients
         return None if seen is None else advice_on_scale(self.gradients, self.number_format, seen.scale)
 
     @cached_property
     def broken_weights(self) -> frozenset[str]:
-        """Names of weights that overflow when they are held in 16 bits."""
+        """Names of weights that overflow in 16 bits."""
         return frozenset(w.name for w in self.weights if w.peak >= self.number_format.overflow_at)
 
     @cached_property
     def graph_sites(self) -> tuple[Site, ...]:
-        """The sites that ``flow`` is about."""
+        """The sites of the graph that ``flow`` describes."""
         own = {site.id for traced in self.flow.every for site in traced.sites}
         return tuple(site for site in self.sites if site.id in own)
 
     @cached_property
     def low_precision_sites(self) -> tuple[Site, ...]:
-        """Sites of the graph that make 16-bit values, views and selections left out."""
+        """Sites of the graph that compute 16-bit values, without views and selections."""
         return tuple(s for s in self.graph_sites if self.low_precision(s) and s.role not in _HANDS_ON)
 
     @cached_property
@@ -125,17 +125,17 @@ class CheckContext:
 
     @cached_property
     def proved(self) -> frozenset[SiteId]:
-        """Sites that are proved not to overflow by their own fault."""
+        """Sites that provably do not overflow by their own fault."""
         return self.bounds.proved if self.bounds is not None else frozenset()
 
     @cached_property
     def origin_sites(self) -> frozenset[SiteId]:
-        """Sites that went wrong by themselves."""
+        """Sites that went wrong by their own fault."""
         return frozenset(origin.site for origin in self.record.origins)
 
     @cached_property
     def broken_sites(self) -> frozenset[SiteId]:
-        """Origins, and what they poison."""
+        """Origins and the sites that they poison."""
         return self.origin_sites | {site for origin in self.record.origins for site in origin.poisons}
 
     def _made(self, node: object) -> SiteId | None:
@@ -147,21 +147,21 @@ class CheckContext:
         return site.id if site is not None else None
 
     def observed(self, site: SiteId) -> Observation:
-        """The observation of a site, an empty one if it has none."""
+        """Return the observation of a site; empty if it has none."""
         return self.record.observations.get(site, Observation())
 
     def low_precision(self, site: Site) -> bool:
-        """Whether a site's output is in the 16-bit format of the run."""
+        """Return whether a site's output is in the 16-bit format of the run."""
         return site.dtype is not None and str(site.dtype) == f"torch.{self.number_format.name}"
 
     def from_weight(self, site: Site) -> str | None:
-        """The weight whose own overflow explains an origin at this site."""
+        """Return the weight whose overflow explains an origin at this site."""
         if site.role is Role.WEIGHT_CAST and site.weight in self.broken_weights:
             return site.weight
         return next((name for name in self.users.get(site.id, ()) if name in self.broken_weights), None)
 
     def is_overflow(self, origin: Origin) -> bool:
-        """Whether the wrong elements were beyond the format in FP32 (else a domain error made them)."""
+        """Return whether the broken elements exceed the format in FP32; otherwise it is a domain error."""
         observation = self.observed(origin.site)
         infinite = observation.pos_inf + observation.neg_inf > 0
         return infinite and observation.bad_ref_peak >= self.number_format.max / 2
@@ -169,7 +169,7 @@ class CheckContext:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A named question asked of a run; its page says the rest."""
+    """A check with its code."""
 
     code: str
     find: Callable[[CheckContext], Iterable[Finding]]
@@ -200,7 +200,7 @@ def finding_at(
     severity: Severity | None = None,
     confidence: Literal["observed", "proved", "rule"] = "observed",
 ) -> Finding:
-    """A forward finding at a site, with that site's numbers; kind and severity are the page's."""
+    """Return a finding at a site, with its measurements; kind and severity come from the page."""
     made = finding_about(code, site.id, site.layer, cause, advice, severity=severity, confidence=confidence)
     evidence = evidence_of(context.observed(site.id), context.number_format)
     return replace(made, phase="forward", op=site.op, source=finding_source(site), evidence=evidence)
@@ -216,7 +216,7 @@ def finding_about(
     severity: Severity | None = None,
     confidence: Literal["observed", "proved", "rule"] = "observed",
 ) -> Finding:
-    """A finding about something that is no op; kind and severity are the page's."""
+    """Return a finding that is not about an op; kind and severity come from the page."""
     page = page_of(code)
     return Finding(
         code=code,
@@ -237,7 +237,7 @@ def finding_about(
 
 
 def evidence_of(seen: Observation, form: NumberFormat) -> Evidence:
-    """The numbers of a finding about measured values."""
+    """Return the measurements of a site as evidence."""
     peak = seen.finite_peak if seen.elements else None
     samples = seen.samples
     share = max(samples.sampled, 1)
@@ -257,14 +257,14 @@ def evidence_of(seen: Observation, form: NumberFormat) -> Evidence:
 
 
 def finding_source(site: Site) -> Source | None:
-    """The site's source line in the form that findings carry."""
+    """Return the site's source line in the form used by findings."""
     if site.source is None:
         return None
     return Source(site.source.file, site.source.line, site.source.code, site.caller)
 
 
 def some_sites(sites: Sequence[Site | SiteId | str], shown: int = 3) -> str:
-    """The first few ids, and how many more."""
+    """List the first few ids and count the rest."""
     names = [site.id if isinstance(site, Site) else str(site) for site in sites]
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return f"{', '.join(names[:shown])}{more}"

@@ -1,4 +1,4 @@
-"""Warns of patterns that this input did not break and another one will."""
+"""Warns of patterns that are safe on this input and would break on another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGARITHMS = ("log", "log1p", "log2", "log10")
 
 
 def latent_check(code: str, applies: PatternMatch, advice: str) -> Check:
-    """The check for sites where a pattern stands in 16 bits and did not go wrong."""
+    """Return the check for sites that match a pattern in 16 bits but did not break."""
     return Check(code, partial(_find, code, applies, advice))
 
 

@@ -1,4 +1,4 @@
-"""AMP208: an op that loses most of its precision by itself, whatever went before."""
+"""AMP208: an op that loses most of its precision by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Ops whose own error is above the threshold, differences left to AMP205."""
+    """Find ops whose own error is above the threshold, except the differences of AMP205."""
     for site in context.low_precision_sites:
         if site.id in context.origin_sites or subtracts(context, site):
             continue

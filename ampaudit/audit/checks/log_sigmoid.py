@@ -1,4 +1,4 @@
-"""AMP204: log(1 - sigmoid(x)), or log(sigmoid(x)): sigmoid rounds to 1 or 0, and the log is -inf."""
+"""AMP204: log(1 - sigmoid(x)) or log(sigmoid(x)), where a saturated sigmoid gives -inf."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ADVICE = "write F.logsigmoid(-x) for log(1 - sigmoid(x)), F.logsigmoid(x) for l
 
 
 def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | None:
-    """A log of a sigmoid, or of one minus it, with one of the steps before it in 16 bits."""
+    """Return whether the op is the log of a sigmoid, or of one minus it, partly in 16 bits."""
     del origin
     flow = context.flow
     if flow.base(site) not in LOGARITHMS:
@@ -31,7 +31,7 @@ def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | N
 
 
 def _steps(context: CheckContext, node: fx.Node) -> list[Site] | None:
-    """A sigmoid, then ``1 - p``, ``-p``, a lower limit or a small eps; ``None`` for anything else."""
+    """Return a sigmoid and what follows (``1 - p``, ``-p``, a lower limit, a small eps), or ``None``."""
     flow, steps = context.flow, list[Site]()
     for _ in range(4):
         site = flow.maker(node)

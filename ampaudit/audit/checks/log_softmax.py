@@ -1,4 +1,4 @@
-"""AMP203: log(softmax(x)): a small probability becomes 0, and its log is -inf."""
+"""AMP203: log(softmax(x)), where a small probability becomes 0 and its log -inf."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ADVICE = "write torch.log_softmax(x, dim)"
 
 
 def applies(context: CheckContext, site: Site, origin: Origin | None) -> str | None:
-    """A log whose input is a softmax in 16 bits."""
+    """Return whether the op is the log of a 16-bit softmax."""
     del origin
     flow = context.flow
     if flow.base(site) not in LOGARITHMS:

@@ -1,4 +1,4 @@
-"""AMP104: a mask value became -inf, and a softmax turned it into zeros as intended."""
+"""AMP104: a mask value that became -inf, which a softmax turns into zeros as intended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Saturated masks: harmless here, NaN in a row that is masked completely."""
+    """Find saturated masks: harmless here, NaN in a fully masked row."""
     for site in context.sites:
         if site.id in context.record.masks:
             cause = "a mask value rounds to -inf; every value that depends on it came out finite"

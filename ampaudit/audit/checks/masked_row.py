@@ -1,4 +1,4 @@
-"""AMP113: a softmax row of which every element is masked: NaN."""
+"""AMP113: a softmax row that is completely masked and therefore NaN."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SOFTMAX = ("softmax", "log_softmax", "scaled_dot_product_attention")
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """The mask's -inf makes a softmax NaN, which it only does to a whole row."""
+    """Return whether -inf in the mask makes the softmax NaN, which takes a fully masked row."""
     if context.flow.base(site) in _SOFTMAX and context.observed(site.id).nan:
         return "a row of this softmax holds nothing but -inf"
     seen = context.observed(site.id)

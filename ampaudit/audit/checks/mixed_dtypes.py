@@ -1,4 +1,4 @@
-"""AMP307: an op is given floats of different dtypes that its kernel does not take together: it raises."""
+"""AMP307: an op whose kernel rejects the mix of dtypes that it is given."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _LARGEST = 1 << 20  # elements of an argument that is made to try a kernel
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Sites whose op, called natively on zeros of the same dtypes and shapes, complains of the dtypes."""
+    """Find sites whose op raises about dtypes when called natively on zeros of the same dtypes and shapes."""
     if not _mixed_by_policy(context):
         for site, said in _refused(context):
             yield _finding(context, site, said)
 
 
 def refused_sites(context: CheckContext) -> frozenset[SiteId]:
-    """Sites whose kernel does not take the dtypes that it is given, whoever mixed them."""
+    """Return all sites whose kernel rejects their dtypes, whatever mixed them."""
     return frozenset(site.id for site, _ in _refused(context))
 
 
 def _refused(context: CheckContext) -> Iterator[tuple[Site, str]]:
-    """Such sites, each with what torch says."""
+    """Yield such sites with torch's message."""
     tried: dict[tuple[object, ...], str | None] = {}
     for site in context.graph_sites:
         node = context.flow.node(site)
@@ -58,7 +58,7 @@ def _refused(context: CheckContext) -> Iterator[tuple[Site, str]]:
 
 
 def _mixed_by_policy(context: CheckContext) -> bool:
-    """Whether the policy itself mixes dtypes: it keeps ops or weights in float32 beside 16-bit weights.
+    """Return whether the policy itself mixes dtypes: float32 ops or weights beside 16-bit weights.
 
     That is not what the model's code does; a converter, or a library, casts there.
     """
@@ -69,12 +69,12 @@ def _mixed_by_policy(context: CheckContext) -> bool:
 
 
 def _finding(context: CheckContext, site: Site, said: str) -> Finding:
-    cause = f"torch refuses these dtypes: {said}; the audit went on as if they were promoted"
+    cause = f"torch rejects these dtypes: {said}; the audit continued as if they were promoted"
     return finding_at(context, site, "AMP307", cause, _ADVICE, confidence="rule")
 
 
 def _mixed(node: fx.Node) -> tuple[torch.dtype, ...] | None:
-    """The dtypes of a node's floating-point arguments, if one is of 16 bits and they differ."""
+    """Return the dtypes of a node's floating-point arguments, if they differ and one is 16-bit."""
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return None
     values = [
@@ -85,7 +85,7 @@ def _mixed(node: fx.Node) -> tuple[torch.dtype, ...] | None:
 
 
 def _complaint(node: fx.Node, op: OpOverload) -> str | None:
-    """What torch says to the dtypes; ``None`` if it takes them, or they cannot be tried."""
+    """Return torch's message about the dtypes; ``None`` if it accepts them or they cannot be tried."""
     try:
         given = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
         args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros, given)

@@ -1,4 +1,4 @@
-"""AMP705: a parameter asks for a gradient and the loss does not depend on it."""
+"""AMP705: a parameter that requires a gradient but does not affect the loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One finding per layer."""
+    """Yield one finding per layer."""
     record = context.record.gradients
     layers: dict[str, list[str]] = {}
     for name in record.unused if record is not None else ():

@@ -1,4 +1,4 @@
-"""AMP306: an op that has no 16-bit kernel on common devices: it raises, or its library upcasts it."""
+"""AMP306: an op without a 16-bit kernel on common devices: it raises, or its library upcasts it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _HAVE_ONE = {
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Ops of that kind that are given 16-bit input."""
+    """Find such ops with 16-bit input."""
     for site in context.graph_sites:
         said = _lacking(context, site)
         if said is not None:
@@ -52,7 +52,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
-    """Which device has no kernel for a site, and how much that matters."""
+    """Return the device that has no kernel for a site, and the severity."""
     base, form = context.flow.base(site), context.number_format.name
     node = context.flow.node(site)
     if isinstance(node.target, OpOverload) and is_fourier(node.target):
@@ -60,7 +60,7 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
     if site.decision is NO_KERNEL:
         where = context.record.device
         cause = (
-            f"torch has no {form} kernel for {base} on this device ({where}); the audit went on in float32"
+            f"torch has no {form} kernel for {base} on this device ({where}); the audit continued in float32"
         )
         return cause, Severity.ERROR
     if base in _HAVE_ONE or not (base in _NAMES or base.startswith(_PREFIXES)):
@@ -71,12 +71,12 @@ def _lacking(context: CheckContext, site: Site) -> tuple[str, Severity] | None:
 
 
 def _fourier(node: fx.Node, op: OpOverload, site: Site, form: str) -> tuple[str, Severity] | None:
-    """CUDA transforms float16 where the size is a power of two; a CPU has float32 and float64 only."""
+    """CUDA transforms float16 if the size is a power of two; a CPU has only float32 and float64."""
     base = base_name(op)
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta.get("val"))
     odd = [size for size in signal_sizes(op, args, kwargs) if size & (size - 1)]
     if site.decision is NO_KERNEL and not (form == "float16" and odd):
-        return f"{base} has no {form} kernel on any device; the audit went on in float32", Severity.ERROR
+        return f"{base} has no {form} kernel on any device; the audit continued in float32", Severity.ERROR
     half = any(
         getattr(v, "dtype", None) in (torch.float16, torch.complex32) for v in pytree.tree_leaves(args)
     )

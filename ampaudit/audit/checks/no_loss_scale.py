@@ -1,4 +1,4 @@
-"""AMP703: where the gradients of one layer fit, those of another are zero: no loss scale suits both."""
+"""AMP703: no loss scale suits both the layer with the largest and that with the smallest gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """A finding if at every scale that overflows nowhere some layer loses most of its gradient."""
+    """Report whether, at every scale without overflow, some layer loses most of its gradient."""
     record, form = context.record.gradients, context.number_format
     if record is None:
         return
@@ -29,7 +29,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         f"the gradients of {high} overflow from 2^{found.high + 1} on; those of {low} need "
         f"{format_power(found.low)} for half of them not to be zero in {form.name}"
     )
-    advice = f"keep {high} or {low} in float32, use bfloat16, or bring their gradients nearer to each other"
+    advice = f"keep {high} or {low} in float32, use bfloat16, or bring their gradients closer together"
     made = finding_about(
         "AMP703", SiteId(f"{low}/gradient"), found.low_at, cause, advice, confidence="observed"
     )

@@ -1,4 +1,4 @@
-"""AMP903: parts of the model that this input did not use, so that nothing is known about them."""
+"""AMP903: parts of the model that this input did not use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One note about all layers with parameters of which none was used."""
+    """Yield one note about all layers with parameters that were not used."""
     traced = context.flow.traced
     nodes = {node.name: node for node in traced.graph.nodes}
     used: set[str] = set()

@@ -60,7 +60,7 @@ DOMAIN_CAUSES: tuple[Cause, ...] = (
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One finding per origin that no weight explains."""
+    """Yield one finding per origin that no weight explains."""
     for origin in context.record.origins:
         site = context.site[origin.site]
         if not context.from_weight(site):
@@ -94,7 +94,7 @@ def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
 
 
 def _fate_text(origin: Origin) -> str:
-    """What became of a value that is hidden again: finite is not right."""
+    """Describe what hides the value again: finite does not mean correct."""
     if origin.fate != "recovered":
         return ""
     where = origin.hidden_at[0]

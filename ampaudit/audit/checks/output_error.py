@@ -1,4 +1,4 @@
-"""AMP207, AMP209, AMP210: an output is less accurate than required, and where its error enters."""
+"""AMP207, AMP209, AMP210: an inaccurate output, and the op where its error enters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STALLS = 0.1  # share of the additions that change nothing, from which a sum is 
 
 
 def inaccurate(context: CheckContext) -> dict[str, OutputComparison]:
-    """Outputs below the required accuracy, the worst first."""
+    """Return the outputs below the required accuracy, the worst first."""
     found = {
         name: seen
         for name, seen in context.record.outputs.items()
@@ -32,7 +32,7 @@ def inaccurate(context: CheckContext) -> dict[str, OutputComparison]:
 
 
 def accuracy_text(seen: OutputComparison, dtype: str) -> str:
-    """What is wrong with an output, to follow its name."""
+    """Describe what is wrong with an output, to follow its name."""
     if seen.mismatch:
         return f"has {seen.mismatch}"
     if seen.bad:
@@ -48,7 +48,7 @@ def accuracy_text(seen: OutputComparison, dtype: str) -> str:
 
 
 def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
-    """Findings of one of the three codes: one per culprit, and one per output whose culprit is not known."""
+    """Yield findings of one of the three codes: one per culprit, and one per output without any."""
     harmed = any(origin.harms for origin in context.record.origins)
     if harmed or context.broken_weights or context.ranges_only:
         return
@@ -65,13 +65,13 @@ def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
 
 
 def _by_code(context: CheckContext, name: str) -> bool:
-    """Whether an output is wrong because the code does something else in 16 bits (AMP212)."""
+    """Return whether an output is wrong because the code differs in 16 bits (AMP212)."""
     differs = context.record.code.outputs.get(name)
     return differs is not None and not differs.agrees
 
 
 def _saturated(context: CheckContext, culprit: Culprit) -> bool:
-    """Whether the error is that of a value beyond the range, which a contract clips (AMP116)."""
+    """Return whether the error comes from a saturated value (AMP116)."""
     peaks = [context.observed(site).ref_peak for site in culprit.sites]
     return context.saturating and any(peak > context.number_format.max for peak in peaks)
 
@@ -105,7 +105,7 @@ def _site(context: CheckContext, culprit: Culprit, output: str) -> Site:
 def _explained(
     context: CheckContext, culprit: Culprit, seen: OutputComparison, output: str
 ) -> tuple[str, str, str]:
-    """Code, cause and advice."""
+    """Return code, cause and advice."""
     if not culprit.sites:
         why = "no op or line stands out: the error is spread over the model"
         return "AMP207", why, "use --dtype float16, or a policy that keeps more ops in float32"

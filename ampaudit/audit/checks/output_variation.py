@@ -1,4 +1,4 @@
-"""AMP211: what varies in an output is lost below one step of the format at its mean."""
+"""AMP211: an output whose variation is below one step of the format at its mean."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Outputs whose accuracy is that of their mean alone."""
+    """Find outputs that are accurate only because of their mean."""
     if context.ranges_only or any(origin.harms for origin in context.record.origins):
         return
     wrong = inaccurate(context)

@@ -1,4 +1,4 @@
-"""AMP706: a backward or hook of the author's own that no trace can follow."""
+"""AMP706: a custom backward or hook that cannot be traced."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _TEXTS = {
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One finding for each; a note where it runs all the same."""
+    """Yield one finding for each; a note if it could be run as a whole."""
     record = context.record.gradients
     for custom in record.untraced if record is not None else ():
         site = context.site[custom.site]
         cause, advice = _TEXTS[custom.instead]
         cause = f"{cause.format(custom.name)}: {custom.reason}"
         if "same dtype" in custom.reason:
-            advice = "it fails in training, too: decorate it with torch.amp.custom_fwd and custom_bwd"
+            advice = "it fails in training as well: decorate it with torch.amp.custom_fwd and custom_bwd"
         severity = Severity.NOTE if custom.instead == "as a whole" else Severity.WARNING
         made = gradient_finding(context, site, "AMP706", None, cause, advice, severity=severity)
         if custom.source is not None:

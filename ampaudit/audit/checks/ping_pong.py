@@ -1,4 +1,4 @@
-"""AMP502: a value is cast to 16 bits and straight back, or up and straight down."""
+"""AMP502: a value that is cast and immediately cast back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Casts of a cast, with nothing but views between them, that end in the dtype they started from."""
+    """Find casts of casts, with only views between them, that end in the original dtype."""
     for site in context.graph_sites:
         if not site.role.converts or site.role is Role.WEIGHT_CAST:
             continue

@@ -1,4 +1,4 @@
-"""AMP206: positions, timestamps, angles or coordinates that are too large to be reported apart in 16 bits."""
+"""AMP206: positions, timestamps, angles or coordinates that coincide in 16 bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_COUNT = 16.0  # a mask is made of integers, too: of 0 and 1
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """The first 16-bit site of each chain of positions or angles that is visibly off."""
+    """Find the first 16-bit site of each chain of positions or angles with a visible error."""
     reported: set[str] = set()
     for site in context.low_precision_sites:
         seen = context.observed(site.id)
@@ -44,7 +44,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def _limit(context: CheckContext, site: Site) -> float | None:
-    """The error that matters here; ``None`` for values that are neither positions nor angles."""
+    """Return the error that matters; ``None`` for values that are neither positions nor angles."""
     if site.id in context.record.by_design or site.id in context.record.masks:
         return None
     if any(context.flow.base(reader) in _WAVES for reader in context.flow.readers(site)):
@@ -53,7 +53,7 @@ def _limit(context: CheckContext, site: Site) -> float | None:
 
 
 def _counts(context: CheckContext, site: Site) -> bool:
-    """Whether a site turns integers, of which there are more than a mask has, into floats."""
+    """Return whether a site converts integers that are no mask to floats."""
     base = context.flow.base(site)
     if base not in ("to", "_to_copy", "type_as", "arange", "mul", "add", "div"):
         return False
@@ -68,7 +68,7 @@ def _is_integer(node: object) -> bool:
 
 
 def _follows(context: CheckContext, site: Site) -> bool:
-    """Whether the values were positions in 16 bits already."""
+    """Return whether the values were positions in 16 bits already."""
     return any(
         context.low_precision(maker)
         and _counts(context, maker)
@@ -78,7 +78,7 @@ def _follows(context: CheckContext, site: Site) -> bool:
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """Integers that pass the format's limit."""
+    """Return whether the op converts integers that exceed the format's limit."""
     del origin
     return "these are counts, such as positions or timestamps" if _counts(context, site) else None
 

@@ -1,4 +1,4 @@
-"""AMP105: a sum, product or running sum over so many terms that the total leaves the range."""
+"""AMP105: a sum, product or running sum whose total leaves the range."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 64
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """The op adds up or multiplies the terms of an axis; products of two activations count if it is long."""
+    """Return whether the op reduces an axis; products of two activations count if the axis is long."""
     del origin
     flow, depth = context.flow, site.facts.depth if site.facts is not None else None
     terms = f" of {depth} terms" if depth else ""

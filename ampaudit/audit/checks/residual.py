@@ -11,7 +11,7 @@ __all__ = ["CAUSE"]
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """An add of two values, one of which was added up just the same way before."""
+    """Return whether the op adds to a value that is itself the result of such an add."""
     del origin
     flow = context.flow
     nodes = flow.node(site).all_input_nodes

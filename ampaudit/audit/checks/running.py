@@ -1,4 +1,4 @@
-"""Runs checks one by one: one that raises is itself a finding, and never hides what the others found."""
+"""Runs checks one by one; a check that raises becomes a finding and never hides the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["run_checks"]
 
 
 def run_checks(context: CheckContext, checks: Iterable[Check]) -> tuple[Finding, ...]:
-    """All findings: the gravest first, in graph order.
+    """Return all findings, the gravest first, in graph order.
 
     Errors about finite values come after others, which may be their cause; of warnings about precision the
     worst comes first.

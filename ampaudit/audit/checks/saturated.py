@@ -1,4 +1,4 @@
-"""AMP116: a value beyond the format on a target that saturates: the largest finite number, not infinity."""
+"""AMP116: a value beyond the format on a target that saturates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Under ``--contract saturate``: values that FP32 has beyond the format, masks and constants left out."""
+    """Under ``--contract saturate``: find values beyond the format in FP32, except masks and constants."""
     if not context.saturating:
         return
     form = context.number_format
@@ -26,9 +26,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
                 f"in FP32 the values reach {format_number(seen.ref_peak)}; "
                 f"they become {format_number(form.max)} here"
             )
-            yield finding_at(
-                context, site, "AMP116", cause, "treat it as an overflow: nothing shows it later"
-            )
+            yield finding_at(context, site, "AMP116", cause, "treat it as an overflow: no later op shows it")
 
 
 CHECK = Check("AMP116", find)

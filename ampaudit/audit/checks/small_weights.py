@@ -1,4 +1,4 @@
-"""AMP402: values of a weight that vanish or become subnormal in 16 bits; AMP403 for a running variance."""
+"""AMP402: weight values that vanish or become subnormal in 16 bits; AMP403 for a running variance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUBNORMAL_SHARE = 0.25
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Weights of which a share that matters is lost; counts are exact."""
+    """Find weights that lose a relevant share of their values; counts are exact."""
     for weight in context.weights:
         if weight.name in context.broken_weights or not weight.nonzero:
             continue

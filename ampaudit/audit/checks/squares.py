@@ -1,4 +1,4 @@
-"""AMP106: squares and higher powers, and sums of them, that leave the range: from 256 on in float16."""
+"""AMP106: squares, higher powers and sums of them that overflow: from 256 on in float16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORDS = {
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """The op raises its input to a power, or adds up what was raised to one just before."""
+    """Return whether the op raises its input to a power, or adds up powers."""
     del origin
     power = _power(context, site)
     if power is not None:
@@ -47,7 +47,7 @@ def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
 
 
 def _power(context: CheckContext, site: Site) -> float | None:
-    """Which power of some value a site makes, above 1; ``None`` for anything else."""
+    """Return the power that a site computes, if above 1; ``None`` otherwise."""
     flow = context.flow
     if flow.base(site) in _SQUARING:
         return 2.0
@@ -60,7 +60,7 @@ def _power(context: CheckContext, site: Site) -> float | None:
 
 
 def _raised(context: CheckContext, node: Any, depth: int) -> tuple[fx.Node | None, float]:
-    """A value as a power of another: ``x * x * x`` is x to the third."""
+    """Return a value as base and exponent: ``x * x * x`` is x to the third."""
     flow = context.flow
     root, site = flow.root(node), flow.maker(node)
     if site is None or depth == 0:

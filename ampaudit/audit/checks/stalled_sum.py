@@ -1,4 +1,4 @@
-"""AMP210: sums and buffers that no longer change, because what is added rounds away."""
+"""AMP210: sums and buffers that stop changing because each addition rounds away."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_UNCHANGED = 0.5  # share of a buffer's elements to be changed that stay as t
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Sums that make an output wrong, and buffers that stay as they were although FP32 changes them.
+    """Find sums that spoil an output, and buffers that stay constant although FP32 changes them.
 
     A counter that stands still is an error. Other values may have converged: that is a note.
     """

@@ -1,4 +1,4 @@
-"""Hides findings on purpose, by code, layer or a comment on the source line; reports what hides nothing."""
+"""Suppresses findings by code, layer or source comment, and reports unused suppressions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEVER = ("AMP990", UNUSED)
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """What is hidden, and who said so.
+    """What is suppressed, and where that is declared.
 
     Attributes:
         codes: check codes; empty means every one.
@@ -40,7 +40,7 @@ class Suppression:
     text: str
 
     def hides(self, finding: Finding) -> bool:
-        """Whether it is about a finding; crashes and other suppressions cannot be hidden."""
+        """Return whether it covers a finding; crashes and unused suppressions cannot be hidden."""
         if finding.code in _NEVER or (self.codes and finding.code not in self.codes):
             return False
         if self.layer is not None:
@@ -57,7 +57,7 @@ class Suppression:
 
 
 def option(text: str) -> Suppression:
-    """Of ``AMP102``, ``AMP102:encoder.*`` or ``:encoder.*``.
+    """Parse ``AMP102``, ``AMP102:encoder.*`` or ``:encoder.*``.
 
     Raises:
         UsageError: the code is none.
@@ -72,7 +72,7 @@ def option(text: str) -> Suppression:
 
 
 def comments_in(sites: Iterable[Site]) -> tuple[Suppression, ...]:
-    """The comments in every file that the sites' lines are in."""
+    """Return the suppression comments in all files that contain sites."""
     files: dict[str, None] = {}
     for site in sites:
         for line in (site.source, site.caller):
@@ -100,7 +100,7 @@ def _comments_of(path: Path) -> list[Suppression]:
 
 
 def suppressed(findings: Sequence[Finding], hiding: Sequence[Suppression]) -> tuple[Finding, ...]:
-    """The findings, the hidden ones marked so, and one for each suppression that hides nothing."""
+    """Mark the suppressed findings, and add a finding for each unused suppression."""
     used: set[int] = set()
     marked: list[Finding] = []
     for finding in findings:

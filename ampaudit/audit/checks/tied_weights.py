@@ -1,4 +1,4 @@
-"""AMP404: one weight under two names, of which the policy would store only one in 16 bits."""
+"""AMP404: a tied weight that the policy stores in 16 bits under only one of its names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Tied weights for which the policy's rules about names disagree."""
+    """Find tied weights whose names fall under different rules."""
     for names in context.flow.traced.split_ties:
         first = names[0]
         cause = f"{' and '.join(names)} are one tensor, and the policy keeps only some of these in float32"

@@ -1,4 +1,4 @@
-"""AMP901: values that were not looked at, so that nothing is silently left out."""
+"""AMP901: values that were not checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One note per op that could not be observed, at its first site."""
+    """Yield one note per op that could not be observed, at its first site."""
     for op, reason in sorted(context.record.uncovered.items()):
         site = next(s for s in context.sites if s.op == op)
         advice = "judge this op by hand; the sites after it are audited"

@@ -1,4 +1,4 @@
-"""AMP114: inf - inf, 0/0 or 0 * inf: two values that are each in order make NaN together."""
+"""AMP114: inf - inf, 0/0 or 0 * inf: two valid values that make NaN together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAIRS = {"sub": "inf - inf", "add": "inf - inf", "mul": "0 * inf", "matmul": "0
 
 
 def applies(context: CheckContext, site: Site, origin: Origin) -> str | None:
-    """NaN at an op that is defined for every pair of finite numbers."""
+    """Return whether the op gives NaN although it is defined for every pair of finite numbers."""
     del origin
     base = context.flow.base(site)
     return f"{_PAIRS[base]} in 16 bits" if base in _PAIRS and context.observed(site.id).nan else None

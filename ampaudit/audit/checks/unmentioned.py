@@ -1,4 +1,4 @@
-"""AMP902: an op from outside ATen that no rule of the policy mentions."""
+"""AMP902: an op from outside ATen that no rule mentions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One note per such op; ATen ops without a rule are counted in the report's coverage."""
+    """Yield one note per op; ATen ops without a rule are counted in the report's coverage."""
     reported: set[str] = set()
     for site in context.graph_sites:
         foreign = site.role is Role.COMPUTE and "." in site.op and not site.op.startswith("aten.")

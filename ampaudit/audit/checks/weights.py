@@ -1,4 +1,4 @@
-"""AMP401: a parameter, buffer or constant overflows when it is held in 16 bits."""
+"""AMP401: a parameter, buffer or constant that overflows in 16 bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CHECK", "weight_finding"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """One finding per weight, with every origin that it explains among the poisoned sites.
+    """Yield one finding per weight; the origins that it explains are listed as poisoned.
 
     A buffer that overflows without consequence (a mask whose -inf a softmax makes zero) is a note.
     """
@@ -48,7 +48,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
 
 
 def _users_are_right(context: CheckContext, name: str) -> bool:
-    """Whether every op that uses a weight gives accurate values all the same."""
+    """Return whether every op that uses a weight is accurate nevertheless."""
     users = [site for site, names in context.users.items() if name in names]
     accuracies = [db for site in users if (db := context.observed(site).sqnr_db) is not None]
     return min(accuracies, default=math.inf) >= context.min_sqnr
@@ -65,7 +65,7 @@ def weight_finding(
     first: Site | None = None,
     poisons: tuple[SiteId, ...] = (),
 ) -> Finding:
-    """A finding about a weight, at the first site where it shows or at the weight itself."""
+    """Return a finding about a weight, at the first site where it shows or at the weight itself."""
     form = context.number_format
     site = first.id if first else SiteId(f"{weight.name}/stored")
     layer = weight.name.rpartition(".")[0]

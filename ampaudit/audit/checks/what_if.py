@@ -1,4 +1,4 @@
-"""AMP110: in FP32 a value is beyond the 16-bit format (``--ranges``): it would overflow if computed there."""
+"""AMP110: an FP32 value beyond the 16-bit format (``--ranges``), which would overflow if computed in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Sites whose FP32 peak would round to infinity; masks and constants are left out."""
+    """Find sites whose FP32 peak would round to infinity, except masks and constants."""
     if not context.ranges_only:
         return
     form = context.number_format

@@ -66,11 +66,11 @@ class Device:
 
     @property
     def has_tensor_cores(self) -> bool:
-        """Whether some format has a faster matrix product."""
+        """Whether matrix products are faster in some format."""
         return self.tensor.fp16 is not None or self.tensor.bf16 is not None
 
     def rate(self, precision: str, *, product: bool) -> float | None:
-        """TFLOPS in ``float32``, ``tf32``, ``float16`` or ``bfloat16``, for products or other ops.
+        """Return TFLOPS in ``float32``, ``tf32``, ``float16`` or ``bfloat16``, for products or other ops.
 
         A format without arithmetic of its own is computed in float32.
         """
@@ -89,7 +89,7 @@ def all_devices() -> Mapping[str, Device]:
 
 
 def device_named(name: str) -> Device:
-    """Find the device that a user means by its id, or by a name that matches it.
+    """Return the device with a given id or a matching name.
 
     Raises:
         UsageError: none does.
@@ -106,7 +106,7 @@ def device_named(name: str) -> Device:
 
 
 def nearest_device(name: str, capability: tuple[int, int] | None) -> Device | None:
-    """Find the entry for a device that torch found: by its name, else the first of its compute capability."""
+    """Return the entry for a device that torch reports: by name, else the first of its compute capability."""
     for device in all_devices().values():
         if any(re.search(pattern, name, re.IGNORECASE) for pattern in device.match):
             return device

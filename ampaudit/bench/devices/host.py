@@ -47,7 +47,7 @@ class HostDevice:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The devices, and the switches of torch that change results in float32 and 16 bits."""
+    """The devices, and torch's switches that change results in float32 and 16 bits."""
 
     torch: str
     devices: tuple[HostDevice, ...]
@@ -56,7 +56,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What ``ampaudit devices --format json`` writes."""
+    """The document of ``ampaudit devices``."""
 
     schema: Literal[1]
     machine: Host
@@ -108,7 +108,7 @@ def cpu_flags(path: Path = _CPUINFO) -> frozenset[str]:
 
 
 def _described(path: Path, *labels: str) -> str:
-    """Read the value of the first of some labels in a file of the system; empty without one."""
+    """Read the first of some labels in a system file; empty if it is missing."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -118,7 +118,7 @@ def _described(path: Path, *labels: str) -> str:
 
 
 def _switches() -> dict[str, str]:
-    """Read torch's switches, and set none."""
+    """Read torch's switches without setting any."""
     import torch
 
     matmul = torch.backends.cuda.matmul

@@ -62,7 +62,7 @@ def _rate(value: float | None) -> str:
 
 
 def render_device(device: Device) -> RenderableType:
-    """Render everything that is known about one device."""
+    """Render all facts about one device."""
     tensor = device.tensor
     rates = {
         "float32": device.fp32,

@@ -1,4 +1,4 @@
-"""One module per kind of document, named like it, with the view that formats are made from."""
+"""One module per kind of document, with the view that all formats render."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["view_of"]
 
 
 def view_of(document: Document) -> View[Any]:
-    """What formats are made from: ``ScanView`` of ``scan.py`` for a scan."""
+    """Return the view of a document: ``ScanView`` of ``scan.py`` for a scan."""
     module = import_module(f"{__name__}.{document.kind}")
     view: View[Any] = getattr(module, f"{document.kind.title()}View")(document)
     return view

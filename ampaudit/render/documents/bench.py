@@ -1,4 +1,4 @@
-"""A bench: memory and speed of each mode against the first one, accuracy beside them."""
+"""Renders a benchmark: memory and speed relative to the first mode, with accuracy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BenchView(View[BenchReport]):
     about = "model.source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """The tables of each batch size, and what did not run."""
+        """Return the tables of each batch size, and the modes that did not run."""
         report = self.document
         where = f"{escape_control(report.device_name)} ({report.device})"
         run = f"{_steps(report)} on {where}, median of {report.repeats}, modes in turns"
@@ -31,14 +31,14 @@ class BenchView(View[BenchReport]):
         yield Section((facts(bench_facts(report)),))
 
     def digest(self) -> Iterator[Section]:
-        """What was measured; predictions are in the other formats."""
+        """Return the measurements; other formats have the predictions."""
         report = self.document
         run = f": {_steps(report)} on {escape_control(report.device_name)}, median of {report.repeats}"
         yield Section((line((self.name, "code"), run),))
         yield from (table for table in bench_tables(report) if ":" not in str(table.title))
 
     def rows(self) -> Iterator[Row]:
-        """A row per mode and batch size."""
+        """Return a row per mode and batch size."""
         names = ("mode", "batch_size", "status", "seconds", "least", "most", "per_second", "peak_bytes")
         work = ("flops", "fast_share", "bytes_moved", "cast_bytes")
         for row in self.document.rows:
@@ -52,7 +52,7 @@ class BenchView(View[BenchReport]):
             }
 
     def page(self) -> Page:
-        """Charts of memory and speed above the tables."""
+        """Return charts of memory and speed above the tables."""
         from ampaudit.render.html.bench_figures import bench_data
 
         report = self.document
@@ -65,7 +65,7 @@ def _steps(report: BenchReport) -> str:
 
 
 def bench_tables(report: BenchReport) -> list[Section]:
-    """Per batch size what each mode costs, the predicted split of memory, and the predicted work."""
+    """Return, for each batch size, the cost of each mode, the predicted memory and the predicted work."""
     tables: list[Section] = []
     for size in dict.fromkeys(row.batch_size for row in report.rows):
         rows = [row for row in report.rows if row.batch_size == size]
@@ -81,7 +81,7 @@ def bench_tables(report: BenchReport) -> list[Section]:
 
 
 def _section(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Section:
-    """A table whose short rows are filled up."""
+    """Return a table, filling up short rows."""
     filled: Rows = ((*map(_cell, row), *[""] * (len(heads) - len(row))) for row in rows)
     return Section((replace(tabulate(heads, filled), fold=False),), title)
 
@@ -156,23 +156,23 @@ def _work(title: str, rows: Sequence[BenchRow], target: str | None) -> Section:
 
 
 def bench_facts(report: BenchReport) -> Iterator[tuple[str, str]]:
-    """What each mode ran, what did not run and why, and what the numbers mean."""
+    """Describe what each mode ran, which did not and why, and what the numbers mean."""
     yield from {row.mode: escape_control(row.how) for row in report.rows if row.how}.items()
     for row in report.rows:
         if row.note:
             yield row.mode, f"batch size {row.batch_size}, {row.status}: {escape_control(row.note)}"
     first = report.rows[0].mode if report.rows else ""
-    yield "Speed", f"in multiples of {first}; accuracy: signal to error of the outputs against fp32"
+    yield "Speed", f"in multiples of {first}; accuracy: signal-to-noise ratio of the outputs against fp32"
     yield (
         "Memory",
-        "activations: all that is not named, casts of weights and temporaries, too; measured: of the peak",
+        "activations include casts of weights and temporaries; measured: peak relative to the prediction",
     )
     if any(row.workspace_bytes for row in report.rows):
         yield (
             "Workspace",
-            "part of the measured peak that kernels of this CPU took for themselves: not predicted",
+            "part of the measured peak that this CPU's kernels allocate internally: not predicted",
         )
     if report.interrupted:
-        yield "Note", "interrupted: what was finished is here"
+        yield "Note", "interrupted: only finished measurements are shown"
     for note in report.notes:
         yield "Note", escape_control(note)

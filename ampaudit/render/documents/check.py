@@ -1,4 +1,4 @@
-"""A check of several targets: one table for all, then what is wrong with each."""
+"""Renders a check of several targets: one table for all, then the problems of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CheckView(View[CheckResults]):
     """A suite with a case per target; a row per target."""
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """A table of the targets, the breaches, the errors with their next step."""
+        """Return a table of targets, then the breaches and errors with their next step."""
         results = self.document.targets
         metric = any(r.measured is not None and r.measured.metric_drop is not None for r in results)
         drop = ("metric drop",) if metric else ()
@@ -41,7 +41,7 @@ class CheckView(View[CheckResults]):
             yield Section((line(("PASS  ", "bold green"), f"{total} checked"),))
 
     def suites(self) -> tuple[Suite, ...]:
-        """All targets as one suite."""
+        """Return all targets as one suite."""
         check = self.document
         names = [escape_control(target.target) for target in check.targets]
         suite = Suite(
@@ -57,7 +57,7 @@ class CheckView(View[CheckResults]):
         return (suite,)
 
     def rows(self) -> Iterator[Row]:
-        """A row per target."""
+        """Return a row per target."""
         for target in self.document.targets:
             seen = target.measured
             names = ("headroom_bits", "headroom_site", "sqnr_db", "metric_fp32", "metric_lower", "fp32_share")

@@ -1,4 +1,4 @@
-"""Several policies on one model, side by side."""
+"""Renders several policies on one model, side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ComparisonView(View[Comparison]):
         self.scans = [ScanView(report) for report in document.reports]
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """One row per policy, then what breaks under each."""
+        """Return one row per policy, then what breaks under each."""
         reports = self.document.reports
         first, run = reports[0], reports[0].run
         against = "FP32" if first.backward is not None else "one FP32 run"
@@ -41,16 +41,16 @@ class ComparisonView(View[Comparison]):
                 yield Section((line((f"{report.run.policy}  ", "bold"), said),))
 
     def suites(self) -> tuple[Suite, ...]:
-        """A suite per policy."""
+        """Return a suite per policy."""
         return tuple(suite for scan in self.scans for suite in scan.suites())
 
     def rows(self) -> Iterator[Row]:
-        """A row per site and policy."""
+        """Return a row per site and policy."""
         for scan in self.scans:
             yield from scan.rows()
 
     def digest(self) -> Iterator[Section | Suite]:
-        """The policies side by side, and the digest of each."""
+        """Return the policies side by side, and the digest of each."""
         rows = []
         for report in self.document.reports:
             verdict = "✅ PASS" if report.exit_code == 0 else "❌ FAIL"
@@ -63,7 +63,7 @@ class ComparisonView(View[Comparison]):
             yield from scan.digest()
 
     def page(self) -> Page:
-        """The page of a scan, with policies to choose from."""
+        """Return the page of a scan, with a choice of policies."""
         return reports_page(self.document.reports)
 
 

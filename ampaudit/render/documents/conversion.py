@@ -1,4 +1,4 @@
-"""A conversion: what was written, how the weights are stored and why, and what the program computes."""
+"""Renders a conversion: its files, how weights are stored and why, and the program's accuracy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHOWN = 8
 
 
 class ConversionView(View[Conversion]):
-    """Facts only."""
+    """Facts without findings or rows."""
 
     about = "source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """What was converted, and what came of it."""
+        """Return what was converted, and the result."""
         made = self.document
         how = f"policy {made.policy}, {made.dtype}, {made.mode}"
         said = f"{escape_control(made.source)} to {escape_control(made.output)}: {how}"
@@ -61,7 +61,7 @@ def _program(made: Conversion) -> Iterator[tuple[str, str]]:
 
 
 def _files(sizes: dict[str, int]) -> str:
-    """The files that are ours, by size; how many others there are."""
+    """Return our files by size, and the number of others."""
     ours = {name: size for name, size in sizes.items() if name.startswith(_OURS)}
     others = len(sizes) - len(ours)
     parts = [f"{escape_control(name)} ({format_bytes(size)})" for name, size in list(ours.items())[:_SHOWN]]

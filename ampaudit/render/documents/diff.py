@@ -1,4 +1,4 @@
-"""A difference of two reports: what got worse, better or different, layer by layer."""
+"""Renders a difference of two reports: changes for the worse, the better or neither, by layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DiffView(View[Differences]):
     """A row per change."""
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Per policy: the verdicts, what got worse, better or different, layer by layer."""
+        """Return per policy the verdicts, then what got worse, better or different, by layer."""
         for pair in self.document.pairs:
             yield from self._verdict(pair)
             if verbosity >= 0:
@@ -57,7 +57,7 @@ class DiffView(View[Differences]):
             yield "Note", note
 
     def digest(self) -> Iterator[Section]:
-        """A table per policy, what got worse first."""
+        """Return a table per policy, changes for the worse first."""
         for pair in self.document.pairs:
             worse, better = pair.of("worse"), pair.of("better")
             counts = f": {len(worse)} worse, {len(better)} better"
@@ -77,7 +77,7 @@ class DiffView(View[Differences]):
             yield Section((*blocks, summary), title, level=2)
 
     def rows(self) -> Iterator[Row]:
-        """A row per change."""
+        """Return a row per change."""
         for pair in self.document.pairs:
             for change in pair.changes:
                 yield {
@@ -108,7 +108,7 @@ def _by_layer(changes: Sequence[SiteChange], verbose: bool) -> Iterator[Block]:
 
 
 def _layers(changes: Sequence[SiteChange]) -> dict[str, list[SiteChange]]:
-    """The layers with the least of what is left first, new findings before all."""
+    """Return layers with new findings first, then by least remaining headroom or accuracy."""
     found: defaultdict[str, list[SiteChange]] = defaultdict(list)
     for change in changes:
         found[change.layer].append(change)
@@ -120,5 +120,5 @@ def _urgency(change: SiteChange) -> tuple[bool, float]:
 
 
 def _short(change: SiteChange) -> str:
-    """The op within its layer."""
+    """Return the op within its layer."""
     return escape_control(change.site.removeprefix(f"{change.layer}/") if change.layer else change.site)

@@ -35,7 +35,7 @@ class LintView(View[LintReport]):
         yield Section((*unread, line(verdict, _summary(report), wrap=False)))
 
     def suites(self) -> tuple[Suite, ...]:
-        """All files as one suite."""
+        """Return all files as one suite."""
         report = self.document
         rank = threshold(report.fail_on)
         suite = Suite(
@@ -50,7 +50,7 @@ class LintView(View[LintReport]):
         return (suite,)
 
     def rows(self) -> Iterator[Row]:
-        """A row per finding."""
+        """Return a row per finding."""
         names = ("file", "cell", "line", "column", "code", "severity", "function", "cause", "advice")
         for finding in self.document.findings:
             yield {
@@ -61,7 +61,7 @@ class LintView(View[LintReport]):
 
 
 def _finding(finding: LintFinding) -> Iterator[Line]:
-    """Lines that are not wrapped: editors and scripts read one per finding."""
+    """Return one unwrapped line per finding, for editors and scripts."""
     cell = f"cell {finding.cell}:" if finding.cell is not None else ""
     hidden = f" [suppressed: {escape_control(finding.suppressed)}]" if finding.suppressed is not None else ""
     yield line(
@@ -80,7 +80,7 @@ def _finding(finding: LintFinding) -> Iterator[Line]:
 
 
 def _excerpt(finding: LintFinding) -> tuple[str, int, int]:
-    """The line without its indentation, where the finding begins in it, and how wide it is."""
+    """Return the line without indentation, and the column and width of the finding in it."""
     text = escape_control(finding.source.expandtabs(4))
     # tabs and escaped characters make the text before the finding wider
     before = len(escape_control(finding.source[: finding.column - 1].expandtabs(4)))

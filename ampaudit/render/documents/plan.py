@@ -1,4 +1,4 @@
-"""A plan: one row per op, the rules, the totals; and two plans side by side."""
+"""Renders a plan: one row per op, the rules and the totals; or two plans side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class PlanView(View[PlanReport]):
-    """A row per op; ``layer`` is a glob that chooses layers for the sections."""
+    """A row per op; ``layer`` is a glob that selects layers for the sections."""
 
     about = "model"
 
@@ -29,7 +29,7 @@ class PlanView(View[PlanReport]):
         self.layer = layer
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Heading, one row per op (equal ops of a stack's layers as one), the rules, the totals."""
+        """Return a heading, a row per op (merged over stacked layers), the rules and the totals."""
         plan, verbose = self.document, verbosity > 0
         sites = plan.matching(self.layer)
         shown = [s for s in sites if verbose or s.role not in _QUIET_ROLES or s.casts]
@@ -38,7 +38,7 @@ class PlanView(View[PlanReport]):
         blocks: list[Block] = [_site_table(shown, verbose)]
         if len(shown) < len(sites):
             hidden = len(sites) - len(shown)
-            blocks.append(line(f"and {hidden} sites that only hand on values; -v shows them", style="dim"))
+            blocks.append(line(f"and {hidden} sites that only pass on values; -v shows them", style="dim"))
         yield Section(tuple(blocks))
         if self.layer is not None:
             below = "below, the rules of these layers and the totals of the whole model"
@@ -47,7 +47,7 @@ class PlanView(View[PlanReport]):
         yield Section((facts(_totals(plan)),))
 
     def rows(self) -> Iterator[Row]:
-        """A row per op."""
+        """Return a row per op."""
         plan = self.document
         names = ("site", "layer", "op", "role", "precision", "rule", "reason", "casts", "cast_bytes")
         run = {"policy": plan.policy, "dtype": plan.dtype}
@@ -81,7 +81,7 @@ def _stacked(
     alike: Callable[[Item], tuple[str, ...]],
     verbose: bool,
 ) -> Iterator[tuple[str, str, list[Item]]]:
-    """Items of the same place in different layers of a stack together, with their name and number."""
+    """Group the corresponding items of stacked layers, with their name and count."""
     groups: dict[tuple[str, ...], list[Item]] = {}
     for item in items:
         place = site(item) if verbose else pattern_of(site(item))
@@ -106,7 +106,7 @@ def _rule_table(plan: PlanReport, sites: Sequence[PlannedSite]) -> Table:
 
 
 def _totals(plan: PlanReport) -> list[tuple[str, str]]:
-    """Precision, casts and weights in words."""
+    """Describe precision, casts and weights."""
     weights = plan.weights
     other = f", {plan.other} in another dtype" if plan.other else ""
     moved = f"{plan.casts} inserted, moving {format_bytes(plan.cast_bytes)} per forward pass of this batch"
@@ -114,14 +114,14 @@ def _totals(plan: PlanReport) -> list[tuple[str, str]]:
     masters = f"; training keeps {format_bytes(weights.masters)} of FP32 masters beside them"
     return [
         ("Precision", f"{plan.lower} computing sites in {plan.dtype}, {plan.float32} in float32{other}"),
-        ("Casts", f"{moved}; {plan.author_casts} of the author's own"),
+        ("Casts", f"{moved}; {plan.author_casts} in the model's code"),
         ("Weights", f"{sizes}{masters if weights.masters else ''}"),
         *(("Note", escape_control(note)) for note in plan.notes),
     ]
 
 
 def plans_compared(first: PlanReport, second: PlanReport, *, verbose: bool = False) -> Iterator[Section]:
-    """The ops that two policies run in different precisions on one model, and what each costs."""
+    """Return the ops that two policies run in different precisions, and the cost of each policy."""
     theirs = {site.site: site for site in second.sites}
     common = [(s, theirs[s.site]) for s in first.sites if s.site in theirs]
     compared = [(a, b) for a, b in common if a.role not in _QUIET_ROLES]

@@ -1,4 +1,4 @@
-"""A scan of one model under one policy: verdict, what broke, what came near, what was looked at."""
+"""Renders a scan under one policy: verdict, findings, sites near the limit, and coverage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ScanView(View[Report]):
     about = "model.source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """The verdict, findings, the tables of the level that was run, and a summary."""
+        """Return the verdict, findings, tables of the level that was run, and a summary."""
         report, full = self.document, verbosity > 0
         word, sentence = verdict_words(report)
         verdict = Section((line((word, VERDICT_STYLES[word]), f"  {sentence}"),))
@@ -59,7 +59,7 @@ class ScanView(View[Report]):
             yield all_sites(report)
 
     def suites(self) -> tuple[Suite, ...]:
-        """The layers as one suite."""
+        """Return the layers as one suite."""
         report = self.document
         rank = threshold(report.fail_on)
         layers = [site.layer for site in report.sites if site.forward is not None]
@@ -76,7 +76,7 @@ class ScanView(View[Report]):
         return (suite,)
 
     def rows(self) -> Iterator[Row]:
-        """A row per site."""
+        """Return a row per site."""
         codes = self.document.codes_by_site
         run = {"policy": self.document.run.policy, "dtype": self.document.run.dtype}
         for index, site in enumerate(self.document.sites):
@@ -95,7 +95,7 @@ class ScanView(View[Report]):
             }
 
     def digest(self) -> Iterator[Section | Suite]:
-        """The suite, the sites nearest the limit, and the numbers of the run."""
+        """Return the suite, the sites nearest the limit, and the numbers of the run."""
         report = self.document
         yield from self.suites()
         nearest = [
@@ -112,12 +112,12 @@ class ScanView(View[Report]):
         yield Section((facts(("", fact) for fact in _numbers(report)),))
 
     def page(self) -> Page:
-        """Charts of every site, findings with their pages, and a summary."""
+        """Return charts of every site, findings with their pages, and a summary."""
         return reports_page((self.document,))
 
 
 def reports_page(reports: Sequence[Report]) -> Page:
-    """A page for one policy or several to choose from."""
+    """Return a page for one policy, or for several to choose from."""
     from ampaudit.render.html.figures import figure_data
     from ampaudit.render.html.views import page_values
 

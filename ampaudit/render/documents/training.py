@@ -1,4 +1,4 @@
-"""Training runs: verdict, curves, what went wrong, and the health of each parameter."""
+"""Renders training runs: verdict, curves, findings, and the health of each parameter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrainingView(View[TrainingReport]):
     about = "model.source"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """Verdict, findings, curves, and the parameters that lose most."""
+        """Return verdict, findings, curves, and the parameters that lose most."""
         report, verdict = self.document, Section((self._verdict(),))
         if verbosity < 0:
             yield verdict
@@ -42,7 +42,7 @@ class TrainingView(View[TrainingReport]):
         yield Section((facts(_summary(report, len(alerts) - len(shown))),))
 
     def suites(self) -> tuple[Suite, ...]:
-        """The runs as one suite."""
+        """Return the runs as one suite."""
         report = self.document
         suite = Suite(
             name=self.name,
@@ -55,7 +55,7 @@ class TrainingView(View[TrainingReport]):
         return (suite,)
 
     def rows(self) -> Iterator[Row]:
-        """A row per parameter and run."""
+        """Return a row per parameter and run."""
         names = ("elements", "zero", "flushed", "broken", "update_ratio", "lost", "state_flushed")
         for variant in self.document.variants:
             for parameter in variant.health.parameters:
@@ -67,7 +67,7 @@ class TrainingView(View[TrainingReport]):
                 }
 
     def digest(self) -> Iterator[Section | Suite]:
-        """The suite, and a row per run."""
+        """Return the suite, and a row per run."""
         yield from self.suites()
         rows = [
             (
@@ -119,13 +119,13 @@ def _curves(variants: Sequence[Variant]) -> Iterator[Section]:
 
 
 def _range(variants: Sequence[Variant]) -> tuple[float, float]:
-    """Of FP32's losses, so that a run that explodes does not flatten the others."""
+    """Return the range of FP32's losses, so that an exploding run does not flatten the others."""
     losses = [step.loss for step in variants[0].health.steps if step.loss is not None] if variants else []
     return (min(losses), max(losses)) if losses else (0.0, 1.0)
 
 
 def sparkline(values: Sequence[float | None], low: float, high: float, width: int = _WIDTH) -> str:
-    """A curve in one line; ``!`` is not finite."""
+    """Draw a curve in one line; ``!`` marks values that are not finite."""
     count = min(width, len(values))
     found: list[str] = []
     for place in range(count):

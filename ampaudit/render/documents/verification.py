@@ -1,4 +1,4 @@
-"""A verified directory: the verdict, the problems, and what was checked."""
+"""Renders a verification: the verdict, the problems, and the checks made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class VerificationView(View[Verification]):
     about = "directory"
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
-        """The verdict, the problems, and what was checked."""
+        """Return the verdict, the problems, and the checks made."""
         found, directory = self.document, escape_control(self.document.directory)
         count = len(found.problems)
         if count:
@@ -45,6 +45,6 @@ class VerificationView(View[Verification]):
             yield line(f"  and {len(problems) - shown} more; -v shows them", style="dim")
 
     def rows(self) -> Iterator[Row]:
-        """A row per problem."""
+        """Return a row per problem."""
         for problem in self.document.problems:
             yield {"kind": problem.kind, "where": problem.where, "what": problem.what}

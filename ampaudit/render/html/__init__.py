@@ -1,1 +1,1 @@
-"""The report as one HTML file."""
+"""Renders a document as one HTML file."""

@@ -1,4 +1,4 @@
-"""The numbers that the charts of a bench page are drawn from."""
+"""Collects the numbers behind the charts of a benchmark page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["bench_data"]
 
 
 def bench_data(report: BenchReport) -> list[dict[str, Any]]:
-    """A row per mode that ran: megabytes by part, scaled to what was measured, and samples a second."""
+    """Return a row per mode: megabytes by part, scaled to the measured peak, and samples per second."""
     several = len({row.batch_size for row in report.rows}) > 1
     ran = [row for row in report.rows if row.status == "ok" and row.seconds and row.least and row.most]
     return [_row(row, several) for row in ran]

@@ -1,4 +1,4 @@
-"""Blocks as HTML."""
+"""Renders blocks as HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["html_of"]
 
 
 def html_of(blocks: Iterable[Block]) -> Markup:
-    """Blocks, and those in them; lines that are not wrapped are code, those that follow each other as one."""
+    """Render blocks recursively; consecutive unwrapped lines become one code block."""
     parts: list[Markup] = []
     for code, group in groupby(blocks, lambda block: isinstance(block, Line) and not block.wrap):
         if code:
@@ -43,7 +43,7 @@ def _joined(parts: Iterable[Markup]) -> Markup:
 
 
 def _text(line: Line) -> Markup:
-    """The pieces, each of a class per word of its style."""
+    """Render styled pieces, with one class per style word."""
     marked = Markup('<span class="{}">{}</span>')
     return Markup("").join(marked.format(style, text) if style else text for text, style in line.pieces)
 

@@ -1,4 +1,4 @@
-"""The numbers that the charts of the page are drawn from, packed by column so that the file stays small."""
+"""Packs the numbers behind the charts of a page by column, which keeps the file small."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALIKE = ("layer", "type", "op", "precision", "verdict", "rule", "why", "file", 
 
 
 def figure_data(report: Report) -> dict[str, Any]:
-    """What the scripts need of one report: the format, a row per measured site, the loss scales."""
+    """Return the data of one report for the scripts: the format, a row per measured site, loss scales."""
     form = format_named(report.run.dtype)
     static = report.run.level == "static"  # there, bounds are all that is known
     measured = [s for s in report.sites if s.forward or s.gradient or (static and s.bound is not None)]
@@ -99,7 +99,7 @@ def _gradient(site: SiteReport) -> dict[str, Any]:
 
 
 def _bins(exponents: dict[int, int]) -> list[int]:
-    """The first exponent, then the share of each from there on, in units of 1e-4."""
+    """Return the first exponent, then the share of each following one in units of 1e-4."""
     total = sum(exponents.values())
     kept = {e: n for e, n in exponents.items() if n >= _SHARES * total}
     if not kept:
@@ -109,7 +109,7 @@ def _bins(exponents: dict[int, int]) -> list[int]:
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Columns; of texts that repeat, a list of the different ones and an index into it."""
+    """Return columns; repeated texts are stored once, as a list and indices into it."""
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in (rows[0] if rows else {})}
     for name in _ALIKE if rows else ():
         texts = list(dict.fromkeys(columns[name]))
@@ -142,5 +142,5 @@ def _scales(backward: BackwardReport) -> dict[str, Any] | None:
 
 
 def _short(value: float | None) -> float | None:
-    """Four digits are more than a picture shows."""
+    """Round to four digits, the resolution of a picture."""
     return None if value is None else float(f"{value:.4g}")

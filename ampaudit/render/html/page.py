@@ -1,4 +1,4 @@
-"""A document as one HTML file that needs nothing else: no network, no server."""
+"""Renders a document as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HERE = Path(__file__).parent
 
 
 def to_html(document: Document) -> str:
-    """The page of its own that a document has, or one made of its sections."""
+    """Return a document's own page, or one made of its sections."""
     view = view_of(document)
     page = view.page()
     if page is None:
@@ -51,38 +51,38 @@ def to_html(document: Document) -> str:
 
 @cache
 def _scripts(names: tuple[str, ...], *, library: bool) -> tuple[str, ...]:
-    """The chart library, if it is needed, and our own scripts as one."""
+    """Return our own scripts as one, after the chart library if it is needed."""
     own = "\n".join((_HERE / "script" / name).read_text(encoding="utf-8") for name in names)
     wrapped = f'"use strict";\n(() => {{\n{own}\n}})();\n'
     return ((_HERE / "vendor" / "plot.js").read_text(encoding="utf-8"), wrapped) if library else (wrapped,)
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """A content security policy: these scripts and no others, and no request to anywhere."""
+    """Return a content security policy that allows only these scripts and no requests."""
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {allowed}"
 
 
 def _embedded(data: Any) -> Markup:
-    """JSON that cannot end the element it stands in."""
+    """Return JSON that cannot close its enclosing element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def _breakable(name: str) -> Markup:
-    """A name that a browser may break after a dot or a slash."""
+    """Allow line breaks in a name after dots and slashes."""
     return Markup(str(escape(name)).replace(".", ".<wbr>").replace("/", "/<wbr>"))
 
 
 def _pages(codes: Collection[str]) -> dict[str, Markup]:
-    """The page of each code, as HTML."""
+    """Return the page of each code as HTML."""
     known = all_pages()
     return {code: Markup(_page_body(known[code].text)) for code in sorted(codes) if code in known}
 
 
 def _page_body(text: str) -> str:
-    """A page without its title, which stands above it, and with headings that fit below that."""
+    """Return a page without its title, with headings one level down."""
     markdown = MarkdownIt("commonmark", {"html": False})
     tokens = markdown.parse(text)[3:]
     for token in tokens:

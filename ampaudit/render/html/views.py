@@ -1,4 +1,4 @@
-"""The words of the page of a scan, so that the template only arranges them."""
+"""Prepares the texts of a scan's page, so that the template only arranges them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ReportView:
 
 
 def page_values(reports: Sequence[tuple[Report, Suite]]) -> dict[str, Any]:
-    """What the template prints of each report and its findings."""
+    """Return the template's values for each report and its findings."""
     views = [_view(report, suite.alerts) for report, suite in reports]
     return {"views": views, "codes": {alert.code for view in views for alert in view.findings}}
 
@@ -108,4 +108,6 @@ def _share(part: int, whole: int) -> str:
 def _accuracy(report: Report) -> Tile:
     broken = report.broken_outputs
     holds = f"{escape_control(broken[0].name)} holds infinity or NaN" if broken else ""
-    return Tile("Output", report.accuracy, holds or "signal to error against FP32", "bad" if broken else "")
+    return Tile(
+        "Output", report.accuracy, holds or "signal-to-noise ratio against FP32", "bad" if broken else ""
+    )

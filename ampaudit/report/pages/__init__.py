@@ -1,4 +1,4 @@
-"""The page of each check: what it says, why that is bad, a bad and a good example, when to ignore it."""
+"""The page of each check: its meaning, why it matters, a bad and a good example, and when to ignore it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads pages: Markdown files with the same five headings each, one per check code."""
+"""Reads the documentation of checks: one Markdown page per code, with the same five headings each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from typing import Literal, cast
 
 from ampaudit.core.errors import UsageError, did_you_mean
 
-__all__ = ["LINTED", "Example", "Kind", "Level", "Page", "all_pages", "page_of", "parse_page", "title_of"]
+__all__ = [
+    "LINTED",
+    "Example",
+    "Kind",
+    "Level",
+    "Page",
+    "all_pages",
+    "command_of",
+    "family",
+    "page_of",
+    "parse_page",
+    "title_of",
+]
 
 Kind = Literal[
     "overflow",
@@ -27,13 +39,24 @@ Kind = Literal[
 ]
 Level = Literal["error", "warning", "note"]
 SECTIONS = ("What it says", "Why it is bad", "Bad example", "Good example", "When to ignore it")
-LINTED = "AMP8"  # codes that begin so are found by reading scripts, not by running models
+LINTED = "AMP8"  # prefix of the codes that `ampaudit lint` reports
+_FAMILIES = {
+    "1": "range of forward values",
+    "2": "underflow and precision",
+    "3": "constants and dtypes",
+    "4": "weights",
+    "5": "performance",
+    "6": "policy",
+    "7": "gradients",
+    "8": "training loops (ampaudit lint)",
+    "9": "coverage and suppressions",
+}
 _PLACE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A model file, and the options of the scan that it is an example for (``policy=half``)."""
+    """An example file, and the options of the command to run on it, such as ``policy=half``."""
 
     code: str
     options: Mapping[str, str] = field(default_factory=dict)
@@ -41,16 +64,16 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a check is about.
+    """The documentation of a check.
 
     Attributes:
-        code: such as ``AMP106``; never given to another check.
+        code: such as ``AMP106``; never reused for another check.
         title: a few words, as reports print them after the code.
-        severity: what its findings normally are; where they matter less on this input, they are notes.
-        kind: which family of faults.
+        severity: the usual severity of its findings; those that matter less on this input are notes.
+        kind: the kind of fault.
         text: the whole page as Markdown.
-        bad: a model on which the check fires.
-        good: the same model written so that it does not.
+        bad: an example on which the check fires.
+        good: the same, written so that it does not.
     """
 
     code: str
@@ -62,8 +85,26 @@ class Page:
     good: Example
 
 
+def family(code: str) -> str:
+    """Return what the checks with the same hundreds digit are about."""
+    return _FAMILIES[code[3]]
+
+
+def command_of(code: str, example: Example) -> str:
+    """Return the command that reproduces an example saved as ``model.py``."""
+    if code.startswith(LINTED):
+        return "ampaudit lint model.py"
+    options = {name: value for name, value in example.options.items() if name != "crash"}
+    words = ["ampaudit", "train" if options.pop("train", "") else "scan", "model.py"]
+    if mode := options.pop("mode", ""):
+        words.append(f"--{mode}")
+    for name, value in options.items():
+        words.append(f"--{name.replace('_', '-')}" + ("" if value == "true" else f" {value}"))
+    return " ".join(words)
+
+
 def page_of(code: str) -> Page:
-    """The page of a check.
+    """Return the page of a check.
 
     Raises:
         UsageError: no check has that code.
@@ -76,23 +117,23 @@ def page_of(code: str) -> Page:
 
 
 def title_of(code: str, otherwise: str) -> str:
-    """The title of a page; something else where this version has none, as for a later one's code."""
+    """Return the title of a page, or ``otherwise`` for a code that this version does not know."""
     page = all_pages().get(code)
     return page.title if page is not None else otherwise
 
 
 @cache
 def all_pages() -> Mapping[str, Page]:
-    """Every page by code, in order."""
+    """Return every page by code, in order."""
     found = (parse_page(path.read_text(encoding="utf-8")) for path in sorted(_PLACE.glob("AMP*.md")))
     return {page.code: page for page in found}
 
 
 def parse_page(text: str) -> Page:
-    """A page from its Markdown: ``# CODE: title``, ``severity, kind``, then the five sections.
+    """Parse the Markdown of a page: ``# CODE: title``, ``severity, kind``, then the five sections.
 
     Raises:
-        ValueError: a part is missing or not in its place.
+        ValueError: a part is missing or out of place.
     """
     from markdown_it import MarkdownIt
 
@@ -109,6 +150,6 @@ def parse_page(text: str) -> Page:
 
 
 def _options(info: str) -> dict[str, str]:
-    """Of ``python policy=half dtype=bfloat16``."""
+    """Parse the options of a code fence, such as ``python policy=half dtype=bfloat16``."""
     pairs = (word.partition("=") for word in info.split()[1:])
     return {name: value for name, _, value in pairs}

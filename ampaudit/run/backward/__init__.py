@@ -1,4 +1,4 @@
-"""Gradients of the mixed graph and of FP32, op by op, and the loss scales that suit them."""
+"""Computes gradients of the mixed graph and of FP32, op by op, and the loss scales that suit them."""
 
 from __future__ import annotations
 

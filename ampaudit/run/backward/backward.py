@@ -27,41 +27,41 @@ __all__ = ["BackwardPass", "GradientObserver", "GradientPair", "Gradients"]
 
 
 class GradientObserver:
-    """Sees gradients as they are made; what is returned goes on in the 16-bit run. This one ignores them."""
+    """Observes gradients as they are computed; the returned value continues in the 16-bit run."""
 
     def made(
         self, step: Step, of: fx.Node, pair: GradientPair, fault: FaultSource | None = None
     ) -> torch.Tensor:
-        """Look at one op's share of the gradient of ``of``; a custom backward names the op to blame in it."""
+        """Observe one op's share of the gradient of ``of``; a custom backward names the op inside it."""
         del step, of, fault
         return pair[1]
 
     def summed(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
-        """Look at the sum of all shares of a node's gradient, before its hooks run."""
+        """Observe the sum of all shares of a node's gradient, before its hooks run."""
         del node
         return pair[1]
 
     def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
-        """Look at the gradient of a node's value when it is complete."""
+        """Observe the complete gradient of a node's value."""
         del node, dtype
         return pair[1]
 
 
 @dataclass(slots=True)
 class Gradients:
-    """Gradients on their way: of each node, by the number of its output."""
+    """Gradients in flight, by node and output number."""
 
     pairs: dict[fx.Node, dict[int, GradientPair]] = field(default_factory=dict)
 
     def take(self, node: fx.Node, count: int) -> list[GradientPair | None]:
-        """What has arrived for a node's outputs."""
+        """Return the accumulated gradients of a node's outputs."""
         arrived = self.pairs.pop(node, {})
         return [arrived.get(index) for index in range(count)]
 
     def add(
         self, node: fx.Node, index: int, pair: GradientPair, rounding: torch.dtype | None, backend: Backend
     ) -> None:
-        """Add a share; the sum of two is rounded as the format does."""
+        """Add a share; the sum is rounded to the format."""
         arrived = self.pairs.setdefault(node, {})
         if index not in arrived:
             arrived[index] = pair
@@ -100,7 +100,7 @@ class BackwardPass:
         self._reference = Float32Backend()
 
     def run(self, loss: fx.Node, seed: GradientPair, observer: GradientObserver) -> None:
-        """From the loss, whose gradient is the seed, to the parameters."""
+        """Run from the loss, whose gradient is the seed, to the parameters."""
         gradients = Gradients()
         gradients.pairs[loss] = {0: seed}
         self._custom = CustomBackwardRun(self._customs, self._tape)
@@ -153,7 +153,7 @@ class BackwardPass:
         return pair[0], observer.complete(node, dtype, pair)
 
     def _through_function(self, entry: TapeEntry, gradients: Gradients, observer: GradientObserver) -> None:
-        """A custom function's outputs have their gradients: its own backward makes those of its inputs."""
+        """Compute the gradients of a custom function's inputs with its own backward."""
         out = [
             self._complete(node, gradients.take(node, 1), observer)[0]
             for node in marked_values(entry.step.node)
@@ -167,7 +167,7 @@ class BackwardPass:
                 gradients.add(share.node, 0, pair, self._dtypes[share.node][0], self._backend)
 
     def _as_stored(self, share: GradientShare) -> GradientPair:
-        """Autograd gives a gradient the dtype of its value."""
+        """Cast a gradient to the dtype of its value, as autograd does."""
         dtype = self._dtypes[share.node][0]
         first = self._reference.represent(share.pair[0], dtype)
         return first, self._backend.represent(share.pair[1], dtype)

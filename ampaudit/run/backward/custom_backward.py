@@ -1,4 +1,4 @@
-"""Runs custom backwards, those of autograd functions and of hooks, FP32 and 16 bits in lock-step."""
+"""Runs custom backwards, of autograd functions and hooks, in FP32 and 16 bits in lock-step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GradientPair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FaultSource:
-    """Where a custom backward makes a wrong gradient: its name, the op in it, and a line."""
+    """The origin of a wrong gradient in a custom backward: its name, the op, and a line."""
 
     name: str
     op: str
@@ -44,7 +44,7 @@ class FaultSource:
 
 @dataclass(frozen=True, slots=True)
 class GradientShare:
-    """What a custom backward adds to the gradient of a node."""
+    """A contribution of a custom backward to a node's gradient."""
 
     node: fx.Node
     pair: GradientPair
@@ -76,7 +76,7 @@ class CustomBackwards:
 
 
 class CustomBackwardRun:
-    """Runs the custom backwards along one tape, as gradients arrive.
+    """Runs the custom backwards along one tape as gradients arrive.
 
     Attributes:
         hooks: of a node's gradient, in order: the step that marks one, and its number.
@@ -130,7 +130,7 @@ class CustomBackwardRun:
     def _gradient(
         self, entered: TapeEntry, number: int, index: int, given: Sequence[GradientPair | None]
     ) -> Pair:
-        """Return what arrived, or zeros, in the memory format of the value."""
+        """Return the accumulated gradient, or zeros, in the memory format of the value."""
         shown = self._marks.get((FUNCTION_OUTPUTS, number)) or entered
         like, pair = shown.inputs[marked_values(shown.step.node)[index]], given[index]
         if pair is None:
@@ -142,7 +142,7 @@ class CustomBackwardRun:
     def _as_whole(
         self, custom: CustomBackward, entered: TapeEntry, given: Sequence[GradientPair | None]
     ) -> list[GradientShare]:
-        """Call a function that could not be traced on its own, if that is possible."""
+        """Call a function that could not be traced, if possible."""
         reason = custom.failure or ""
         self._all.untraced[custom.number] = (reason, "left out" if entered.step.target is TENSOR_HOOK else "")
         if custom.call is None:
@@ -170,7 +170,7 @@ class CustomBackwardRun:
 def _call_whole(
     call: FunctionCall, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """The gradients of what it is given, from those of its outputs, on kernels of the tensors' own dtypes.
+    """Compute the input gradients from the output gradients, on kernels of the tensors' own dtypes.
 
     Args:
         call: the function, with its arguments that are no tensors.
@@ -195,14 +195,14 @@ def _call_whole(
 
 
 class _FirstFault(Observer):
-    """An observer that changes nothing and keeps the first step that makes inf or NaN in 16 bits only."""
+    """An observer that keeps the first step with inf or NaN in 16 bits only."""
 
     def __init__(self) -> None:
         self._first: Site | None = None
         self._sites: dict[fx.Node, Site] = {}
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Look at one result."""
+        """Observe one result."""
         del call
         if step.site is not None:
             before = self._sites.get(step.node.all_input_nodes[0]) if step.node.all_input_nodes else None
@@ -213,7 +213,7 @@ class _FirstFault(Observer):
         return value
 
     def fault(self, custom: CustomBackward, made: fx.Node) -> FaultSource:
-        """Who is to blame: the first one, else what made the gradient."""
+        """Return the first fault, or else what made the gradient."""
         site = self._first or self._sites.get(made)
         if site is None:
             return FaultSource(custom.name, "", custom.source)
@@ -221,7 +221,7 @@ class _FirstFault(Observer):
 
 
 def _laid_out(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A gradient with strides like its value's: autograd may hand on a view, or one number expanded."""
+    """Return a gradient with the strides of its value, since autograd may pass views or expanded numbers."""
     like = torch.empty_like(value, dtype=gradient.dtype)
     return gradient if gradient.stride() == like.stride() else like.copy_(gradient)
 

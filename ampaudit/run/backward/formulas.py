@@ -1,4 +1,4 @@
-"""Derivatives that need no result, so that the forward of these ops is not computed again.
+"""Derivatives that do not need the op's result, so that its forward is not computed again.
 
 Each is what torch's ``derivatives.yaml`` says, in the same ATen ops; autograd is the test's oracle.
 """
@@ -35,7 +35,7 @@ def linear(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Ten
 
 
 def convolution(given: Mapping[str, Any], wanted: frozenset[str], gradient: torch.Tensor) -> Tensors:
-    """Torch's own backward of a convolution, which takes batches only."""
+    """Call torch's own backward of a convolution, which requires a batch dimension."""
     value, weight, bias = given["input"], given["weight"], given.get("bias")
     spatial = weight.dim() - 2
     if unbatched := value.dim() == spatial + 1:

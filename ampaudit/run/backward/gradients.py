@@ -1,4 +1,4 @@
-"""Audits the gradients of a run: follows it, goes back, and again with repairs if something broke."""
+"""Audits the gradients of a run, and repeats the backward pass with repairs if something broke."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class GradientAudit:
         self._behind: set[str] = set()  # parameters behind what could not be gone back through
 
     def following(self, observer: Observer, program: Program) -> Observer:
-        """A tape around the observer."""
+        """Wrap the observer in a tape."""
         if id(program) not in self._needed:
             self._needed[id(program)] = needs_gradient(program)
         self._tape = Tape(observer, self._needed[id(program)])
         return self._tape
 
     def run(self, executor: LockStep, outputs: list[Any], number: int) -> None:
-        """Go back from the loss, which is the last output."""
+        """Run the backward pass from the loss, which is the last output."""
         assert self._tape is not None, "a run is followed before it is gone back through"
         tape, program = self._tape, executor.program
         self._tape = None
@@ -62,7 +62,7 @@ class GradientAudit:
         loss, needed = program.outputs[-1], self._needed[id(program)]
         if loss not in needed:
             raise RunFailed(
-                "no parameter gets a gradient: the loss depends on none that asks for one",
+                "no parameter gets a gradient: the loss depends on none that requires one",
                 hint="check requires_grad of the parameters, and detach() or no_grad() before the loss",
             )
         dtypes = _dtypes(program)
@@ -136,7 +136,7 @@ class GradientAudit:
                 self.record.notes.append(note)
 
     def _note_unused(self, program: Program) -> None:
-        """A tied parameter is used if it is under one of its names."""
+        """Record unused parameters; a tied one counts as used under any of its names."""
         names = {p.name: id(program.traced.tensors[p.node]) for p in _parameters(program)}
         used = {names[name] for name in self.record.parameters if name in names}
         left = self._reached - set(self.record.parameters) - self._behind

@@ -1,4 +1,4 @@
-"""Measures gradients: peaks, inf, NaN and errors as for values, what was flushed, and every exponent."""
+"""Measures gradients: peaks, inf, NaN, errors, flushed elements, and the counts of all exponents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BINS = 256
 
 
 def exponent_counts(magnitudes: torch.Tensor) -> torch.Tensor:
-    """Of a float32 vector, how many elements x have 2^e < |x| <= 2^(e+1), at place e + 127; shape (256,).
+    """Count the elements x of a float32 vector with 2^e < |x| <= 2^(e+1) at index e + 127; shape (256,).
 
     The bins are open below and closed above, so that "x rounds to zero", x <= 2^k, is a question about
     whole bins. Zeros are left out; place 255 counts inf and NaN. All subnormal numbers of float32 have the
@@ -37,7 +37,7 @@ def exponent_counts(magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def counts_on_cpu(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``exponent_counts`` of a finite reference, and how many of them are zero in ``value``; shape (257,).
+    """Return ``exponent_counts`` of a finite reference, and how many are zero in ``value``; shape (257,).
 
     The same as on any device in a fraction of the time: block by block, in scratch that stays in the cache.
     """
@@ -72,7 +72,7 @@ class _Row:
 
 
 class GradientMeter:
-    """Looks at pairs of gradients. On a GPU the numbers stay there until ``finish``.
+    """Measures pairs of gradients. On a GPU the numbers stay there until ``finish``.
 
     Args:
         scale: the loss scale; exponents are counted without it.
@@ -104,7 +104,7 @@ class GradientMeter:
         low_precision: bool,
         keep: bool = False,
     ) -> None:
-        """Measure one gradient; one that is ``keep``-t is known again, as a parameter's behind its cast."""
+        """Measure one gradient; gradients with ``keep`` are recognized again behind a parameter's cast."""
         if reference.shape != value.shape:
             self.unpaired[name] = None
             return
@@ -132,11 +132,11 @@ class GradientMeter:
         return fields, torch.cat([exponent_counts(first.float()), flushed.reshape(1)])
 
     def sums(self, name: str, parameter: bool, source: str) -> None:
-        """A vector's gradient was made from that of a site's output: it may be a sum over its rows."""
+        """Record that a vector's gradient was made from a site's gradient, perhaps as a sum over its rows."""
         self._sums.append((name, parameter, source))
 
     def wrong(self, name: str, parameter: bool, *, infinite: int, nan: int) -> None:
-        """Elements that were repaired before they could be measured."""
+        """Count elements that were repaired before they could be measured."""
         before = self._wrong.get((name, parameter), (0, 0))
         self._wrong[name, parameter] = before[0] + infinite, before[1] + nan
 
@@ -157,16 +157,16 @@ class GradientMeter:
 
     @property
     def broken(self) -> bool:
-        """Whether something is inf or NaN in 16 bits only."""
+        """Return whether a gradient is inf or NaN in 16 bits only."""
         return any(f["pos_inf"] + f["neg_inf"] + f["nan"] > 0 for _, f, _ in self._fetched)
 
     @property
     def broken_reference(self) -> list[str]:
-        """Parameters whose gradient is inf or NaN in FP32, too."""
+        """Return parameters whose FP32 gradient is inf or NaN."""
         return [row.name for row, fields, _ in self._fetched if row.parameter and fields["ref_bad"] > 0]
 
     def into(self, record: GradientRecord) -> None:
-        """Merge what was measured."""
+        """Merge the measurements into a record."""
         for row, fields, counts in self._fetched:
             table: dict[Any, GradientStats] = record.parameters if row.parameter else record.sites
             found = table.setdefault(row.name, GradientStats(row.low_precision))

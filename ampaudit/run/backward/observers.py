@@ -1,4 +1,4 @@
-"""Observers of a backward pass: one measures gradients, one also repairs them and finds origins."""
+"""Observers of a backward pass: one measures gradients, the other also repairs them and finds origins."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _PASSES_ON = (Role.VIEW, Role.SELECT)
 
 
 class GradientNames:
-    """What a node's gradient is called in a record: its site, or the parameter that it is."""
+    """Maps nodes to the names of their gradients in a record: a site or a parameter."""
 
     def __init__(self, sites: dict[str, Site], placeholders: Sequence[Placeholder]) -> None:
         self._sites = sites
         self._parameters = {place.node: place.name for place in placeholders}
 
     def of(self, node: fx.Node) -> tuple[str, bool] | None:
-        """The name, and whether it is a parameter's; ``None`` for what only hands values on."""
+        """Return the name, and whether it is a parameter's; ``None`` for ops that only pass on values."""
         if node.name in self._parameters:
             return self._parameters[node.name], True
         site = self._sites.get(node.name)
         return None if site is None or site.role in _PASSES_ON else (site.id, False)
 
     def site(self, node: fx.Node) -> Site | None:
-        """The node's site."""
+        """Return the node's site."""
         return self._sites.get(node.name)
 
     def parameters_behind(self, nodes: Sequence[fx.Node]) -> set[str]:
-        """The parameters from which values are computed."""
+        """Return the parameters from which values are computed."""
         waiting, seen = list(nodes), set[fx.Node]()
         while waiting:
             node = waiting.pop()
@@ -51,12 +51,12 @@ class GradientNames:
         return {self._parameters[node.name] for node in seen if node.name in self._parameters}
 
     def op_site(self, node: fx.Node) -> SiteId:
-        """The site of an op, or of what a custom function has made; else the nearest one."""
+        """Return the site of an op or of a custom function's output; else the nearest one."""
         site = self._sites.get(marked_values(node)[0].name if is_mark(node.target) else node.name)
         return self.source_site(node) if site is None else site.id
 
     def source_site(self, node: fx.Node) -> SiteId:
-        """The site that made the values, or the first one that uses a parameter."""
+        """Return the site that made the values, or the first one that uses a parameter."""
         name, is_parameter = self.name_or_source(node)
         if not is_parameter:
             return SiteId(name)
@@ -66,7 +66,7 @@ class GradientNames:
         return next((site.id for site in users if site is not None), SiteId(name))
 
     def name_or_source(self, node: fx.Node) -> tuple[str, bool]:
-        """The same; for what only passes values on, that of what made the values."""
+        """Return the name or, for ops that only pass on values, that of their source."""
         while (found := self.of(node)) is None:
             site, sources = self._sites.get(node.name), node.all_input_nodes
             if not sources:
@@ -76,7 +76,7 @@ class GradientNames:
 
 
 class MeasuringObserver(GradientObserver):
-    """Measures every complete gradient and changes none."""
+    """Measures every complete gradient without changing any."""
 
     def __init__(self, meter: GradientMeter, names: GradientNames) -> None:
         self.meter = meter
@@ -107,7 +107,7 @@ class MeasuringObserver(GradientObserver):
 
 
 class RepairingObserver(GradientObserver):
-    """Measures as well; repairs each wrong element, and notes whose fault it was.
+    """Measures, repairs each wrong element, and records its origin.
 
     A wrong element gets FP32's value, limited to the format and rounded; so does all that is computed from a
     repaired gradient, so that what lies behind is audited as if the fault had not happened. The op that made

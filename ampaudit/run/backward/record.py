@@ -1,4 +1,4 @@
-"""What a backward pass showed: one entry per gradient, and the ops that broke one."""
+"""The record of a backward pass: one entry per gradient, and the ops that broke one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GradientOrigin", "GradientRecord", "GradientStats", "UntracedBackwar
 
 @dataclass(slots=True)
 class GradientStats:
-    """One gradient, summed over batches: that of a site's output, or of a parameter.
+    """Statistics of one gradient, summed over batches: of a site's output or a parameter.
 
     Attributes:
         low_precision: whether it is held in 16 bits.
@@ -36,7 +36,7 @@ class GradientStats:
 
     @property
     def flushed_share(self) -> float:
-        """Share of the elements that are not zero in FP32 and zero in 16 bits."""
+        """Return the share of elements that are zero in 16 bits but not in FP32."""
         return self.flushed / self.nonzero if self.nonzero else 0.0
 
 
@@ -115,7 +115,7 @@ class GradientRecord:
     untraced: list[UntracedBackward] = field(default_factory=list)
 
     def broken_at(self, origin: GradientOrigin) -> GradientStats | None:
-        """The gradient that broke there; ``None`` if it was not measured."""
+        """Return the gradient that broke there; ``None`` if it was not measured."""
         if origin.is_parameter:
             return self.parameters.get(origin.value)
         return self.sites.get(SiteId(origin.value))

@@ -1,4 +1,4 @@
-"""Finds the loss scales at which nothing overflows and little is flushed, from one run's exponents.
+"""Finds the loss scales at which nothing overflows and little is flushed, from the exponents of one run.
 
 A gradient g under the scale s is rounded as s * g. It becomes zero if |s * g| is at most half of the format's
 smallest subnormal number, and infinite from half an ulp beyond its largest. Scales are powers of two, so that
@@ -31,7 +31,7 @@ _SEARCHED = range(-40, 65)
 
 @dataclass(frozen=True, slots=True)
 class NamedGradient:
-    """A gradient that is held in 16 bits, with its name and layer."""
+    """A 16-bit gradient with its name and layer."""
 
     name: str
     layer: str
@@ -41,7 +41,7 @@ class NamedGradient:
 def advice_on_scale(
     gradients: Iterable[NamedGradient], form: NumberFormat, scale: float, share: float = SHARE
 ) -> ScaleAdvice | None:
-    """The scales that suit; ``None`` where no gradient is held in 16 bits.
+    """Return the suitable scales; ``None`` if no gradient is stored in 16 bits.
 
     Args:
         gradients: of sites and parameters, in graph order; others than 16-bit ones are left out.
@@ -103,13 +103,13 @@ def _together(gradients: Iterable[NamedGradient]) -> Counter[int]:
 
 
 def _flushed(exponents: Counter[int], form: NumberFormat, scale: float) -> int:
-    """Elements with 2^e < g <= 2^(e+1) that round to zero: those with 2^(e+1) * scale <= flush_below."""
+    """Count elements with 2^e < g <= 2^(e+1) that round to zero: 2^(e+1) * scale <= flush_below."""
     last = math.floor(math.log2(form.flush_below) - math.log2(scale)) - 1
     return sum(count for e, count in exponents.items() if e <= last)
 
 
 def highest_exponent(peak: float, form: NumberFormat) -> int:
-    """The largest k with peak * 2^k below what rounds to infinity; the searched end where nothing is."""
+    """Return the largest k for which peak * 2^k does not round to infinity, up to the search limit."""
     if peak == 0.0:
         return _SEARCHED[-1]
     k = min(math.floor(math.log2(form.overflow_at) - math.log2(peak)) + 1, _SEARCHED[-1])

@@ -27,7 +27,7 @@ __all__ = ["Tape", "TapeEntry", "needs_gradient", "unseen_write"]
 
 @dataclass(frozen=True, slots=True)
 class TapeEntry:
-    """One step as it was called.
+    """One step with the arguments of its call.
 
     Attributes:
         inputs: the pairs of values that it took, by node.
@@ -42,7 +42,7 @@ class TapeEntry:
 
 
 class Tape(Observer):
-    """An observer that does what another does, and keeps each step that a gradient passes, with its inputs.
+    """An observer that wraps another and records each differentiable step with its inputs.
 
     Marks of custom backwards are kept as well. No value is copied: a graph without in-place ops never
     changes one. So a run keeps its activations, FP32's and the 16-bit run's, as training does.
@@ -55,11 +55,11 @@ class Tape(Observer):
         self.marks: list[TapeEntry] = []
 
     def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Let the other observer measure blocks."""
+        """Delegate to the wrapped observer."""
         return self._observer.block_measure(step, reference)
 
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Let the other observer look, and remember the step."""
+        """Delegate to the wrapped observer, and record the step."""
         result = self._observer.observe(step, reference, value, call)
         if is_mark(step.target):
             self.marks.append(TapeEntry(step, dict(call.inputs), call.shared, call.state))
@@ -70,14 +70,14 @@ class Tape(Observer):
 
 
 def unseen_write(step: Step) -> bool:
-    """Whether the model's code writes in place with gradients off: autograd's graph stays as it was."""
+    """Return whether the model's code writes in place with gradients off, unseen by autograd."""
     if isinstance(step.target, WriteThrough):
         return step.target.unseen
     return isinstance(step.target, OnCopy) and not step.differentiable
 
 
 def needs_gradient(program: Program) -> frozenset[fx.Node]:
-    """The nodes that a trainable parameter reaches through ops with a derivative."""
+    """Return the nodes that a trainable parameter reaches through differentiable ops."""
     tensors = program.traced.tensors
     found: set[fx.Node] = set()
     places = {p.node: p for p in program.traced.placeholders}

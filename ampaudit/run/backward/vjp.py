@@ -1,4 +1,4 @@
-"""Computes one step's vector-Jacobian product: from its outputs' gradients to those of its inputs."""
+"""Computes a step's vector-Jacobian product: the gradients of its inputs from those of its outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vjp(
     wanted: Sequence[fx.Node],
     gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """The gradients of the wanted inputs, in float32 carriers or, for a native backend, in their dtypes.
+    """Return the gradients of the wanted inputs, in float32 carriers or, if native, in their dtypes.
 
     The step is called again on detached inputs, so that autograd sees this op and nothing else; random
     numbers are drawn again from the same state.
@@ -82,7 +82,7 @@ def _by_formula(
     wanted: Sequence[fx.Node],
     gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None] | None:
-    """Without calling the step again, where a formula says how."""
+    """Return the gradients by a closed formula, without calling the step again, if there is one."""
     step, gradient = entry.step, gradients[0]
     formula = FORMULAS.get(str(step.target))
     if formula is None or gradient is None or not isinstance(step.target, OpOverload):

@@ -1,1 +1,1 @@
-"""Traces custom backwards: of autograd functions, and hooks on tensors."""
+"""Traces custom backwards: those of autograd functions, and hooks on tensors."""

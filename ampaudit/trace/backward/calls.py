@@ -1,4 +1,4 @@
-"""Describes custom backward code: one call of an autograd function, and the hooks of a tensor."""
+"""Describes custom backward code: a call of an autograd function, or the hooks of a tensor."""
 
 from __future__ import annotations
 
@@ -172,14 +172,14 @@ def _code(function: Any) -> CodeType | None:
 
 
 def _or_before(result: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a hook returns, or its input where it returns nothing."""
+    """Return the result of a hook, or its input if it returns nothing."""
     if result is None:
         return before
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
 def _fitting(gradient: Any, value: torch.Tensor) -> torch.Tensor | None:
-    """The gradient as autograd uses it: summed over broadcast axes, in the value's dtype."""
+    """Return the gradient as autograd uses it: summed over broadcast axes, in the value's dtype."""
     if gradient is None:
         return None
     found: torch.Tensor = gradient if gradient.shape == value.shape else gradient.sum_to_size(value.shape)

@@ -36,7 +36,7 @@ class _Section:
 
     @property
     def gradients(self) -> list[Any]:
-        """The gradients it returns, ``None`` where there is none; those of leaves come last."""
+        """The returned gradients, ``None`` if absent; those of leaves come last."""
         return list(self.end.args[0])  # type: ignore[arg-type]
 
     @property
@@ -79,7 +79,7 @@ def separate_backwards(traced: TracedModel) -> TracedModel:
 def _followed(
     traced: TracedModel, sections: dict[int, _Section], owner: dict[fx.Node, int]
 ) -> Iterator[CustomBackward]:
-    """The custom backwards in order; one fails that reads an unknown value, or one of a failed backward."""
+    """Return the custom backwards in order; those that read unknown or failed values fail."""
     failed: dict[int, str] = {}
     for backward in traced.custom_backwards:
         values = sections[backward.number].values
@@ -107,7 +107,7 @@ def _sections(graph: fx.Graph) -> Iterator[_Section]:
 def _without(
     graph: fx.Graph, sections: dict[int, _Section], owner: dict[fx.Node, int]
 ) -> tuple[fx.Graph, dict[int, tuple[int, ...]]]:
-    """The graph with a mark that saves values for each backward, and the positions of leaves among them."""
+    """Return the graph with marks for each backward's saved values, and the positions of leaves."""
     made = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     positions: dict[int, tuple[int, ...]] = {}
@@ -129,7 +129,7 @@ def _without(
 def _separated(
     backward: CustomBackward, sections: dict[int, _Section], owner: dict[fx.Node, int], traced: TracedModel
 ) -> CustomBackward:
-    """The backward with a graph of its own, unless it could not be traced."""
+    """Return the backward with a graph of its own, unless it could not be traced."""
     if backward.failure is not None:
         return backward
     section = sections[backward.number]

@@ -37,7 +37,7 @@ _SCHEMAS = (
 
 
 def _nothing(*args: Any) -> None:
-    """Do nothing: a mark computes no value."""
+    """Compute nothing, as befits a mark."""
 
 
 for _schema in _SCHEMAS:
@@ -66,17 +66,17 @@ def saved_values(values: list[Any], number: int) -> None:
 
 
 def is_mark(target: Any) -> bool:
-    """Whether a node's target is a mark, which computes nothing."""
+    """Return whether a node's target is a mark, which computes nothing."""
     return target is saved_values or (isinstance(target, OpOverload) and target in _MARKS)
 
 
 def marked_values(node: fx.Node) -> list[fx.Node]:
-    """The values that a mark refers to."""
+    """Return the values that a mark refers to."""
     return list(node.args[0])  # type: ignore[arg-type]
 
 
 def mark_number(node: fx.Node) -> int:
-    """The number of the function call or hook that a mark belongs to."""
+    """Return the number of the function call or hook that a mark belongs to."""
     number = node.args[1] if node.target is not BACKWARD_END else node.args[2]
     assert isinstance(number, int)
     return number

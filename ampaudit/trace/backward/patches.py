@@ -1,4 +1,4 @@
-"""Replaces what torch offers for custom backwards while a model is traced: functions, hooks, checkpoints."""
+"""Patches torch's functions, hooks and checkpoints while a model with custom backwards is traced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AFTER_ACCUMULATION = "hooks that run once a parameter has its gradient are not f
 
 @dataclass(slots=True)
 class CustomCode:
-    """Custom backward code that a model was seen to use.
+    """The custom backward code that a model uses.
 
     Attributes:
         names: custom functions that were called, ``checkpoint`` for recomputed activations, or a hook.
@@ -51,7 +51,7 @@ class CustomCode:
 
 @contextmanager
 def watch_custom_backwards(tracer: BackwardTracer | None, layer: Callable[[], str]) -> Iterator[CustomCode]:
-    """Note custom backward code while active, and register it with a tracer.
+    """Record custom backward code while active, and register it with a tracer.
 
     Args:
         tracer: traces custom backwards; ``None`` to trace the forward pass only.
@@ -63,7 +63,7 @@ def watch_custom_backwards(tracer: BackwardTracer | None, layer: Callable[[], st
 
 
 class _Watch:
-    """Defines the replacements, and keeps what they learn."""
+    """Defines the replacements and collects their findings."""
 
     def __init__(self, tracer: BackwardTracer | None, layer: Callable[[], str]) -> None:
         self.seen = CustomCode()
@@ -73,7 +73,7 @@ class _Watch:
         self._running: list[FunctionApplication | None] = []  # functions whose forward is running
 
     def replacements(self) -> Iterator[Replacement]:
-        """Everything to replace."""
+        """Return all replacements."""
         yield from self._function_calls()
         yield from self._tensor_hooks()
         yield from self._contexts()
@@ -113,7 +113,7 @@ class _Watch:
 
     @contextmanager
     def _checkpoint(self) -> Iterator[None]:
-        """Count an open checkpoint: code inside runs twice in training."""
+        """Count open checkpoints, whose code runs twice in training."""
         self._open_checkpoints += 1
         try:
             yield
@@ -167,7 +167,7 @@ class _Watch:
         yield Replacement(saved_tensors_hooks, "__enter__", entered)
 
     def _contexts(self) -> Iterator[Replacement]:
-        """Keep what a ``ctx`` saves: the tensors that C++ returns for it are no values of the trace."""
+        """Record what a ``ctx`` saves, since C++ returns tensors that are no values of the trace."""
         context: Any = FunctionCtx
         save, dirty = context.save_for_backward, context.mark_dirty
         materialize, node = context.set_materialize_grads, BackwardCFunction
@@ -246,7 +246,7 @@ def _tensor_attributes(hooked: Callable[[], None]) -> Iterator[Replacement]:
 
 
 class _Node:
-    """An autograd node that reports hooks; nodes of custom functions report theirs without it."""
+    """An autograd node that reports hooks; nodes of custom functions report theirs directly."""
 
     def __init__(self, node: Any, hooked: Callable[[], None]) -> None:
         self._node = node

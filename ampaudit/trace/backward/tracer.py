@@ -1,4 +1,4 @@
-"""Traces custom backwards, of autograd functions and of hooks, at the end of a model's trace.
+"""Traces custom backwards, of autograd functions and hooks, at the end of a model's trace.
 
 Their incoming gradients are tensors without values, and what they do to them is recorded like the forward
 pass: by the same tracer, with values of the forward pass where these were saved.
@@ -33,7 +33,7 @@ __all__ = ["BackwardTracer", "Tracked"]
 
 
 class BackwardTracer:
-    """Collects custom backwards while a model is traced, and traces them in the end.
+    """Collects custom backwards while a model is traced, and then traces them.
 
     Args:
         follow: whether to trace them; if not, each counts as one that could not be traced.
@@ -80,7 +80,7 @@ class BackwardTracer:
         parameters: Sequence[torch.Tensor],
         within: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """Trace all custom backwards, the last one first, as autograd runs them.
+        """Trace all custom backwards in the order of autograd, the last one first.
 
         Args:
             loss: the output that is differentiated.
@@ -121,7 +121,7 @@ class BackwardTracer:
         reached: Mapping[int, frozenset[int]],
         parameters: Sequence[torch.Tensor],
     ) -> tuple[Any, list[torch.Tensor]]:
-        """The gradients that it returns, those of leaves last, and these leaves; or the error."""
+        """Return the gradients, those of leaves last, and these leaves; or the error."""
         if not self.follow:
             return RuntimeError("torch.export cannot record it"), []
         if isinstance(item, FunctionApplication) and not item.dirty and id(item.context) not in reached:
@@ -138,7 +138,7 @@ class BackwardTracer:
 
 
 def _reached_outputs(loss: torch.Tensor) -> dict[int, frozenset[int]]:
-    """Map each autograd node behind a value, by identity, to those of its outputs that get a gradient."""
+    """Map each autograd node behind a value, by identity, to its outputs with a gradient."""
     found: defaultdict[int, set[int]] = defaultdict(set)
     for node in _behind(loss):
         for following, index in node.next_functions:
@@ -173,7 +173,7 @@ class Tracked:
         self._known: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def of(self, value: Any) -> Any:
-        """Replace tensors among an op's arguments by the values of the trace that they stand for."""
+        """Replace tensors among an op's arguments by the corresponding values of the trace."""
         return pytree.tree_map_only(torch.Tensor, self._value, value)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
