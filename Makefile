@@ -13,9 +13,9 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 # without what starts programs or browsers, converts, trains, or compares whole architectures
-HEAVY := audit/test_bad_input audit/test_cures audit/test_healthy audit/test_quiet bench/test_largest \
-	bench/test_modes bench/test_predict ci/test_check ci/test_plugin cli/test_cli cli/test_terminal \
-	export/test_fold export/test_plan_file export/test_sentence_model export/test_verify lint/test_lint_cli \
+HEAVY := audit/test_bad_input audit/test_cures audit/test_healthy audit/test_quiet benchmarking/test_largest \
+	benchmarking/test_modes benchmarking/test_predict ci/test_check ci/test_plugin cli/test_cli cli/test_terminal \
+	export/test_fold export/test_plan_file export/test_sentence_model export/test_verify linter/test_lint_cli \
 	render/test_html report/test_saved run/test_compare run/test_eager_agrees run/test_run \
 	run/backward/test_gradients source/test_stream test_api test_docs_blocks trace/test_trace \
 	training/test_recipes

@@ -7,10 +7,8 @@ The public names and where they come from stand in ``__init__.pyi``. They are lo
 from __future__ import annotations
 
 import ast
-import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
@@ -21,20 +19,6 @@ _HOMES = {
     for alias in node.names
 }
 __all__ = sorted(_HOMES)
-
-
-class _PublicModule(ModuleType):
-    """A module type that keeps ``ampaudit.lint`` and ``ampaudit.bench`` bound to functions.
-
-    Importing a package of the same name would put the package in their place.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _PublicModule
 
 
 def __getattr__(name: str) -> Any:

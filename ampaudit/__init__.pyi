@@ -2,8 +2,8 @@ from ampaudit.audit.config import PlanConfig as PlanConfig
 from ampaudit.audit.config import ScanConfig as ScanConfig
 from ampaudit.audit.plan import plan as plan
 from ampaudit.audit.scan import scan as scan
-from ampaudit.bench.config import BenchConfig as BenchConfig
-from ampaudit.bench.run import bench as bench
+from ampaudit.benchmarking.config import BenchConfig as BenchConfig
+from ampaudit.benchmarking.run import bench as bench
 from ampaudit.ci.assertion import UnsafeModel as UnsafeModel
 from ampaudit.ci.assertion import assert_safe as assert_safe
 from ampaudit.ci.check import check as check
@@ -26,8 +26,8 @@ from ampaudit.export.config import ConvertConfig as ConvertConfig
 from ampaudit.export.config import VerifyConfig as VerifyConfig
 from ampaudit.export.convert import convert as convert
 from ampaudit.export.verify import verify as verify
-from ampaudit.lint.config import LintConfig as LintConfig
-from ampaudit.lint.lint import lint as lint
+from ampaudit.linter.config import LintConfig as LintConfig
+from ampaudit.linter.lint import lint as lint
 from ampaudit.policy import Policy as Policy
 from ampaudit.policy import load_policy as load_policy
 from ampaudit.report.bench import BenchReport as BenchReport

@@ -96,7 +96,9 @@ from torch.utils.data import Dataset
 
 def project(folder: Path, count: int, *, only_loops: bool) -> int:
     """Writes the files; the number of their bytes."""
-    loops = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests/lint/correct").glob("*.py"))]
+    loops = [
+        path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests/linter/correct").glob("*.py"))
+    ]
     around = itertools.cycle(loops)
     size = 0
     for number in range(count):

@@ -18,15 +18,15 @@ FLOORS = {
     "core": 0,
     "policy": 1, "checkpoint": 1,
     "report": 2,
-    "render": 3, "trace": 3, "lint": 3,
+    "render": 3, "trace": 3, "linter": 3,
     "source": 4, "bounds": 4,
     "run": 5,
     "audit": 6,
     "export": 7, "training": 7,
-    "bench": 8, "ci": 8,
+    "benchmarking": 8, "ci": 8,
     "cli": 9,
 }  # fmt: skip
-WITHOUT_TORCH = {"core", "policy", "report", "render", "lint", "cli"}
+WITHOUT_TORCH = {"core", "policy", "report", "render", "linter", "cli"}
 # the only module that replaces attributes of torch, and those that tell it what to replace while a model is
 # loaded or traced
 PATCHER = "ampaudit.trace.internals"
@@ -43,13 +43,13 @@ PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispa
 # further modules that name private ones
 PRIVATE = {
     PATCHER,
-    "ampaudit.bench.memory",
-    "ampaudit.bench.predict",
+    "ampaudit.benchmarking.memory",
+    "ampaudit.benchmarking.predict",
     "ampaudit.run.low_precision",
     "ampaudit.source.exported",
 }
 # the inside of the linter: one object calls the others, and they call it back
-KNOWN_CIRCLES = {"ampaudit.lint.flow"}
+KNOWN_CIRCLES = {"ampaudit.linter.flow"}
 
 
 def name_of(path: Path) -> str:

@@ -16,7 +16,7 @@ numeric=(
     tests/audit/test_{findings,models,proofs,silent}.py tests/trace/test_{half,oracle_ops,unusual_models}.py
     tests/training/test_{prepare,scaler}.py tests/export/test_storage.py
 )
-memory=(tests/bench -k "predicted or kernel or peak or bytes")
+memory=(tests/benchmarking -k "predicted or kernel or peak or bytes")
 text=(
     tests/audit/test_bad_input.py tests/core/test_files.py tests/render/test_{golden,outputs}.py
     tests/report/test_{report,saved}.py tests/cli/test_{cli,rules_cli,terminal}.py

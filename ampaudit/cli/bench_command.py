@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ampaudit.bench.config import BenchConfig
+from ampaudit.benchmarking.config import BenchConfig
 from ampaudit.cli.options import (
     config_from,
     config_options,
@@ -60,7 +60,7 @@ def _measured(location: str, options: dict[str, Any]) -> BenchReport:
     with ProgressBar(location) as progress:
         config = config_from(BenchConfig, options, policy=policy, on_progress=progress.update)
 
-        from ampaudit.bench.run import bench
+        from ampaudit.benchmarking.run import bench
         from ampaudit.source.open import open_source
 
         return bench(open_source(location, config_from(SourceConfig, options)), config=config)

@@ -22,10 +22,10 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
-from ampaudit.lint.config import LintConfig, read_lint_config
+from ampaudit.linter.config import LintConfig, read_lint_config
 
 if TYPE_CHECKING:
-    from ampaudit.lint.linting import LintedFile
+    from ampaudit.linter.linting import LintedFile
     from ampaudit.report.lint import LintReport
 
 __all__ = ["lint_command"]
@@ -61,7 +61,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     """
     from ampaudit.core.files import check_writable
     from ampaudit.core.pyproject import find_config
-    from ampaudit.lint.lint import lint_report
+    from ampaudit.linter.lint import lint_report
 
     if options["output"] is not None:
         check_writable(options["output"], force=options["force"])
@@ -86,7 +86,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
 
 
 def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> Iterable[LintedFile]:
-    from ampaudit.lint.linting import RuleSelection, lint_bytes, lint_files
+    from ampaudit.linter.linting import RuleSelection, lint_bytes, lint_files
 
     change, selection = options["fix"] or options["diff"], RuleSelection.parse(config.select, config.ignore)
     if _STDIN in paths:
@@ -98,7 +98,7 @@ def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any])
 
 def _print_diff(linted: list[LintedFile], report: LintReport) -> int:
     from ampaudit.core.text import escape_control
-    from ampaudit.lint.source_text import diff_lines
+    from ampaudit.linter.source_text import diff_lines
 
     changed = [file for file in linted if file.after != file.before]
     for file in changed:

@@ -8,13 +8,13 @@ import click
 import pytest
 
 from ampaudit.audit.config import PlanConfig, ScanConfig
-from ampaudit.bench.config import BenchConfig
+from ampaudit.benchmarking.config import BenchConfig
 from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.cli.options import config_from, given
 from ampaudit.core.config import Config, SourceConfig, option_of
 from ampaudit.core.errors import UsageError
 from ampaudit.export.config import ConvertConfig, VerifyConfig
-from ampaudit.lint.config import LintConfig, read_lint_config
+from ampaudit.linter.config import LintConfig, read_lint_config
 from ampaudit.training.config import TrainConfig
 from tests.support import cli as support
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from ampaudit.cli.main import COMMANDS, main
 from ampaudit.cli.terminal import as_text
-from ampaudit.lint.linting import RuleSelection, lint_text
+from ampaudit.linter.linting import RuleSelection, lint_text
 from ampaudit.render.html.page import to_html
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file, for_terminal

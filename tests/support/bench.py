@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ampaudit.audit.inputs import as_source
-from ampaudit.bench.run import bench
+from ampaudit.benchmarking.run import bench
 from ampaudit.core.config import SourceConfig
 from ampaudit.report.bench import BenchRow
 from ampaudit.source import ModelSource

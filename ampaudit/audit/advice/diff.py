@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ampaudit.audit.advice.interface import LineChange, Proposal
 from ampaudit.audit.advice.source_edits import replacements
-from ampaudit.lint.source_text import Unreadable, decode, diff_lines
+from ampaudit.linter.source_text import Unreadable, decode, diff_lines
 from ampaudit.render.paths import relative_path
 from ampaudit.trace.stack import is_library
 
@@ -43,7 +43,7 @@ def _text_of(change: LineChange) -> str | None:
 def _rewritten(text: str, change: LineChange) -> str | None:
     import libcst
 
-    from ampaudit.lint.fixes import apply_every_fix
+    from ampaudit.linter.fixes import apply_every_fix
 
     try:
         fixes = replacements(text, change)

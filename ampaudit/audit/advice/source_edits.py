@@ -11,7 +11,7 @@ import ast
 from ampaudit.audit.advice.interface import LineChange
 from ampaudit.audit.advice.source_file import SourceFile, parenthesized, replacement
 from ampaudit.audit.advice.source_scaling import scale_operand
-from ampaudit.lint.diagnostic import Fix
+from ampaudit.linter.diagnostic import Fix
 
 __all__ = ["replacements"]
 

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from ampaudit.lint.diagnostic import Fix
-from ampaudit.lint.source_text import character_column, split_lines
+from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.source_text import character_column, split_lines
 
 __all__ = ["SourceFile", "bound_by", "parenthesized", "replacement"]
 

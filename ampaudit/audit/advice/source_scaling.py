@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampaudit.audit.advice.interface import LineChange
 from ampaudit.audit.advice.source_file import SourceFile, bound_by, parenthesized, replacement
-from ampaudit.lint.diagnostic import Fix
+from ampaudit.linter.diagnostic import Fix
 
 __all__ = ["scale_operand"]
 

@@ -1,0 +1,95 @@
+"""Options of ``bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypedDict
+
+from annotated_types import Ge
+from pydantic import AfterValidator, BeforeValidator, InstanceOf
+
+from ampaudit.audit.config import Rules
+from ampaudit.benchmarking.devices.catalogue import Device, device_named
+from ampaudit.benchmarking.names import DEFAULT_MODES, parse_modes
+from ampaudit.core.config import (
+    Config,
+    DeviceName,
+    DtypeName,
+    Function,
+    OnProgress,
+    Option,
+    Seed,
+    python_only,
+    silent,
+    split_commas,
+)
+from ampaudit.core.errors import UsageError
+
+__all__ = ["BenchConfig", "BenchOptions"]
+
+
+def _sizes(given: Any) -> Any:
+    """Parse ``8,32`` or accept numbers; duplicates are dropped."""
+    try:
+        sizes = [int(size) for size in split_commas(given)]
+    except (TypeError, ValueError):
+        sizes = [0]
+    if min(sizes, default=1) < 1 or (isinstance(given, str) and not sizes):
+        raise UsageError(f"--batch-size {given}: give whole numbers from 1 on, such as 8,32")
+    return tuple(dict.fromkeys(sizes))
+
+
+def _target(given: Any) -> Any:
+    return device_named(given) if isinstance(given, str) else given
+
+
+class BenchConfig(Config):
+    """Options of ``bench``."""
+
+    train: Annotated[bool, Option("Training steps instead of forward passes.")] = False
+    modes: Annotated[
+        Sequence[str],
+        BeforeValidator(split_commas),
+        AfterValidator(parse_modes),
+        Option("Also: converted+compile.", commas=True),
+    ] = DEFAULT_MODES
+    sizes: Annotated[
+        Sequence[int],
+        BeforeValidator(_sizes),
+        Option(
+            "Batch sizes.  [default: the model file's]",
+            metavar="N[,N]",
+            flags=("--batch-size",),
+            commas=True,
+        ),
+    ] = ()
+    target: Annotated[
+        InstanceOf[Device] | None,
+        BeforeValidator(_target),
+        Option("Estimate the time on a device: ampaudit devices.", metavar="DEVICE", flags=("--for",)),
+    ] = None
+    max_batch: Annotated[bool, Option("Search for the largest batch (on a CPU only with --for).")] = False
+    repeats: Annotated[int, Ge(1), Option("Timed steps of each mode.")] = 10
+    policy: Annotated[Rules, Option("Policy of converted modes: name or rule file.")] = "ampaudit"
+    dtype: DtypeName = "float16"
+    device: DeviceName = "auto"
+    seed: Seed = 0
+    loss: Annotated[Function | None, python_only("loss(output) or loss(output, batch), for train.")] = None
+    on_progress: OnProgress = silent
+
+
+class BenchOptions(TypedDict, total=False):
+    """The fields of ``BenchConfig`` as keywords."""
+
+    train: bool
+    modes: str | Sequence[str]
+    sizes: str | Sequence[int]
+    target: str | Device | None
+    max_batch: bool
+    repeats: int
+    policy: Rules
+    dtype: str
+    device: DeviceName
+    seed: int
+    loss: Function | None
+    on_progress: OnProgress

@@ -1,0 +1,139 @@
+"""Describes this machine as torch sees it."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ampaudit.benchmarking.devices.catalogue import Device, nearest_device
+
+__all__ = ["Devices", "Host", "HostDevice", "this_machine"]
+
+_CPUINFO = Path("/proc/cpuinfo")
+# flags of /proc/cpuinfo that mean arithmetic in 16 bits, in words
+_FLAGS = {
+    "amx_tile": "AMX",
+    "amx_bf16": "AMX bfloat16",
+    "amx_fp16": "AMX float16",
+    "avx512_fp16": "AVX512 float16",
+    "avx512_bf16": "AVX512 bfloat16",
+    "avx_ne_convert": "AVX conversions of 16-bit floats",
+    "f16c": "conversions of float16",
+    "fphp": "float16 arithmetic",
+    "bf16": "bfloat16 arithmetic",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HostDevice:
+    """One device of this machine.
+
+    Attributes:
+        kind: ``cuda``, ``mps`` or ``cpu``.
+        name: as torch or the system calls it.
+        memory_bytes: all of it.
+        facts: what it can do, in words.
+        entry: id of the catalogue's entry for it; null if there is none.
+    """
+
+    kind: str
+    name: str
+    memory_bytes: int | None
+    facts: tuple[str, ...]
+    entry: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The devices, and torch's switches that change results in float32 and 16 bits."""
+
+    torch: str
+    devices: tuple[HostDevice, ...]
+    switches: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The document of ``ampaudit devices``."""
+
+    schema: Literal[1]
+    machine: Host
+    catalogue: tuple[Device, ...]
+
+
+def this_machine() -> Host:
+    """Describe everything that torch can use."""
+    import torch
+
+    cuda = [_cuda(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    mps = torch.backends.mps.is_available()
+    other = [HostDevice("mps", "Apple GPU", None, ("float16 and bfloat16 storage",), "m2")] if mps else []
+    return Host(torch.__version__, (*cuda, *other, _cpu()), _switches())
+
+
+def _cuda(index: int) -> HostDevice:
+    import torch
+
+    about = torch.cuda.get_device_properties(index)
+    capability = (int(about.major), int(about.minor))
+    entry = nearest_device(about.name, None if torch.version.hip else capability)
+    system = "ROCm" if torch.version.hip else f"compute capability {capability[0]}.{capability[1]}"
+    facts = (
+        system,
+        f"{about.multi_processor_count} multiprocessors",
+        "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bfloat16",
+    )
+    return HostDevice("cuda", about.name, int(about.total_memory), facts, entry.id if entry else None)
+
+
+def _cpu() -> HostDevice:
+    import psutil
+    import torch
+
+    flags = cpu_flags()
+    facts = tuple(text for flag, text in _FLAGS.items() if flag in flags)
+    entry = "spr" if "amx_tile" in flags else "zen4" if "avx512_bf16" in flags else "cpu"
+    name = _described(_CPUINFO, "model name") or platform.processor() or platform.machine()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return HostDevice(
+        "cpu", name, int(psutil.virtual_memory().total), (f"torch uses {capability}", *facts), entry
+    )
+
+
+def cpu_flags(path: Path = _CPUINFO) -> frozenset[str]:
+    """Read the instruction sets that Linux lists; empty elsewhere."""
+    return frozenset(_described(path, "flags", "features").split())
+
+
+def _described(path: Path, *labels: str) -> str:
+    """Read the first of some labels in a system file; empty if it is missing."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    values = (line.partition(":")[2].strip() for line in lines if line.lower().startswith(labels))
+    return next(values, "")
+
+
+def _switches() -> dict[str, str]:
+    """Read torch's switches without setting any."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    reduced = "partial sums of a split product may be added in 16 bits"
+    meaning = {
+        "allow_tf32": "float32 products may keep 10 bits of each factor",
+        "allow_fp16_reduced_precision_reduction": reduced,
+        "allow_bf16_reduced_precision_reduction": reduced,
+    }
+    switches = {
+        f"torch.backends.cuda.matmul.{name}": f"{getattr(matmul, name, 'unknown')}: {text}"
+        for name, text in meaning.items()
+    }
+    switches["torch.backends.cudnn.allow_tf32"] = (
+        f"{torch.backends.cudnn.allow_tf32}: the same of convolutions"
+    )
+    switches["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
+    return switches

@@ -1,0 +1,108 @@
+"""Counts the work of a step op by op, and estimates its best possible time on a device.
+
+The roofline model (Williams, Waterman and Patterson, 2009): an op takes the longer of its arithmetic at the
+device's peak rate and of its bytes at the peak bandwidth. Real kernels are slower; launches and caches are
+left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ampaudit.benchmarking.devices.catalogue import Device
+from ampaudit.report.bench import Work
+from ampaudit.trace.values import dtype_name
+
+__all__ = ["OpCounter", "roofline_seconds", "total_work"]
+
+_CASTS = (torch.ops.aten._to_copy.default,)
+_FREE = (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """The cost of one op: its arithmetic, and the bytes that it reads and writes."""
+
+    flops: int
+    precision: str
+    product: bool
+    moved: int
+    cast: bool
+
+
+@dataclass
+class OpCounter(TorchDispatchMode):
+    """Records the cost of the ops that run under it."""
+
+    ops: list[OpCost] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op, and record its cost."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not func.is_view and func not in _FREE:
+            self.ops.append(_op(func, args, kwargs, out))
+        return out
+
+
+def _op(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    made = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+    count = flop_registry.get(func._overloadpacket)
+    if func is torch.ops.aten.convolution_backward.default:
+        flops = _convolution_backward(args)
+    else:
+        flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+    floats = [t.dtype for t in given if t.is_floating_point()]
+    dtype = floats[0] if floats else torch.float32
+    cast = func in _CASTS and bool(made) and bool(given) and made[0].dtype != given[0].dtype
+    moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*given, *made)}.values())
+    return OpCost(flops, dtype_name(dtype), count is not None, moved, cast)
+
+
+def _convolution_backward(args: Any) -> int:
+    """Count each requested gradient like a forward pass.
+
+    Torch's counter takes a grouped convolution's weight gradient for a full one: too much, by the number of
+    groups.
+    """
+    gradient, value, weight = args[:3]
+    transposed, wanted = args[7], args[10]
+    per_element = weight[0].numel()  # a channel of the output, or of the input where it is transposed
+    outputs = value.numel() if transposed else gradient.numel()
+    return int(2 * outputs * per_element * (bool(wanted[0]) + bool(wanted[1])))
+
+
+def total_work(ops: list[OpCost], *, tf32: bool) -> Work:
+    """Sum the costs of a step."""
+    flops = sum(op.flops for op in ops)
+    fast = flops if tf32 else sum(op.flops for op in ops if op.precision in ("float16", "bfloat16"))
+    return Work(
+        flops=flops,
+        fast_share=fast / flops if flops else 0.0,
+        bytes_moved=sum(op.moved for op in ops),
+        cast_bytes=sum(op.moved for op in ops if op.cast),
+    )
+
+
+def roofline_seconds(ops: list[OpCost], device: Device, *, tf32: bool) -> float | None:
+    """Sum the longer of arithmetic and traffic over the ops; ``None`` where a rate is not known."""
+    if device.bandwidth_gbs is None or device.fp32 is None:
+        return None
+    total = 0.0
+    for op in ops:
+        precision = "tf32" if tf32 and op.product else op.precision
+        precision = precision if precision in ("float32", "tf32", "float16", "bfloat16") else "float32"
+        rate = device.rate(precision, product=op.product)
+        assert rate is not None
+        total += max(op.flops / (rate * 1e12), op.moved / (device.bandwidth_gbs * 1e9))
+    return total

@@ -1,0 +1,211 @@
+"""Builds the modes to compare, each from its own copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from ampaudit.audit.plan import trace_under
+from ampaudit.benchmarking.batches import moved, resized
+from ampaudit.benchmarking.devices.catalogue import Device
+from ampaudit.core.errors import first_line
+from ampaudit.core.formats import NumberFormat
+from ampaudit.export.fold import fold_casts, folded_weights
+from ampaudit.export.program import GraphModel
+from ampaudit.policy import RuleSet, load_policy
+from ampaudit.run.guards import exact_float32, tf32
+from ampaudit.source import Batch, ModelSource
+from ampaudit.trace.converted import convert
+from ampaudit.trace.storage import stored_dtypes
+from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.values import dtype_name, torch_dtype
+from ampaudit.training.prepare import is_master_free
+from ampaudit.training.step import (
+    TrainingStep,
+    make_optimizer,
+    model_with_loss,
+    prepare_step,
+)
+
+__all__ = ["BenchSetup", "ModeRunner", "NotSupported", "build_mode", "with_batch_size"]
+
+_STORED = {"half": torch.float16, "bf16": torch.bfloat16}
+
+
+class NotSupported(Exception):
+    """Raised for a mode that this device or model does not support; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSetup:
+    """The model and the conditions of a measurement.
+
+    Attributes:
+        source: the model with its batches, already of the wanted size.
+        device: where.
+        form: the 16-bit format of autocast and of conversions.
+        rules: the policy of conversions.
+        train: whether a step is a training step.
+        seed: of random numbers.
+        target: a device that estimates are for; autocast then stands for that device's.
+    """
+
+    source: ModelSource
+    device: torch.device
+    form: NumberFormat
+    rules: RuleSet
+    train: bool
+    seed: int
+    target: Device | None = None
+
+    @property
+    def low_dtype(self) -> torch.dtype:
+        """The 16-bit format as torch calls it."""
+        return torch_dtype(self.form)
+
+
+def with_batch_size(setup: BenchSetup, size: int) -> BenchSetup:
+    """Return a copy with another batch size."""
+    batch = resized(setup.source.batches[0], size)
+    return replace(setup, source=replace(setup.source, batches=(batch,)))
+
+
+@dataclass
+class ModeRunner:
+    """A mode that can be run.
+
+    Attributes:
+        how: what is run, for readers.
+        model: with its weights, on the device.
+        context: entered around a forward pass that is not of training.
+        dtype: of floating-point inputs; ``None`` leaves them.
+        training: the same model with its optimizer, where a step is a training step.
+        masters: names of parameters that are FP32 masters of 16-bit copies.
+    """
+
+    how: str
+    model: nn.Module
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    dtype: torch.dtype | None = None
+    training: TrainingStep | None = None
+    masters: frozenset[str] = frozenset()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of a training step."""
+        return self.training.optimizer if self.training is not None else None
+
+    def forward(self, batch: Batch) -> Any:
+        """Compute the model's outputs, without gradients."""
+        with torch.no_grad():
+            if self.training is not None:
+                return self.training.forward(batch).output
+            with self.context():
+                return self.model(*batch.args, **batch.kwargs)
+
+    def step(self, batch: Batch) -> None:
+        """Take one training step, or one forward pass where nothing is trained."""
+        if self.training is None:
+            self.forward(batch)
+            return
+        self.training.backward(self.training.forward(batch).loss)
+        self.training.update()
+        self.training.optimizer.zero_grad(set_to_none=True)
+
+
+def build_mode(mode: str, setup: BenchSetup) -> ModeRunner:
+    """Build a mode, ready to run.
+
+    Raises:
+        NotSupported: the device does not have it.
+        AuditError: the model cannot be traced, or has no loss.
+    """
+    if mode == "converted":
+        return _converted(setup)
+    if mode == "converted+compile":
+        return _compiled(setup)
+    if mode == "autocast":
+        return _autocast(setup)
+    if mode == "tf32":
+        _check_tf32(setup.device)
+        return _eager(setup, "float32, products in TF32", lambda: tf32(allowed=True))
+    if mode in _STORED:
+        dtype = _STORED[mode]
+        return _eager(setup, f"everything in {dtype_name(dtype)}", dtype=dtype)
+    return _eager(setup, "float32, TF32 off", exact_float32)
+
+
+def _eager(
+    setup: BenchSetup,
+    how: str,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    dtype: torch.dtype | None = None,
+    scaler: GradScaler | None = None,
+) -> ModeRunner:
+    """Build a mode that runs the model's own code, in a context or with weights of another dtype."""
+    if not setup.train:
+        model = structural_copy(setup.source.model).to(setup.device, dtype).eval()
+        return ModeRunner(how, model, context, dtype)
+    model = model_with_loss(setup.source, setup.device).to(dtype)
+    training = TrainingStep(model, make_optimizer(setup.source, model), scaler, context)
+    return ModeRunner(how, model, context, dtype, training)
+
+
+def _autocast(setup: BenchSetup) -> ModeRunner:
+    kind, dtype = setup.device.type, setup.low_dtype
+    if setup.target is not None and setup.target.capability is not None and kind != "cuda":
+        runner = _converted(replace(setup, rules=load_policy("torch-cuda")), folded=False)
+        runner.how = (
+            f"the casts of torch.autocast('cuda', {setup.form.name}), in a graph: there is no GPU here"
+        )
+        return runner
+    try:
+        torch.autocast(kind, dtype=dtype)
+    except RuntimeError as error:
+        raise NotSupported(str(error)) from error
+    scaler = GradScaler(kind) if setup.train and dtype is torch.float16 else None
+    how = f"torch.autocast({kind!r}, {setup.form.name}){' with GradScaler' if scaler is not None else ''}"
+    return _eager(setup, how, lambda: torch.autocast(kind, dtype=dtype), scaler=scaler)
+
+
+def _converted(setup: BenchSetup, *, folded: bool = True) -> ModeRunner:
+    """Build a mode that runs the converted model, or a prepared one for training steps."""
+    how = f"policy {setup.rules.name}, {setup.form.name}"
+    if setup.train:
+        training = prepare_step(setup.source, setup.device, setup.rules, setup.form.name)
+        masters: Mapping[str, torch.dtype] = {}
+        if not is_master_free(setup.rules):
+            masters = stored_dtypes(training.inner, setup.rules.file.weights, setup.low_dtype)
+        how = f"{how}, ampaudit.prepare"
+        return ModeRunner(how, training.model, training=training, masters=frozenset(masters))
+    traced, _ = trace_under(setup.source, setup.rules, setup.form, setup.device, setup.seed)
+    converted = convert(traced)
+    graph = fold_casts(converted, "inference" if folded else "train")
+    values = {name: t.to(setup.device) for name, t in folded_weights(converted, graph, {}).items()}
+    model = GraphModel(graph, values, traced.outputs, train=False).eval()
+    return ModeRunner(f"{how}, casts folded into the weights", model)
+
+
+def _compiled(setup: BenchSetup) -> ModeRunner:
+    if setup.train:
+        raise NotSupported("a prepared model traces itself: it cannot be compiled again")
+    runner = _converted(setup)
+    compiled: Any = torch.compile(runner.model)
+    runner = replace(runner, model=compiled, how=f"{runner.how}, torch.compile")
+    try:
+        runner.forward(moved(setup.source.batches[0], setup.device))
+    except Exception as error:
+        raise NotSupported(f"torch.compile: {type(error).__name__}: {first_line(error)}") from error
+    return runner
+
+
+def _check_tf32(device: torch.device) -> None:
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        raise NotSupported("TF32 needs an NVIDIA GPU of compute capability 8.0 or later")

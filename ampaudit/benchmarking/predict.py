@@ -1,0 +1,135 @@
+"""Predicts the peak memory of a step by running it on tensors without data.
+
+Every allocation happens in its order and is counted with its life (torch's own memory tracker), but nothing
+is computed. What kernels allocate inside themselves is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ampaudit.benchmarking.batches import batch_size_of
+from ampaudit.benchmarking.estimate import OpCost, OpCounter
+from ampaudit.benchmarking.memory import storage_bytes
+from ampaudit.benchmarking.modes import BenchSetup, ModeRunner
+from ampaudit.report.bench import Memory
+from ampaudit.trace.fake_model import make_fake_model, named_tensors
+from ampaudit.trace.keys import TraceCache
+from ampaudit.training.step import make_optimizer, optimizer_state
+
+__all__ = ["holds_graph", "predict_step"]
+
+_SHARED = ("_ampaudit_compiled", "_ampaudit")  # graphs that a copy may use as they are
+
+
+def predict_step(
+    runner: ModeRunner, setup: BenchSetup, *, size: int | None = None
+) -> tuple[Memory, list[OpCost]]:
+    """Predict the memory at the peak of a step, and the cost of its ops.
+
+    Args:
+        runner: a mode, whose model has run once with inputs of this shape.
+        setup: what is measured.
+        size: of the batch; by default the setup's own.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _fake_copy(runner.model, mode)
+    own = setup.source.batches[0]
+    batch_size = batch_size_of(own)
+
+    def shaped(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = runner.dtype if runner.dtype is not None and tensor.is_floating_point() else tensor.dtype
+        shape = list(tensor.shape)
+        if size is not None and shape and shape[0] == batch_size:
+            shape[0] = size
+        with mode:
+            return torch.empty(shape, dtype=dtype, device=setup.device)
+
+    fake = own.mapped(shaped)
+    with mode, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fake_runner = _on_fake_model(runner, model, setup)
+        if runner.training is not None:
+            fake_runner.step(fake)  # the optimizer's state is made in its first step
+        tracker = MemTracker()
+        tracker.track_external(model, *([fake_runner.optimizer] if fake_runner.optimizer else []))
+        with tracker:
+            fake_runner.step(fake)
+        peak = tracker.get_tracker_snapshot("peak")
+        with OpCounter() as counter:
+            fake_runner.step(fake)
+    total, gradients = _sum(peak, "Total"), _sum(peak, "GRAD")
+    return _split(fake_runner, runner.masters, total, gradients), counter.ops
+
+
+def holds_graph(model: nn.Module) -> bool:
+    """Return whether a model runs a graph, which is fixed to inputs of one shape."""
+    return any(name in vars(model) for name in _SHARED)
+
+
+def _on_fake_model(runner: ModeRunner, model: nn.Module, setup: BenchSetup) -> ModeRunner:
+    """Return the mode on another model, without the scaler, which would read values."""
+    training = runner.training
+    if training is not None:
+        optimizer = make_optimizer(setup.source, model)
+        training = replace(training, model=model, optimizer=optimizer, scaler=None)
+    return replace(runner, model=model, training=training)
+
+
+def _sum(snapshot: Any, kind: str) -> int:
+    """Sum one kind of memory over devices; kinds are members of an enumeration, except the total."""
+    return sum(
+        int(count)
+        for device in snapshot.values()
+        for key, count in device.items()
+        if str(getattr(key, "name", key)) == kind
+    )
+
+
+def _split(runner: ModeRunner, masters: frozenset[str], total: int, gradients: int) -> Memory:
+    held = named_tensors(runner.model)
+    kept = storage_bytes(tensor for name, tensor in held.items() if name in masters)
+    weights = storage_bytes(held.values()) - kept
+    optimizer = storage_bytes(optimizer_state(runner.optimizer)) if runner.optimizer is not None else 0
+    rest = total - weights - kept - gradients - optimizer
+    return Memory(weights, kept, gradients, optimizer, max(rest, 0))
+
+
+def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Copy a module with parameters without data that require gradients as the originals do."""
+    with _without(model) as shared:
+        made = make_fake_model(model, mode, {}).model
+    for name, value in shared.items():
+        setattr(made, name, value.fixed() if isinstance(value, TraceCache) else value)
+    wants = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(wants[name])
+    for module in made.modules():  # the tracker hooks every parameter, which one without a gradient refuses
+        for name, own in list(module._parameters.items()):
+            if own is not None and not own.requires_grad:
+                del module._parameters[name]
+                module.register_buffer(name, own.detach())
+    return made
+
+
+@contextlib.contextmanager
+def _without(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Detach, while active, objects that a copy of the module would share."""
+    shared = {name: vars(model)[name] for name in _SHARED if name in vars(model)}
+    for name, value in shared.items():
+        setattr(model, name, type(value)())
+    try:
+        yield shared
+    finally:
+        for name, value in shared.items():
+            setattr(model, name, value)

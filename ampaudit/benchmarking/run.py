@@ -1,0 +1,125 @@
+"""Measures every mode at every batch size, in turns, and builds the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Unpack
+
+from ampaudit.audit.config import rules_of
+from ampaudit.audit.inputs import Inputs, Model, as_source
+from ampaudit.audit.scan_report import THIS_TOOL, this_environment
+from ampaudit.benchmarking.batches import batch_size_of
+from ampaudit.benchmarking.config import BenchConfig, BenchOptions
+from ampaudit.benchmarking.devices.host import this_machine
+from ampaudit.benchmarking.largest import largest
+from ampaudit.benchmarking.mode_runs import ModeRun, finish_run, start_run, time_step
+from ampaudit.benchmarking.modes import BenchSetup, with_batch_size
+from ampaudit.core.config import SourceConfig
+from ampaudit.core.formats import low_precision_format
+from ampaudit.report.bench import BenchReport, BenchRow, Largest
+from ampaudit.report.model import ModelInfo
+from ampaudit.run.device import environment_of, pick_device
+from ampaudit.source import ModelSource
+
+__all__ = ["bench"]
+
+CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and caching differ"
+
+
+def bench(
+    model: Model,
+    inputs: Inputs | None = None,
+    *,
+    config: BenchConfig | None = None,
+    **options: Unpack[BenchOptions],
+) -> BenchReport:
+    """Measure every mode at every batch size; an interrupted run reports what is finished.
+
+    Args:
+        model: it is not changed. Or where to load it from: a path, or ``package.module:factory``.
+        inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        config: the options as one value.
+        **options: fields of ``BenchConfig``, which go before those of ``config``.
+
+    Returns:
+        The report: time, memory and accuracy of each mode.
+
+    Raises:
+        AuditError: the model has no loss to train with, or there is no such device.
+    """
+    chosen = BenchConfig.given(config, options)
+    source = as_source(model, inputs, options=SourceConfig.of(chosen))
+    source = replace(source, loss=chosen.loss or source.loss)
+    setup = _setup(source, chosen)
+    first = source.batches[0]
+    rows: list[BenchRow] = []
+    most: tuple[Largest, ...] = ()
+    interrupted = False
+    for size in chosen.sizes or (batch_size_of(first),):
+        found, interrupted = _of_size(with_batch_size(setup, size), size, chosen)
+        rows += found
+        if interrupted:
+            break
+    if interrupted and not any(row.status == "ok" for row in rows):
+        raise KeyboardInterrupt
+    if chosen.max_batch and not interrupted:
+        try:
+            most = tuple(largest(setup, chosen.modes, chosen.on_progress))
+        except KeyboardInterrupt:
+            interrupted = True
+    machine = this_machine()
+    kind = setup.device.type
+    return BenchReport(
+        schema=1,
+        tool=THIS_TOOL,
+        model=ModelInfo(source.location, source.kind, source.sha256),
+        device=kind,
+        device_name=next((found.name for found in machine.devices if found.kind == kind), kind),
+        dtype=setup.form.name,
+        policy=setup.rules.name,
+        train=chosen.train,
+        repeats=chosen.repeats,
+        rows=tuple(rows),
+        target=chosen.target.id if chosen.target is not None else None,
+        largest=most,
+        interrupted=interrupted,
+        notes=tuple(_notes(chosen, kind)),
+        environment=this_environment(),
+    )
+
+
+def _setup(source: ModelSource, config: BenchConfig) -> BenchSetup:
+    device, form = pick_device(config.device), low_precision_format(config.dtype)
+    rules = rules_of(config.policy).for_environment(environment_of(device))
+    return BenchSetup(source, device, form, rules, config.train, config.seed, config.target)
+
+
+def _notes(config: BenchConfig, kind: str) -> Iterator[str]:
+    if kind == "cpu":
+        yield CPU_NOTE
+    if config.target is not None:
+        yield (
+            f"at best: a roofline estimate for {config.target.name}, as if every kernel reached the peak "
+            "rates; launches, caches and sizes that miss tensor cores are left out"
+        )
+
+
+def _of_size(setup: BenchSetup, size: int, config: BenchConfig) -> tuple[list[BenchRow], bool]:
+    """Measure one size; if interrupted, the rows are of modes that were timed at least once."""
+    runs: list[ModeRun] = []
+    interrupted = False
+    try:
+        for index, mode in enumerate(config.modes):
+            config.on_progress(f"preparing batch size {size}", index, len(config.modes))
+            runs.append(start_run(mode, setup, size))
+        for repeat in range(config.repeats):
+            config.on_progress(f"timing batch size {size}", repeat, config.repeats)
+            for run in runs:
+                if run.runner is not None:
+                    time_step(run, setup.device)
+    except KeyboardInterrupt:
+        interrupted = True
+        runs = [run for run in runs if run.seconds or run.row.status != "ok"]
+    exact = next((run.output for run in runs if run.row.mode == "fp32" and run.output), ())
+    return [finish_run(run, exact) for run in runs], interrupted

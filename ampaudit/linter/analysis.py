@@ -1,0 +1,146 @@
+"""Analyzes a script: interprets the module, then every function and class that nothing in it calls.
+
+Both branches of a condition such as ``if use_amp:`` are interpreted and joined; then each of the most
+frequent conditions is assumed to be true, and to be false. A diagnostic counts if it is certain in one of
+these runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ampaudit.linter.diagnostic import Diagnostic, position_of
+from ampaudit.linter.flow.events import Event
+from ampaudit.linter.flow.expressions import EXPRESSIONS
+from ampaudit.linter.flow.inlining import inline_call
+from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter, StepLimitReached
+from ampaudit.linter.flow.script import Script, sets_own_context
+from ampaudit.linter.flow.state import State
+from ampaudit.linter.flow.statements import STATEMENTS
+from ampaudit.linter.flow.values import (
+    Autocast,
+    ClassInfo,
+    FunctionInfo,
+    ImportedName,
+    Instance,
+    Value,
+)
+from ampaudit.linter.rules.accumulation import check_accumulation
+from ampaudit.linter.rules.autograd_functions import check_autograd_functions
+from ampaudit.linter.rules.bookkeeping import check_loops, check_updates_and_checkpoints
+from ampaudit.linter.rules.constants import check_constants
+from ampaudit.linter.rules.deprecated_names import check_deprecated_names
+from ampaudit.linter.rules.regions import check_regions, check_validation
+from ampaudit.linter.rules.retained_graphs import check_retained_graphs
+
+__all__ = ["analyze"]
+
+_MAX_CONDITIONS = 3
+_SYNTAX_RULES = (check_constants, check_deprecated_names, check_autograd_functions)
+_ENTRY_POINT_RULES = (check_accumulation, check_regions, check_retained_graphs, check_loops)
+
+
+def analyze(script: Script, known: Mapping[str, Value]) -> tuple[list[Diagnostic], dict[str, Value]]:
+    """Return the diagnostics of a script in the order of its lines, and the imported names at its end.
+
+    Args:
+        script: the parsed module.
+        known: values of names that an earlier code block defines.
+    """
+    interpreter = Interpreter(script, STATEMENTS, EXPRESSIONS, {}, known)
+    events_by_entry: list[list[Event]] = []
+    end = _follow(interpreter, events_by_entry, _EntryPoint(None, None, State()))
+    for info in script.functions.values():
+        if info.relevant and info not in interpreter.called:
+            _follow(interpreter, events_by_entry, _EntryPoint(info, None, end))
+    for class_info in script.classes.values():
+        _follow_class(interpreter, events_by_entry, end, class_info)
+    check_updates_and_checkpoints(interpreter, events_by_entry)
+    check_validation(interpreter, events_by_entry)
+    diagnostics = dict(interpreter.diagnostics)
+    for item in (item for check in _SYNTAX_RULES for item in check(script)):
+        diagnostics.setdefault((item.code, *position_of(item.node)), item)
+    ordered = sorted(diagnostics.items(), key=lambda pair: (pair[0][1], pair[0][2], pair[0][0]))
+    names: dict[str, Value] = {k: v for k, v in end.scopes.get(0, {}).items() if isinstance(v, ImportedName)}
+    return [item for _, item in ordered], names
+
+
+@dataclass(frozen=True)
+class _EntryPoint:
+    """Where interpretation starts: a function or, without one, the module; a method has an owner."""
+
+    info: FunctionInfo | None
+    owner: Instance | None
+    start: State
+
+    @cached_property
+    def context(self) -> Autocast:
+        """The autocast context around the entry point, which is unknown for a function."""
+        return NO_AUTOCAST if self.info is None or sets_own_context(self.info.node) else UNKNOWN_AUTOCAST
+
+
+def _follow(interpreter: Interpreter, events_by_entry: list[list[Event]], entry: _EntryPoint) -> State:
+    """Interpret an entry point; then again with each of its most frequent conditions true and false."""
+    interpreter.condition_counts.clear()
+    end = _follow_once(interpreter, entry, events_by_entry)
+    if not any(event.kind in _TRAINING_EVENTS for event in events_by_entry[-1]):
+        return end
+    for condition, _ in interpreter.condition_counts.most_common(_MAX_CONDITIONS):
+        for answer in (True, False):
+            interpreter.assumptions = {condition: answer}
+            _follow_once(interpreter, entry, [])
+    interpreter.assumptions = {}
+    return end
+
+
+def _follow_once(interpreter: Interpreter, entry: _EntryPoint, events_by_entry: list[list[Event]]) -> State:
+    info = entry.info
+    interpreter.path_state, interpreter.guards, interpreter.repetitions = entry.start.fork(), (), 0
+    interpreter.frame, interpreter.loops, interpreter.returns, interpreter.grad_modes = 0, [], [], []
+    interpreter.autocasts = [entry.context]
+    with contextlib.suppress(StepLimitReached):
+        if info is None:
+            interpreter.execute(interpreter.script.tree.body)
+        else:
+            inline_call(interpreter, info, info.node, {}, None if info.is_static else entry.owner, 0)
+    interpreter.stack.clear()
+    _finish(interpreter, events_by_entry)
+    return interpreter.path_state or State()
+
+
+def _follow_class(
+    interpreter: Interpreter, events_by_entry: list[list[Event]], end: State, info: ClassInfo
+) -> None:
+    owner = Instance(f"class {info.node.name}", info)
+    interpreter.managed = info.derives("LightningModule", "LightningLite", "Callback")
+    start = info.methods.get("__init__")
+    if start is not None and start.relevant:
+        end = _follow(interpreter, events_by_entry, _EntryPoint(start, owner, end))
+    for method in info.methods.values():
+        if method.relevant and method is not start and method not in interpreter.called:
+            _follow(interpreter, events_by_entry, _EntryPoint(method, owner, end))
+    interpreter.managed = False
+
+
+_TRAINING_EVENTS = frozenset({"backward", "forward", "scaler.scale", "scaler.step", "scaler.unscale", "clip"})
+
+
+def _finish(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
+    """Check the rules on the events of one entry point."""
+    events = list(interpreter.events.values())
+    interpreter.events = {}
+    interpreter.reset_steps()
+    if not interpreter.managed:
+        for check in _ENTRY_POINT_RULES:
+            check(interpreter, events)
+    else:
+        interpreter.diagnostics = {
+            key: item for key, item in interpreter.diagnostics.items() if key[0] in _RULES_FOR_MANAGED
+        }
+    events_by_entry.append(events)
+
+
+_RULES_FOR_MANAGED = frozenset({"AMP844", "AMP845", "AMP846", "AMP848", "AMP850"})

@@ -1,0 +1,264 @@
+"""Applies fixes to the concrete syntax tree, so that comments and layout are preserved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import libcst as cst
+from libcst import metadata
+
+from ampaudit.linter.amp_renames import AmpRenames
+from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.source_text import character_column, split_lines
+
+__all__ = ["apply_every_fix", "apply_fixes"]
+
+Node: TypeAlias = Any  # libcst's leave functions take and return another type for each kind of node
+
+
+def apply_fixes(text: str, fixes: Sequence[Fix]) -> str:
+    """Apply fixes to a script, except those whose node is not found.
+
+    Raises:
+        libcst.ParserSyntaxError: libcst cannot parse the script.
+    """
+    return _apply(text, fixes)[0]
+
+
+def apply_every_fix(text: str, fixes: Sequence[Fix]) -> str | None:
+    """Apply fixes to a script; return ``None`` unless each can be applied.
+
+    Raises:
+        libcst.ParserSyntaxError: libcst cannot parse the script.
+    """
+    after, applied = _apply(text, fixes)
+    return after if applied == set(fixes) else None
+
+
+def _apply(text: str, fixes: Sequence[Fix]) -> tuple[str, set[Fix]]:
+    """Return the text, and the fixes of expressions and statements that were applied."""
+    wrapper = metadata.MetadataWrapper(cst.parse_module(text))
+    lines = split_lines(text)
+    fixes_at: dict[tuple[int, int], list[Fix]] = {}
+    for fix in fixes:
+        line = lines[fix.line - 1] if fix.line <= len(lines) else ""
+        fixes_at.setdefault((fix.line, character_column(line, fix.column)), []).append(fix)
+    transformer = _FixTransformer(fixes_at)
+    return wrapper.visit(transformer).code, transformer.applied
+
+
+class _FixTransformer(cst.CSTTransformer):
+    """Applies each fix at its node; ``fixes_at`` is keyed by line and column in characters."""
+
+    METADATA_DEPENDENCIES = (metadata.PositionProvider,)
+
+    def __init__(self, fixes_at: dict[tuple[int, int], list[Fix]]) -> None:
+        super().__init__()
+        self.fixes_at = fixes_at
+        self.applied: set[Fix] = set()
+        renames = [f for fixes in fixes_at.values() for f in fixes if f.kind.startswith("rename")]
+        self.renames = AmpRenames(renames)
+        self.decorators = {
+            int(detail.split()[1]): detail.split()[0]
+            for fixes in fixes_at.values()
+            for fix in fixes
+            if fix.kind == "decorate"
+            for detail in fix.details
+        }
+
+    def on_leave(self, original: Node, updated: Node) -> Node:
+        """Apply the fixes of a node after its children were visited."""
+        result = super().on_leave(original, updated)
+        if isinstance(original, cst.FunctionDef):
+            return self._decorate(original, result)
+        result = self.renames.apply(original, result)
+        if not isinstance(original, _KINDS):
+            return result
+        place = self.get_metadata(metadata.PositionProvider, original)
+        for fix in self.fixes_at.get((place.start.line, place.start.column), ()):
+            if fix.kind == "replace expression" and fix.details[1:] == _end_of(place):
+                result = _with_parentheses_of(result, cst.parse_expression(fix.details[0]))
+                self.applied.add(fix)
+                continue
+            change = _CHANGE_BY_KIND.get(fix.kind)
+            if change is not None and result is not None and not isinstance(result, cst.FlattenSentinel):
+                changed = change(original, result, fix)
+                if changed is not result:
+                    self.applied.add(fix)
+                result = changed
+        return result
+
+    def _decorate(self, original: cst.FunctionDef, updated: Node) -> Node:
+        line = self.get_metadata(metadata.PositionProvider, original.name).start.line
+        if line not in self.decorators or not isinstance(updated, cst.FunctionDef):
+            return updated
+        call = cst.parse_expression(f'torch.amp.{self.decorators[line]}(device_type="cuda")')
+        return updated.with_changes(decorators=[*updated.decorators, cst.Decorator(call)])
+
+
+_KINDS = (
+    cst.BinaryOperation,
+    cst.Call,
+    cst.SimpleStatementLine,
+    cst.With,
+    cst.Dict,
+    cst.UnaryOperation,
+    cst.Name,
+    cst.Float,
+    cst.Integer,
+)
+
+
+def _end_of(place: metadata.CodeRange) -> tuple[str, str]:
+    """Return line and column of a node's end, which tells apart expressions that start together."""
+    return str(place.end.line), str(place.end.column)
+
+
+def _with_parentheses_of(node: Node, expression: Node) -> Node:
+    """Return an expression with the parentheses of another one around it."""
+    return expression.with_changes(lpar=[*node.lpar, *expression.lpar], rpar=[*expression.rpar, *node.rpar])
+
+
+def _is_call(node: Node, name: str) -> bool:
+    """Return whether a node is ``x.name(...)``, which tells apart the calls of a chain."""
+    return (
+        isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == name
+    )
+
+
+def _scale_loss(original: Node, node: Node, fix: Fix) -> Node:
+    if not _is_call(original, "backward"):
+        return node
+    scaled = cst.Call(cst.parse_expression(f"{fix.details[0]}.scale"), [cst.Arg(node.func.value)])
+    return node.with_changes(func=node.func.with_changes(value=scaled))
+
+
+def _step_by_scaler(original: Node, node: Node, fix: Fix) -> Node:
+    if not _is_call(original, "step"):
+        return node
+    return cst.Call(cst.parse_expression(f"{fix.details[0]}.step"), [cst.Arg(node.func.value)])
+
+
+def _parse_statement(text: str) -> cst.SimpleStatementLine:
+    parsed = cst.parse_statement(text)
+    assert isinstance(parsed, cst.SimpleStatementLine)
+    return parsed
+
+
+def _insert_before(original: Node, node: Node, fix: Fix) -> Node:
+    if not isinstance(original, cst.SimpleStatementLine):
+        return node
+    new = _parse_statement(fix.details[0]).with_changes(leading_lines=node.leading_lines)
+    return cst.FlattenSentinel([new, node.with_changes(leading_lines=[])])
+
+
+def _insert_after(original: Node, node: Node, fix: Fix) -> Node:
+    if not isinstance(original, cst.SimpleStatementLine):
+        return node
+    return cst.FlattenSentinel([node, _parse_statement(fix.details[0])])
+
+
+def _remove_statement(original: Node, node: Node, fix: Fix) -> Node:
+    del fix
+    if not isinstance(original, cst.SimpleStatementLine) or len(original.body) != 1:
+        return node
+    return cst.RemoveFromParent()
+
+
+def _remove_keyword(original: Node, node: Node, fix: Fix) -> Node:
+    if not isinstance(original, cst.Call):
+        return node
+    kept = [a for a in node.args if a.keyword is None or a.keyword.value != fix.details[0]]
+    if len(kept) == len(node.args):
+        return node
+    if kept and node.args[-1] is not kept[-1]:
+        kept[-1] = kept[-1].with_changes(comma=node.args[-1].comma)
+    return node.with_changes(args=kept)
+
+
+def _set_keyword(original: Node, node: Node, fix: Fix) -> Node:
+    name, value = fix.details
+    if not isinstance(original, cst.Call) or any(a.keyword and a.keyword.value == name for a in node.args):
+        return node
+    if not _is_named(original.func, "GradScaler"):
+        return node
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    new = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
+    return node.with_changes(args=[*node.args, new])
+
+
+def _is_named(node: Node, name: str) -> bool:
+    last = node.attr if isinstance(node, cst.Attribute) else node
+    return isinstance(last, cst.Name) and last.value == name
+
+
+def _with_logits(original: Node, node: Node, fix: Fix) -> Node:
+    del fix
+    if not _is_call(original, "binary_cross_entropy"):
+        return node
+    inner = node.args[0].value
+    if not isinstance(inner, cst.Call):
+        return node
+    logits = inner.args[0].value if inner.args else getattr(inner.func, "value", None)
+    if logits is None:
+        return node
+    func = node.func.with_changes(attr=cst.Name("binary_cross_entropy_with_logits"))
+    return node.with_changes(func=func, args=[node.args[0].with_changes(value=logits), *node.args[1:]])
+
+
+def _replace(original: Node, node: Node, fix: Fix) -> Node:
+    if not isinstance(original, cst.UnaryOperation | cst.Float | cst.Integer | cst.Name):
+        return node
+    return cst.parse_expression(fix.details[0])
+
+
+def _end_block(original: Node, node: Node, fix: Fix) -> Node:
+    """Move the statements from an index on behind the ``with`` block; without any left, remove the block."""
+    if not isinstance(original, cst.With) or not isinstance(node.body, cst.IndentedBlock):
+        return node
+    index = int(fix.details[0])
+    body: list[Node] = list(node.body.body)
+    single = all(not isinstance(s, cst.SimpleStatementLine) or len(s.body) == 1 for s in body)
+    if not single or index >= len(body):
+        return node
+    if index == 0:
+        comments = [*node.leading_lines, *body[0].leading_lines]
+        return cst.FlattenSentinel([body[0].with_changes(leading_lines=comments), *body[1:]])
+    block = node.body.with_changes(body=body[:index], footer=[])
+    return cst.FlattenSentinel([node.with_changes(body=block), *body[index:]])
+
+
+def _add_entry(original: Node, node: Node, fix: Fix) -> Node:
+    """Append an entry, laid out as the one before it."""
+    if not isinstance(original, cst.Dict) or not node.elements:
+        return node
+    name, value = fix.details
+    elements = list(node.elements)
+    first = elements[0].key
+    quote = first.value[0] if isinstance(first, cst.SimpleString) else '"'
+    last = elements[-1]
+    trailing = last.comma
+    between = (
+        elements[-2].comma if len(elements) > 1 else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    )
+    if len(elements) == 1 and isinstance(trailing, cst.Comma):
+        between = cst.Comma(whitespace_after=node.lbrace.whitespace_after)
+    key = cst.SimpleString(f"{quote}{name}{quote}")
+    new = cst.DictElement(key, cst.parse_expression(value), comma=trailing)
+    return node.with_changes(elements=[*elements[:-1], last.with_changes(comma=between), new])
+
+
+_CHANGE_BY_KIND: dict[str, Callable[[Node, Node, Fix], Node]] = {
+    "scale loss": _scale_loss,
+    "step by scaler": _step_by_scaler,
+    "insert before": _insert_before,
+    "insert after": _insert_after,
+    "remove statement": _remove_statement,
+    "remove keyword": _remove_keyword,
+    "set keyword": _set_keyword,
+    "with logits": _with_logits,
+    "replace": _replace,
+    "end block": _end_block,
+    "add entry": _add_entry,
+}

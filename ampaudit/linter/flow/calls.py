@@ -1,0 +1,221 @@
+"""Interprets calls: of methods, of functions of torch or of the file, and of unknown code."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.flow import gradients, objects, optimizers, tensors
+from ampaudit.linter.flow import scalers as scaling
+from ampaudit.linter.flow import torch_calls as torchcalls
+from ampaudit.linter.flow.inlining import follow_callback, inline_call
+from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.torch_names import HARMLESS_METHODS, canonical_name
+from ampaudit.linter.flow.values import (
+    MAYBE,
+    UNKNOWN,
+    UNSCALED_TENSOR,
+    BoundMethod,
+    Class,
+    Function,
+    GradAttribute,
+    ImportedName,
+    Instance,
+    KnownItems,
+    LossFunction,
+    LossGradients,
+    Managed,
+    Model,
+    Optimizer,
+    Parameters,
+    Scaler,
+    Scheduler,
+    Tensor,
+    Value,
+)
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["Arguments", "evaluate_call", "unknown_call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a call.
+
+    Attributes:
+        positional: values by position.
+        keywords: values by name.
+        node: the call.
+    """
+
+    positional: list[Value]
+    keywords: dict[str, Value]
+    node: ast.Call
+
+    def get(self, index: int, name: str) -> Value | None:
+        """Return the value of a parameter, by position or name."""
+        if index < len(self.positional):
+            return self.positional[index]
+        return self.keywords.get(name)
+
+    def all(self) -> list[Value]:
+        """Return all values."""
+        return [*self.positional, *self.keywords.values()]
+
+    def named(self) -> dict[str, Value]:
+        """Return the values by name or, as text, by position, as ``inline_call`` takes them."""
+        return {**{str(index): value for index, value in enumerate(self.positional)}, **self.keywords}
+
+    def expression(self, index: int, name: str) -> ast.expr | None:
+        """Return the expression of an argument."""
+        if index < len(self.node.args):
+            return self.node.args[index]
+        return next((k.value for k in self.node.keywords if k.arg == name), None)
+
+
+def _arguments(interpreter: Interpreter, node: ast.Call) -> Arguments:
+    positional = [interpreter.evaluate(argument) for argument in node.args]
+    keywords = {k.arg or "**": interpreter.evaluate(k.value) for k in node.keywords}
+    return Arguments(positional, keywords, node)
+
+
+def evaluate_call(interpreter: Interpreter, node: ast.Call) -> Value:
+    """Apply the effects of a call to the state and return its value."""
+    if isinstance(node.func, ast.Attribute):
+        base = interpreter.evaluate(node.func.value)
+        if not isinstance(base, ImportedName):
+            return _method(interpreter, node, base, node.func.attr)
+        function: Value = ImportedName(canonical_name(f"{base.path}.{node.func.attr}"))
+    else:
+        function = interpreter.evaluate(node.func)
+    return _function(interpreter, node, function)
+
+
+def _method(interpreter: Interpreter, node: ast.Call, base: Value, name: str) -> Value:
+    if isinstance(base, Instance):
+        return _instance_method(interpreter, node, base, name)
+    if isinstance(base, Tensor) and base is UNSCALED_TENSOR and isinstance(node.func, ast.Attribute):
+        base = interpreter.infer_from_usage(base, dotted_name(node.func.value))
+    arguments = _arguments(interpreter, node)
+    if isinstance(base, Scaler):
+        return scaling.scaler_method(interpreter, node, base, name, arguments)
+    if isinstance(base, Optimizer):
+        return optimizers.optimizer_method(interpreter, node, base, name, arguments)
+    if isinstance(base, Model):
+        return objects.model_method(interpreter, node, base, name, arguments)
+    if isinstance(base, Scheduler):
+        return objects.scheduler_method(interpreter, node, base, name, arguments)
+    if isinstance(base, LossGradients):
+        return tensors.gradient_norm(interpreter, node, base) if tensors.is_norm_function(name) else base
+    if isinstance(base, GradAttribute):
+        return tensors.gradient_method(interpreter, node, name)
+    if isinstance(base, Tensor):
+        return tensors.tensor_method(interpreter, node, base, name, arguments)
+    casts = name in ("to", "type") and any(tensors.dtype_named(value) for value in arguments.all())
+    if base is UNKNOWN and (casts or name in tensors.ON_ANY_TENSOR):
+        return tensors.tensor_method(interpreter, node, Tensor(scaler_key=MAYBE), name, arguments)
+    if isinstance(base, LossFunction | Parameters | KnownItems | Managed):
+        return base if name in ("to", "cuda", "cpu", "values", "items") else _managed(base)
+    return unknown_call(interpreter, node, name, arguments)
+
+
+def _managed(base: Value) -> Value:
+    return base if isinstance(base, Managed) else UNKNOWN
+
+
+def _instance_method(interpreter: Interpreter, node: ast.Call, base: Instance, name: str) -> Value:
+    method = interpreter.bound_method(base, name)
+    if method is not None:
+        return _function(interpreter, node, method)
+    stored = interpreter.state.value(base.key, name)
+    value = interpreter.infer_from_usage(stored or UNKNOWN, dotted_name(node.func))
+    if stored is not None or value is not UNKNOWN:
+        return _function(interpreter, node, value)
+    arguments = _arguments(interpreter, node)
+    if name not in HARMLESS_METHODS and not (base.info.derives("Module") and name in objects.MODULE_METHODS):
+        _assume_any_effect(interpreter, f"self.{name}", [*arguments.all(), base])
+    return UNKNOWN
+
+
+def _function(interpreter: Interpreter, node: ast.Call, function: Value) -> Value:
+    arguments = _arguments(interpreter, node)
+    if isinstance(function, Function):
+        if not function.info.relevant:
+            return UNSCALED_TENSOR
+        return inline_call(interpreter, function.info, node, arguments.named(), None, function.frame)
+    if isinstance(function, BoundMethod):
+        owner = None if function.info.is_static else function.owner
+        return (
+            inline_call(interpreter, function.info, node, arguments.named(), owner, 0)
+            if function.info.relevant
+            else UNSCALED_TENSOR
+        )
+    if isinstance(function, Class):
+        return objects.make_instance(interpreter, node, function.info, arguments)
+    if isinstance(function, ImportedName):
+        return torchcalls.call_imported(interpreter, node, function.path, arguments)
+    if isinstance(function, Model):
+        return objects.call_model(interpreter, node, function, arguments)
+    if isinstance(function, LossFunction):
+        return torchcalls.call_loss_function(interpreter, node, function, arguments)
+    if isinstance(function, Instance):
+        return _called_instance(interpreter, node, function)
+    return unknown_call(interpreter, node, dotted_name(node.func), arguments)
+
+
+def _called_instance(interpreter: Interpreter, node: ast.Call, owner: Instance) -> Value:
+    for name in ("__call__", "forward"):
+        method = interpreter.bound_method(owner, name)
+        if method is not None:
+            return _function(interpreter, node, method)
+    return UNKNOWN
+
+
+def unknown_call(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
+    """Interpret a call of code that is not in this file."""
+    last = name.rpartition(".")[2]
+    if last == "backward":
+        gradients.unknown_backward(interpreter)
+        return UNKNOWN
+    given = arguments.all()
+    for value in given:
+        if isinstance(value, Function) and value.info.relevant and value.info not in interpreter.called:
+            follow_callback(interpreter, value, node)
+    if last not in HARMLESS_METHODS:
+        _assume_any_effect(interpreter, name, given)
+    touched = any(isinstance(value, Scaler | Instance) for value in given)
+    return UNKNOWN if touched else _unknown_result(interpreter, given)
+
+
+def _unknown_result(interpreter: Interpreter, given: list[Value]) -> Value:
+    """Return what unknown code returns, which is scaled only if an argument is."""
+    known = [value for value in given if isinstance(value, Tensor)]
+    if any(value.scaler_key for value in known):
+        return UNKNOWN
+    computed_under = tensors.autocast_dtype(interpreter) or next(
+        (value.computed_under for value in known if value.computed_under), ""
+    )
+    return Tensor(computed_under=computed_under) if computed_under else UNSCALED_TENSOR
+
+
+def _assume_any_effect(interpreter: Interpreter, name: str, given: list[Value]) -> None:
+    """Invalidate every fact that unknown code may change through its arguments."""
+    last = name.rpartition(".")[2].lower()
+    state = interpreter.state
+    flat = [item for value in given for item in (value.items if isinstance(value, KnownItems) else (value,))]
+    held = [value for value in flat if isinstance(value, Instance)]
+    for owner in held:
+        flat += state.scopes.get(owner.key, {}).values()
+    interpreter.escaped.update(value.key for value in flat if isinstance(value, Scaler | Optimizer))
+    for fact in ("updated", "idle", "fresh"):
+        state.invalidate(fact)
+    touches = any(isinstance(value, Scaler | Optimizer) for value in flat)
+    trains = "backward" in last or last.endswith("step") or ("train" in last and bool(given))
+    if touches or trains:
+        state.set_fact(MAYBE, "grads")
+        for fact in ("unscaled", "stepped", "early", "zeroed", "last", "unused", "leftover"):
+            state.invalidate(fact)
+        state.set_fact(MAYBE, "touched")

@@ -1,0 +1,220 @@
+"""Evaluates each kind of expression except calls."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.flow.calls import evaluate_call
+from ampaudit.linter.flow.joining import item_of, join_values
+from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.tensors import combine, matrix_product, use_gradient
+from ampaudit.linter.flow.torch_names import canonical_name
+from ampaudit.linter.flow.values import (
+    UNKNOWN,
+    DictLiteral,
+    GradAttribute,
+    ImportedName,
+    Instance,
+    KnownItems,
+    LiteralValue,
+    LossGradients,
+    Managed,
+    Model,
+    Parameters,
+    Tensor,
+    Value,
+)
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Handlers, Interpreter
+
+__all__ = ["EXPRESSIONS"]
+
+
+def _name(interpreter: Interpreter, node: ast.Name) -> Value:
+    return interpreter.lookup(node.id)
+
+
+def _constant(interpreter: Interpreter, node: ast.Constant) -> Value:
+    del interpreter
+    return LiteralValue(node.value)
+
+
+def _attribute(interpreter: Interpreter, node: ast.Attribute) -> Value:
+    base = interpreter.evaluate(node.value)
+    if isinstance(base, ImportedName):
+        return ImportedName(canonical_name(f"{base.path}.{node.attr}"))
+    if isinstance(base, Instance):
+        return _member(interpreter, base, node)
+    if node.attr == "grad":
+        return GradAttribute()
+    if isinstance(base, GradAttribute):
+        return base if node.attr == "data" else UNKNOWN
+    if isinstance(base, Model):
+        return base if node.attr == "module" else interpreter.infer_from_usage(UNKNOWN, dotted_name(node))
+    if isinstance(base, Parameters):
+        return base if node.attr == "data" else UNKNOWN
+    if isinstance(base, Tensor):
+        if node.attr in ("data", "T", "mT"):
+            return base
+        known = node.attr not in ("shape", "dtype", "device", "ndim", "requires_grad")
+        # a field of what a model returned; the model may have computed it in any dtype
+        return Tensor(model_calls=base.model_calls, computed_under=base.computed_under) if known else UNKNOWN
+    if isinstance(base, Managed):
+        return base
+    text = dotted_name(node)
+    return interpreter.lookup(text, text) if text else UNKNOWN
+
+
+def _member(interpreter: Interpreter, owner: Instance, node: ast.Attribute) -> Value:
+    text = dotted_name(node)
+    value = interpreter.state.value(owner.key, node.attr)
+    if value is not None:
+        return interpreter.infer_from_usage(value, text)
+    method = interpreter.bound_method(owner, node.attr)
+    return method if method is not None else interpreter.infer_from_usage(UNKNOWN, text)
+
+
+def _binary(interpreter: Interpreter, node: ast.BinOp) -> Value:
+    left, right = interpreter.evaluate(node.left), interpreter.evaluate(node.right)
+    for side, value in ((node.left, left), (node.right, right)):
+        if isinstance(value, GradAttribute) and not isinstance(node.op, ast.Mult | ast.Div):
+            use_gradient(interpreter, side)
+    if isinstance(left, GradAttribute) and isinstance(node.op, ast.Mult | ast.Div):
+        return left
+    if isinstance(node.op, ast.MatMult):
+        return matrix_product(interpreter, node, [left, right])
+    if isinstance(left, LiteralValue) and isinstance(right, LiteralValue):
+        return UNKNOWN
+    return combine(node, left, right, interpreter)
+
+
+def _unary(interpreter: Interpreter, node: ast.UnaryOp) -> Value:
+    value = interpreter.evaluate(node.operand)
+    return value if isinstance(value, Tensor) and isinstance(node.op, ast.USub) else UNKNOWN
+
+
+def _operands(interpreter: Interpreter, node: ast.Compare | ast.BoolOp) -> Value:
+    values = node.values if isinstance(node, ast.BoolOp) else [node.left, *node.comparators]
+    for value in values:
+        interpreter.evaluate(value)
+    return UNKNOWN
+
+
+def _conditional(interpreter: Interpreter, node: ast.IfExp) -> Value:
+    truth = interpreter.assumed_truth(node.test)
+    interpreter.evaluate(node.test)
+    if truth is not None:
+        return interpreter.evaluate(node.body if truth else node.orelse)
+    with interpreter.guarded("if", node):
+        return join_values(interpreter.evaluate(node.body), interpreter.evaluate(node.orelse))
+
+
+def _sequence(interpreter: Interpreter, node: ast.Tuple | ast.List) -> Value:
+    return KnownItems(tuple(interpreter.evaluate(item) for item in node.elts))
+
+
+def _dictionary(interpreter: Interpreter, node: ast.Dict) -> Value:
+    for key in node.keys:
+        interpreter.evaluate(key)
+    return DictLiteral(tuple(interpreter.evaluate(value) for value in node.values), node)
+
+
+def _comprehension(interpreter: Interpreter, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Value:
+    with interpreter.guarded("comprehension", node):
+        _generators(interpreter, node.generators)
+        item = interpreter.evaluate(node.elt)
+        # each item has a graph of its own
+        return KnownItems(
+            (replace(item, model_calls=None) if isinstance(item, Tensor) else item,), repeated=True
+        )
+
+
+def _dict_comprehension(interpreter: Interpreter, node: ast.DictComp) -> Value:
+    with interpreter.guarded("comprehension", node):
+        _generators(interpreter, node.generators)
+        interpreter.evaluate(node.key)
+        interpreter.evaluate(node.value)
+    return UNKNOWN
+
+
+def _generators(interpreter: Interpreter, generators: list[ast.comprehension]) -> None:
+    for generator in generators:
+        interpreter.assign_item(generator.target, item_of(interpreter.evaluate(generator.iter)))
+        for test in generator.ifs:
+            interpreter.evaluate(test)
+
+
+def _subscript(interpreter: Interpreter, node: ast.Subscript) -> Value:
+    base = interpreter.evaluate(node.value)
+    interpreter.evaluate(node.slice)
+    if isinstance(base, KnownItems) and isinstance(node.slice, ast.Constant) and not base.repeated:
+        index = node.slice.value
+        return (
+            base.items[index]
+            if isinstance(index, int) and -len(base.items) <= index < len(base.items)
+            else UNKNOWN
+        )
+    if isinstance(base, LossGradients | Parameters | Managed | KnownItems):
+        return item_of(base)
+    if isinstance(base, Tensor):
+        return replace(base, upcast=None)
+    text = dotted_name(node)
+    return interpreter.lookup(text, text) if text else UNKNOWN
+
+
+def _walrus(interpreter: Interpreter, node: ast.NamedExpr) -> Value:
+    value = interpreter.evaluate(node.value)
+    interpreter.assign(node.target, value)
+    return value
+
+
+def _operand(interpreter: Interpreter, node: ast.Await | ast.Starred | ast.FormattedValue) -> Value:
+    return interpreter.evaluate(node.value)
+
+
+def _formatted_string(interpreter: Interpreter, node: ast.JoinedStr) -> Value:
+    for part in node.values:
+        interpreter.evaluate(part)
+    return UNKNOWN
+
+
+def _yield(interpreter: Interpreter, node: ast.Yield) -> Value:
+    interpreter.evaluate(node.value)
+    return UNKNOWN
+
+
+def _slice(interpreter: Interpreter, node: ast.Slice) -> Value:
+    for part in (node.lower, node.upper, node.step):
+        interpreter.evaluate(part)
+    return UNKNOWN
+
+
+EXPRESSIONS: Handlers = {
+    ast.Name: _name,
+    ast.Constant: _constant,
+    ast.Attribute: _attribute,
+    ast.Call: evaluate_call,
+    ast.BinOp: _binary,
+    ast.UnaryOp: _unary,
+    ast.Compare: _operands,
+    ast.BoolOp: _operands,
+    ast.IfExp: _conditional,
+    ast.Tuple: _sequence,
+    ast.List: _sequence,
+    ast.Dict: _dictionary,
+    ast.ListComp: _comprehension,
+    ast.SetComp: _comprehension,
+    ast.GeneratorExp: _comprehension,
+    ast.DictComp: _dict_comprehension,
+    ast.Subscript: _subscript,
+    ast.NamedExpr: _walrus,
+    ast.Await: _operand,
+    ast.Starred: _operand,
+    ast.FormattedValue: _operand,
+    ast.JoinedStr: _formatted_string,
+    ast.Yield: _yield,
+    ast.Slice: _slice,
+}

@@ -1,0 +1,167 @@
+"""Interprets backward passes, clipping and ``torch.autograd.grad``."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.flow.gradient_facts import (
+    BY_STEP,
+    YES,
+    gradient_contributions,
+    has_single_optimizer,
+    is_still_scaled,
+    is_unscaled,
+)
+from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.scaler_checks import check_early
+from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, Contribution
+from ampaudit.linter.flow.statement_context import following_step
+from ampaudit.linter.flow.values import (
+    MAYBE,
+    UNKNOWN,
+    UNSCALED,
+    KnownItems,
+    LiteralValue,
+    LossGradients,
+    Tensor,
+    Value,
+)
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["autograd_grad", "backward", "clip", "unknown_backward"]
+
+
+def unknown_backward(interpreter: Interpreter) -> None:
+    """Interpret a backward pass of unknown code, which may scale the loss."""
+    state = interpreter.state
+    state.set_fact(MAYBE, "grads")
+    state.clear("updated")
+    state.clear("zeroed")
+    state.set_fact(None, "last")
+    state.set_fact(MAYBE, "idle")
+    state.set_fact(MAYBE, "fresh")
+    interpreter.record_event("backward.unknown", interpreter.statement or interpreter.script.tree)
+
+
+def backward(interpreter: Interpreter, node: ast.Call, loss: Tensor, arguments: Arguments) -> Value:
+    """Interpret ``loss.backward()``."""
+    state = interpreter.state
+    retain = arguments.get(1, "retain_graph")
+    retained = isinstance(retain, LiteralValue) and retain.value is True
+    interpreter.record_event(
+        "backward", node, loss=loss, retain=retained, no_sync="no_sync" in interpreter.grad_modes
+    )
+    if interpreter.autocast.enabled is True and interpreter.autocast.explicit:
+        interpreter.record_event("backward.inside", node, context=interpreter.autocast)
+    _check_accumulated(interpreter, node, loss)
+    if "create_graph" not in arguments.keywords:
+        _check_graph(
+            interpreter, node, loss, retained or (retain is not None and not isinstance(retain, LiteralValue))
+        )
+    found = gradient_contributions(interpreter)
+    if loss.scaler_key == MAYBE or found is None:
+        state.set_fact(MAYBE, "grads")
+    elif loss.scaler_key != UNSCALED or not is_unscaled(interpreter):
+        # what a plain loss adds to gradients that were unscaled is right
+        state.set_fact(found | {Contribution(loss.scaler_key, node, loss.computed_under)}, "grads")
+    if loss.scaler_key != UNSCALED:
+        check_early(
+            interpreter, f"the backward at line {node.lineno}, whose loss has another scale", stepped=False
+        )
+    for name in ("updated", "zeroed", "early"):
+        state.clear(name)
+    state.set_fact(None, "idle")
+    state.set_fact(YES, "fresh")
+    for key, fact in state.matching("unscaled"):
+        if fact == BY_STEP:
+            state.facts[key] = None  # these gradients are new
+    state.set_fact(None, "last")
+    return UNKNOWN
+
+
+def _check_accumulated(interpreter: Interpreter, node: ast.Call, loss: Tensor) -> None:
+    if (
+        loss.scaler_key in (UNSCALED, MAYBE)
+        or not has_single_optimizer(interpreter)
+        or gradient_contributions(interpreter) in (None, NO_CONTRIBUTIONS)
+    ):
+        return
+    state = interpreter.state
+    unscaled = [fact for _, fact in state.matching("unscaled", loss.scaler_key)]
+    stepped = state.may_hold("stepped", loss.scaler_key)
+    if state.get("leftover") == YES:
+        unscaled, stepped = [node], False
+    if unscaled and all(isinstance(fact, ast.AST) for fact in unscaled) and not stepped:
+        interpreter.report(
+            "AMP812",
+            node,
+            "scaled gradients are added to gradients that have already been unscaled",
+            "call unscale_() once, after the last backward before the step",
+        )
+
+
+def _check_graph(interpreter: Interpreter, node: ast.Call, loss: Tensor, retained: bool) -> None:
+    for root in loss.model_calls or ():
+        freed = interpreter.state.get("freed", root)
+        if isinstance(freed, ast.AST) and freed is not node:
+            interpreter.report(
+                "AMP835",
+                freed,
+                f"this backward frees the graph that the backward at line {node.lineno} needs again",
+                "add the losses and call backward once, or pass retain_graph=True to the first call",
+            )
+        if not retained:
+            interpreter.state.set_fact(node, "freed", root)
+
+
+def clip(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    """Interpret ``clip_grad_norm_``, ``clip_grad_value_`` and the like."""
+    interpreter.record_event("clip", node)
+    if is_still_scaled(interpreter):
+        interpreter.report(
+            "AMP807",
+            node,
+            "the gradients are clipped while they are still scaled by the loss scale",
+            "call scaler.unscale_(optimizer) before clipping",
+            _unscale_first(interpreter),
+        )
+    found = gradient_contributions(interpreter)
+    raises = arguments.keywords.get("error_if_nonfinite")
+    scaled = bool(found) and any(item.scaler for item in found or ())
+    if scaled and isinstance(raises, LiteralValue) and raises.value is True:
+        interpreter.report(
+            "AMP819",
+            node,
+            "clipping raises on infinite gradients, which are normal "
+            "under a loss scale: the scaler skips such steps",
+            "remove error_if_nonfinite",
+            Fix.at(node, "remove keyword", "error_if_nonfinite"),
+        )
+    return UNKNOWN
+
+
+def _unscale_first(interpreter: Interpreter) -> Fix | None:
+    """Return the fix that unscales, with the names of the step that follows, before the statement."""
+    statement = interpreter.statement
+    step = following_step(interpreter.script, statement)
+    if not isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign) or step is None:
+        return None
+    return Fix.at(statement, "insert before", f"{step[0]}.unscale_({step[1]})")
+
+
+def autograd_grad(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    """Interpret ``torch.autograd.grad``; with ``create_graph`` its result becomes part of a loss."""
+    outputs = arguments.get(0, "outputs")
+    create = arguments.get(4, "create_graph")
+    interpreter.record_event("autograd.grad", node)
+    if not isinstance(create, LiteralValue) or create.value is not True:
+        return UNKNOWN
+    first = item_of(outputs) if isinstance(outputs, KnownItems) else outputs
+    if isinstance(first, Tensor):
+        return LossGradients(first.scaler_key, first.computed_under, node)
+    return LossGradients(MAYBE, "", node)

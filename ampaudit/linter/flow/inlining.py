@@ -1,0 +1,171 @@
+"""Inlines calls of functions of the file."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from ampaudit.linter.flow.interpreter import NO_AUTOCAST, UNKNOWN_AUTOCAST, Interpreter
+from ampaudit.linter.flow.joining import join_values
+from ampaudit.linter.flow.script import dotted_name, sets_own_context
+from ampaudit.linter.flow.state import State, join
+from ampaudit.linter.flow.values import (
+    UNKNOWN,
+    Autocast,
+    ContextManager,
+    Function,
+    FunctionInfo,
+    Instance,
+    LiteralValue,
+    Managed,
+    Optimizer,
+    Scaler,
+    Value,
+)
+
+__all__ = ["follow_callback", "inline_call"]
+
+_MAX_DEPTH: Final = 8  # nested calls
+
+
+def inline_call(
+    interpreter: Interpreter,
+    info: FunctionInfo,
+    node: ast.AST,
+    given: Mapping[str, Value],
+    owner: Instance | None,
+    frame: int,
+) -> Value:
+    """Interpret the body of a function of the file and return the value of the call."""
+    if info in interpreter.stack or len(interpreter.stack) >= _MAX_DEPTH:
+        return UNKNOWN
+    interpreter.called.add(info)
+    saved = (
+        interpreter.frame,
+        interpreter.loops,
+        interpreter.returns,
+        interpreter.statement,
+        interpreter.autocasts,
+        interpreter.grad_modes,
+    )
+    interpreter.frame, interpreter.loops, interpreter.returns = interpreter.new_frame(), [], []
+    interpreter.autocasts, interpreter.grad_modes = list(interpreter.autocasts), list(interpreter.grad_modes)
+    interpreter.enclosing_frames[interpreter.frame] = frame
+    interpreter.caller_frames[interpreter.frame] = saved[0]
+    interpreter.aliases[interpreter.frame] = _aliases(info, node, owner)
+    interpreter.stack.append(info)
+    entry = interpreter.state
+    _bind_parameters(interpreter, info, given, owner)
+    try:
+        with interpreter.guarded("call", node):
+            _enter_decorators(interpreter, info)
+            interpreter.execute(info.node.body)
+        return _join_returns(interpreter, entry)
+    finally:
+        interpreter.stack.pop()
+        _drop_names(interpreter)
+        (
+            interpreter.frame,
+            interpreter.loops,
+            interpreter.returns,
+            interpreter.statement,
+            interpreter.autocasts,
+            interpreter.grad_modes,
+        ) = saved
+
+
+def _aliases(info: FunctionInfo, node: ast.AST, owner: Instance | None) -> dict[str, str]:
+    """Return the names that are passed unchanged, by parameter."""
+    if not isinstance(node, ast.Call):
+        return {}
+    arguments = info.node.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    names = names[1:] if owner is not None else names
+    given = {k.arg: k.value for k in node.keywords if k.arg is not None}
+    given |= dict(zip(names, node.args, strict=False))
+    return {name: text for name, value in given.items() if (text := dotted_name(value))}
+
+
+def _drop_names(interpreter: Interpreter) -> None:
+    """Drop the names of a function that returns, unless a function defined in it may need them."""
+    names = interpreter.state.scopes.get(interpreter.frame, {}) if interpreter.path_state is not None else {}
+    if interpreter.path_state is not None and not any(
+        isinstance(v, Function) and v.frame for v in names.values()
+    ):
+        interpreter.path_state.drop_scope(interpreter.frame)
+
+
+def follow_callback(interpreter: Interpreter, function: Function, node: ast.AST) -> None:
+    """Interpret a function that other code will call later, without any effect on the current state."""
+    state, autocasts, grad_modes = interpreter.path_state, interpreter.autocasts, interpreter.grad_modes
+    interpreter.path_state = interpreter.state.fork()
+    interpreter.autocasts, interpreter.grad_modes = (
+        [NO_AUTOCAST if sets_own_context(function.info.node) else UNKNOWN_AUTOCAST],
+        [],
+    )
+    inline_call(interpreter, function.info, node, {}, None, function.frame)
+    interpreter.path_state, interpreter.autocasts, interpreter.grad_modes = state, autocasts, grad_modes
+
+
+def _enter_decorators(interpreter: Interpreter, info: FunctionInfo) -> None:
+    for decorator in info.node.decorator_list:
+        value = interpreter.evaluate(decorator)
+        if isinstance(value, Autocast):
+            interpreter.autocasts.append(value)
+        elif isinstance(value, ContextManager):
+            interpreter.grad_modes.append(value.kind)
+
+
+def _bind_parameters(
+    interpreter: Interpreter, info: FunctionInfo, given: Mapping[str, Value], owner: Instance | None
+) -> None:
+    arguments = info.node.args
+    names = [*arguments.posonlyargs, *arguments.args]
+    if owner is not None and names:
+        interpreter.state.bind(interpreter.frame, names[0].arg, owner)
+        names = names[1:]
+    defaults = dict(zip([a.arg for a in names][::-1], arguments.defaults[::-1], strict=False))
+    defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d}
+    for index, argument in enumerate([*names, *arguments.kwonlyargs]):
+        value = given.get(argument.arg, given.get(str(index)))
+        if value is None:
+            default = defaults.get(argument.arg)
+            # a boolean may be passed either way
+            switch = isinstance(default, ast.Constant) and isinstance(default.value, bool)
+            value = (
+                LiteralValue(default.value) if isinstance(default, ast.Constant) and not switch else UNKNOWN
+            )
+        if argument.annotation is not None and value is UNKNOWN:
+            value = _from_annotation(interpreter, argument)
+        interpreter.state.bind(interpreter.frame, argument.arg, value)
+    for star in (arguments.vararg, arguments.kwarg):
+        if star is not None:
+            interpreter.state.bind(interpreter.frame, star.arg, UNKNOWN)
+
+
+def _from_annotation(interpreter: Interpreter, argument: ast.arg) -> Value:
+    """Return the value of an annotation such as ``GradScaler``, ``"Optimizer"`` or ``Accelerator | None``."""
+    written = ast.unparse(argument.annotation) if argument.annotation is not None else ""
+    names = set(re.findall(r"\w+", written))
+    if "GradScaler" in names:
+        return interpreter.register_scaler(Scaler(f"name {argument.arg}", text=argument.arg))
+    if "Optimizer" in names and not names & {"list", "List", "dict", "Dict", "Sequence", "Iterable", "tuple"}:
+        return Optimizer(f"name {argument.arg}")
+    return Managed() if names & {"Accelerator", "Fabric", "DeepSpeedEngine"} else UNKNOWN
+
+
+def _join_returns(interpreter: Interpreter, entry: State) -> Value:
+    ends = interpreter.returns
+    if interpreter.path_state is not None:
+        ends = [*ends, (LiteralValue(None), interpreter.path_state)]
+    if not ends:
+        interpreter.path_state = entry  # every path raises: continue as if it were not called
+        return UNKNOWN
+    value, state = ends[0]
+    joined: State | None = state
+    for other, end in ends[1:]:
+        value, joined = join_values(value, other), join(joined, end)
+    interpreter.path_state = joined
+    return value

@@ -1,0 +1,288 @@
+"""Interprets a script abstractly: tracks what names stand for, contexts, branches and calls."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ampaudit.linter.diagnostic import Diagnostic, Fix, position_of
+from ampaudit.linter.flow.events import Event, Guard
+from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.script import Script, condition_of, dotted_name
+from ampaudit.linter.flow.state import State
+from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES
+from ampaudit.linter.flow.values import (
+    UNKNOWN,
+    UNSCALED_TENSOR,
+    Autocast,
+    BoundMethod,
+    Class,
+    Function,
+    FunctionInfo,
+    ImportedName,
+    Instance,
+    KnownItems,
+    LiteralValue,
+    Model,
+    Optimizer,
+    Scaler,
+    Scheduler,
+    Tensor,
+    Value,
+    key_of,
+)
+
+__all__ = ["NO_AUTOCAST", "UNKNOWN_AUTOCAST", "Interpreter", "LoopExits", "StepLimitReached"]
+
+NO_AUTOCAST = Autocast(False, None, "")
+UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # the context around is not known
+_MAX_STEPS = 60_000  # per entry point; the rest of a longer one is skipped
+_BUILTINS = frozenset(
+    "abs all any bool dict enumerate float getattr hasattr int isinstance iter len list map max min next open"
+    " print range repr reversed round set sorted str sum super tuple type zip".split()
+)
+
+
+class StepLimitReached(Exception):
+    """Raised when an entry point takes too many steps to interpret."""
+
+
+@dataclass(slots=True)
+class LoopExits:
+    """States in which a loop's body is left early."""
+
+    continues: list[State] = field(default_factory=list)
+    breaks: list[State] = field(default_factory=list)
+
+
+Handlers = Mapping[type[ast.AST], Callable[["Interpreter", Any], Any]]
+
+
+class Interpreter:
+    """An abstract interpreter at one point of a script.
+
+    Args:
+        script: the parsed script.
+        statements: handlers by kind of statement.
+        expressions: handlers by kind of expression.
+        assumptions: conditions, by text, that are assumed to be true or false.
+        known: values of names that are defined elsewhere, such as imports of an earlier cell.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        statements: Handlers,
+        expressions: Handlers,
+        assumptions: Mapping[str, bool],
+        known: Mapping[str, Value],
+    ) -> None:
+        self.script = script
+        self.statements, self.expressions = statements, expressions
+        self.assumptions, self.known = dict(assumptions), known
+        self.condition_counts: Counter[str] = Counter()  # how often each condition was met
+        self.path_state: State | None = State()
+        self.frame, self._frames = 0, 1
+        self.enclosing_frames: dict[int, int] = {}
+        self.caller_frames: dict[int, int] = {}
+        self.aliases: dict[int, dict[str, str]] = {}  # names in the caller, by parameter
+        self.guards: tuple[Guard, ...] = ()
+        self.autocasts: list[Autocast] = [NO_AUTOCAST]
+        self.grad_modes: list[str] = []  # no_grad, no_sync
+        self.loops: list[LoopExits] = []
+        self.returns: list[tuple[Value, State]] = []
+        self.statement: ast.stmt | None = None
+        self.diagnostics: dict[tuple[str, int, int], Diagnostic] = {}
+        self.events: dict[tuple[str, ast.AST, tuple[Guard, ...]], Event] = {}
+        self.scalers: dict[str, Scaler] = {}
+        self.escaped: set[str] = set()
+        self.called: set[FunctionInfo] = set()
+        self.stack: list[FunctionInfo] = []
+        self.managed = False
+        self.repetitions = 0
+        self._steps = 0
+
+    # results
+
+    def report(self, code: str, node: ast.AST, cause: str, advice: str, fix: Fix | None = None) -> None:
+        """Report a diagnostic, once per rule and position."""
+        self.diagnostics.setdefault((code, *position_of(node)), Diagnostic(code, node, cause, advice, fix))
+
+    def record_event(self, kind: str, node: ast.AST, **data: Any) -> None:
+        """Record an event, once per kind, node and guards."""
+        key = (kind, node, self.guards)
+        if key not in self.events:
+            self.events[key] = Event(kind, node, self.guards, self.statement, data)
+
+    def reset_steps(self) -> None:
+        """Reset the step count for the next entry point."""
+        self._steps = 0
+
+    @property
+    def state(self) -> State:
+        """The state of the current path, which exists while statements are executed."""
+        assert self.path_state is not None
+        return self.path_state
+
+    @property
+    def is_first_iteration(self) -> bool:
+        """Whether each loop around is in its first iteration."""
+        return self.repetitions == 0
+
+    @property
+    def autocast(self) -> Autocast:
+        """The innermost autocast context."""
+        return self.autocasts[-1]
+
+    @property
+    def call_path(self) -> str:
+        """The calls that lead here, as text, which tells apart two calls of one function."""
+        calls = (
+            guard.node for guard in self.guards if guard.kind == "call" and isinstance(guard.node, ast.Call)
+        )
+        return "".join(f" from {key_of(call)}" for call in calls)
+
+    def assumed_truth(self, test: ast.expr) -> bool | None:
+        """Return the assumed truth of a condition; ``None`` if nothing is assumed."""
+        if isinstance(test, ast.BoolOp):
+            parts = [self.assumed_truth(part) for part in test.values]
+            decisive = not isinstance(test.op, ast.And)
+            if decisive in parts:
+                return decisive
+            return None if None in parts else not decisive
+        flag = condition_of(test)
+        if flag is None:
+            return None
+        text = self._as_named_by_caller(flag[0])
+        self.condition_counts[text] += 1
+        assumed = self.assumptions.get(text)
+        return None if assumed is None else assumed == flag[1]
+
+    def _as_named_by_caller(self, text: str) -> str:
+        """Return the caller's name for a parameter, so that a condition on both is the same condition."""
+        frame: int | None = self.frame
+        while frame is not None and text in self.aliases.get(frame, ()):
+            text, frame = self.aliases[frame][text], self.caller_frames.get(frame)
+        return text
+
+    # execution
+
+    def execute(self, body: list[ast.stmt]) -> None:
+        """Execute statements in order until the path ends."""
+        outside = self.guards
+        for statement in body:
+            if self.path_state is None:
+                break
+            self.statement = statement
+            handler = self.statements.get(type(statement))
+            if handler is not None:
+                handler(self, statement)
+        self.guards = outside
+
+    def evaluate(self, node: ast.expr | None) -> Value:
+        """Evaluate an expression, including the calls in it."""
+        if node is None:
+            return UNKNOWN
+        self._steps += 1
+        if self._steps > _MAX_STEPS:
+            raise StepLimitReached
+        handler = self.expressions.get(type(node))
+        value: Value = handler(self, node) if handler is not None else UNKNOWN
+        return value
+
+    @contextmanager
+    def guarded(self, kind: str, node: ast.AST) -> Iterator[None]:
+        """Execute inside a loop, a branch or a call."""
+        outside = self.guards
+        self.guards = (*outside, Guard(kind, node))
+        try:
+            yield
+        finally:
+            self.guards = outside
+
+    # names
+
+    def lookup(self, name: str, text: str = "") -> Value:
+        """Return the value of a name."""
+        frame: int | None = self.frame
+        value: Value | None = None
+        while frame is not None and value is None:
+            value = self.state.value(frame, name)
+            frame = self.enclosing_frames.get(frame)
+        if value is None:
+            value = self._global(name)
+        return self.infer_from_usage(value, text or name)
+
+    def _global(self, name: str) -> Value:
+        if name in self.script.functions:
+            return Function(self.script.functions[name], 0)
+        if name in self.script.classes:
+            return Class(self.script.classes[name])
+        if name in self.known:
+            return self.known[name]
+        if name in CONVENTIONAL_NAMES:
+            return ImportedName(CONVENTIONAL_NAMES[name])
+        return ImportedName(f"builtins.{name}") if name in _BUILTINS else UNKNOWN
+
+    def infer_from_usage(self, value: Value, text: str) -> Value:
+        """Replace an unknown value by what the usage of its name tells."""
+        unsure = (
+            value is UNKNOWN or value is UNSCALED_TENSOR or (isinstance(value, Tensor) and value.node is None)
+        )
+        if isinstance(value, LiteralValue) and value.value is None:
+            unsure = True
+        if not unsure or not text:
+            return value
+        kind, key = self.script.usage.kind(text), f"name {text}"
+        if kind == "scaler":
+            return self.register_scaler(Scaler(key, text=text))
+        if kind == "optimizer":
+            return Optimizer(key)
+        if kind == "scheduler":
+            return Scheduler(key)
+        return Model(key) if kind == "model" else value
+
+    def register_scaler(self, scaler: Scaler) -> Scaler:
+        """Register a scaler by its key."""
+        self.scalers.setdefault(scaler.key, scaler)
+        return scaler
+
+    def assign(self, target: ast.expr, value: Value) -> None:
+        """Assign a value to a name, an attribute, or several."""
+        if isinstance(target, ast.Name):
+            self.state.bind(self.frame, target.id, value)
+        elif isinstance(target, ast.Attribute):
+            owner = self.evaluate(target.value)
+            if isinstance(owner, Instance):
+                self.state.bind(owner.key, target.attr, value)
+            elif text := dotted_name(target):
+                self.state.bind(self.frame, text, value)
+        elif isinstance(target, ast.Tuple | ast.List):
+            items = value.items if isinstance(value, KnownItems) and not value.repeated else ()
+            for index, part in enumerate(target.elts):
+                self.assign(part, items[index] if index < len(items) else item_of(value))
+        elif isinstance(target, ast.Starred):
+            self.assign(target.value, UNKNOWN)
+
+    def assign_item(self, target: ast.expr, value: Value) -> None:
+        """Assign an item of an iterable, which is one of several."""
+        self.assign(target, value)
+        for node in ast.walk(target):
+            if isinstance(node, ast.Name):
+                one = self.lookup(node.id)
+                if isinstance(one, Optimizer):
+                    self.state.bind(self.frame, node.id, replace(one, one_of_several=True))
+
+    def new_frame(self) -> int:
+        """Return a new frame for the names of a call."""
+        self._frames += 1
+        return self._frames
+
+    def bound_method(self, owner: Instance, name: str) -> BoundMethod | None:
+        """Return a method of an instance, bound to it."""
+        info = owner.info.method(name)
+        return BoundMethod(owner, info) if info is not None else None

@@ -1,0 +1,82 @@
+"""Joins the values of two paths, and those of several items."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ampaudit.linter.flow.values import (
+    MAYBE,
+    UNKNOWN,
+    Autocast,
+    KnownItems,
+    LiteralValue,
+    LossGradients,
+    Managed,
+    Model,
+    Optimizer,
+    Parameters,
+    Scaler,
+    Tensor,
+    Value,
+)
+
+__all__ = ["item_of", "join_values"]
+
+
+def join_values(one: Value, other: Value) -> Value:
+    """Return the value of a name that two branches assign."""
+    if one == other:
+        return one
+    if isinstance(one, LiteralValue) and one.value is None:
+        return other  # it is used only where it is not None
+    if isinstance(other, LiteralValue) and other.value is None:
+        return one
+    if isinstance(one, Optimizer) and isinstance(other, Optimizer):
+        models = None if one.models is None or other.models is None else one.models | other.models
+        (class_name,) = _agreement(one, other, "class_name", otherwise="")
+        return replace(one, class_name=class_name, models=models)
+    if isinstance(one, Scaler) and isinstance(other, Scaler):
+        return replace(one, enabled=one.enabled if one.enabled == other.enabled else None)
+    if isinstance(one, Model) and isinstance(other, Model) and one.key == other.key:
+        return replace(one, wrapper=one.wrapper if one.wrapper == other.wrapper else "")
+    if isinstance(one, Autocast) or isinstance(other, Autocast):
+        return _join_contexts(one, other)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _join_tensors(one, other)
+    return UNKNOWN
+
+
+def item_of(value: Value) -> Value:
+    """Return the value of any item of an iterable."""
+    if isinstance(value, KnownItems):
+        result: Value = value.items[0] if value.items else UNKNOWN
+        for item in value.items[1:]:
+            result = join_values(result, item)
+        several = len(value.items) > 1 or value.repeated
+        return replace(result, one_of_several=True) if isinstance(result, Optimizer) and several else result
+    return value if isinstance(value, Tensor | LossGradients | Parameters | Managed) else UNKNOWN
+
+
+def _join_contexts(one: Value, other: Value) -> Value:
+    if isinstance(one, Autocast) and isinstance(other, Autocast):
+        enabled, device, dtype = _agreement(one, other, "enabled", "device", "dtype")
+        return Autocast(enabled, device, dtype, one.node)
+    known = one if isinstance(one, Autocast) else other
+    assert isinstance(known, Autocast)
+    return replace(known, enabled=None)
+
+
+def _join_tensors(one: Tensor, other: Tensor) -> Tensor:
+    cast, computed_under, loss = _agreement(one, other, "cast", "computed_under", "loss", otherwise="")
+    upcast, model_calls, divided, sigmoid, node = _agreement(
+        one, other, "upcast", "model_calls", "divided", "sigmoid", "node"
+    )
+    (scaler_key,) = _agreement(one, other, "scaler_key", otherwise=MAYBE)
+    return Tensor(scaler_key, cast, computed_under, upcast, model_calls, loss, divided, sigmoid, node)
+
+
+def _agreement(one: Value, other: Value, *fields: str, otherwise: str | None = None) -> list[Any]:
+    """Return fields of two values, with a default where they differ."""
+    pairs = [(getattr(one, field), getattr(other, field)) for field in fields]
+    return [left if left == right else otherwise for left, right in pairs]

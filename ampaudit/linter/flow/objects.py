@@ -1,0 +1,212 @@
+"""Interprets models, schedulers and instances of the file's classes."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Final
+
+from ampaudit.linter.flow.gradient_facts import clear_gradients
+from ampaudit.linter.flow.inlining import inline_call
+from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.tensors import autocast_dtype, dtype_named, requested_dtype
+from ampaudit.linter.flow.values import (
+    MAYBE,
+    UNKNOWN,
+    ClassInfo,
+    ContextManager,
+    Instance,
+    LiteralValue,
+    Model,
+    Parameters,
+    Scheduler,
+    Tensor,
+    Value,
+    key_of,
+)
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = [
+    "MODULE_METHODS",
+    "call_model",
+    "device_of",
+    "make_instance",
+    "make_model",
+    "model_method",
+    "scheduler_method",
+    "wrap_model",
+]
+
+MODULE_METHODS: Final = frozenset(
+    "train eval to cuda cpu half float parameters named_parameters modules children state_dict"
+    " load_state_dict register_buffer register_parameter zero_grad apply requires_grad_ log log_dict".split()
+)
+_WITHOUT_FORWARD: Final = MODULE_METHODS | frozenset(
+    "named_modules named_children get_parameter buffers named_buffers compile share_memory"
+    " gradient_checkpointing_enable enable_input_require_grads save_pretrained push_to_hub"
+    " print_trainable_parameters set_epoch init_weights freeze unfreeze add_module load_adapter".split()
+)
+
+
+def make_model(interpreter: Interpreter, node: ast.Call, origin: str, arguments: Arguments) -> Model:
+    """Create a model that is constructed or loaded here."""
+    model = Model(key_of(node), node, origin=origin)
+    for name in ("dtype", "torch_dtype"):
+        if dtype_named(arguments.keywords.get(name, UNKNOWN)) == "float16":
+            interpreter.state.set_fact(node, "half", model.key)
+    return model
+
+
+def wrap_model(model: Model, wrapper: str) -> Model:
+    """Return a model inside a parallel wrapper, which has the same parameters."""
+    return Model(model.key, model.node, wrapper, model.origin)
+
+
+def model_method(
+    interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments
+) -> Value:
+    """Interpret a method of a model."""
+    state = interpreter.state
+    if name in ("half", "float", "bfloat16", "double", "to", "type"):
+        _cast(interpreter, node, model, name, arguments)
+        _move(interpreter, model, arguments)
+        return model
+    if name in ("cuda", "cpu"):
+        state.set_fact(name, "device", model.key)
+        return model
+    if name in ("parameters", "named_parameters"):
+        return Parameters(frozenset({model.key}))
+    if name == "zero_grad":
+        clear_gradients(interpreter)
+        interpreter.record_event("zero_grad", node)
+        return UNKNOWN
+    if name in ("clip_grad_norm_", "clip_grad_value_"):
+        from ampaudit.linter.flow.gradients import clip
+
+        return clip(interpreter, node, arguments)
+    if name == "no_sync":
+        return ContextManager("no_sync")
+    if name in ("train", "eval", "requires_grad_", "apply"):
+        return model
+    if name in _WITHOUT_FORWARD:
+        return UNKNOWN
+    value = call_model(interpreter, node, model, arguments)
+    return (
+        value
+        if name in ("forward", "__call__")
+        else Tensor(model_calls=value.model_calls, computed_under=value.computed_under)
+    )
+
+
+def _cast(interpreter: Interpreter, node: ast.Call, model: Model, name: str, arguments: Arguments) -> None:
+    wanted = requested_dtype(name, arguments)
+    if wanted:
+        interpreter.state.set_fact(node if wanted == "float16" else None, "half", model.key)
+    elif (
+        any(value is UNKNOWN for value in arguments.all())
+        and interpreter.state.get("half", model.key) is not None
+    ):
+        interpreter.state.set_fact(MAYBE, "half", model.key)
+
+
+def _move(interpreter: Interpreter, model: Model, arguments: Arguments) -> None:
+    for value in arguments.all():
+        device = device_of(value)
+        if device:
+            interpreter.state.set_fact(device, "device", model.key)
+        elif value is UNKNOWN:
+            interpreter.state.set_fact(MAYBE, "device", model.key)
+
+
+def device_of(value: Value | None) -> str:
+    """Return the device type, such as ``cuda`` for ``"cuda:0"``; empty if it is not a literal."""
+    text = value.value if isinstance(value, LiteralValue) else ""
+    if isinstance(text, str):
+        head = text.partition(":")[0]
+        return head if head in ("cuda", "cpu", "mps", "xpu") else ""
+    return "cuda" if isinstance(text, int) and not isinstance(text, bool) else ""
+
+
+def call_model(interpreter: Interpreter, node: ast.Call, model: Model, arguments: Arguments) -> Tensor:
+    """Interpret a forward pass under the current autocast context."""
+    cast = autocast_dtype(interpreter) if _check_device(interpreter, node, model) else ""
+    root = f"{model.key} at {key_of(node)}{interpreter.call_path}"
+    given: frozenset[str] | None = frozenset({root})
+    for value in arguments.all():
+        if isinstance(value, Tensor) and given is not None:
+            given = (
+                None
+                if value.model_calls is None and value.node is not None
+                else given | (value.model_calls or frozenset())
+            )
+    interpreter.state.set_fact(None, "freed", root)
+    called = not isinstance(node.func, ast.Attribute) or node.func.attr in ("forward", "__call__", "module")
+    called = called or interpreter.script.usage.is_model(dotted_name(node.func))
+    about = {"autocast": interpreter.autocast, "grad": tuple(interpreter.grad_modes), "called": called}
+    interpreter.record_event("forward", node, model=model, **about)
+    halved = interpreter.state.get("half", model.key)
+    if cast and isinstance(halved, ast.AST):
+        interpreter.record_event("half.autocast", halved)
+    return Tensor(
+        cast=cast if _keeps_cast(interpreter, model) else "",
+        computed_under=cast,
+        model_calls=given,
+        node=node,
+    )
+
+
+def _keeps_cast(interpreter: Interpreter, model: Model) -> bool:
+    """Return whether a model's output has autocast's dtype, as far as its class in this file shows."""
+    info = interpreter.script.classes.get(model.origin)
+    method = info.method("forward") if info is not None else None
+    if method is None:
+        return True
+    returned = [n.value for n in ast.walk(method.node) if isinstance(n, ast.Return) and n.value is not None]
+    text = " ".join(ast.unparse(value) for value in returned)
+    plain = all(isinstance(value, ast.Call | ast.Name) for value in returned)
+    return plain and not any(word in text for word in ("float(", "softmax", "float32", "norm", "loss"))
+
+
+def _check_device(interpreter: Interpreter, node: ast.Call, model: Model) -> bool:
+    """Return whether autocast applies to the model's device, as far as is known."""
+    autocast, device = interpreter.autocast, interpreter.state.get("device", model.key)
+    if (
+        autocast.enabled is not True
+        or not autocast.device
+        or not isinstance(device, str)
+        or device in (MAYBE, autocast.device)
+    ):
+        return True
+    place = autocast.node if autocast.node is not None else node
+    interpreter.report(
+        "AMP847",
+        place,
+        f"autocast is for {autocast.device}, but the model called at line {node.lineno} is on {device}, so"
+        " nothing is cast",
+        f'use torch.autocast("{device}")',
+    )
+    return False
+
+
+def scheduler_method(
+    interpreter: Interpreter, node: ast.Call, scheduler: Scheduler, name: str, arguments: Arguments
+) -> Value:
+    """Interpret a method of a scheduler; a step with arguments is not one of torch's schedulers."""
+    if name == "step" and not arguments.all():
+        interpreter.record_event("scheduler.step", node)
+    return UNKNOWN
+
+
+def make_instance(interpreter: Interpreter, node: ast.Call, info: ClassInfo, arguments: Arguments) -> Value:
+    """Create an instance of a class of the file."""
+    if info.derives("Module", "LightningModule"):
+        return make_model(interpreter, node, info.node.name, arguments)
+    if info.derives("Optimizer"):
+        return UNKNOWN
+    made = Instance(f"{info.node.name} {key_of(node)}", info)
+    start = info.method("__init__")
+    if start is not None and start.relevant:
+        inline_call(interpreter, start, node, arguments.named(), made, 0)
+    return made

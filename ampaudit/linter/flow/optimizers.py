@@ -1,0 +1,176 @@
+"""Interprets optimizers: construction, step, zero_grad."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.diagnostic import Fix, remove_statement
+from ampaudit.linter.flow.gradient_facts import (
+    BYPASSED,
+    clear_gradients,
+    gradient_contributions,
+    has_single_optimizer,
+    is_unscaled,
+)
+from ampaudit.linter.flow.scaler_checks import check_zeroed, record_step_inside_autocast
+from ampaudit.linter.flow.state import Contribution
+from ampaudit.linter.flow.statement_context import scaler_in_scope
+from ampaudit.linter.flow.torch_names import ADAM_LIKE, FLOAT16_ROUNDS_TO_ZERO, MANAGING_PACKAGES
+from ampaudit.linter.flow.values import (
+    MAYBE,
+    UNKNOWN,
+    LiteralValue,
+    Optimizer,
+    Parameters,
+    StateDict,
+    Value,
+    key_of,
+)
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["make_optimizer", "optimizer_method"]
+
+
+_FINITE_TEST = re.compile(r"isfinite|isinf|isnan|found_inf|check_inf|overflow")
+
+
+_MENTIONS_SCALING = re.compile(r"GradScaler|loss_?scal|grad_?scal|NativeScaler|\bscaler\b", re.IGNORECASE)
+
+
+def optimizer_method(
+    interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, name: str, arguments: Arguments
+) -> Value:
+    """Interpret a method of an optimizer."""
+    state = interpreter.state
+    if name == "step":
+        _step(interpreter, node, optimizer, arguments)
+    elif name == "zero_grad":
+        interpreter.record_event("zero_grad", node)
+        if (
+            gradient_contributions(interpreter)
+            and has_single_optimizer(interpreter)
+            and not state.may_hold("stepped")
+        ):
+            state.set_fact((optimizer.key, node), "zeroed")
+        clear_gradients(interpreter)
+    elif name in ("state_dict", "load_state_dict"):
+        interpreter.record_event(f"optimizer.{name}", node)
+        return StateDict("optimizer", optimizer.key) if name == "state_dict" else UNKNOWN
+    return UNKNOWN
+
+
+def _step(interpreter: Interpreter, node: ast.Call, optimizer: Optimizer, arguments: Arguments) -> None:
+    state = interpreter.state
+    interpreter.record_event("optimizer.step", node)
+    if arguments.all():  # a closure runs backward
+        state.set_fact(MAYBE, "grads")
+        return
+    record_step_inside_autocast(interpreter, node)
+    check_zeroed(interpreter, optimizer)
+    found = gradient_contributions(interpreter)
+    if state.get("last") == optimizer.key and not optimizer.one_of_several:
+        interpreter.report(
+            "AMP817",
+            node,
+            "the scaler has already stepped this optimizer; this second step also runs after an overflow",
+            "remove it: scaler.step(optimizer) calls optimizer.step()",
+            remove_statement(interpreter.statement, node),
+        )
+    elif (
+        found
+        and _contains_scale(interpreter, found)
+        and (has_single_optimizer(interpreter) or len(found) == 1)
+    ):
+        _report_bypassed_scaler(
+            interpreter,
+            node,
+            "the optimizer steps with scaled gradients, and nothing skips the step if they overflow",
+        )
+    elif found and not any(item.scaler for item in found):
+        _check_scaling(interpreter, found)
+    elif found and has_single_optimizer(interpreter) and _overflow_is_unchecked(interpreter):
+        _report_bypassed_scaler(
+            interpreter,
+            node,
+            "the step bypasses the scaler: nothing skips it if the gradients have overflowed",
+        )
+    for key in interpreter.scalers:
+        # the script tests for overflow itself, or the mistake was just reported
+        if any(isinstance(fact, ast.AST) for _, fact in state.matching("unscaled", key)) or _is_scaled_by(
+            found, key
+        ):
+            state.set_fact(BYPASSED, "stepped", key, optimizer.key)
+    state.set_fact(None, "fresh")
+
+
+def _report_bypassed_scaler(interpreter: Interpreter, node: ast.Call, cause: str) -> None:
+    scaler = scaler_in_scope(interpreter.script, node)
+    optimizer = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else "optimizer"
+    fix = Fix.at(node, "step by scaler", scaler) if scaler else None
+    interpreter.report("AMP803", node, cause, f"write {scaler or 'scaler'}.step({optimizer})", fix)
+
+
+def _is_scaled_by(found: frozenset[Contribution] | None, key: str) -> bool:
+    return any(item.scaler == key for item in found or ())
+
+
+def _contains_scale(interpreter: Interpreter, found: frozenset[Contribution]) -> bool:
+    """Return whether at least a part of the gradients is scaled, and none was unscaled."""
+    untouched = not interpreter.state.may_hold("unscaled")
+    return untouched and any(item.scaler for item in found)
+
+
+def _overflow_is_unchecked(interpreter: Interpreter) -> bool:
+    """Return whether gradients were unscaled, and the script does not test for overflow itself."""
+    if not is_unscaled(interpreter):
+        return False
+    unscaled = [e for e in interpreter.events.values() if e.kind == "scaler.unscale"]
+    inner = len(interpreter.guards) > min((len(e.guards) for e in unscaled), default=0)
+    return bool(unscaled) and not inner and _FINITE_TEST.search(interpreter.script.text) is None
+
+
+def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> None:
+    managed = any(name.startswith(MANAGING_PACKAGES) for name in interpreter.script.imports)
+    if _MENTIONS_SCALING.search(interpreter.script.text) or managed or interpreter.managed:
+        return
+    for item in found:
+        if item.computed_under == "float16":
+            interpreter.report(
+                "AMP813",
+                item.node,
+                "the loss is computed under float16 autocast without "
+                "a loss scale: small gradients become zero",
+                'scale the loss with torch.amp.GradScaler("cuda"), or use dtype=torch.bfloat16',
+            )
+
+
+def make_optimizer(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
+    """Interpret ``torch.optim.X(...)``."""
+    given = arguments.get(0, "params")
+    models = given.models if isinstance(given, Parameters) else None
+    key = key_of(node)
+    interpreter.record_event("optimizer.made", node)
+    if name in ADAM_LIKE and models:
+        _check_eps(interpreter, node, name, arguments, models)
+    return Optimizer(key, node, name, models)
+
+
+def _check_eps(
+    interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments, models: frozenset[str]
+) -> None:
+    given = arguments.keywords.get("eps", LiteralValue(ADAM_LIKE[name]))
+    eps = given.value if isinstance(given, LiteralValue) else None
+    halved = any(isinstance(interpreter.state.get("half", model), ast.AST) for model in models)
+    if halved and isinstance(eps, int | float) and eps <= FLOAT16_ROUNDS_TO_ZERO:
+        interpreter.report(
+            "AMP862",
+            node,
+            f"eps={eps:g} is zero in float16, the dtype of these parameters and of the optimizer's state:"
+            " where a gradient is zero, the update is 0/0",
+            "keep the parameters in float32; if they must be float16, use eps=1e-4",
+        )

@@ -1,0 +1,198 @@
+"""Checks the order in which the methods of a gradient scaler are called."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.flow.gradient_facts import YES, gradient_contributions, has_single_optimizer
+from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.state import NO_CONTRIBUTIONS, Contribution
+from ampaudit.linter.flow.statement_context import in_same_function
+from ampaudit.linter.flow.values import Optimizer, Scaler
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = [
+    "check_bfloat16",
+    "check_early",
+    "check_gradients",
+    "check_order",
+    "check_parameters",
+    "check_repeated",
+    "check_update",
+    "check_zeroed",
+    "has_update",
+    "record_step_inside_autocast",
+]
+
+
+def check_bfloat16(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
+    """Report a scaler for bfloat16 gradients, which need no scale."""
+    place = scaler.node if scaler.node is not None else node
+    fix = None
+    if isinstance(place, ast.Call) and not any(k.arg in ("enabled", None) for k in place.keywords):
+        fix = Fix.at(place, "set keyword", "enabled", "False")
+    interpreter.report(
+        "AMP818",
+        place,
+        "the loss is computed in bfloat16, which has the range of float32: its gradients need no loss scale",
+        "remove the scaler, or create it with enabled=False",
+        fix,
+    )
+
+
+def check_parameters(interpreter: Interpreter, optimizer: Optimizer, node: ast.Call) -> None:
+    """Report float16 parameters, whose gradients a scaler rejects."""
+    for model in optimizer.models or ():
+        halved = interpreter.state.get("half", model)
+        if isinstance(halved, ast.AST):
+            interpreter.report(
+                "AMP801",
+                halved,
+                f"these parameters are float16, and the scaler at line {node.lineno} cannot unscale float16"
+                " gradients",
+                "keep the parameters in float32 and let autocast choose the dtype of each op",
+            )
+
+
+def check_gradients(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, step: ast.Call) -> None:
+    """Report gradients that the scaler is about to unscale and that were not scaled by it."""
+    found = gradient_contributions(interpreter)
+    if not found:
+        return
+    others = {item.scaler for item in found} - {scaler.key, ""}
+    if others and has_single_optimizer(interpreter) and not optimizer.one_of_several:
+        odd = next(item for item in found if item.scaler in others)
+        interpreter.report(
+            "AMP815",
+            odd.node,
+            "this loss is scaled by another scaler than the other "
+            "losses that contribute to the same gradients",
+            "use one scaler for all losses of an optimizer",
+        )
+    for item in found:
+        if not item.scaler and (
+            has_single_optimizer(interpreter) or not any(other.scaler for other in found)
+        ):
+            _report_unscaled_loss(interpreter, step, item)
+
+
+def _report_unscaled_loss(interpreter: Interpreter, step: ast.Call, item: Contribution) -> None:
+    node = item.node
+    fix = None
+    near = in_same_function(interpreter.script, step, node) and isinstance(step.func, ast.Attribute)
+    text = dotted_name(step.func.value) if near and isinstance(step.func, ast.Attribute) else ""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and text:
+        receiver = node.func.value
+        if isinstance(receiver, ast.Name | ast.Attribute):
+            fix = Fix.at(node, "scale loss", text)
+    interpreter.report(
+        "AMP802",
+        node,
+        "backward runs on the unscaled loss, but the scaler divides the gradients by the scale",
+        f"write {text or 'scaler'}.scale(loss).backward()",
+        fix,
+    )
+
+
+def check_order(interpreter: Interpreter, scaler: Scaler, node: ast.Call) -> None:
+    """Report an update that came too early for this step."""
+    state = interpreter.state
+    check_early(
+        interpreter, f"the step at line {node.lineno}, which then divides by another scale", stepped=True
+    )
+    updated = state.get("updated", scaler.key)
+    if isinstance(updated, ast.AST):
+        interpreter.report(
+            "AMP806",
+            updated,
+            "update() runs between the steps of several optimizers, whose gradients share one scale",
+            "call update() once, after the steps of all optimizers",
+        )
+
+
+def check_early(interpreter: Interpreter, what: str, *, stepped: bool) -> None:
+    """Report an update between the first scaled backward and the step.
+
+    After unscale_(), which checks for overflow, a script may skip the step and call update() at once.
+    """
+    for _, early in interpreter.state.matching("early"):
+        if isinstance(early, tuple) and (stepped or not early[1]):
+            interpreter.report(
+                "AMP805",
+                early[0],
+                f"update() runs before {what}",
+                "call update() once per iteration, after every step",
+            )
+
+
+def check_repeated(interpreter: Interpreter, scaler: Scaler, optimizer: Optimizer, node: ast.Call) -> None:
+    """Report a second step of an optimizer, or a step before any loss was scaled."""
+    if (
+        interpreter.state.get("unused", scaler.key) == YES
+        and gradient_contributions(interpreter) == NO_CONTRIBUTIONS
+    ):
+        interpreter.report(
+            "AMP826",
+            node,
+            "step() runs before any loss was scaled",
+            "call it after backward on a scaled loss",
+        )
+    stepped = interpreter.state.get("stepped", scaler.key, optimizer.key) == YES
+    if (
+        stepped
+        and not optimizer.one_of_several
+        and (interpreter.is_first_iteration or has_update(interpreter, scaler))
+    ):
+        interpreter.report(
+            "AMP824",
+            node,
+            "the scaler has already stepped this optimizer since the last update()",
+            "step each optimizer once, then call update()",
+        )
+
+
+def has_update(interpreter: Interpreter, scaler: Scaler) -> bool:
+    """Return whether the scaler is updated at all; if not, that is the mistake to report."""
+    return any(
+        e.kind == "scaler.update" and e.data["scaler"] == scaler.key for e in interpreter.events.values()
+    )
+
+
+def check_update(interpreter: Interpreter, node: ast.Call, scaler: Scaler) -> None:
+    """Report an update that follows no step."""
+    state = interpreter.state
+    stepped = state.may_hold("stepped", scaler.key)
+    looked = state.may_hold("unscaled", scaler.key)
+    again = isinstance(state.get("updated", scaler.key), ast.AST) and not stepped and not looked
+    if again or (state.get("unused", scaler.key) == YES and not stepped):
+        interpreter.report(
+            "AMP825",
+            node,
+            "update() runs again, although no optimizer has been stepped since the last one"
+            if again
+            else "update() runs before any loss was scaled",
+            "call it once per iteration, after the steps",
+        )
+
+
+def record_step_inside_autocast(interpreter: Interpreter, node: ast.Call) -> None:
+    """Record a step inside an autocast block."""
+    autocast = interpreter.autocast
+    if autocast.enabled is True and autocast.explicit:
+        interpreter.record_event("step.inside", node, context=autocast)
+
+
+def check_zeroed(interpreter: Interpreter, optimizer: Optimizer) -> None:
+    """Report gradients that were zeroed right before the step."""
+    fact = interpreter.state.get("zeroed")
+    if isinstance(fact, tuple) and fact[0] == optimizer.key and not optimizer.one_of_several:
+        interpreter.report(
+            "AMP832",
+            fact[1],
+            "the gradients are zeroed between backward and the step that should use them",
+            "call zero_grad() before backward or after the step",
+        )

@@ -1,0 +1,228 @@
+"""Parses a script and collects its functions, classes, imports, and the lines that matter."""
+
+from __future__ import annotations
+
+import ast
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import re2
+
+from ampaudit.linter.flow.usage import NameUsage
+from ampaudit.linter.flow.values import ClassInfo, FunctionInfo
+from ampaudit.linter.source_text import split_lines
+
+__all__ = [
+    "Script",
+    "condition_of",
+    "dotted_name",
+    "enters_autocast",
+    "is_worth_reading",
+    "parse",
+    "read_script",
+    "sets_own_context",
+]
+
+# lines that matter for the precision of a training loop
+_MATTERS = re2.compile(
+    r"autocast|[Ss]caler|\bscale|backward|\bhalf\b|float16|\.float\(|\.step\b|zero_grad|\bgrad\b|clip_grad|\.update\("
+    r"|masked_fill|\d[eE]-?\d|BCELoss|binary_cross|\bamp\b|no_sync|DataParallel|state_dict|autograd|\bitem\("
+    r"|Function|optim|retain_graph|no_grad|inference_mode|\beval\(|\btrain\(|-\d{5,}|inf\b"
+)
+# files that rules may have something to report in
+_MENTIONS = re2.compile(
+    r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
+    r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
+)
+
+
+@dataclass(slots=True)
+class Script:
+    """A parsed module.
+
+    Attributes:
+        tree: syntax tree.
+        text: source text.
+        functions: functions at module level, by name.
+        classes: all classes, by name.
+        usage: how names are used.
+        imports: dotted names of all imports.
+        relevant_lines: numbers of the lines that matter, in order.
+    """
+
+    tree: ast.Module
+    text: str
+    functions: dict[str, FunctionInfo] = field(default_factory=dict)
+    classes: dict[str, ClassInfo] = field(default_factory=dict)
+    usage: NameUsage = field(default_factory=NameUsage)
+    imports: set[str] = field(default_factory=set)
+    relevant_lines: list[int] = field(default_factory=list)
+
+    def is_relevant(self, node: ast.stmt) -> bool:
+        """Return whether any line of a statement matters."""
+        decorators = getattr(node, "decorator_list", ())
+        at = bisect_left(self.relevant_lines, min((d.lineno for d in decorators), default=node.lineno))
+        return at < len(self.relevant_lines) and self.relevant_lines[at] <= (node.end_lineno or node.lineno)
+
+
+def parse(text: str) -> ast.Module:
+    """Parse a text.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
+    """
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about invalid escapes
+        return ast.parse(text)
+
+
+def enters_autocast(node: ast.With) -> bool:
+    """Return whether a ``with`` statement names autocast."""
+    return any("autocast" in ast.unparse(item.context_expr) for item in node.items)
+
+
+def matching_lines(pattern: Any, text: str) -> list[int]:
+    """Return the numbers of the lines in which an RE2 pattern matches."""
+    if "\r" in text:
+        return [number for number, line in enumerate(split_lines(text), 1) if pattern.search(line)]
+    found: list[int] = []
+    line, last = 1, 0
+    for match in pattern.finditer(text):
+        line += text.count("\n", last, match.start())
+        last = match.start()
+        if not found or found[-1] != line:
+            found.append(line)
+    return found
+
+
+def is_worth_reading(text: str) -> bool:
+    """Return whether a script contains any word that a rule is about; most files of a project do not."""
+    return _MENTIONS.search(text) is not None
+
+
+def read_script(text: str) -> Script:
+    """Parse a module and collect what it defines.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
+    """
+    script = Script(parse(text), text)
+    script.relevant_lines = matching_lines(_MATTERS, text)
+    _collect(script, script.tree.body, None)
+    return script
+
+
+def _collect(script: Script, body: list[ast.stmt], owner: ClassInfo | None) -> None:
+    """Collect functions, classes and imports, and the calls in statements that matter."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            script.imports.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            script.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ClassDef):
+            _collect_class(script, node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            info = FunctionInfo(node, owner, script.is_relevant(node))
+            if owner is not None:
+                owner.methods[node.name] = info
+            else:
+                script.functions.setdefault(node.name, info)
+            if info.relevant:
+                _collect_usage(script, node.body)
+        elif script.is_relevant(node):
+            _collect_usage(script, [node])
+
+
+def _collect_class(script: Script, node: ast.ClassDef) -> None:
+    bases = tuple(text for base in node.bases if (text := dotted_name(base)))
+    base = next((script.classes[base] for base in bases if base in script.classes), None)
+    info = ClassInfo(node, bases, {}, base)
+    script.classes[node.name] = info
+    _collect(script, node.body, info)
+
+
+def _collect_usage(script: Script, body: list[ast.stmt]) -> None:
+    for node in _walk_expressions(body):
+        if isinstance(node, ast.Call):
+            _record_call(script.usage, node)
+        elif isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
+            _collect(script, [node], None)
+
+
+def _walk_expressions(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield all nodes except contexts, operators, names and constants below the top."""
+    pending: list[ast.AST] = list(body)
+    while pending:
+        node = pending.pop()
+        yield node
+        for name in node._fields:
+            child = getattr(node, name, None)
+            if isinstance(child, list):
+                pending += [item for item in child if isinstance(item, ast.AST)]
+            elif isinstance(child, ast.expr) and not isinstance(child, ast.Name | ast.Constant):
+                pending.append(child)
+
+
+def _record_call(usage: NameUsage, node: ast.Call) -> None:
+    if not isinstance(node.func, ast.Attribute):
+        text = dotted_name(node.func)
+        if text:
+            usage.methods.setdefault(text, set()).add("(call)")
+        return
+    text = dotted_name(node.func.value)
+    whole = f"{text}.{node.func.attr}" if text else ""
+    if whole:
+        usage.methods.setdefault(whole, set()).add("(call)")
+        usage.methods.setdefault(text, set()).add(node.func.attr)
+        if node.func.attr in ("step", "unscale_") and node.args and (given := dotted_name(node.args[0])):
+            usage.stepped.setdefault(text, set()).add(given)
+
+
+def sets_own_context(node: ast.AST) -> bool:
+    """Return whether a function loops over data or enters autocast, and so is not called under autocast."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.For | ast.AsyncFor | ast.While):
+            return True
+        if isinstance(inner, ast.With) and enters_autocast(inner):
+            return True
+    return False
+
+
+def dotted_name(node: ast.AST) -> str:
+    """Return a dotted name such as ``self.optimizer``; empty for other expressions."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        base = dotted_name(node.value)
+        head = f"{base}[{node.slice.value!r}]" if base else ""
+    else:
+        head = node.id if isinstance(node, ast.Name) else ""
+    return ".".join([head, *reversed(parts)]) if head else ""
+
+
+def condition_of(test: ast.expr) -> tuple[str, bool] | None:
+    """Return a condition as a name and its truth, as in ``scaler``, False for ``scaler is None``."""
+    positive = True
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, positive = test.operand, not positive
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        other = test.comparators[0]
+        if isinstance(other, ast.Constant):
+            if other.value is None and isinstance(test.ops[0], ast.Is | ast.IsNot):
+                positive ^= isinstance(test.ops[0], ast.Is)
+                test = test.left
+            elif isinstance(other.value, str | bool) and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+                text = dotted_name(test.left)
+                return (
+                    (f"{text} == {other.value!r}", positive ^ isinstance(test.ops[0], ast.NotEq))
+                    if text
+                    else None
+                )
+    text = dotted_name(test)
+    return (text, positive) if text else None

@@ -1,0 +1,147 @@
+"""The state at a point of a script: values of names and facts about gradients; and the join of two states."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from ampaudit.linter.flow.joining import join_values
+from ampaudit.linter.flow.values import MAYBE, Value
+
+__all__ = ["NO_CONTRIBUTIONS", "Contribution", "Fact", "FactKey", "State", "join"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One backward pass whose gradients are in ``.grad``.
+
+    Attributes:
+        scaler: key of the scaler that scaled the loss; empty if unscaled.
+        node: the call of ``backward``.
+        computed_under: 16-bit dtype of autocast when the loss was computed; empty without.
+    """
+
+    scaler: str
+    node: ast.AST
+    computed_under: str = ""
+
+
+FactKey: TypeAlias = tuple[str, ...]
+Fact: TypeAlias = object
+Scope: TypeAlias = int | str  # a call of a function, or an object by its key
+_MODEL_FACTS: Final = ("half", "device")
+NO_CONTRIBUTIONS: Final[frozenset[Contribution]] = frozenset()
+
+
+class State:
+    """Facts by key, and names by scope. A fact that differs between two joined paths becomes ``MAYBE``.
+
+    A copy shares its scopes until one side writes to them, so that branches cost what they change.
+    """
+
+    __slots__ = ("_owned", "facts", "scopes")
+
+    def __init__(
+        self, facts: dict[FactKey, Fact] | None = None, scopes: dict[Scope, dict[str, Value]] | None = None
+    ) -> None:
+        self.facts: dict[FactKey, Fact] = {} if facts is None else facts
+        self.scopes: dict[Scope, dict[str, Value]] = {} if scopes is None else scopes
+        self._owned: set[Scope] = set()
+
+    def copy(self) -> State:
+        """Return a copy for another branch."""
+        self.share()
+        return State(self.facts.copy(), self.scopes.copy())
+
+    def share(self) -> None:
+        """Copy each scope before the next write to it."""
+        self._owned.clear()
+
+    def fork(self) -> State:
+        """Return a state with the same names and models but no facts about gradients."""
+        self.share()
+        return State({k: v for k, v in self.facts.items() if k[0] in _MODEL_FACTS}, self.scopes.copy())
+
+    def may_hold(self, *start: str) -> bool:
+        """Return whether any fact with this prefix is, or may be, true."""
+        return any(fact is not None for _, fact in self.matching(*start))
+
+    def equals(self, other: State) -> bool:
+        """Return whether facts and names are equal."""
+        return self.facts == other.facts and self.scopes == other.scopes
+
+    def get(self, *key: str) -> Fact:
+        """Return a fact; ``None`` if it was never set."""
+        return self.facts.get(key)
+
+    def set_fact(self, value: Fact, *key: str) -> None:
+        """Set a fact."""
+        self.facts[key] = value
+
+    def value(self, scope: Scope, name: str) -> Value | None:
+        """Return the value of a name in a scope, or of an attribute of an object."""
+        names = self.scopes.get(scope)
+        return None if names is None else names.get(name)
+
+    def bind(self, scope: Scope, name: str, value: Value) -> None:
+        """Bind a name or an attribute to a value."""
+        if scope not in self._owned:
+            self.scopes[scope] = self.scopes.get(scope, {}).copy()
+            self._owned.add(scope)
+        self.scopes[scope][name] = value
+
+    def drop_scope(self, scope: Scope) -> None:
+        """Remove the names of a function that has returned."""
+        self.scopes.pop(scope, None)
+        self._owned.discard(scope)
+
+    def invalidate(self, *start: str) -> None:
+        """Set all facts with this prefix to ``MAYBE``."""
+        count = len(start)
+        for key in self.facts:
+            if key[:count] == start:
+                self.facts[key] = MAYBE
+
+    def clear(self, *start: str) -> None:
+        """Remove all facts with this prefix."""
+        for key in [key for key, _ in self.matching(*start)]:
+            del self.facts[key]
+
+    def matching(self, *start: str) -> list[tuple[FactKey, Fact]]:
+        """Return the facts with this prefix."""
+        count = len(start)
+        return [(key, fact) for key, fact in self.facts.items() if key[:count] == start]
+
+
+def join(one: State | None, other: State | None) -> State | None:
+    """Join the states of two paths, where ``None`` is a path that has ended."""
+    if one is None or other is None:
+        return one if other is None else other
+    left, right = one.facts, other.facts
+    facts: dict[FactKey, Fact] = {}
+    for key, fact in left.items():
+        second = right.get(key)
+        facts[key] = fact if second is fact or second == fact else MAYBE
+    for key, fact in right.items():
+        if key not in left:
+            facts[key] = fact if fact is None else MAYBE
+    scopes: dict[Scope, dict[str, Value]] = {}
+    for scope, names in one.scopes.items():
+        others = other.scopes.get(scope, names)
+        scopes[scope] = names if others is names else _join_names(names, others)
+    for scope, names in other.scopes.items():
+        scopes.setdefault(scope, names)
+    one.share()  # neither may write to what the joined state has of them
+    other.share()
+    return State(facts, scopes)
+
+
+def _join_names(names: dict[str, Value], others: dict[str, Value]) -> dict[str, Value]:
+    """Join the names of two scopes; a name that only one path binds keeps its value."""
+    joined = {**others, **names}
+    for name, value in names.items():
+        second = others.get(name, value)
+        if second is not value:
+            joined[name] = join_values(value, second)
+    return joined

@@ -1,0 +1,88 @@
+"""Answers where a statement stands, so that a fix writes only names that are in scope."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampaudit.linter.flow.script import Script, dotted_name
+
+__all__ = ["following_step", "in_same_function", "nested_blocks", "scaler_in_scope"]
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+def in_same_function(script: Script, one: ast.AST, other: ast.AST) -> bool:
+    """Return whether two nodes are in the same function, where a name means the same."""
+    return _enclosing_function(script.tree, one) is _enclosing_function(script.tree, other)
+
+
+def scaler_in_scope(script: Script, node: ast.AST) -> str:
+    """Return the name of the only scaler in the function around a node; empty if there is not exactly one."""
+    texts = {
+        dotted_name(call.func.value)
+        for call in ast.walk(_enclosing_function(script.tree, node))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _PROTOCOL
+    }
+    scalers = [text for text in texts if script.usage.is_scaler(text)]
+    return scalers[0] if len(scalers) == 1 else ""
+
+
+_PROTOCOL = ("scale", "step", "update", "unscale_")
+
+
+def _enclosing_function(tree: ast.Module, node: ast.AST) -> ast.AST:
+    """Return the innermost function around a node, or the module."""
+    line, found, pending = getattr(node, "lineno", 0), tree, list(tree.body)
+    while pending:
+        item = pending.pop()
+        if item.lineno <= line <= (item.end_lineno or item.lineno):
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+                found = item  # type: ignore[assignment]
+            pending = [statement for block in nested_blocks(item) for statement in block]
+    return found
+
+
+def following_step(script: Script, statement: ast.stmt | None) -> tuple[str, str] | None:
+    """Return scaler and optimizer of the ``x.step(y)`` that follows a statement in the same iteration."""
+    for follower in _following_statements(script.tree.body, statement) or ():
+        for call in _unconditional_calls(follower):
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "step" and call.args:
+                scaler, optimizer = dotted_name(call.func.value), dotted_name(call.args[0])
+                if optimizer and script.usage.is_scaler(scaler):
+                    return scaler, optimizer
+    return None
+
+
+def _following_statements(body: list[ast.stmt], statement: ast.stmt | None) -> list[ast.stmt] | None:
+    """Return what follows a statement in its block, then in the blocks around it, up to a loop."""
+    for index, item in enumerate(body):
+        if item is statement:
+            return body[index + 1 :]
+        for block in nested_blocks(item):
+            found = _following_statements(block, statement)
+            if found is not None:
+                return found if isinstance(item, _DEFINITIONS + _LOOPS) else [*found, *body[index + 1 :]]
+    return None
+
+
+def nested_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """Return the blocks directly inside a statement."""
+    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+    blocks += [part.body for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", []))]
+    return [block for block in blocks if isinstance(block, list) and block]
+
+
+def _unconditional_calls(statement: ast.stmt) -> Iterator[ast.Call]:
+    """Yield calls that run once per statement: not in loops, definitions, or conditions on a count."""
+    if isinstance(statement, _DEFINITIONS + _LOOPS):
+        return
+    if isinstance(statement, ast.If) and any(isinstance(n, ast.Mod) for n in ast.walk(statement.test)):
+        return
+    blocks = nested_blocks(statement)
+    if not blocks:
+        yield from (node for node in ast.walk(statement) if isinstance(node, ast.Call))
+    for block in blocks:
+        for inner in block:
+            yield from _unconditional_calls(inner)

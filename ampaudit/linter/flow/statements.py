@@ -1,0 +1,274 @@
+"""Executes each kind of statement: branches, loops, contexts, definitions."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Final
+
+from ampaudit.linter.flow.events import Guard
+from ampaudit.linter.flow.interpreter import UNKNOWN_AUTOCAST, LoopExits
+from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.state import State, join
+from ampaudit.linter.flow.torch_names import canonical_name
+from ampaudit.linter.flow.values import (
+    UNKNOWN,
+    Autocast,
+    Class,
+    ContextManager,
+    Function,
+    FunctionInfo,
+    ImportedName,
+    LiteralValue,
+    Managed,
+    Value,
+)
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Handlers, Interpreter
+
+__all__ = ["STATEMENTS"]
+
+
+def _expression(interpreter: Interpreter, node: ast.Expr) -> None:
+    value = interpreter.evaluate(node.value)
+    if isinstance(value, Autocast) and value.explicit and isinstance(node.value, ast.Call):
+        interpreter.record_event("autocast.dropped", node.value)
+
+
+def _assign(interpreter: Interpreter, node: ast.Assign) -> None:
+    value = interpreter.evaluate(node.value)
+    for target in node.targets:
+        if isinstance(target, ast.Subscript):
+            interpreter.evaluate(target.value)
+            interpreter.evaluate(target.slice)
+        else:
+            interpreter.assign(target, value)
+
+
+def _annotated(interpreter: Interpreter, node: ast.AnnAssign) -> None:
+    if node.value is not None:
+        interpreter.assign(node.target, interpreter.evaluate(node.value))
+
+
+def _augmented(interpreter: Interpreter, node: ast.AugAssign) -> None:
+    combined = ast.BinOp(left=node.target, op=node.op, right=node.value)
+    ast.copy_location(combined, node)
+    value = interpreter.evaluate(combined)
+    if not isinstance(node.target, ast.Subscript):
+        interpreter.assign(node.target, value)
+
+
+def _if(interpreter: Interpreter, node: ast.If) -> None:
+    truth = interpreter.assumed_truth(node.test) if interpreter.script.is_relevant(node) else None
+    interpreter.evaluate(node.test)
+    if truth is not None:
+        interpreter.execute(node.body if truth else node.orelse)
+        return
+    before = interpreter.state.copy()
+    with interpreter.guarded("if", node):
+        interpreter.execute(node.body)
+    then, interpreter.path_state = interpreter.path_state, before
+    with interpreter.guarded("if", node):
+        interpreter.execute(node.orelse)
+    otherwise = interpreter.path_state
+    interpreter.path_state = join(then, otherwise)
+    if (then is None) != (otherwise is None):
+        # what follows in this block runs only where the branch that goes on was taken
+        interpreter.guards = (*interpreter.guards, Guard("if", node))
+
+
+def _repeat(interpreter: Interpreter, node: ast.For | ast.AsyncFor | ast.While, item: Value | None) -> None:
+    """Execute the body twice, so that the state after one iteration meets the next."""
+    entry = interpreter.state.copy()
+    breaks: list[State] = []
+    for again in range(2):
+        interpreter.repetitions += again
+        before = interpreter.state.copy()
+        if isinstance(node, ast.For | ast.AsyncFor):
+            interpreter.assign_item(node.target, item if item is not None else UNKNOWN)
+        else:
+            interpreter.evaluate(node.test)
+        loop = LoopExits()
+        interpreter.loops.append(loop)
+        with interpreter.guarded("loop", node):
+            interpreter.execute(node.body)
+        interpreter.loops.pop()
+        interpreter.repetitions -= again
+        breaks += loop.breaks
+        after = interpreter.path_state
+        for state in loop.continues:
+            after = join(after, state)
+        interpreter.path_state = after
+        if after is None or after.equals(before):
+            break
+    for state in breaks:
+        interpreter.path_state = join(interpreter.path_state, state)
+    if interpreter.path_state is None:  # every path leaves the function; but the loop may not run at all
+        interpreter.path_state = entry
+    interpreter.execute(node.orelse)
+
+
+def _for(interpreter: Interpreter, node: ast.For | ast.AsyncFor) -> None:
+    _repeat(interpreter, node, item_of(interpreter.evaluate(node.iter)))
+
+
+def _while(interpreter: Interpreter, node: ast.While) -> None:
+    _repeat(interpreter, node, None)
+
+
+def _with(interpreter: Interpreter, node: ast.With | ast.AsyncWith) -> None:
+    autocasts, grad_modes = len(interpreter.autocasts), len(interpreter.grad_modes)
+    for item in node.items:
+        value = interpreter.evaluate(item.context_expr)
+        _enter(interpreter, value, item.context_expr, node)
+        if item.optional_vars is not None:
+            interpreter.assign(item.optional_vars, value if isinstance(value, Managed) else UNKNOWN)
+    with interpreter.guarded("with", node):
+        interpreter.execute(node.body)
+    del interpreter.autocasts[autocasts:]
+    del interpreter.grad_modes[grad_modes:]
+
+
+def _enter(interpreter: Interpreter, value: Value, expression: ast.expr, node: ast.AST) -> None:
+    if isinstance(value, Autocast):
+        interpreter.autocasts.append(value)
+        interpreter.record_event("autocast.entered", expression, value=value, block=node)
+    elif isinstance(value, ContextManager):
+        interpreter.grad_modes.append(value.kind)
+    elif isinstance(value, ImportedName) and value.path.split(".")[0] in _HARMLESS:
+        return
+    else:
+        interpreter.autocasts.append(UNKNOWN_AUTOCAST)
+        interpreter.grad_modes.append("unsure")
+
+
+_HARMLESS: Final = frozenset({"builtins", "torch", "tqdm", "contextlib", "time", "warnings", "rich", "os"})
+
+
+def _try(interpreter: Interpreter, node: ast.Try) -> None:
+    before = interpreter.state.copy()
+    interpreter.execute(node.body)
+    after = interpreter.path_state
+    if after is not None:
+        interpreter.execute(node.orelse)
+    ends = [interpreter.path_state]
+    for handler in node.handlers:
+        interpreter.path_state = join(before.copy(), after.copy() if after is not None else None)
+        if interpreter.path_state is None:
+            continue
+        if handler.name:
+            interpreter.state.bind(interpreter.frame, handler.name, UNKNOWN)
+        with interpreter.guarded("if", handler):
+            interpreter.execute(handler.body)
+        ends.append(interpreter.path_state)
+    joined: State | None = None
+    for state in ends:
+        joined = join(joined, state)
+    interpreter.path_state = joined
+    if node.finalbody:
+        gone = interpreter.path_state is None
+        interpreter.path_state = interpreter.path_state if interpreter.path_state is not None else before
+        interpreter.execute(node.finalbody)
+        interpreter.path_state = None if gone else interpreter.path_state
+
+
+def _match(interpreter: Interpreter, node: ast.Match) -> None:
+    interpreter.evaluate(node.subject)
+    before = interpreter.state
+    joined: State | None = before.copy()
+    for case in node.cases:
+        interpreter.path_state = before.copy()
+        with interpreter.guarded("if", case):
+            interpreter.execute(case.body)
+        joined = join(joined, interpreter.path_state)
+    interpreter.path_state = joined
+
+
+def _return(interpreter: Interpreter, node: ast.Return) -> None:
+    value = interpreter.evaluate(node.value) if node.value is not None else LiteralValue(None)
+    interpreter.returns.append((value, interpreter.state))
+    interpreter.path_state = None
+
+
+def _raise(interpreter: Interpreter, node: ast.Raise) -> None:
+    interpreter.evaluate(node.exc)
+    interpreter.path_state = None
+
+
+def _break(interpreter: Interpreter, node: ast.Break) -> None:
+    del node
+    if interpreter.loops:
+        interpreter.loops[-1].breaks.append(interpreter.state)
+    interpreter.path_state = None
+
+
+def _continue(interpreter: Interpreter, node: ast.Continue) -> None:
+    del node
+    if interpreter.loops:
+        interpreter.loops[-1].continues.append(interpreter.state)
+    interpreter.path_state = None
+
+
+def _delete(interpreter: Interpreter, node: ast.Delete) -> None:
+    for target in node.targets:
+        if isinstance(target, ast.Name):
+            interpreter.state.bind(interpreter.frame, target.id, UNKNOWN)
+
+
+def _assert(interpreter: Interpreter, node: ast.Assert) -> None:
+    interpreter.evaluate(node.test)
+
+
+def _import(interpreter: Interpreter, node: ast.Import) -> None:
+    for alias in node.names:
+        name, path = alias.asname or alias.name.split(".")[0], alias.name if alias.asname else ""
+        interpreter.state.bind(interpreter.frame, name, ImportedName(canonical_name(path or name)))
+
+
+def _import_from(interpreter: Interpreter, node: ast.ImportFrom) -> None:
+    for alias in node.names:
+        path = f"{'.' * node.level}{node.module or ''}.{alias.name}"
+        interpreter.state.bind(
+            interpreter.frame, alias.asname or alias.name, ImportedName(canonical_name(path))
+        )
+
+
+def _function(interpreter: Interpreter, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    known = interpreter.script.functions.get(node.name)
+    info = known if known is not None and known.node is node else None
+    if info is None:
+        info = FunctionInfo(node, None, interpreter.script.is_relevant(node))
+    interpreter.state.bind(interpreter.frame, node.name, Function(info, interpreter.frame))
+
+
+def _class(interpreter: Interpreter, node: ast.ClassDef) -> None:
+    if node.name in interpreter.script.classes:
+        interpreter.state.bind(interpreter.frame, node.name, Class(interpreter.script.classes[node.name]))
+
+
+STATEMENTS: Handlers = {
+    ast.Expr: _expression,
+    ast.Assign: _assign,
+    ast.AnnAssign: _annotated,
+    ast.AugAssign: _augmented,
+    ast.If: _if,
+    ast.For: _for,
+    ast.AsyncFor: _for,
+    ast.While: _while,
+    ast.With: _with,
+    ast.AsyncWith: _with,
+    ast.Try: _try,
+    ast.TryStar: _try,
+    ast.Match: _match,
+    ast.Return: _return,
+    ast.Raise: _raise,
+    ast.Break: _break,
+    ast.Continue: _continue,
+    ast.Delete: _delete,
+    ast.Assert: _assert,
+    ast.Import: _import,
+    ast.ImportFrom: _import_from,
+    ast.FunctionDef: _function,
+    ast.AsyncFunctionDef: _function,
+    ast.ClassDef: _class,
+}

@@ -1,0 +1,256 @@
+"""Interprets operations on tensors and gradients: their loss scale, their 16-bit dtype, their graph."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from ampaudit.linter.flow.gradient_facts import is_still_scaled
+from ampaudit.linter.flow.torch_names import DTYPES
+from ampaudit.linter.flow.values import (
+    MAYBE,
+    UNKNOWN,
+    UNSCALED,
+    UNSCALED_TENSOR,
+    Autocast,
+    GradAttribute,
+    ImportedName,
+    LiteralValue,
+    LossGradients,
+    Tensor,
+    Value,
+)
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = [
+    "ON_ANY_TENSOR",
+    "all_model_calls",
+    "autocast_dtype",
+    "combine",
+    "common_scale",
+    "dtype_named",
+    "matrix_product",
+    "requested_dtype",
+    "tensor_method",
+    "use_gradient",
+]
+
+_KEEPS_DTYPE: Final = frozenset(
+    "mean sum view reshape squeeze unsqueeze flatten transpose permute contiguous to cuda cpu clone type_as"
+    " requires_grad_ expand repeat chunk split t T".split()
+)
+# methods that nothing but a tensor has, or that do no harm to what else has them
+ON_ANY_TENSOR: Final = frozenset(
+    {"float", "half", "bfloat16", "sigmoid", "matmul", "mm", "bmm", "masked_fill"}
+)
+_NORM_FUNCTIONS: Final = frozenset({"norm", "pow", "square", "sum", "abs", "pow_"})
+# the gradient itself, or a multiple of it: the scale can be taken out afterwards as well
+_KEEPS_GRADIENT: Final = frozenset(
+    "detach contiguous view reshape flatten cpu clone float double to mul mul_ div div_".split()
+)
+_HARMLESS_ON_GRADIENTS: Final = frozenset(
+    "isnan isinf isfinite zero_ detach_ requires_grad_ size numel dim is_contiguous untyped_storage data_ptr"
+    " any all is_sparse type record_stream".split()
+)
+
+
+def dtype_named(value: Value) -> str:
+    """Return the dtype that a value names, such as ``float16`` for ``torch.half``; empty for other values."""
+    return DTYPES.get(value.path, "") if isinstance(value, ImportedName) else ""
+
+
+def autocast_dtype(interpreter: Interpreter) -> str:
+    """Return the dtype in which autocast computes matrix products here; empty if that is not certain."""
+    autocast = interpreter.autocast
+    if autocast.enabled is not True:
+        return ""
+    return autocast.dtype or _default_dtype(autocast)
+
+
+def _default_dtype(autocast: Autocast) -> str:
+    if autocast.dtype == "" and autocast.device in ("cuda", "cpu"):
+        return "float16" if autocast.device == "cuda" else "bfloat16"
+    return "16-bit"
+
+
+def matrix_product(interpreter: Interpreter, node: ast.AST, values: list[Value]) -> Value:
+    """Interpret a matrix product, which autocast computes in 16 bits whatever its operands are."""
+    cast = autocast_dtype(interpreter)
+    for value in values:
+        if isinstance(value, Tensor) and value.upcast is not None and cast:
+            interpreter.report(
+                "AMP845",
+                value.upcast,
+                f"autocast casts this float32 tensor back to {cast} at line {getattr(node, 'lineno', 0)}",
+                "compute what needs float32 under 'with torch.autocast(device_type, enabled=False):'",
+            )
+    roots = all_model_calls(values)
+    return Tensor(
+        cast=cast, computed_under=cast, model_calls=roots, scaler_key=_scale_of_product(values), node=node
+    )
+
+
+def all_model_calls(values: Sequence[Value]) -> frozenset[str] | None:
+    """Return the model calls that any of some values depends on; ``None`` if one is unknown."""
+    found: frozenset[str] = frozenset()
+    for value in values:
+        if isinstance(value, LiteralValue):
+            continue
+        if not isinstance(value, Tensor) or value.model_calls is None:
+            return None
+        found |= value.model_calls
+    return found
+
+
+def _scale_of_product(values: list[Value]) -> str:
+    kinds = {value.scaler_key for value in values if isinstance(value, Tensor | LossGradients)} - {UNSCALED}
+    return MAYBE if len(kinds) > 1 else next(iter(kinds), UNSCALED)
+
+
+def combine(node: ast.BinOp, left: Value, right: Value, interpreter: Interpreter) -> Value:
+    """Interpret a sum, difference, product, quotient or power of two values."""
+    gradients = [value for value in (left, right) if isinstance(value, LossGradients)]
+    if gradients:
+        if isinstance(node.op, ast.Pow):
+            return gradient_norm(interpreter, node, gradients[0])
+        return replace(gradients[0], scaler_key=MAYBE if gradients[0].scaler_key != UNSCALED else UNSCALED)
+    tensors = [value for value in (left, right) if isinstance(value, Tensor) and value is not UNSCALED_TENSOR]
+    if not tensors:
+        return UNSCALED_TENSOR if isinstance(left, Tensor) or isinstance(right, Tensor) else UNKNOWN
+    first = tensors[0]
+    if isinstance(node.op, ast.Mult | ast.Div):
+        # an unscaled factor or divisor: gradients have the scale still, unless it is the scale itself
+        scaled = (
+            MAYBE
+            if len(tensors) == 1 and first.scaler_key != UNSCALED and not _is_number(left, right)
+            else first.scaler_key
+        )
+        return replace(
+            first,
+            scaler_key=scaled,
+            divided=True,
+            upcast=None,
+            model_calls=all_model_calls([left, right]),
+            cast="",
+            node=node,
+        )
+    divided: bool | None = any(t.divided for t in tensors) or (False if first.divided is False else None)
+    return replace(
+        first,
+        scaler_key=common_scale([left, right]),
+        cast=first.cast if all(t.cast == first.cast for t in tensors) and len(tensors) == 2 else "",
+        upcast=None,
+        model_calls=all_model_calls([left, right]),
+        divided=divided,
+        loss=next((t.loss for t in tensors if t.loss), ""),
+        node=node,
+    )
+
+
+def _is_number(left: Value, right: Value) -> bool:
+    return isinstance(left, LiteralValue) or isinstance(right, LiteralValue)
+
+
+def common_scale(values: Sequence[Value]) -> str:
+    """Return the scaler whose scale all of some values have, or ``MAYBE``."""
+    kinds = {
+        value.scaler_key if isinstance(value, Tensor) else UNSCALED
+        for value in values
+        if not isinstance(value, LiteralValue)
+    }
+    return next(iter(kinds)) if len(kinds) == 1 else MAYBE
+
+
+def gradient_norm(interpreter: Interpreter, node: ast.AST, gradients: LossGradients) -> Value:
+    """Interpret a norm or power of gradients, as in a gradient penalty."""
+    if gradients.scaler_key not in (UNSCALED, MAYBE):
+        interpreter.report(
+            "AMP837",
+            node,
+            "these gradients are scaled by the loss scale, "
+            "so the penalty measures the scale and not the model",
+            "multiply them by 1 / scaler.get_scale() first",
+        )
+    elif interpreter.autocast.enabled is False and gradients.computed_under and interpreter.scalers:
+        interpreter.report(
+            "AMP838",
+            node,
+            "the penalty is computed outside autocast, although the rest of the loss is computed inside",
+            "compute the penalty and add it to the loss under 'with torch.autocast(...)'",
+        )
+    return Tensor(scaler_key=gradients.scaler_key, node=node)
+
+
+def use_gradient(interpreter: Interpreter, node: ast.AST) -> None:
+    """Record that ``p.grad`` is read, and report it if it is still scaled."""
+    interpreter.record_event("gradient.read", node)
+    line = getattr(node, "lineno", 0)
+    if is_still_scaled(interpreter) and not any(
+        key[:2] == ("AMP808", line) for key in interpreter.diagnostics
+    ):
+        interpreter.report(
+            "AMP808",
+            node,
+            "these gradients are still scaled by the loss scale",
+            "call scaler.unscale_(optimizer) once, before the gradients are first used",
+        )
+
+
+def gradient_method(interpreter: Interpreter, node: ast.Call, name: str) -> Value:
+    """Interpret a method of ``p.grad``."""
+    if name in _KEEPS_GRADIENT:
+        interpreter.record_event("gradient.read", node)
+        return GradAttribute()
+    if name in _HARMLESS_ON_GRADIENTS:
+        return UNSCALED_TENSOR
+    use_gradient(interpreter, node)
+    return UNSCALED_TENSOR
+
+
+def tensor_method(
+    interpreter: Interpreter, node: ast.Call, base: Tensor, name: str, arguments: Arguments
+) -> Value:
+    """Interpret a method of a tensor."""
+    if name == "backward":
+        from ampaudit.linter.flow.gradients import backward
+
+        return backward(interpreter, node, base, arguments)
+    if name in ("item", "tolist"):
+        interpreter.record_event("item", node, value=base)
+        return UNSCALED_TENSOR
+    if name in ("detach", "detach_"):
+        return replace(base, model_calls=frozenset(), node=node)
+    wanted = requested_dtype(name, arguments)
+    if wanted:
+        up = node if wanted == "float32" else None
+        return replace(base, cast=wanted if wanted in ("float16", "bfloat16") else "", upcast=up, node=node)
+    if name == "sigmoid":
+        return replace(base, sigmoid=node, upcast=None, node=node)
+    if name in ("matmul", "mm", "bmm"):
+        return matrix_product(interpreter, node, [base, *arguments.positional])
+    if name in ("div", "mul", "div_", "mul_"):
+        return replace(base, divided=True, upcast=None, node=node)
+    if name in ("masked_fill", "masked_fill_", "clamp", "clamp_", "clamp_min"):
+        return replace(base, upcast=None, node=node)
+    kept = base if name in _KEEPS_DTYPE else replace(base, cast="", loss="", sigmoid=None)
+    return replace(kept, upcast=base.upcast if name in _KEEPS_DTYPE else None, node=node)
+
+
+def requested_dtype(name: str, arguments: Arguments) -> str:
+    """Return the dtype that a method such as ``half()`` casts to; empty for other methods."""
+    names = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
+    if name in names:
+        return names[name]
+    if name not in ("to", "type"):
+        return ""
+    return next((found for value in arguments.all() if (found := dtype_named(value))), "")
+
+
+def is_norm_function(name: str) -> bool:
+    """Return whether a method or function is a norm or power."""
+    return name in _NORM_FUNCTIONS

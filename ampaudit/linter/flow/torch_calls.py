@@ -1,0 +1,295 @@
+"""Interprets calls of functions and classes of torch and related packages, by dotted name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.flow import gradients, objects, optimizers, tensors
+from ampaudit.linter.flow.constructors import make_autocast, make_scaler
+from ampaudit.linter.flow.joining import item_of
+from ampaudit.linter.flow.torch_names import (
+    AUTOCASTS,
+    LOSS_FUNCTIONS,
+    MATRIX_PRODUCTS,
+    SCALERS,
+    WITHOUT_HALF_KERNEL,
+)
+from ampaudit.linter.flow.values import (
+    UNKNOWN,
+    UNSCALED_TENSOR,
+    ContextManager,
+    DictLiteral,
+    GradAttribute,
+    KnownItems,
+    LiteralValue,
+    LossFunction,
+    LossGradients,
+    Managed,
+    Model,
+    Parameters,
+    Scaler,
+    Scheduler,
+    Tensor,
+    Value,
+    key_of,
+)
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.calls import Arguments
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["call_imported", "call_loss_function"]
+
+_CLIPS: Final = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
+_MANAGED: Final = (
+    "accelerate.Accelerator",
+    "lightning.Fabric",
+    "lightning.fabric.Fabric",
+    "deepspeed.initialize",
+)
+_MODELS: Final = (
+    "torchvision.models.",
+    "timm.",
+    "transformers.Auto",
+    "segmentation_models_pytorch.",
+    "monai.networks.",
+)
+_PASS_THROUGH: Final = frozenset({"builtins.list", "builtins.tuple", "builtins.iter", "builtins.reversed"})
+Handler = Callable[["Interpreter", ast.Call, "Arguments"], Value]
+
+
+def call_imported(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
+    """Interpret a call of an imported or built-in name."""
+    name = path.rpartition(".")[2]
+    if path in _BY_PATH:
+        return _BY_PATH[path](interpreter, node, arguments)
+    if path in AUTOCASTS:
+        return make_autocast(interpreter, node, AUTOCASTS[path], arguments)
+    if path in SCALERS:
+        return make_scaler(interpreter, node, arguments)
+    if name in _CLIPS:
+        return gradients.clip(interpreter, node, arguments)
+    if path.startswith("torch."):
+        return _call_torch(interpreter, node, path, name, arguments)
+    if path.startswith(_MANAGED):
+        return KnownItems((Managed(),) * 4) if path.endswith("initialize") else Managed()
+    if path.startswith(_MODELS):
+        return objects.make_model(interpreter, node, path, arguments)
+    if path in _PASS_THROUGH:
+        return arguments.positional[0] if arguments.positional else UNKNOWN
+    if path.startswith("builtins."):
+        return _call_builtin(interpreter, node, name, arguments)
+    from ampaudit.linter.flow.calls import unknown_call
+
+    return unknown_call(interpreter, node, path, arguments)
+
+
+def _call_torch(
+    interpreter: Interpreter, node: ast.Call, path: str, name: str, arguments: Arguments
+) -> Value:
+    if path in MATRIX_PRODUCTS:
+        return tensors.matrix_product(interpreter, node, arguments.all())
+    if path in WITHOUT_HALF_KERNEL:
+        return _check_half_kernel(interpreter, node, path, arguments)
+    if path.startswith("torch.nn.functional.") and name in LOSS_FUNCTIONS:
+        return call_loss_function(
+            interpreter, node, LossFunction(name, None, _reduction(arguments)), arguments
+        )
+    if path.startswith("torch.optim.lr_scheduler."):
+        return Scheduler(f"L{node.lineno}") if "Plateau" not in name else UNKNOWN
+    if path.startswith("torch.optim.") and name[:1].isupper() and "swa" not in path:
+        return optimizers.make_optimizer(interpreter, node, name, arguments)
+    if path.startswith("torch.nn.") and name.endswith("Loss"):
+        return LossFunction(name, node, _reduction(arguments))
+    if path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")) and name[:1].isupper():
+        inner = arguments.get(0, "module")
+        known = inner if isinstance(inner, Model) else Model(key_of(node), node)
+        return objects.wrap_model(known, name)
+    if (
+        path.startswith("torch.nn.")
+        and name[:1].isupper()
+        and "functional" not in path
+        and "utils" not in path
+    ):
+        return objects.make_model(interpreter, node, path, arguments)
+    return _function(interpreter, node, path, name, arguments)
+
+
+def _function(interpreter: Interpreter, node: ast.Call, path: str, name: str, arguments: Arguments) -> Value:
+    given = arguments.all()
+    first = arguments.positional[0] if arguments.positional else UNKNOWN
+    inner = item_of(first) if isinstance(first, KnownItems) else first
+    if isinstance(inner, LossGradients):
+        return tensors.gradient_norm(interpreter, node, inner) if tensors.is_norm_function(name) else inner
+    if isinstance(inner, GradAttribute) and "distributed" not in path:
+        return tensors.gradient_method(interpreter, node, name)
+    if name == "sigmoid":
+        return Tensor(
+            sigmoid=node, model_calls=inner.model_calls if isinstance(inner, Tensor) else None, node=node
+        )
+    if not path.startswith(("torch.nn.functional.", "torch.")) or path.count(".") > 3:
+        return UNKNOWN
+    tensor = [value for value in given if isinstance(value, Tensor)]
+    if not tensor:
+        return UNSCALED_TENSOR if not any(isinstance(value, Scaler) for value in given) else UNKNOWN
+    return Tensor(
+        scaler_key=tensors.common_scale(tensor), model_calls=tensors.all_model_calls(tensor), node=node
+    )
+
+
+def _reduction(arguments: Arguments) -> str:
+    value = arguments.keywords.get("reduction")
+    if value is None:
+        return "mean"
+    return str(value.value) if isinstance(value, LiteralValue) else "?"
+
+
+def call_loss_function(
+    interpreter: Interpreter, node: ast.Call, loss: LossFunction, arguments: Arguments
+) -> Value:
+    """Interpret a loss function of torch."""
+    given = [value for value in arguments.all() if isinstance(value, Tensor)]
+    first = arguments.positional[0] if arguments.positional else UNKNOWN
+    autocast = interpreter.autocast
+    if (
+        loss.name in ("BCELoss", "binary_cross_entropy")
+        and autocast.enabled is True
+        and autocast.device != "cpu"
+        and not autocast.conditional
+    ):
+        _check_binary_cross_entropy(interpreter, node, loss, first)
+    elif autocast.enabled is False and isinstance(first, Tensor) and first.cast:
+        interpreter.report(
+            "AMP842",
+            node,
+            f"the model's output is {first.cast} under autocast, and this loss, "
+            f"computed outside, stays in {first.cast}",
+            "move the loss into the autocast block, or pass it output.float()",
+        )
+    computed_under = tensors.autocast_dtype(interpreter) or next(
+        (t.computed_under for t in given if t.computed_under), ""
+    )
+    roots = tensors.all_model_calls(given) if given else None
+    divided = False if loss.reduction == "mean" else None
+    return Tensor(
+        computed_under=computed_under, model_calls=roots, loss=loss.name, divided=divided, node=node
+    )
+
+
+def _check_binary_cross_entropy(
+    interpreter: Interpreter, node: ast.Call, loss: LossFunction, first: Value
+) -> None:
+    fix = None
+    argument = node.args[0] if node.args else None
+    direct = isinstance(first, Tensor) and first.sigmoid is argument and argument is not None
+    if direct and loss.name == "binary_cross_entropy" and isinstance(argument, ast.Call):
+        fix = Fix.at(node, "with logits")
+    interpreter.report(
+        "AMP844",
+        node,
+        "autocast rejects binary cross entropy on probabilities, whose log easily becomes -inf in float16",
+        "pass logits to BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, without the sigmoid",
+        fix,
+    )
+
+
+def _check_half_kernel(interpreter: Interpreter, node: ast.Call, path: str, arguments: Arguments) -> Value:
+    first = arguments.positional[0] if arguments.positional else UNKNOWN
+    # autocast on the CPU computes these in float32
+    cast_here = interpreter.autocast.enabled is not False and interpreter.autocast.device == "cpu"
+    if isinstance(first, Tensor) and first.cast and not cast_here:
+        interpreter.report(
+            "AMP846",
+            node,
+            f"{path} has no {first.cast} kernel, and its input is {first.cast} under autocast",
+            "compute it from float32 inputs under 'with torch.autocast(device_type, enabled=False):'",
+        )
+    return UNSCALED_TENSOR
+
+
+def _call_builtin(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Value:
+    first = arguments.positional[0] if arguments.positional else UNKNOWN
+    if name == "float" and isinstance(first, Tensor) and first.node is not None:
+        interpreter.record_event("item", node, value=first)
+        return UNSCALED_TENSOR
+    if name == "dict" and not arguments.positional:
+        return DictLiteral(tuple(arguments.keywords.values()), node)
+    if name == "sum" and isinstance(first, KnownItems | Tensor):
+        return item_of(first)
+    if name in ("enumerate", "zip"):
+        return KnownItems(
+            (
+                KnownItems(
+                    (
+                        UNKNOWN if name == "enumerate" else item_of(first),
+                        *map(item_of, ([first] if name == "enumerate" else arguments.positional[1:])),
+                    )
+                ),
+            ),
+            repeated=True,
+        )
+    if name == "next" and isinstance(first, Parameters):
+        return first
+    return (
+        UNSCALED_TENSOR
+        if name in ("len", "range", "int", "str", "min", "max", "round", "abs", "print")
+        else UNKNOWN
+    )
+
+
+def _context(kind: str) -> Handler:
+    return lambda interpreter, node, arguments: ContextManager(kind)
+
+
+def _save(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    what = arguments.get(0, "obj")
+    if isinstance(what, DictLiteral):
+        interpreter.record_event("save", node, entries=what)
+    return UNKNOWN
+
+
+def _start_thread(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    interpreter.record_event("thread", node, target=arguments.get(1, "target"), autocast=interpreter.autocast)
+    return UNKNOWN
+
+
+def _null_context(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    return ContextManager("null")
+
+
+def _grad_mode(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    value = arguments.get(0, "mode")
+    return ContextManager("no_grad" if isinstance(value, LiteralValue) and value.value is False else "unsure")
+
+
+def _device(interpreter: Interpreter, node: ast.Call, arguments: Arguments) -> Value:
+    value = arguments.get(0, "type")
+    return value if isinstance(value, LiteralValue) else UNKNOWN
+
+
+_BY_PATH: Final[dict[str, Handler]] = {
+    "torch.no_grad": _context("no_grad"),
+    "torch.inference_mode": _context("no_grad"),
+    "torch.enable_grad": _context("grad"),
+    "torch.set_grad_enabled": _grad_mode,
+    "contextlib.nullcontext": _null_context,
+    "torch.autograd.grad": lambda interpreter, node, arguments: gradients.autograd_grad(
+        interpreter, node, arguments
+    ),
+    "torch.save": _save,
+    "torch.device": _device,
+    "torch.compile": lambda interpreter, node, arguments: arguments.get(0, "model") or UNKNOWN,
+    "threading.Thread": _start_thread,
+    "itertools.chain": lambda interpreter, node, arguments: _chain(arguments),
+}
+
+
+def _chain(arguments: Arguments) -> Value:
+    models: frozenset[str] | None = frozenset()
+    for value in arguments.positional:
+        known = value.models if isinstance(value, Parameters) else None
+        models = None if models is None or known is None else models | known
+    return Parameters(models)

@@ -1,0 +1,295 @@
+"""Abstract values of names and expressions; what is not certain is ``UNKNOWN``."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from ampaudit.linter.diagnostic import position_of
+
+__all__ = [
+    "MAYBE",
+    "UNKNOWN",
+    "UNSCALED",
+    "UNSCALED_TENSOR",
+    "Autocast",
+    "BoundMethod",
+    "Class",
+    "ClassInfo",
+    "ContextManager",
+    "DictLiteral",
+    "Function",
+    "FunctionInfo",
+    "GradAttribute",
+    "ImportedName",
+    "Instance",
+    "KnownItems",
+    "LiteralValue",
+    "LossFunction",
+    "LossGradients",
+    "Managed",
+    "Model",
+    "Optimizer",
+    "Parameters",
+    "Scaler",
+    "Scheduler",
+    "StateDict",
+    "Tensor",
+    "Unknown",
+    "Value",
+    "key_of",
+]
+
+UNSCALED: Final = ""  # scaler key of a tensor without a loss scale
+MAYBE: Final = "?"  # differs between the paths that lead here
+
+
+def key_of(node: ast.AST) -> str:
+    """Return the key of the object that an expression creates."""
+    line, column = position_of(node)
+    return f"L{line}:{column}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Any value."""
+
+
+UNKNOWN: Final = Unknown()
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedName:
+    """An imported or built-in object, by its dotted name."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralValue:
+    """The value of a literal."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class KnownItems:
+    """A tuple or list of known items; ``repeated`` if one item stands for those of a comprehension."""
+
+    items: tuple[Value, ...]
+    repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateDict:
+    """``x.state_dict()`` of a scaler or an optimizer."""
+
+    kind: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class DictLiteral:
+    """The values of a dict literal, and its node."""
+
+    items: tuple[Value, ...]
+    node: ast.AST
+
+
+@dataclass(frozen=True, slots=True)
+class Scaler:
+    """A gradient scaler; ``enabled`` is ``None`` if it depends on a condition."""
+
+    key: str
+    node: ast.AST | None = None
+    enabled: bool | None = True
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer; ``models`` are the keys of the models whose parameters it has, ``None`` if unknown.
+
+    ``one_of_several`` marks an item of a collection, where it is not known which.
+    """
+
+    key: str
+    node: ast.AST | None = None
+    class_name: str = ""
+    models: frozenset[str] | None = None
+    one_of_several: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A module; ``wrapper`` is the parallel class around it, ``origin`` the dotted name of its class."""
+
+    key: str
+    node: ast.AST | None = None
+    wrapper: str = ""
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """One or all parameters of models; ``None`` if the models are unknown."""
+
+    models: frozenset[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradAttribute:
+    """``p.grad`` of a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """A learning-rate scheduler of torch."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class LossFunction:
+    """A loss function or module of torch, by name, such as ``BCELoss`` or ``mse_loss``."""
+
+    name: str
+    node: ast.AST | None = None
+    reduction: str = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor, or a structure of tensors that a model returned.
+
+    Attributes:
+        scaler_key: key of the scaler that scaled it, ``UNSCALED`` or ``MAYBE``.
+        cast: the 16-bit dtype that autocast has certainly cast it to, else empty.
+        computed_under: the 16-bit dtype of autocast when it was computed, else empty.
+        upcast: the call that has cast it to float32, if no op followed.
+        model_calls: the model calls that it depends on; ``None`` if unknown.
+        loss: the loss function that returned it, else empty.
+        divided: whether it was divided or multiplied; ``None`` if unknown.
+        sigmoid: the call of sigmoid that returned it.
+        node: the expression that created it.
+    """
+
+    scaler_key: str = UNSCALED
+    cast: str = ""
+    computed_under: str = ""
+    upcast: ast.AST | None = None
+    model_calls: frozenset[str] | None = None
+    loss: str = ""
+    divided: bool | None = None
+    sigmoid: ast.AST | None = None
+    node: ast.AST | None = None
+
+
+UNSCALED_TENSOR: Final = Tensor()  # the result of unknown code that had no scaler
+
+
+@dataclass(frozen=True, slots=True)
+class LossGradients:
+    """The result of ``torch.autograd.grad(..., create_graph=True)``, which becomes part of a loss."""
+
+    scaler_key: str
+    computed_under: str
+    node: ast.AST
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """An autocast context; ``None`` stands for unknown."""
+
+    enabled: bool | None
+    device: str | None
+    dtype: str | None
+    node: ast.AST | None = None
+    explicit: bool = True  # a torch.autocast(...) of this script, not of unknown code
+    conditional: bool = False  # enabled by a setting that is assumed to be on
+
+
+@dataclass(frozen=True, slots=True)
+class ContextManager:
+    """Another relevant context manager: ``no_grad``, ``no_sync``, ``null``."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Managed:
+    """An object that Accelerate, Lightning, Fabric or DeepSpeed manages."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FunctionInfo:
+    """A function or method of the file."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef
+    owner: ClassInfo | None
+    relevant: bool  # whether anything in it matters
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a static method."""
+        return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.node.decorator_list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassInfo:
+    """A class of the file; ``bases`` are the dotted names of its base classes."""
+
+    node: ast.ClassDef
+    bases: tuple[str, ...]
+    methods: dict[str, FunctionInfo]
+    base: ClassInfo | None = None
+
+    def method(self, name: str) -> FunctionInfo | None:
+        """Return a method by name, also from base classes in the same file."""
+        if name in self.methods:
+            return self.methods[name]
+        return self.base.method(name) if self.base is not None else None
+
+    def derives(self, *endings: str) -> bool:
+        """Return whether the last component of a base class's name is one of some names."""
+        own = any(base.rpartition(".")[2] in endings for base in self.bases)
+        return own or (self.base is not None and self.base.derives(*endings))
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of the file, with the frame that defines it."""
+
+    info: FunctionInfo
+    frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """A class of the file."""
+
+    info: ClassInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An instance of a class of the file."""
+
+    key: str
+    info: ClassInfo
+
+
+@dataclass(frozen=True, slots=True)
+class BoundMethod:
+    """A method of an instance."""
+
+    owner: Instance
+    info: FunctionInfo
+
+
+Value: TypeAlias = (
+    "Unknown | ImportedName | LiteralValue | KnownItems | StateDict | DictLiteral | Scaler | Optimizer"
+    " | Model | Parameters | GradAttribute | Scheduler | LossFunction | Tensor | LossGradients | Autocast"
+    " | ContextManager | Managed | Function | Class | Instance | BoundMethod"
+)

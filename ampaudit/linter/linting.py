@@ -1,0 +1,183 @@
+"""Lints texts and files: analyzes them, selects and suppresses diagnostics, applies fixes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ampaudit.core.errors import first_line
+from ampaudit.linter.code_blocks import CodeBlock, blank_cell, extract_code_blocks, replace_code_blocks
+from ampaudit.linter.diagnostic import Diagnostic
+from ampaudit.linter.discovery import find_files
+from ampaudit.linter.flow.script import is_worth_reading, parse, read_script
+from ampaudit.linter.flow.values import Value
+from ampaudit.linter.reporting import Suppressions, to_findings
+from ampaudit.linter.selection import RuleSelection
+from ampaudit.linter.source_text import Unreadable, decode
+from ampaudit.report.lint import LintFinding, UnreadFile
+
+__all__ = ["LintedFile", "RuleSelection", "lint_bytes", "lint_file", "lint_files", "lint_text"]
+
+_MAX_FIX_ROUNDS = 10  # a fix may uncover the next
+_PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+@dataclass(slots=True)
+class LintedFile:
+    """The result of linting one file.
+
+    Attributes:
+        path: path as it was given.
+        findings: findings that remain after fixes.
+        unread: parts that could not be read.
+        before: original text.
+        after: text with fixes applied.
+        encoding: encoding of the file.
+        fixed: number of findings that were fixed.
+    """
+
+    path: str
+    findings: list[LintFinding] = field(default_factory=list)
+    unread: list[UnreadFile] = field(default_factory=list)
+    before: str = ""
+    after: str = ""
+    encoding: str = "utf-8"
+    fixed: int = 0
+
+
+def lint_files(
+    paths: Sequence[str], selection: RuleSelection, *, exclude: Sequence[str] = (), fix: bool = False
+) -> Iterator[LintedFile]:
+    """Lint every file that files, directories and globs name."""
+    for path in find_files(paths, exclude):
+        yield lint_file(path, selection, fix=fix)
+
+
+def lint_file(path: Path, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
+    """Lint one file; an error of reading it becomes part of the result."""
+    name = str(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return LintedFile(name, unread=[UnreadFile(name, 1, error.strerror or str(error))])
+    return lint_bytes(data, name, selection, fix=fix)
+
+
+def lint_bytes(data: bytes, name: str, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
+    """Lint the content of a file or of standard input."""
+    try:
+        text, encoding = decode(data)
+    except Unreadable as error:
+        return LintedFile(name, unread=[UnreadFile(name, error.line, str(error))])
+    linted = lint_text(text, name, selection, fix=fix)
+    linted.encoding = encoding
+    return linted
+
+
+def lint_text(text: str, name: str, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
+    """Lint a text; the suffix of ``name`` selects the parser."""
+    linted = LintedFile(name, before=text, after=text)
+    suffix = Path(name).suffix.lower()
+    try:
+        blocks = extract_code_blocks(text, suffix)
+    except Unreadable as error:
+        linted.unread.append(UnreadFile(name, error.line, str(error)))
+        return linted
+    names: dict[str, Value] = {}
+    changed: list[tuple[CodeBlock, str]] = []
+    for original in blocks:
+        diagnostics, defined, block = _analyze(linted, original, names)
+        if fix and diagnostics:
+            after, diagnostics, count = _apply_fixes(block, diagnostics, names, selection)
+            linted.fixed += count
+            if after != block.text:
+                changed.append((original, after))
+                block = block.with_text(after)
+        linted.findings += to_findings(linted.path, block, diagnostics, selection)
+        names |= defined  # a later block may use them
+    if changed:
+        linted.after = replace_code_blocks(text, suffix, changed)
+    return linted
+
+
+def _analyze(
+    linted: LintedFile, block: CodeBlock, names: dict[str, Value]
+) -> tuple[list[Diagnostic], dict[str, Value], CodeBlock]:
+    """Return the diagnostics, the names at the end, and the block without cells that do not parse."""
+    from ampaudit.linter.analysis import analyze
+
+    while is_worth_reading(block.text):
+        try:
+            diagnostics, defined = analyze(read_script(block.text), names)
+        except _PARSE_ERRORS as error:
+            cell = _record_parse_error(linted, block, error)
+            if cell is None or block.text == (rest := blank_cell(block, cell)).text:
+                return [], {}, block
+            block = rest
+        except Exception as error:  # a bug of ours must not hide what is found in other files
+            reason = f"internal error: {type(error).__name__}: {first_line(error)}; please report it"
+            linted.unread.append(UnreadFile(linted.path, 1, reason))
+            return [], {}, block
+        else:
+            return diagnostics, defined, block
+    if not block.marks:  # a file that is not worth reading is still reported if it does not parse
+        try:
+            parse(block.text)
+        except _PARSE_ERRORS as error:
+            _record_parse_error(linted, block, error)
+    return [], {}, block
+
+
+def _record_parse_error(linted: LintedFile, block: CodeBlock, error: Exception) -> int | None:
+    """Record why a block cannot be read, unless it is an example in prose; return the cell it is in."""
+    line, cell = block.locate(getattr(error, "lineno", None) or 1)
+    if not block.is_example:
+        where = f"cell {cell}: " if cell is not None else ""
+        linted.unread.append(UnreadFile(linted.path, line, where + _reason(error)))
+    return cell
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError | MemoryError):
+        return "nested too deeply to be read"
+    if not isinstance(error, SyntaxError):
+        return str(error).splitlines()[0]
+    reason = error.msg.splitlines()[0]
+    old = "Missing parentheses in call to 'print'" in reason or "multiple exception types" in reason
+    return f"not valid Python: {reason}" + (" (Python 2?)" if old else "")
+
+
+def _apply_fixes(
+    block: CodeBlock, diagnostics: list[Diagnostic], names: dict[str, Value], selection: RuleSelection
+) -> tuple[str, list[Diagnostic], int]:
+    """Fix until nothing fixable remains; return the text, what remains, and how many were fixed."""
+    import libcst
+
+    from ampaudit.linter.analysis import analyze
+    from ampaudit.linter.fixes import apply_fixes
+
+    text, start = block.text, len(diagnostics)
+    if re.search(r"\r(?!\n)", text):
+        return text, diagnostics, 0  # libcst does not preserve line ends of classic Mac OS
+    seen = {text}
+    for _ in range(_MAX_FIX_ROUNDS):
+        suppressions = Suppressions(text)
+        fixes = [
+            item.fix
+            for item in diagnostics
+            if item.fix is not None and selection.includes(item.code) and not suppressions.matching(item)
+        ]
+        if not fixes:
+            break
+        try:
+            fixed = apply_fixes(text, fixes)
+            script = read_script(fixed)
+        except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError):
+            break
+        if fixed in seen:  # no fix could be applied, or one undoes another
+            break
+        seen.add(fixed)
+        text, (diagnostics, _) = fixed, analyze(script, names)
+    return text, diagnostics, max(start - len(diagnostics), 0) if text != block.text else 0

@@ -1,0 +1,128 @@
+"""Rules on gradient accumulation: what must run for each batch, and what only with the step."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.flow.events import Event, Guard, of_kind
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["check_accumulation"]
+
+_STEPS = ("scaler.step", "optimizer.step")
+
+
+def check_accumulation(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check unscaling, zeroing, division and synchronization in accumulation loops."""
+    for loop in dict.fromkeys(e.loop for e in events if e.kind == "backward" and e.loop is not None):
+        inside = [e for e in events if any(g.node is loop for g in e.guards)]
+        backwards = [e for e in inside if e.kind == "backward" and e.loop is loop]
+        steps = of_kind(inside, *_STEPS)
+        if steps and all(e.data["no_sync"] for e in backwards):
+            _report_never_synchronized(interpreter, steps[0])
+        gates = _gates(loop, backwards, steps)
+        if not gates:
+            continue
+        _check_unscale(interpreter, loop, inside, gates)
+        _check_zero_grad(interpreter, loop, inside, gates)
+        if not any(e.kind in ("gradient.read", "backward.unknown") for e in inside):
+            _check_division(interpreter, backwards)
+        _check_synchronization(interpreter, inside, backwards)
+
+
+def _gates(loop: ast.AST, backwards: list[Event], steps: list[Event]) -> set[ast.AST]:
+    """Return the conditions on a count that guard all steps and no backward."""
+    if not steps or any(_is_conditional(loop, e) for e in backwards):
+        return set()
+    per_step = [
+        {g.node for g in e.guards_inside(loop) if g.kind == "if" and _tests_remainder(g)} for e in steps
+    ]
+    shared = set.intersection(*per_step)
+    return {
+        gate for gate in shared if not any(gate in {g.node for g in e.guards_inside(loop)} for e in backwards)
+    }
+
+
+def _is_conditional(loop: ast.AST, event: Event) -> bool:
+    return any(guard.kind == "if" and _tests_remainder(guard) for guard in event.guards_inside(loop))
+
+
+def _tests_remainder(guard: Guard) -> bool:
+    """Return whether a condition tests a remainder, as in ``(i + 1) % accumulate == 0``."""
+    test = getattr(guard.node, "test", None)
+    return test is not None and any(
+        isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in ast.walk(test)
+    )
+
+
+def _runs_every_batch(loop: ast.AST, event: Event, gates: set[ast.AST]) -> bool:
+    """Return whether an event happens for every batch."""
+    return not any(g.kind == "if" for g in event.guards_inside(loop)) and not gates & {
+        g.node for g in event.guards
+    }
+
+
+def _check_unscale(interpreter: Interpreter, loop: ast.AST, inside: list[Event], gates: set[ast.AST]) -> None:
+    for event in inside:
+        if event.kind == "scaler.unscale" and _runs_every_batch(loop, event, gates):
+            interpreter.report(
+                "AMP810",
+                event.node,
+                "unscale_() runs for every batch, but the step only for some: the second call raises, "
+                "and later batches would add scaled gradients to unscaled ones",
+                "move it under the condition of the step, before clipping",
+            )
+
+
+def _check_zero_grad(
+    interpreter: Interpreter, loop: ast.AST, inside: list[Event], gates: set[ast.AST]
+) -> None:
+    for event in inside:
+        if event.kind == "zero_grad" and _runs_every_batch(loop, event, gates):
+            interpreter.report(
+                "AMP831",
+                event.node,
+                "the gradients are zeroed for every batch, but the step "
+                "runs only for some: nothing is accumulated",
+                "move zero_grad() under the condition of the step, after it",
+            )
+
+
+def _check_division(interpreter: Interpreter, backwards: list[Event]) -> None:
+    for event in backwards:
+        loss = event.data["loss"]
+        if loss.loss and loss.divided is False:
+            interpreter.report(
+                "AMP830",
+                event.node,
+                "the gradients of several batches are summed, but each loss is a mean over "
+                "one batch: the sum is too large by the number of batches",
+                "divide the loss by the number of accumulated batches before backward",
+            )
+
+
+def _check_synchronization(interpreter: Interpreter, inside: list[Event], backwards: list[Event]) -> None:
+    models = [e.data["model"] for e in inside if e.kind == "forward"]
+    if not any(model.wrapper == "DistributedDataParallel" for model in models):
+        return
+    if "no_sync" in interpreter.script.text or "require_backward_grad_sync" in interpreter.script.text:
+        return
+    for event in backwards:
+        interpreter.report(
+            "AMP833",
+            event.node,
+            "the gradients are synchronized for every batch, although only some batches step",
+            "run the batches that do not step under 'with model.no_sync():'",
+        )
+
+
+def _report_never_synchronized(interpreter: Interpreter, step: Event) -> None:
+    interpreter.report(
+        "AMP834",
+        step.node,
+        "every backward before this step runs under no_sync(): each process steps with different gradients",
+        "run the last backward before a step outside no_sync()",
+    )

@@ -1,0 +1,200 @@
+"""Rules on what must happen once, such as update, save and restore, or happens too often."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.script import dotted_name
+from ampaudit.linter.flow.values import MAYBE, UNSCALED, DictLiteral, StateDict, Tensor
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["check_loops", "check_updates_and_checkpoints"]
+
+
+def check_loops(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check the loops of one entry point."""
+    _check_created_in_loop(interpreter, events)
+    _check_scheduler(interpreter, events)
+    for event in events:
+        if event.kind == "item":
+            _check_item(interpreter, events, event)
+
+
+def _check_created_in_loop(interpreter: Interpreter, events: list[Event]) -> None:
+    for made in (event for event in events if event.kind == "scaler.made"):
+        # a loop around the call of the function that creates it may train one model per call
+        own = [i for i, guard in enumerate(made.guards) if isinstance(guard.node, ast.Call)]
+        for guard in made.guards[own[-1] if own else 0 :]:
+            if guard.kind != "loop":
+                continue
+            inside = {event.kind for event in events if any(g.node is guard.node for g in event.guards)}
+            if inside & {"backward", "scaler.scale"} and "optimizer.made" not in inside:
+                interpreter.report(
+                    "AMP814",
+                    made.node,
+                    "a new scaler in every iteration forgets the scale "
+                    "it has found and starts at 65,536 again",
+                    "create the scaler once, before the loop",
+                )
+
+
+def _check_scheduler(interpreter: Interpreter, events: list[Event]) -> None:
+    steps = of_kind(events, "scaler.step")
+    for event in of_kind(events, "scheduler.step"):
+        loop = event.loop
+        beside = [step for step in steps if loop is not None and step.loop is loop]
+        checked = any(e.kind == "scaler.get_scale" and e.loop is loop for e in events)
+        if not beside or checked or loop is None:
+            continue
+        if _as_often(event, beside[0], loop):
+            interpreter.report(
+                "AMP822",
+                event.node,
+                "the scheduler steps even when the scaler has skipped the optimizer's step",
+                "step it only if the scale did not decrease: scale = scaler.get_scale(); scaler.update(); if"
+                " scaler.get_scale() >= scale: scheduler.step()",
+            )
+
+
+def _check_item(interpreter: Interpreter, events: list[Event], event: Event) -> None:
+    value: Tensor = event.data["value"]
+    if value.scaler_key not in (UNSCALED, MAYBE):
+        interpreter.report(
+            "AMP823",
+            event.node,
+            "this number includes the loss scale, which changes during training",
+            "read the loss before it is scaled",
+        )
+        return
+    loop = event.loop
+    mixed = bool(interpreter.scalers) or bool(of_kind(events, "autocast.entered"))
+    beside = [e for e in events if e.kind == "backward" and loop is not None and e.loop is loop]
+    if not mixed or not beside or loop is None or not (value.loss or value.model_calls):
+        return
+    if _as_often(event, beside[0], loop):
+        interpreter.report(
+            "AMP863",
+            event.node,
+            "every step waits here for the GPU to finish",
+            "accumulate loss.detach() on the device, and read the number only for logging",
+        )
+
+
+def _as_often(event: Event, other: Event, loop: ast.AST) -> bool:
+    """Return whether an event happens in every iteration in which another one does."""
+    allowed = {guard.node for guard in other.guards_inside(loop)}
+    return all(guard.node in allowed or guard.kind in ("with", "call") for guard in event.guards_inside(loop))
+
+
+def check_updates_and_checkpoints(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
+    """Check a whole file."""
+    events = [event for events in events_by_entry for event in events]
+    _check_updated(interpreter, events)
+    stepped = {e.data["scaler"] for e in events if e.kind == "scaler.step"}
+    # code that only uses a scaler leaves saving to its owner
+    made = bool(of_kind(events, "scaler.made"))
+    if stepped and made and not stepped & interpreter.escaped:
+        _check_saved(interpreter, events_by_entry)
+        _check_restored(interpreter, events)
+
+
+def _check_updated(interpreter: Interpreter, events: list[Event]) -> None:
+    updated = {e.data["scaler"] for e in events if e.kind == "scaler.update"}
+    texts = {_last_component(interpreter.scalers[key].text) for key in updated if key in interpreter.scalers}
+    for step in of_kind(events, "scaler.step"):
+        key = step.data["scaler"]
+        scaler = interpreter.scalers.get(key)
+        scaled = any(e.kind == "scaler.scale" and e.data["scaler"] == key for e in events)
+        if (
+            scaler is None
+            or key in updated | interpreter.escaped
+            or not scaled
+            or _last_component(scaler.text) in texts - {""}
+        ):
+            continue
+        elsewhere = any(
+            "update" in used and _last_component(text) == _last_component(scaler.text)
+            for text, used in interpreter.script.usage.methods.items()
+        )
+        if not elsewhere and ("name " not in key or not updated):
+            interpreter.report(
+                "AMP804",
+                step.node,
+                "update() is never called: the scale never changes, and the next unscale_() or step raises",
+                f"call {scaler.text or 'scaler'}.update() once, after the step",
+                _update_after_fix(step),
+            )
+        return
+
+
+def _last_component(text: str) -> str:
+    """Return the last component of a name: another object may have the same scaler."""
+    return text.rpartition(".")[2]
+
+
+def _update_after_fix(step: Event) -> Fix | None:
+    statement, node = step.statement, step.node
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    text = dotted_name(node.func.value) if called and isinstance(node.func, ast.Attribute) else ""  # type: ignore[attr-defined]
+    alone = isinstance(statement, ast.Expr) and statement.value is step.node
+    if not alone or not text or not step.data["optimizer"] or statement is None:
+        return None
+    return Fix.at(statement, "insert after", f"{text}.update()")
+
+
+def _in_call(event: Event) -> bool:
+    """Return whether an event happens in a function that is called from elsewhere."""
+    return any(guard.kind == "call" and isinstance(guard.node, ast.Call) for guard in event.guards)
+
+
+def _saved_states(entries: DictLiteral) -> set[str]:
+    return {value.kind for value in entries.items if isinstance(value, StateDict)}
+
+
+def _check_saved(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
+    if any(e.kind == "scaler.state_dict" for events in events_by_entry for e in events):
+        return
+    for event, events in ((e, entry) for entry in events_by_entry for e in entry if e.kind == "save"):
+        entries: DictLiteral = event.data["entries"]
+        if "optimizer" in _saved_states(entries):
+            interpreter.report(
+                "AMP820",
+                entries.node,
+                "the checkpoint contains the optimizer's state but not the scaler's: "
+                "a resumed run starts at a scale that overflows",
+                "save scaler.state_dict() as well",
+                _save_scaler_fix(interpreter, events, event, entries.node),
+            )
+
+
+def _save_scaler_fix(
+    interpreter: Interpreter, events: list[Event], event: Event, node: ast.AST
+) -> Fix | None:
+    """Return the fix that saves the scaler, if its name is in scope where the checkpoint is written."""
+    texts = {scaler.text for scaler in interpreter.scalers.values() if scaler.text}
+    if len(texts) != 1 or not isinstance(node, ast.Dict):
+        return None
+    text = next(iter(texts))
+    used_here = any(e.kind.startswith("scaler.") and not _in_call(e) for e in events)
+    visible = not _in_call(event) and (used_here or text.startswith("self."))
+    if not visible or not all(isinstance(key, ast.Constant) for key in node.keys):
+        return None
+    return Fix.at(node, "add entry", "scaler", f"{text}.state_dict()")
+
+
+def _check_restored(interpreter: Interpreter, events: list[Event]) -> None:
+    kinds = {e.kind for e in events}
+    if "scaler.load_state_dict" in kinds:
+        return
+    for event in of_kind(events, "optimizer.load_state_dict"):
+        interpreter.report(
+            "AMP821",
+            event.node,
+            "the optimizer resumes from a checkpoint, but the scaler starts over, at a scale that overflows",
+            "restore it as well: scaler.load_state_dict(checkpoint[...])",
+        )

@@ -1,0 +1,233 @@
+"""Rules on literals that float16 cannot represent: masks outside its range, eps that rounds to zero."""
+
+from __future__ import annotations
+
+import ast
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import re2
+
+from ampaudit.linter.diagnostic import Diagnostic, Fix
+from ampaudit.linter.flow.script import Script, dotted_name, matching_lines
+from ampaudit.linter.flow.statement_context import nested_blocks
+from ampaudit.linter.flow.torch_names import FLOAT16_ROUNDS_TO_ZERO
+
+__all__ = ["check_constants"]
+
+_FLOAT16_MAX: Final = 65504.0
+# autocast computes these in float32, and so what is added to them
+_FLOAT32_FUNCTIONS: Final = frozenset(
+    "norm sum exp softmax log_softmax pow prod cumsum dist logsumexp float double item".split()
+)
+_FILLS: Final = frozenset({"masked_fill", "masked_fill_"})
+
+
+def check_constants(script: Script) -> Iterator[Diagnostic]:
+    """Check masks everywhere, and eps in modules, whose tensors may be 16-bit."""
+    if "torch" not in script.text:
+        return
+    lines = matching_lines(_EXTREME, script.text)
+    if not lines:
+        return
+    finder = _ConstantFinder(_named_constants(script, lines))
+    if finder.named:
+        names = "|".join(map(re.escape, finder.named))
+        lines = sorted({*lines, *matching_lines(re2.compile(rf"\b(?:{names})\b"), script.text)})
+    for statement in _innermost_statements(script.tree.body, lines):
+        yield from finder.check(
+            statement, any(_contains_line(node, statement.lineno) for node in _modules(script))
+        )
+
+
+_BY_DTYPE = re.compile(r"float16|half|dtype|fp16|autocast")
+# how numbers that may be too large or too small are written
+_EXTREME = re2.compile(r"\d[eE][-+]?\d|\d{6}|\d_\d{3}")
+
+
+def _modules(script: Script) -> Iterator[ast.ClassDef]:
+    return (c.node for c in script.classes.values() if c.derives("Module", "LightningModule"))
+
+
+def _contains_line(statement: ast.stmt, line: int) -> bool:
+    return statement.lineno <= line <= (statement.end_lineno or statement.lineno)
+
+
+def _innermost_statements(body: list[ast.stmt], lines: list[int]) -> Iterator[ast.stmt]:
+    """Yield the innermost statements that contain any of some lines."""
+    for statement in body:
+        at = bisect_left(lines, statement.lineno)
+        if at == len(lines) or not _contains_line(statement, lines[at]):
+            continue
+        blocks = nested_blocks(statement)
+        if not blocks:
+            yield statement
+        if isinstance(statement, ast.If) and _BY_DTYPE.search(ast.unparse(statement.test)):
+            continue  # it handles 16 bits explicitly
+        for block in blocks:
+            yield from _innermost_statements(block, lines)
+
+
+def _named_constants(script: Script, lines: list[int]) -> dict[str, ast.expr]:
+    """Return names that are bound once, to such a number, as in ``NEG_INF = -1e9``."""
+    found: dict[str, ast.expr] = {}
+    for statement in _innermost_statements(script.tree.body, lines):
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            found[statement.targets[0].id] = statement.value
+    found = {name: value for name, value in found.items() if _number(value) is not None}
+    if found:
+        nodes = list(ast.walk(script.tree))
+        stored = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        stored += Counter(n.arg for n in nodes if isinstance(n, ast.arg))
+        found = {name: value for name, value in found.items() if stored[name] == 1}
+    return found
+
+
+def _number(node: ast.AST) -> float | None:
+    """Return the value of a literal number with its sign."""
+    sign = 1.0
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node, sign = node.operand, -1.0
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return sign * float(node.value)  # type: ignore[arg-type]
+    return None
+
+
+def _is_float32(node: ast.AST) -> bool:
+    """Return whether an expression is float32 under autocast whatever its inputs are."""
+    while isinstance(node, ast.BinOp | ast.UnaryOp):
+        if isinstance(node, ast.BinOp):
+            return _is_float32(node.left) or _is_float32(node.right)
+        node = node.operand
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name in _FLOAT32_FUNCTIONS or "float32" in ast.unparse(node):
+        return True
+    return (
+        isinstance(node.func, ast.Attribute)
+        and name in ("clamp", "mean", "sqrt", "masked_fill")
+        and _is_float32(node.func.value)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _ConstantFinder:
+    """Finds the numbers that float16 cannot represent.
+
+    Attributes:
+        named: values of names that stand for such numbers.
+    """
+
+    named: dict[str, ast.expr]
+
+    def check(self, statement: ast.stmt, module: bool) -> Iterator[Diagnostic]:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call):
+                yield from self._check_fill(node)
+                if module:
+                    yield from self._check_clamp(node)
+            elif isinstance(node, ast.BinOp):
+                if isinstance(node.op, ast.Mult):
+                    yield from self._check_product(node)
+                elif isinstance(node.op, ast.Add) and module:
+                    yield from self._check_sum(node)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                yield from self._check_assignment(node, node.targets[0])
+
+    def _literal(self, node: ast.AST) -> float | None:
+        sign = 1.0
+        if (
+            isinstance(node, ast.UnaryOp)
+            and isinstance(node.op, ast.USub)
+            and isinstance(node.operand, ast.Name)
+        ):
+            node, sign = node.operand, -1.0
+        if isinstance(node, ast.Name) and node.id in self.named:
+            node = self.named[node.id]
+        value = _number(node)
+        return None if value is None else sign * value
+
+    def _too_large(self, node: ast.AST) -> bool:
+        value = self._literal(node)
+        return value is not None and _FLOAT16_MAX < abs(value) < float("inf")
+
+    def _mask_diagnostic(self, node: ast.AST, place: ast.expr, fix: Fix | None) -> Diagnostic:
+        return Diagnostic(
+            "AMP860",
+            node,
+            f"{self._literal(place):g} is outside the range of float16, whose minimum "
+            "is -65504: filling with it raises, a product is -inf",
+            "use torch.finfo(x.dtype).min of the tensor to fill",
+            fix,
+        )
+
+    def _check_fill(self, node: ast.Call) -> Iterator[Diagnostic]:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name in _FILLS and isinstance(node.func, ast.Attribute):
+            index = 2 if dotted_name(node.func.value) == "torch" else 1
+            values = [*node.args[index : index + 1], *(k.value for k in node.keywords if k.arg == "value")]
+            for value in values:
+                receiver = node.args[0] if index == 2 and node.args else node.func.value
+                if self._too_large(value) and not _is_float32(receiver):
+                    text = dotted_name(receiver)
+                    yield self._mask_diagnostic(value, value, self._finfo_fix(value, text) if text else None)
+        elif name == "where" and node.args and "mask" in ast.unparse(node.args[0]).lower():
+            for value, other in zip(node.args[1:3], node.args[2:0:-1], strict=False):
+                # two numbers create a float32 tensor, which promotes what it is added to
+                if self._too_large(value) and self._literal(other) is None and not _is_float32(other):
+                    yield self._mask_diagnostic(
+                        value,
+                        value,
+                        self._finfo_fix(value, dotted_name(other)) if dotted_name(other) else None,
+                    )
+
+    def _finfo_fix(self, value: ast.expr, text: str) -> Fix:
+        limit = "min" if (self._literal(value) or 0) < 0 else "max"
+        return Fix.at(value, "replace", f"torch.finfo({text}.dtype).{limit}")
+
+    def _check_product(self, node: ast.BinOp) -> Iterator[Diagnostic]:
+        for value, other in ((node.left, node.right), (node.right, node.left)):
+            if self._too_large(value) and "mask" in ast.unparse(other).lower() and not _is_float32(other):
+                yield self._mask_diagnostic(node, value, None)
+
+    def _check_assignment(self, node: ast.Assign, target: ast.Subscript) -> Iterator[Diagnostic]:
+        # a large positive number initializes the search for a minimum, mostly outside 16 bits
+        low = (self._literal(node.value) or 0) < 0
+        if low and self._too_large(node.value) and "mask" in ast.unparse(target.slice).lower():
+            name = dotted_name(target.value)
+            if name and not name.startswith("np"):
+                yield self._mask_diagnostic(node.value, node.value, self._finfo_fix(node.value, name))
+
+    def _rounds_to_zero(self, node: ast.AST) -> bool:
+        value = self._literal(node)
+        return value is not None and 0 < abs(value) <= FLOAT16_ROUNDS_TO_ZERO
+
+    def _eps_diagnostic(self, node: ast.AST, value: ast.expr) -> Diagnostic:
+        return Diagnostic(
+            "AMP861",
+            node,
+            f"{self._literal(value):g} rounds to zero in float16, whose smallest number is 6e-8",
+            "use at least 1e-6, or compute this in float32",
+        )
+
+    def _check_sum(self, node: ast.BinOp) -> Iterator[Diagnostic]:
+        for value, other in ((node.left, node.right), (node.right, node.left)):
+            if self._rounds_to_zero(value) and self._literal(other) is None and not _is_float32(other):
+                yield self._eps_diagnostic(value, value)
+
+    def _check_clamp(self, node: ast.Call) -> Iterator[Diagnostic]:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name not in ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip"):
+            return
+        receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
+        if dotted_name(receiver) == "torch":
+            receiver = node.args[0] if node.args else node
+        values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "min")]
+        for value in values:
+            if self._rounds_to_zero(value) and not _is_float32(receiver):
+                yield self._eps_diagnostic(value, value)

@@ -1,0 +1,152 @@
+"""Rules on deprecated names: ``torch.cuda.amp`` and ``apex.amp``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ampaudit.linter.diagnostic import Diagnostic, Fix
+from ampaudit.linter.flow.script import Script, dotted_name
+from ampaudit.linter.flow.torch_names import DEPRECATED, canonical_name
+
+__all__ = ["check_deprecated_names"]
+
+
+_NAMES = re.compile(r"\b(?:cuda|cpu)\.amp\b|\bapex\b|\bcuda +import\b|\bcpu +import\b")
+
+
+def check_deprecated_names(script: Script) -> Iterator[Diagnostic]:
+    """Check imports and uses of deprecated names."""
+    if _NAMES.search(script.text) is None:
+        return
+    nodes = list(ast.walk(script.tree))
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    names: dict[str, str] = {}
+    by_version, called = _version_dependent(nodes), _called(nodes)
+    for node in imports:
+        if id(node) in by_version:
+            continue
+        yield from _check_import(script, node, names, nodes, called)
+    # an expression is reported once, at its outermost attribute, where it is called or passed on
+    inner = _mentions(nodes) | by_version
+    for use in nodes:
+        if not isinstance(use, ast.Attribute) or id(use) in inner:
+            continue
+        base: ast.AST = use
+        while isinstance(base, ast.Attribute):
+            base = base.value
+            inner.add(id(base))
+        text = dotted_name(use)
+        head = text.partition(".")[0]
+        path = canonical_name(names.get(head, head) + text[len(head) :]) if text else ""
+        if path in DEPRECATED:
+            details = (DEPRECATED[path], path.rpartition(".")[2], text)
+            fix = Fix.at(use, "rename use", *details)
+            yield _deprecated(use, path, fix if id(use) in called else None)
+
+
+_VERSION = re.compile(r"version|hasattr|GREATER|TORCH_|_[12]_\d|>= ?\(?[12]", re.IGNORECASE)
+
+
+def _mentions(nodes: list[ast.AST]) -> set[int]:
+    """Return ids of nodes in comparisons, collections and annotations, which name things without use."""
+    found: set[int] = set()
+    for node in nodes:
+        if isinstance(node, ast.List | ast.Tuple | ast.Set):
+            found.update(map(id, node.elts))
+        elif isinstance(node, ast.Dict):
+            found.update(map(id, (*node.keys, *node.values)))
+        elif isinstance(node, ast.Compare):
+            found.update(map(id, (node.left, *node.comparators)))
+        for name in ("annotation", "returns"):
+            written = getattr(node, name, None)
+            if isinstance(written, ast.AST):
+                found.update(map(id, ast.walk(written)))
+    return found
+
+
+def _version_dependent(nodes: list[ast.AST]) -> set[int]:
+    """Return ids of nodes that run only for some versions of torch."""
+    found: set[int] = set()
+    for node in nodes:
+        decides = isinstance(node, ast.If | ast.IfExp) and _VERSION.search(ast.unparse(node.test))
+        falls_back = isinstance(node, ast.Try) and any(
+            "ImportError" in ast.unparse(h.type) or "AttributeError" in ast.unparse(h.type)
+            for h in node.handlers
+            if h.type is not None
+        )
+        if decides or falls_back:
+            found.update(map(id, ast.walk(node)))
+    return found
+
+
+def _check_import(
+    script: Script,
+    node: ast.Import | ast.ImportFrom,
+    names: dict[str, str],
+    nodes: list[ast.AST],
+    called: set[int],
+) -> Iterator[Diagnostic]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.asname:
+                names[alias.asname] = alias.name
+            if alias.name.split(".")[0] == "apex" and "apex.amp" in script.text:
+                yield _apex(node)
+        return
+    module = node.module or ""
+    for alias in node.names:
+        names[alias.asname or alias.name] = f"{module}.{alias.name}"
+    if node.level:
+        return
+    if module == "apex" and any(alias.name == "amp" for alias in node.names):
+        yield _apex(node)
+    old = [alias for alias in node.names if canonical_name(f"{module}.{alias.name}") in DEPRECATED]
+    if old:
+        path = canonical_name(f"{module}.{old[0].name}")
+        local = [alias.asname or alias.name for alias in old]
+        plain = len(old) == len(node.names) and _only_called(nodes, called, local)
+        details = (DEPRECATED[path], *(f"{a.name}={a.asname or a.name}" for a in old))
+        fix = Fix.at(node, "rename import", *details) if plain else None
+        yield _deprecated(node, path, fix, ", ".join(alias.name for alias in old))
+
+
+def _called(nodes: list[ast.AST]) -> set[int]:
+    """Return ids of nodes that are called, or that decorate as ``custom_fwd`` and ``custom_bwd`` do."""
+    found = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found |= {id(d) for d in node.decorator_list if "custom_" in ast.unparse(d)}
+    return found
+
+
+def _only_called(nodes: list[ast.AST], called: set[int], names: list[str]) -> bool:
+    """Return whether names are only called or used as decorators, and never bound again."""
+    bound = [alias for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for alias in n.names]
+    if sum((alias.asname or alias.name) in names for alias in bound) > len(names):
+        return False
+    uses = [n for n in nodes if isinstance(n, ast.Name) and n.id in names]
+    exported = any(isinstance(n, ast.Constant) and n.value in names for n in nodes)
+    return not exported and all(isinstance(use.ctx, ast.Load) and id(use) in called for use in uses)
+
+
+def _deprecated(node: ast.AST, path: str, fix: Fix | None, names: str = "") -> Diagnostic:
+    device, name = DEPRECATED[path], path.rpartition(".")[2]
+    spelt = {
+        "autocast": f'torch.autocast("{device}", ...)',
+        "GradScaler": f'torch.amp.GradScaler("{device}", ...)',
+        "custom_fwd": f'torch.amp.custom_fwd(device_type="{device}")',
+        "custom_bwd": f'torch.amp.custom_bwd(device_type="{device}")',
+    }[name]
+    what = f"{path.rpartition('.')[0]}: {names}" if names else path
+    return Diagnostic("AMP864", node, f"{what} is deprecated since torch 2.4", f"write {spelt}", fix)
+
+
+def _apex(node: ast.AST) -> Diagnostic:
+    return Diagnostic(
+        "AMP865",
+        node,
+        "apex.amp is deprecated and missing from newer versions of apex",
+        "use torch.autocast and torch.amp.GradScaler; 'ampaudit explain AMP865' shows how",
+    )

@@ -1,0 +1,162 @@
+"""Rules on what runs inside autocast but should not, and outside but should."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING, Final
+
+from ampaudit.linter.diagnostic import Fix, position_of
+from ampaudit.linter.flow.events import Event, of_kind
+from ampaudit.linter.flow.values import Autocast, Function
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["check_regions", "check_validation"]
+
+# calls after the backward that need no autocast
+_NEEDS_NO_AUTOCAST: Final = frozenset(
+    "backward scale step update unscale_ zero_grad clip_grad_norm_ clip_grad_value_ parameters item detach"
+    " append get_scale print log info add_scalar set_postfix len str float".split()
+)
+
+
+def check_regions(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check the autocast blocks of one entry point."""
+    late: set[ast.AST | None] = set()
+    for event in of_kind(events, "backward.inside"):
+        context: Autocast = event.data["context"]
+        late.add(context.node)
+        interpreter.report(
+            "AMP840",
+            event.node,
+            "backward runs inside autocast, although its ops follow the dtypes of the forward pass anyway",
+            "end the autocast block after the loss",
+            _end_block_fix(events, event, context),
+        )
+    for event in of_kind(events, "step.inside"):
+        context = event.data["context"]
+        if context.node not in late:
+            interpreter.report(
+                "AMP841",
+                event.node,
+                "the optimizer steps inside autocast, which is for the forward pass and the loss",
+                "end the autocast block after the loss",
+                _end_block_fix(events, event, context),
+            )
+            late.add(context.node)
+    _check_never_entered(interpreter, events)
+    _check_half(interpreter, events)
+    _check_threads(interpreter, events)
+
+
+def _end_block_fix(events: list[Event], event: Event, context: Autocast) -> Fix | None:
+    """Return the fix that ends the block before a statement, if what follows needs no autocast."""
+    entered = next((e for e in events if e.kind == "autocast.entered" and e.data["value"] is context), None)
+    block = entered.data["block"] if entered is not None else None
+    if not isinstance(block, ast.With) or len(block.items) != 1 or event.statement not in block.body:
+        return None
+    index = block.body.index(event.statement)
+    tail = block.body[index:]
+    calls = [node.func for statement in tail for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in calls}
+    if not names <= _NEEDS_NO_AUTOCAST:
+        return None
+    return Fix.at(block, "end block", str(index))
+
+
+def _check_never_entered(interpreter: Interpreter, events: list[Event]) -> None:
+    for event in of_kind(events, "autocast.dropped"):
+        interpreter.report(
+            "AMP848",
+            event.node,
+            "this creates an autocast context but does not enter it",
+            "enter it with 'with', around the forward pass and the loss",
+        )
+
+
+def _check_half(interpreter: Interpreter, events: list[Event]) -> None:
+    refused = {place[1:] for place in interpreter.diagnostics if place[0] == "AMP801"}
+    for event in of_kind(events, "half.autocast"):
+        node = event.node
+        if position_of(node) not in refused:
+            interpreter.report(
+                "AMP849",
+                node,
+                "these parameters are float16, but autocast, under which the model is called, "
+                "expects float32: what it would keep in float32 is already rounded",
+                "remove half(): autocast chooses the dtype of each op",
+            )
+
+
+def _check_threads(interpreter: Interpreter, events: list[Event]) -> None:
+    for event in events:
+        if event.kind == "thread" and event.data["autocast"].enabled is True:
+            target = event.data["target"]
+            text = ast.unparse(target.info.node) if isinstance(target, Function) else "autocast"
+            if "autocast" not in text and _CALLS_A_MODEL.search(text):
+                _report_thread(
+                    interpreter,
+                    event,
+                    "autocast applies to the current thread; the new thread starts without it",
+                )
+        elif event.kind == "forward" and event.data["model"].wrapper == "DataParallel":
+            autocast: Autocast = event.data["autocast"]
+            info = interpreter.script.classes.get(event.data["model"].origin)
+            # a class of another file may enter autocast itself
+            unknown = info is None and not event.data["model"].origin.startswith(("torch.", "torchvision."))
+            own = unknown or (info is not None and "autocast" in ast.unparse(info.node))
+            if autocast.enabled is True and autocast.dtype == "bfloat16" and not own:
+                cause = (
+                    "DataParallel's threads inherit that autocast is enabled, "
+                    "but not its dtype: the replicas run in float16"
+                )
+                _report_thread(interpreter, event, cause)
+
+
+_CALLS_A_MODEL = re.compile(r"(?:model|net)\w*\(", re.IGNORECASE)
+
+
+def _report_thread(interpreter: Interpreter, event: Event, cause: str) -> None:
+    interpreter.report(
+        "AMP851",
+        event.node,
+        cause,
+        "enter autocast in the code that the thread runs, such as the model's forward",
+    )
+
+
+def _is_also_evaluated_in_16_bits(other: Event, event: Event) -> bool:
+    """Return whether the model is also evaluated under autocast, by a setting for instance."""
+    if other.kind != "forward" or other.data["model"].key != event.data["model"].key:
+        return False
+    return "no_grad" in other.data["grad"] and other.data["autocast"].enabled is not False
+
+
+def check_validation(interpreter: Interpreter, events_by_entry: list[list[Event]]) -> None:
+    """Check that validation runs in the same precision as training."""
+    trained = {
+        event.data["model"].key
+        for events in events_by_entry
+        if any(e.kind in ("backward", "backward.unknown") for e in events)
+        for event in events
+        if event.kind == "forward" and event.data["autocast"].enabled is True and not event.data["grad"]
+    }
+    for event, events in ((e, entry) for entry in events_by_entry for e in entry if e.kind == "forward"):
+        off = event.data["autocast"].enabled is False and event.data["autocast"].node is None
+        if (
+            off
+            and event.data["called"]
+            and event.data["grad"] == ("no_grad",)
+            and event.loop is not None
+            and event.data["model"].key in trained
+            and not any(_is_also_evaluated_in_16_bits(other, event) for other in events)
+        ):
+            interpreter.report(
+                "AMP843",
+                event.node,
+                "the model is trained under autocast but evaluated in float32, "
+                "which is slower and measures another model",
+                "evaluate under the same autocast",
+            )

@@ -1,0 +1,34 @@
+"""Rule on graphs that are retained for no later backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ampaudit.linter.diagnostic import Fix
+from ampaudit.linter.flow.events import Event, of_kind
+
+if TYPE_CHECKING:
+    from ampaudit.linter.flow.interpreter import Interpreter
+
+__all__ = ["check_retained_graphs"]
+
+_USES_GRAPH = ("backward", "backward.unknown", "autograd.grad")
+
+
+def check_retained_graphs(interpreter: Interpreter, events: list[Event]) -> None:
+    """Check ``retain_graph=True`` where no later backward uses the graph."""
+    uses = of_kind(events, *_USES_GRAPH)
+    for index, event in enumerate(uses):
+        if event.kind != "backward" or not event.data["retain"] or not event.data["loss"].model_calls:
+            continue
+        later = [other for other in uses[index + 1 :] if other.loop is event.loop]
+        if later:
+            continue
+        node = event.node
+        interpreter.report(
+            "AMP836",
+            node,
+            "retain_graph=True keeps every activation, but no later backward uses this graph",
+            "remove retain_graph",
+            Fix.at(node, "remove keyword", "retain_graph"),
+        )

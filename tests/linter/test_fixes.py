@@ -1,0 +1,134 @@
+"""Fixes resolve their findings, keep the layout, and are offered only where they are safe."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.linter.examples import BAD, FIXABLE, GOOD, PAGES, codes, lint
+
+CLI = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_repair_relints_clean_and_is_idempotent(name: str) -> None:
+    before = lint(BAD[name])
+    offered = any(finding.fixable for finding in before.findings)
+    fixed = lint(BAD[name], fix=True)
+    if not offered:
+        assert fixed.after == BAD[name]
+        return
+    assert fixed.after != BAD[name]
+    assert [finding.code for finding in fixed.findings] == []
+    assert fixed.fixed == len(before.findings)
+    ast.parse(fixed.after)
+    again = lint(fixed.after, fix=True)
+    assert again.after == fixed.after
+    assert again.fixed == 0
+
+
+def test_repairs_are_offered_where_they_are_safe() -> None:
+    offered = {code for code, page in PAGES.items() if any(f.fixable for f in lint(page.bad.code).findings)}
+    assert offered == FIXABLE
+
+
+@pytest.mark.parametrize("code", sorted(FIXABLE - {"AMP818", "AMP820", "AMP836"}))
+def test_a_repair_makes_the_good_example_of_the_page(code: str) -> None:
+    assert lint(PAGES[code].bad.code, fix=True).after == PAGES[code].good.code
+
+
+def test_a_repair_keeps_comments_and_layout() -> None:
+    text = BAD["AMP807"].replace(
+        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        "        # keep the steps small\n"
+        "        torch.nn.utils.clip_grad_norm_( model.parameters(),1.0 )  # one",
+    )
+    wanted = text.replace(
+        "        # keep the steps small\n",
+        "        # keep the steps small\n        scaler.unscale_(optimizer)\n",
+    )
+    assert lint(text, fix=True).after == wanted
+
+
+def test_a_name_is_not_written_where_it_is_not_visible() -> None:
+    text = (
+        GOOD["AMP807"]
+        .replace("        scaler.unscale_(optimizer)\n", "")
+        .replace(
+            "        scaler.step(optimizer)\n",
+            "        for each in optimizers:\n            scaler.step(each)\n",
+        )
+    )
+    assert codes(text) == ["AMP807"]
+    assert lint(text, fix=True).after == text
+    helper = (
+        BAD["AMP802"].replace("        loss.backward()", "        back(loss)")
+        + "\n\ndef back(loss):\n    loss.backward()\n"
+    )
+    assert codes(helper) == ["AMP802"]
+    assert lint(helper, fix=True).after == helper
+
+
+def test_unscaling_is_not_put_into_a_loop_of_its_own() -> None:
+    text = BAD["AMP807"].replace(
+        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        "        for part in model.children():\n"
+        "            torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)",
+    )
+    assert [(f.code, f.fixable) for f in lint(text).findings] == [("AMP807", False)]
+    assert lint(text, fix=True).after == text
+
+
+def test_a_block_is_not_ended_before_what_needs_it() -> None:
+    text = BAD["AMP840"].replace(
+        "            scaler.update()",
+        "            scaler.update()\n            score = criterion(model(x), y)",
+    )
+    assert [(f.code, f.fixable) for f in lint(text).findings] == [("AMP840", False)]
+
+
+def test_old_names_are_renamed_everywhere_or_nowhere() -> None:
+    text = (
+        "import torch\nfrom torch.cuda.amp import autocast as cast, custom_fwd\n\n\n"
+        "class F(torch.autograd.Function):\n"
+        "    @staticmethod\n    @custom_fwd\n    def forward(ctx, x):\n        return x\n\n\n"
+        "with cast(True, torch.bfloat16, False), torch.cuda.amp.autocast():\n    pass\n"
+        "scaler = torch.cuda.amp.GradScaler(1024.0, enabled=True)\n"
+    )
+    fixed = lint(text, fix=True).after
+    assert "from torch.amp import autocast as cast, custom_fwd" in fixed
+    assert '@custom_fwd(device_type="cuda")' in fixed
+    assert 'cast("cuda", enabled=True, dtype=torch.bfloat16, cache_enabled=False)' in fixed
+    assert 'torch.amp.autocast("cuda")' in fixed
+    assert 'torch.amp.GradScaler("cuda", 1024.0, enabled=True)' in fixed
+    assert codes(fixed) == []
+    handed_on = (
+        "from torch.cuda.amp import autocast\n\n\ndef enter(context=autocast):\n    return context()\n"
+    )
+    assert codes(handed_on) == ["AMP864"]
+    assert lint(handed_on, fix=True).after == handed_on
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])
+def test_encodings_and_line_ends_survive_a_repair(
+    tmp_path: Path, cli: CLI, newline: str, encoding: str
+) -> None:
+    cookie = "# -*- coding: latin-1 -*-\n" if encoding == "latin-1" else ""
+    text = f"{cookie}# é\n{BAD['AMP803']}"
+    path = tmp_path / "train.py"
+    path.write_bytes(text.replace("\n", newline).encode(encoding))
+    path.chmod(0o750)
+    done = cli("lint", "--fix", path)
+    if newline == "\r":  # read, but not repaired; and no encoding can be declared in its first line
+        assert done.returncode == (2 if encoding == "latin-1" else 1)
+        assert path.read_bytes() == text.replace("\n", newline).encode(encoding)
+        return
+    assert done.returncode == 0, done.stdout
+    wanted = text.replace("        optimizer.step()", "        scaler.step(optimizer)")
+    assert path.read_bytes() == wanted.replace("\n", newline).encode(encoding)
+    assert path.stat().st_mode & 0o777 == 0o750

@@ -1,0 +1,164 @@
+"""Rules find every bad example, and nothing in good examples and correct loops."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.linter.examples import BAD, CORRECT, GOOD, PAGES, codes, lint, training_loop
+from tests.linter.twins import TWINS
+
+
+def test_there_are_twins_for_every_code() -> None:
+    assert len(PAGES) >= 30
+    assert set(PAGES) == set(TWINS)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_twin_is_found_and_nothing_else(name: str) -> None:
+    code = name.split()[0]
+    findings = lint(BAD[name]).findings
+    assert {finding.code for finding in findings} == {code}
+    assert findings[0].severity == PAGES[code].severity
+    lines = BAD[name].split("\n")
+    for finding in findings:
+        assert finding.source == lines[finding.line - 1]
+        assert 1 <= finding.column <= len(finding.source) + 1
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_twin_is_silent(name: str) -> None:
+    assert codes(GOOD[name]) == []
+
+
+def test_the_corpus_is_large_and_in_many_styles() -> None:
+    assert len(CORRECT) >= 60
+    texts = "\n".join(path.read_text(encoding="utf-8") for path in CORRECT)
+    for style in (
+        "accelerate",
+        "lightning",
+        "deepspeed",
+        "timm",
+        "nn.parallel",
+        "ignite",
+        "GPT",
+        "AMPTrainer",
+    ):
+        assert style in texts
+
+
+@pytest.mark.parametrize("path", CORRECT, ids=lambda path: path.stem)
+def test_a_correct_loop_raises_no_alarm(path: Path) -> None:
+    assert codes(path.read_text(encoding="utf-8")) == []
+
+
+SCALER = r"((?:\w+\.)?_?\w*scaler\w*)"
+# what a slip changes, and what must then be said; the least share of the files where it must be
+SLIPS = {
+    "AMP802": (rf"{SCALER}\.scale\((\w[\w.]*)\)\.backward\(", r"\2.backward(", 0.85),
+    "AMP803": (rf"{SCALER}\.step\(([\w.]+)\)", r"\2.step()", 0.85),
+    "AMP804": (rf"^(\s*){SCALER}\.update\(\)$", r"\1pass", 0.9),
+    "AMP807|AMP808": (rf"^(\s*){SCALER}\.unscale_\(.*\)(.*)$", r"\1pass", 0.8),
+    "AMP809": (rf"^(\s*){SCALER}\.unscale_\((.*)\)$", r"\1\2.unscale_(\3)\n\1\2.unscale_(\3)", 0.95),
+    "AMP817": (rf"^(\s*){SCALER}\.step\(([\w.]+)\)$", r"\1\2.step(\3)\n\1\3.step()", 0.9),
+}
+
+
+@pytest.mark.parametrize("wanted", SLIPS)
+def test_a_slip_in_a_correct_loop_is_found(wanted: str) -> None:
+    """Not all: where a helper of another file may do anything, silence is right."""
+    pattern, replacement, share = SLIPS[wanted]
+    found, missed = [], []
+    for path in CORRECT:
+        text = path.read_text(encoding="utf-8")
+        slipped = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+        if slipped != text:
+            (found if set(wanted.split("|")) & set(codes(slipped)) else missed).append(path.stem)
+    assert len(found) + len(missed) > 20
+    assert len(found) >= share * (len(found) + len(missed)), missed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\n\n\ndef f(s: torch.cuda.amp.GradScaler) -> torch.cuda.amp.GradScaler: ...\n",
+        "import torch\n\nif torch.__version__ < '2.4':\n    scaler = torch.cuda.amp.GradScaler()\n",
+        "try:\n    from torch.amp import autocast\nexcept ImportError:\n"
+        "    from torch.cuda.amp import autocast\n",
+        "import torch\n\nKNOWN = [torch.cuda.amp.autocast, torch.autocast]\n",
+        "import torch\n\nprint(type(None) is torch.cuda.amp.autocast)\n",
+    ],
+)
+def test_old_names_that_are_meant_are_left_alone(text: str) -> None:
+    assert codes(text) == []
+
+
+def test_a_number_by_its_name() -> None:
+    text = "import torch\n\nLOW = -1e9\n\n\ndef f(scores, mask):\n    return scores.masked_fill(mask, LOW)\n"
+    assert codes(text) == ["AMP860"]
+    assert "scores.masked_fill(mask, torch.finfo(scores.dtype).min)" in lint(text, fix=True).after
+    assert codes(text.replace("LOW = -1e9", "LOW = 1e9").replace(", LOW)", ", -LOW)")) == ["AMP860"]
+    assert codes(text.replace("def f(", "LOW = -1e4\n\n\ndef f(")) == []
+    assert codes(text.replace("mask):", "mask, LOW):")) == []
+
+
+STEP = "scaler.scale(loss).backward()\n{}\nscaler.step(optimizer)\nscaler.update()"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # a factor commutes with the scale
+        training_loop(
+            STEP.format("for p in model.parameters():\n    p.grad.data.mul_(0.5)\n    p.grad = p.grad / 2")
+        ),
+        # a switch that may be off, and here is
+        BAD["AMP844"]
+        .replace("dtype=torch.float16", "enabled=fp16")
+        .replace("optimizer)", "optimizer, fp16=False)"),
+        # torch switches float32 autocast off
+        BAD["AMP845"].replace("torch.float16", "torch.float32"),
+        # a thread that only loads
+        BAD["AMP851 again"].replace("model(x).half()", "x.half()"),
+        # each call of the function is another run
+        GOOD["AMP802"]
+        .replace("optimizer, criterion", "criterion")
+        .replace("    scaler =", "    optimizer = make_optimizer(model)\n    scaler =")
+        + "\nfor seed in range(3):\n    train(make_model(seed), [], None)\n",
+        # evaluated both ways
+        GOOD["AMP843"].replace(
+            "    with torch.no_grad(), torch.autocast",
+            "    with torch.no_grad():\n        for x, y in loader:\n            metric.update(model(x), y)\n"
+            "    with torch.no_grad(), torch.autocast",
+        ),
+        # no forward pass
+        BAD["AMP843"].replace("metric.update(model(x), y)", "metric.update(model.penalty(), y)"),
+        # two numbers make a float32 tensor
+        "import torch\n\n\ndef bias(mask):\n    return torch.where(mask, 0.0, -1e9)\n",
+        # what it does in float16 is said beside it
+        "import torch\n\n\ndef f(x, mask):\n    if x.dtype != torch.float16:\n        x = x - mask * 1e30\n"
+        "    return x\n",
+        # it casts by itself
+        BAD["AMP850"].replace("return x @ w", "return x.float() @ w.float()"),
+        # applied outside of autocast
+        BAD["AMP850"].replace("return Product.apply(x, w)", "return x @ w") + "\n\nProduct.apply(1, 2)\n",
+        # a condition on a parameter is the caller's condition
+        training_loop(
+            "def both(s=None):\n    if s is not None:\n        s.scale(loss).backward()\n    else:\n"
+            "        loss.backward()\n\n\nboth(s=amp_scaler)\nif amp_scaler is not None:\n"
+            "    amp_scaler.step(optimizer)\n"
+            "    amp_scaler.update()\nelse:\n    optimizer.step()",
+            ", amp_scaler=None",
+        ),
+        # somebody else holds the same scaler
+        BAD["AMP804 again"].replace(
+            "self.grad_scaler.step(self.opt)",
+            "self.grad_scaler.step(self.opt)\n" + " " * 16 + "self.owner.grad_scaler.update()",
+        ),
+    ],
+)
+def test_what_published_code_does_rightly_is_left_alone(text: str) -> None:
+    """Each of these was an alarm in somebody's package, and wrong."""
+    assert codes(text) == []
