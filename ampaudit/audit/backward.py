@@ -36,10 +36,10 @@ def differentiated(
         Batch((batch.args, batch.kwargs, item_apart(batch.args, batch.kwargs, batch.whole)))
         for batch in source.batches
     )
-    return replace(source, model=model, batches=batches), [_going_back(plan, settings) for plan in plans]
+    return replace(source, model=model, batches=batches), [_with_backward(plan, settings) for plan in plans]
 
 
-def _going_back(plan: RunConfig, settings: ScanConfig) -> RunConfig:
+def _with_backward(plan: RunConfig, settings: ScanConfig) -> RunConfig:
     assert plan.rules is not None, "--ranges has no backward pass"
     scale = starting_scale(plan.rules.file.loss_scale, plan.number_format)
     if settings.loss_scale is not None:

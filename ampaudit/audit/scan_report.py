@@ -104,7 +104,7 @@ def _gravest(findings: Sequence[Finding]) -> dict[SiteId, str]:
     return found
 
 
-def _not_gone_back(context: CheckContext) -> Iterator[str]:
+def _untraced(context: CheckContext) -> Iterator[str]:
     """Return custom backwards before which no gradient is known."""
     record = context.record.gradients
     untraced = record.untraced if record is not None else []
@@ -125,7 +125,7 @@ def _coverage(context: CheckContext) -> Coverage:
         author_sites=sum(s.decision.reason == "author" for s in floats),
         casts=sum(s.role.inserted for s in floats),
         author_casts=sum(s.role is Role.CAST for s in floats),
-        uncovered_ops=tuple(sorted({*context.record.uncovered, *_not_gone_back(context)})),
+        uncovered_ops=tuple(sorted({*context.record.uncovered, *_untraced(context)})),
     )
 
 

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from ampaudit.bounds.interval import Interval, symmetric
 from ampaudit.bounds.stored import format_of
 from ampaudit.bounds.transfers import arguments_of, summation_error
+from ampaudit.trace.site_table import is_idle_dropout
 from ampaudit.trace.values import sizes_of
 
 __all__ = ["is_normalized", "is_shifted_by_maximum"]
@@ -94,15 +95,11 @@ def _exact(node: fx.Node) -> fx.Node:
     """Return the value behind copies and lossless casts."""
     while node.op == "call_function" and node.all_input_nodes:
         source = node.all_input_nodes[0]
-        copied = node.target in _COPIES or _is_idle_dropout(node)
+        copied = node.target in _COPIES or is_idle_dropout(node)
         if not copied and not (node.target in _CASTS and _keeps_all(_dtype(source), _dtype(node))):
             return node
         node = source
     return node
-
-
-def _is_idle_dropout(node: fx.Node) -> bool:
-    return node.target is aten.dropout.default and _arguments(node).get("train") is False
 
 
 def _keeps_all(source: torch.dtype | None, target: torch.dtype | None) -> bool:

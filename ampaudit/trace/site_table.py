@@ -22,7 +22,7 @@ from ampaudit.trace.replay import META_KEY, OpRecord
 from ampaudit.trace.stack import source_lines
 from ampaudit.trace.values import float_value, sizes_of
 
-__all__ = ["build_sites"]
+__all__ = ["build_sites", "is_idle_dropout"]
 
 _DROPOUTS = {"aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"}
 _UNSEEN = Decision(Cast.FOLLOW, None, "default", "made by the tracer")
@@ -99,7 +99,7 @@ def _role(node: fx.Node, record: OpRecord | None, weight: Placeholder | None) ->
         if weight is not None:
             return Role.WEIGHT_CAST
         return Role.INSERTED_CAST if record and record.inserted else Role.CAST
-    if is_view(node.target) or _is_idle_dropout(node):
+    if is_view(node.target) or is_idle_dropout(node):
         return Role.VIEW
     return Role.SELECT if _only_selects(node) else Role.COMPUTE
 
@@ -113,6 +113,7 @@ def _only_selects(node: fx.Node) -> bool:
     return output is not None and all(v is None or v.dtype == output.dtype for v in values)
 
 
-def _is_idle_dropout(node: fx.Node) -> bool:
+def is_idle_dropout(node: fx.Node) -> bool:
     """Return whether a node is a dropout outside training, which returns its input."""
-    return str(node.target) in _DROPOUTS and len(node.args) > 2 and node.args[2] is False
+    train = node.args[2] if len(node.args) > 2 else node.kwargs.get("train")
+    return str(node.target) in _DROPOUTS and train is False

@@ -42,7 +42,7 @@ class GradientAudit:
         self._custom: dict[int, CustomBackwards] = {}
         self._tape: Tape | None = None
         self._reached: set[str] = set()
-        self._behind: set[str] = set()  # parameters behind what could not be gone back through
+        self._behind: set[str] = set()  # parameters behind a custom backward that could not run
 
     def following(self, observer: Observer, program: Program) -> Observer:
         """Wrap the observer in a tape."""
@@ -53,7 +53,7 @@ class GradientAudit:
 
     def run(self, executor: LockStep, outputs: list[Any], number: int) -> None:
         """Run the backward pass from the loss, which is the last output."""
-        assert self._tape is not None, "a run is followed before it is gone back through"
+        assert self._tape is not None, "a run is recorded before its backward pass"
         tape, program = self._tape, executor.program
         self._tape = None
         reference, value = outputs[-1]

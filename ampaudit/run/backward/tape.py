@@ -81,7 +81,7 @@ def needs_gradient(program: Program) -> frozenset[fx.Node]:
     tensors = program.traced.tensors
     found: set[fx.Node] = set()
     places = {p.node: p for p in program.traced.placeholders}
-    with_leaves = {way.number for way in program.traced.custom_backwards if way.leaves}
+    with_leaves = {custom.number for custom in program.traced.custom_backwards if custom.leaves}
     for node in program.inputs:
         tensor = tensors.get(node.name)
         trainable = places[node.name].slot is Slot.PARAMETER and tensor is not None and tensor.requires_grad
