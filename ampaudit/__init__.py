@@ -19,11 +19,13 @@ _HOMES = {
     for alias in node.names
 }
 __all__ = sorted(_HOMES)
+_RENAMED = {"ConvertOptions": "ConvertConfig", "Watch": "TrainingMonitor", "convert_model": "convert"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'ampaudit' has no attribute {name!r}")
+        new = f"; it is now ampaudit.{_RENAMED[name]}" if name in _RENAMED else ""
+        raise AttributeError(f"module 'ampaudit' has no attribute {name!r}{new}")
     module, original = _HOMES[name]
     return getattr(import_module(module), original)
 

@@ -32,6 +32,7 @@ from ampaudit.policy import Policy as Policy
 from ampaudit.policy import load_policy as load_policy
 from ampaudit.report.bench import BenchReport as BenchReport
 from ampaudit.report.check import CheckResults as CheckResults
+from ampaudit.report.compare import DiffConfig as DiffConfig
 from ampaudit.report.comparison import Comparison as Comparison
 from ampaudit.report.conversion import Conversion as Conversion
 from ampaudit.report.difference import Differences as Differences

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,10 @@ from ampaudit.audit.config import PlanConfig, PlanOptions, ScanConfig, ScanOptio
 from ampaudit.benchmarking.config import BenchConfig, BenchOptions
 from ampaudit.ci.config import CheckConfig, CheckOptions
 from ampaudit.core.config import Config, option_of
-from ampaudit.core.errors import InputError, UsageError
+from ampaudit.core.errors import InputError, PolicyError, UsageError
 from ampaudit.export.config import ConvertConfig, VerifyConfig, VerifyOptions
 from ampaudit.linter.config import LintConfig, LintOptions
+from ampaudit.report.compare import DiffConfig, DiffOptions
 from ampaudit.training.config import TrainConfig, TrainOptions
 from tests.support.paths import ROOT
 from tests.support.saved import NAMES, saved
@@ -37,6 +39,7 @@ RECORDS = [
     (TrainConfig, TrainOptions),
     (BenchConfig, BenchOptions),
     (LintConfig, LintOptions),
+    (DiffConfig, DiffOptions),
 ]
 MODEL = """
 import torch
@@ -124,7 +127,7 @@ def test_keywords_are_the_fields(record: type[Config], options: type) -> None:
     fields = {name: field.annotation for name, field in record.model_fields.items()}
     assert hints.keys() == fields.keys() - {"targets"}  # the argument of check
     for name, hint in hints.items():
-        if plain(hint) != plain(fields[name]):  # a keyword may also be a text that is read
+        if plain(hint) != plain(fields[name]):  # a keyword may also be a string that is read
             assert str in get_args(hint), name
 
 
@@ -145,7 +148,12 @@ def test_a_record_is_frozen_and_says_what_does_not_fit() -> None:
         ({"min_sqnr": "40"}, "min_sqnr = '40'\n  next: it must be a number"),
         ({"polcy": "half"}, "polcy: no such option\n  next: did you mean 'policy'"),
         ({"device": "gpu"}, "device = 'gpu'\n  next: it must be auto, cuda or cpu"),
-        ({"stress": -1}, "stress = -1\n  next: it must be a whole number"),
+        ({"stress": -1}, "stress = -1\n  next: it must be a whole number, 0 or more"),
+        ({"policy": None}, "policy = None\n  next: it must be a string, a path or a RuleSet"),
+        ({"seed": True}, "seed = True\n  next: it must be a whole number"),
+        ({"min_sqnr": math.nan}, "min_sqnr = nan\n  next: it must be a number; nan is not a valid limit"),
+        ({"loss_scale": 0}, "loss_scale = 0\n  next: it must be a number above 0"),
+        ({"keep_outputs": "all"}, "it must be a function"),
         ({"ignore": "AMP101"}, "it must be a list of strings"),
         ({"on_progress": 3}, "it must be a function"),
     ):
@@ -154,7 +162,66 @@ def test_a_record_is_frozen_and_says_what_does_not_fit() -> None:
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("record", "options", "message"),
+    [
+        (TrainConfig, {"loss_scale": True}, "loss_scale = True\n  next: it must be a string or a number"),
+        (TrainConfig, {"policies": 3}, "policies = 3\n  next: it must be a list of strings"),
+        (BenchConfig, {"sizes": [1.5]}, "sizes = [1.5]\n  next: it must be a list of whole numbers"),
+        (BenchConfig, {"sizes": [8, 0]}, "--batch-size 8,0: give whole numbers"),
+        (BenchConfig, {"sizes": "8,,2"}, "--batch-size 8,,2: give whole numbers"),
+        (BenchConfig, {"target": 3}, "target = 3\n  next: it must be a Device"),
+        (VerifyConfig, {"tolerance_db": math.nan}, "nan is not a valid limit"),
+        (DiffConfig, {"bits": -1}, "bits = -1\n  next: it must be a number, 0 or more"),
+    ],
+)
+def test_each_record_says_what_does_not_fit(
+    record: type[Config], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        record(**options)
+    assert message in str(caught.value)
+
+
+def test_paths_are_texts_or_paths(tmp_path: Path) -> None:
+    for place in (tmp_path, str(tmp_path)):
+        assert ScanConfig(stress_dir=place).stress_dir == tmp_path
+        assert CheckConfig(policy=place).policy == place
+        assert TrainConfig(policies=place).policies == (place,)
+        assert TrainConfig(policies=[place]).policies == (place,)
+
+
+def test_an_empty_policy_is_none_that_is_known() -> None:
+    for policies in ("", "half,"):
+        with pytest.raises(PolicyError, match="unknown policy ''"):
+            ampaudit.train(ROOT / "examples" / "ci" / "model.py", policies=policies, steps=1)
+
+
 # -- the functions
+
+
+def test_the_record_of_another_command_is_refused(model: nn.Module) -> None:
+    x = torch.ones(1, 8)
+    wrong: Any
+    for wrong in (PlanConfig(), {"policy": "half"}, "half"):
+        with pytest.raises(UsageError, match=f"config is of type {type(wrong).__name__}") as caught:
+            ampaudit.scan(model, x, config=wrong)
+        assert caught.value.hint == "pass a ScanConfig"
+    assert ampaudit.plan(model, x, config=ScanConfig(policy="half")).policy == "half"
+
+
+@pytest.mark.parametrize("wrong", [None, 3, nn.Linear])
+def test_what_is_no_model_is_refused(wrong: Any) -> None:
+    with pytest.raises(InputError, match="the model is of type"):
+        ampaudit.scan(wrong, torch.ones(1, 8))
+
+
+def test_former_names_say_what_they_are_called_now() -> None:
+    names = {"convert_model": "convert", "ConvertOptions": "ConvertConfig", "Watch": "TrainingMonitor"}
+    for name, new in names.items():
+        with pytest.raises(AttributeError, match=rf"{name}'; it is now ampaudit\.{new}$"):
+            getattr(ampaudit, name)
+        assert new in ampaudit.__all__
 
 
 def test_one_model_in_every_way(model: nn.Module, path: Path, tmp_path: Path) -> None:

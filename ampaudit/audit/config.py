@@ -10,9 +10,11 @@ from annotated_types import Ge, Gt
 from pydantic import InstanceOf
 
 from ampaudit.core.config import (
+    NOT_NAN,
     Config,
     DeviceName,
     DtypeName,
+    FilePath,
     Function,
     OnProgress,
     Option,
@@ -85,8 +87,8 @@ class ScanConfig(PlanConfig):
     policy: Annotated[Rules, Option("Policy name or rule file; separate several with commas.")] = "ampaudit"
     ranges: Annotated[bool, Option("Run FP32 once and show what each format would do.")] = False
     fail_on: FailOnLevel = "error"
-    min_headroom: Annotated[float, Option("Warn below this headroom.", metavar="BITS")] = 1.0
-    min_sqnr: Annotated[float, Option("Required accuracy of every output.", metavar="DB")] = 20.0
+    min_headroom: Annotated[float, NOT_NAN, Option("Warn below this headroom.", metavar="BITS")] = 1.0
+    min_sqnr: Annotated[float, NOT_NAN, Option("Required accuracy of every output.", metavar="DB")] = 20.0
     advise: Annotated[bool, Option("Try changes for each error and print those that work.")] = False
     diff: Annotated[bool, Option("Print rewrites as a diff of the source; implies --advise.")] = False
     contract: Annotated[
@@ -102,7 +104,7 @@ class ScanConfig(PlanConfig):
     stress: Annotated[
         int, Ge(0), Option("Search for inputs that overflow: N evaluations per site.", metavar="N")
     ] = 0
-    stress_dir: Annotated[str | Path, python_only("Directory for the inputs found by --stress.")] = "."
+    stress_dir: Annotated[FilePath, python_only("Directory for the inputs found by --stress.")] = Path()
     static: Annotated[bool, Option("Proofs only: nothing is run.")] = False
     assume: Annotated[
         Texts, Option("An input's range, for proofs; 'input' is all (repeatable).", metavar="INPUT=LOW:HIGH")

@@ -48,6 +48,8 @@ def as_source(
         if given is None:
             raise InputError("give either inputs or batches", hint=_HOW)
         model = ModelSource(type(model).__name__, "object", model, ())
+    elif not isinstance(model, ModelSource | str | Path):
+        raise InputError(f"the model is of type {type(model).__name__}", hint="pass a module or a path")
     elif not isinstance(model, ModelSource):
         with preserved():
             model = open_source(str(model), options or SourceConfig())

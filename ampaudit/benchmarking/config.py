@@ -28,15 +28,25 @@ from ampaudit.core.errors import UsageError
 __all__ = ["BenchConfig", "BenchOptions"]
 
 
-def _sizes(given: Any) -> Any:
-    """Parse ``8,32`` or accept numbers; duplicates are dropped."""
+def _read_sizes(given: Any) -> Any:
+    """Parse ``8,32``."""
+    if not isinstance(given, str):
+        return given
     try:
-        sizes = [int(size) for size in split_commas(given)]
-    except (TypeError, ValueError):
-        sizes = [0]
-    if min(sizes, default=1) < 1 or (isinstance(given, str) and not sizes):
-        raise UsageError(f"--batch-size {given}: give whole numbers from 1 on, such as 8,32")
+        return [int(size) for size in given.split(",")]
+    except ValueError:
+        raise _no_sizes(given) from None
+
+
+def _check_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Drop duplicates."""
+    if min(sizes, default=1) < 1:
+        raise _no_sizes(",".join(map(str, sizes)))
     return tuple(dict.fromkeys(sizes))
+
+
+def _no_sizes(given: str) -> UsageError:
+    return UsageError(f"--batch-size {given}: give whole numbers from 1 on, such as 8,32")
 
 
 def _target(given: Any) -> Any:
@@ -55,7 +65,8 @@ class BenchConfig(Config):
     ] = DEFAULT_MODES
     sizes: Annotated[
         Sequence[int],
-        BeforeValidator(_sizes),
+        BeforeValidator(_read_sizes),
+        AfterValidator(_check_sizes),
         Option(
             "Batch sizes.  [default: the model file's]",
             metavar="N[,N]",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 if TYPE_CHECKING:
     from ampaudit.audit.config import ScanOptions
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["UnsafeModel", "assert_safe"]
 
 _WIDTH = 110
+_LIMITS: tuple[Literal["min_headroom"], Literal["min_sqnr"]] = ("min_headroom", "min_sqnr")
 
 
 class UnsafeModel(AssertionError):
@@ -60,15 +61,19 @@ def assert_safe(
     from ampaudit.trace.isolation import preserved
 
     with preserved(), _quiet_trace():  # some of what is imported next draws random numbers
+        from ampaudit.audit.config import ScanConfig
         from ampaudit.audit.scan import scan
         from ampaudit.ci.judge import breaches, check_codes, measured_in
         from ampaudit.report.budgets import Budgets
 
         allowed = tuple(allow)
         check_codes(allowed)
-        headroom, sqnr = options.pop("min_headroom", None), options.pop("min_sqnr", None)
-        budgets = Budgets(options.get("fail_on", "error"), allowed, headroom, sqnr)
-        report = scan(model, inputs, batches=batches, **options)
+        given: dict[str, Any] = {name: value for name, value in options.items() if name not in _LIMITS}
+        limits: dict[str, Any] = {name: options[name] for name in _LIMITS if options.get(name) is not None}
+        config = ScanConfig(**given)
+        config.changed(**limits)  # refuses what is no limit
+        budgets = Budgets(config.fail_on, allowed, **limits)
+        report = scan(model, inputs, batches=batches, config=config)
         found = list(breaches(report, measured_in(report), budgets))
         message = _message(report, found) if found else ""
     if found:

@@ -36,7 +36,9 @@ class CheckConfig(Config):
     """Options of ``check``."""
 
     targets: Annotated[Texts, Option("Models, converted directories, globs.", command_line=False)] = ()
-    policy: Annotated[str, Option("Policy name or rule file; converted directories: as-is.")] = "ampaudit"
+    policy: Annotated[str | Path, Option("Policy name or rule file; converted directories: as-is.")] = (
+        "ampaudit"
+    )
     dtype: DtypeName = "float16"
     device: DeviceName = "auto"
     fail_on: Annotated[FailOn, Option("Lowest severity that counts.")] = "error"
@@ -80,7 +82,7 @@ class CheckConfig(Config):
 class CheckOptions(TypedDict, total=False):
     """The fields of ``CheckConfig`` as keywords."""
 
-    policy: str
+    policy: str | Path
     dtype: str
     device: DeviceName
     fail_on: FailOn

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 from pydantic.fields import FieldInfo
 
-from ampaudit.core.config import COMMAND_LINE, Config, Option, limits_of, option_of, value_type
+from ampaudit.core.config import COMMAND_LINE, Config, Option, limits_of, long_flag, option_of, value_type
 from ampaudit.render.formats import OUTPUT_FORMATS
 
 __all__ = [
@@ -104,8 +104,7 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _option(name: str, field: FieldInfo, option: Option) -> Callable[[Command], Command]:
-    long = any(flag.startswith("--") for flag in option.flags)
-    flags = [*option.flags, *([] if long else [f"--{name.replace('_', '-')}"])]
+    flags = list(dict.fromkeys([*option.flags, long_flag(name, field)]))
     kind, default = value_type(field), field.default
     if kind is bool:
         if default:  # the flag switches off; what flag_value=False does depends on click's version

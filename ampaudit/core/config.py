@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -11,12 +12,12 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from ampaudit.core.errors import UsageError, did_you_mean
 
 __all__ = [
     "COMMAND_LINE",
+    "NOT_NAN",
     "Config",
     "DeviceName",
     "DtypeName",
@@ -29,6 +30,7 @@ __all__ = [
     "SourceConfig",
     "Texts",
     "limits_of",
+    "long_flag",
     "no_such",
     "option_of",
     "python_only",
@@ -78,8 +80,15 @@ def split_commas(given: Any) -> Any:
     return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
 
 
+def _refuse_nan(value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise ValueError
+    return value
+
+
 Texts = Annotated[Sequence[str], AfterValidator(tuple)]
 FilePath = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
+NOT_NAN = AfterValidator(_refuse_nan)
 DtypeName = Annotated[str, Option("float16 or bfloat16.")]
 DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Device to run on.")]
 Seed = Annotated[int, Option("Random seed.")]
@@ -99,7 +108,9 @@ class Config(BaseModel):
         try:
             made: Self = handler(values)
         except ValidationError as error:
-            raise _usage_error(cls, error.errors()[0], str(info.context or "")) from None
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            raise _usage_error(cls, name, values.get(name), first["type"], info.context or "") from None
         return made
 
     @classmethod
@@ -123,7 +134,13 @@ class Config(BaseModel):
 
     @classmethod
     def given(cls, config: Self | None, options: Mapping[str, Any]) -> Self:
-        """Return the record of a call: keyword options override those of a whole record."""
+        """Return the record of a call: keyword options override those of a whole record.
+
+        Raises:
+            UsageError: an option does not fit, or the record is another command's.
+        """
+        if config is not None and not isinstance(config, cls):
+            raise UsageError(f"config is of type {type(config).__name__}", hint=f"pass a {cls.__name__}")
         return cls(**options) if config is None else config.changed(**options)
 
     def changed(self, **values: Any) -> Self:
@@ -154,10 +171,21 @@ def option_of(field: FieldInfo) -> Option | None:
     return next((item for item in reversed(field.metadata) if isinstance(item, Option)), None)
 
 
+def long_flag(name: str, field: FieldInfo) -> str:
+    """Return the name of a field on the command line, such as ``--min-sqnr`` or ``--train/--eval``."""
+    option = option_of(field)
+    flags = option.flags if option is not None else ()
+    return next((flag for flag in flags if flag.startswith("--")), f"--{name.replace('_', '-')}")
+
+
 def value_type(field: FieldInfo) -> Any:
     """Return the type of a field's values, without ``None`` and Python-only types."""
-    kinds = [kind for kind in _plain_types(field.annotation) if kind is not type(None)]
+    kinds = _value_types(field)
     return str if str in kinds else kinds[0]
+
+
+def _value_types(field: FieldInfo) -> list[Any]:
+    return [kind for kind in _plain_types(field.annotation) if kind is not type(None)]
 
 
 def _plain_types(annotation: Any) -> Iterator[Any]:
@@ -183,31 +211,44 @@ def no_such(kind: str, name: str, place: str, known: Sequence[str]) -> UsageErro
     return UsageError(f"{place}{name}: no such {kind}", hint=hint)
 
 
-def _usage_error(record: type[Config], error: ErrorDetails, place: str) -> UsageError:
-    name, value = str(error["loc"][0]), error["input"]
-    if error["type"] == "extra_forbidden":
+def _usage_error(record: type[Config], name: str, value: Any, problem: str, place: str) -> UsageError:
+    if problem == "extra_forbidden":
         return no_such("option", name, place, list(record.model_fields))
-    hint = f"it must be {_expected(record.model_fields[name])}"
-    if error["type"] == "finite_number":
+    field = record.model_fields[name]
+    hint = f"it must be {_expected(field)}"
+    if float in _value_types(field) and isinstance(value, float) and not math.isfinite(value):
         hint += f"; {value} is not a valid limit"
+    if place == COMMAND_LINE:
+        return UsageError(f"{long_flag(name, field)} {value}", hint=hint)
     shown = name.replace("_", "-") if place else name
-    what = f"{place}{shown} {value}" if place == COMMAND_LINE else f"{place}{shown} = {value!r}"
-    return UsageError(what, hint=hint)
+    return UsageError(f"{place}{shown} = {value!r}", hint=hint)
 
 
 def _expected(field: FieldInfo) -> str:
     """Describe the values that a field accepts."""
-    kind = value_type(field)
+    return _either([_in_words(kind, *limits_of(field)) for kind in _value_types(field)])
+
+
+def _either(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _in_words(kind: Any, least: Any = None, most: Any = None, is_open: bool = False) -> str:
+    """Describe the values of a type; numbers from the least to the largest one."""
     if get_origin(kind) is Literal:
-        *first, last = map(str, get_args(kind))
-        return f"{', '.join(first)} or {last}" if first else last
+        return _either(map(str, get_args(kind)))
+    if get_origin(kind) is Sequence:
+        return "a list of whole numbers" if get_args(kind) == (int,) else "a list of strings"
+    if Callable in (kind, get_origin(kind)):
+        return "a function"
     if kind not in (int, float):
-        names = {bool: "true or false", Path: "a path", str: "a text"}
-        return names.get(kind, "a function" if get_origin(kind) is Callable else "a list of strings")
+        return {bool: "true or false", Path: "a path", str: "a string"}.get(kind, f"a {kind.__name__}")
     words = "a whole number" if kind is int else "a number"
-    least, most, is_excluded = limits_of(field)
-    if least is not None and most is not None:
-        return f"{words} from {least:g} to {most:g}"
-    if least is None or (kind is int and least == 0):
+    if least is None:
         return words
-    return f"{words} above {least if is_excluded else least - 1:g}"
+    if most is not None:
+        return f"{words} from {least:g} to {most:g}"
+    if is_open or (kind is int and least > 0):
+        return f"{words} above {least if is_open else least - 1:g}"
+    return f"{words}, {least:g} or more"

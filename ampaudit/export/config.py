@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self, TypedDict
 
 from ampaudit.audit.config import FailOnLevel, Ignored, PlanConfig, PlanOptions, rules_of
 from ampaudit.checkpoint.layout import MANIFEST
-from ampaudit.core.config import Config, FilePath, Option, python_only
+from ampaudit.core.config import NOT_NAN, Config, FilePath, Option, python_only
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_directory
 from ampaudit.policy import RuleSet
@@ -33,8 +33,8 @@ class ConvertConfig(PlanConfig):
         FailOnLevel,
         Option("Lowest severity at which nothing is written and the exit code is 1."),
     ] = "error"
-    min_headroom: Annotated[float, Option("Warn below this headroom.", metavar="BITS")] = 1.0
-    min_sqnr: Annotated[float, Option("Required accuracy of every output.", metavar="DB")] = 20.0
+    min_headroom: Annotated[float, NOT_NAN, Option("Warn below this headroom.", metavar="BITS")] = 1.0
+    min_sqnr: Annotated[float, NOT_NAN, Option("Required accuracy of every output.", metavar="DB")] = 20.0
     ignore: Ignored = ()
     force: Annotated[bool, Option("Replace DIR, if ampaudit wrote it.")] = False
     weights: Annotated[
@@ -88,6 +88,7 @@ class VerifyConfig(Config):
     ] = True
     tolerance_db: Annotated[
         float | None,
+        NOT_NAN,
         Option(
             "Required agreement if bits differ.  [default: 40 for float16, 25 for bfloat16]",
             metavar="DB",

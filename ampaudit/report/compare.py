@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Annotated, Literal, TypedDict
 
+from annotated_types import Ge
+
+from ampaudit.core.config import Config, Option
 from ampaudit.core.errors import InputError
 from ampaudit.core.text import escape_control, format_number
 from ampaudit.report.comparison import Comparison
@@ -15,19 +18,30 @@ from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
 
-__all__ = ["differences"]
-
-BITS, DECIBELS = 0.5, 3.0
+__all__ = ["DiffConfig", "DiffOptions", "differences"]
 
 
-def differences(old: Document, new: Document, bits: float = BITS, decibels: float = DECIBELS) -> Differences:
+class DiffConfig(Config):
+    """Which changes are too small to tell."""
+
+    bits: Annotated[float, Ge(0), Option("Smallest change of headroom to report.")] = 0.5
+    decibels: Annotated[float, Ge(0), Option("Smallest change of accuracy to report.", flags=("--db",))] = 3.0
+
+
+class DiffOptions(TypedDict, total=False):
+    """The fields of ``DiffConfig`` as keywords."""
+
+    bits: float
+    decibels: float
+
+
+def differences(old: Document, new: Document, config: DiffConfig) -> Differences:
     """Return all changes between two reports.
 
     Args:
         old: report of a scan, of one or several policies.
         new: the same, later.
-        bits: changes of headroom below this are left out.
-        decibels: the same of accuracy.
+        config: which changes are left out.
 
     Raises:
         InputError: one is no report of a scan, or they have no policy in common.
@@ -42,6 +56,7 @@ def differences(old: Document, new: Document, bits: float = BITS, decibels: floa
         raise InputError(
             f"the two files have no policy in common: {names}", hint="scan under the same policy"
         )
+    bits, decibels = config.bits, config.decibels
     return Differences(1, bits, decibels, tuple(_difference(a, b, bits, decibels) for a, b in pairs))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
-from ampaudit.report.compare import BITS, DECIBELS, differences
+from ampaudit.report.compare import DiffConfig, DiffOptions, differences
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.difference import Differences
 from ampaudit.report.documents import Document
@@ -16,22 +17,25 @@ __all__ = ["diff", "read_report"]
 Saved = Report | Comparison | str | Path
 
 
-def diff(old: Saved, new: Saved, *, bits: float = BITS, decibels: float = DECIBELS) -> Differences:
+def diff(
+    old: Saved, new: Saved, *, config: DiffConfig | None = None, **options: Unpack[DiffOptions]
+) -> Differences:
     """Compare two scan reports: show per layer what got better or worse.
 
     Args:
         old: a report, or the path of a saved one.
         new: the same, later.
-        bits: changes of headroom below this are left out.
-        decibels: changes of accuracy below this are left out.
+        config: the options as one value.
+        **options: fields of ``DiffConfig``, which go before those of ``config``.
 
     Returns:
         The changes; its ``exit_code`` is 1 if anything is worse.
 
     Raises:
+        UsageError: an option does not fit.
         InputError: one is no report of a scan, or they have no policy in common.
     """
-    return differences(_read(old), _read(new), bits, decibels)
+    return differences(_read(old), _read(new), DiffConfig.given(config, options))
 
 
 def read_report(path: str | Path) -> Document:

@@ -21,7 +21,6 @@ from ampaudit.core.config import (
     Seed,
     python_only,
     silent,
-    split_commas,
 )
 from ampaudit.core.errors import UsageError
 from ampaudit.policy import RuleSet
@@ -30,13 +29,22 @@ from ampaudit.report.finding import FailOn
 __all__ = ["TrainConfig", "TrainOptions"]
 
 
+def _names(given: Any) -> Any:
+    """Split ``half, apex-o2``; an empty name stays, and is refused as one."""
+    if isinstance(given, str):
+        return [name.strip() for name in given.split(",")]
+    return [given] if isinstance(given, Path | RuleSet) else given
+
+
 def _scale(given: Any) -> Any:
     """Parse a number, or leave the name of a profile unchanged."""
+    if given is None or isinstance(given, bool):
+        return given
     try:
-        value = None if given is None else float(given)
+        value = float(given)
     except (TypeError, ValueError):
         return given
-    if value is not None and not 0 < value < math.inf:
+    if not 0 < value < math.inf:
         raise UsageError("--loss-scale must be positive and finite")
     return value
 
@@ -47,7 +55,7 @@ class TrainConfig(Config):
     steps: Annotated[int, Ge(1), Option("Number of steps of each run.")] = 100
     policies: Annotated[
         Sequence[str | Path | InstanceOf[RuleSet]],
-        BeforeValidator(split_commas),
+        BeforeValidator(_names),
         AfterValidator(tuple),
         Option("Policy name or rule file; separate several with commas.", flags=("--policy",), commas=True),
     ] = ("ampaudit",)
@@ -73,7 +81,7 @@ class TrainOptions(TypedDict, total=False):
     """The fields of ``TrainConfig`` as keywords."""
 
     steps: int
-    policies: str | Sequence[Rules]
+    policies: Rules | Sequence[Rules]
     dtype: str
     loss_scale: str | float | None
     every: int

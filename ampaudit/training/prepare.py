@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -117,6 +118,8 @@ def prepare(
         UsageError: the policy cannot be trained under in this way.
         PolicyError: no such policy or profile.
     """
+    if how not in get_args(How):
+        raise UsageError(f"how={how!r}", hint=f"one of: {', '.join(get_args(How))}")
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
     form = low_precision_format(dtype)
     config = ModuleConfig(rules, load_policy("torch-cuda"), form, emulate)
@@ -165,6 +168,8 @@ def _autocast(model: nn.Module, rules: RuleSet, config: ModuleConfig, device: st
 
 def _loss_scale(given: str | float | None, rules: RuleSet, form: NumberFormat) -> LossScale:
     if isinstance(given, int | float):
+        if not 0 < given < math.inf:
+            raise UsageError(f"loss_scale={given!r}", hint="give a positive, finite number, or a profile")
         return LossScale(kind="static", init=float(given))
     if isinstance(given, str):
         return profile(given).scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,21 @@ def test_budgets_of_headroom_and_accuracy() -> None:
         ampaudit.assert_safe(model, ones, min_headroom=30.0)
     with pytest.raises(ampaudit.UnsafeModel, match="min-sqnr at outputs"):
         ampaudit.assert_safe(model, ones, min_sqnr=500.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_headroom": "3"}, "min_headroom = '3'"),
+        ({"min_sqnr": float("nan")}, "nan is not a valid limit"),
+        ({"config": None}, "config: no such option"),
+        ({"fail_on": "all"}, "fail_on = 'all'"),
+    ],
+)
+def test_limits_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ampaudit.assert_safe(nn.Linear(8, 4).eval(), torch.ones(2, 8), **options)
+    assert message in str(caught.value)
 
 
 def test_an_unknown_code_is_refused() -> None:

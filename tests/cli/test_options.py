@@ -15,6 +15,7 @@ from ampaudit.core.config import Config, SourceConfig, option_of
 from ampaudit.core.errors import UsageError
 from ampaudit.export.config import ConvertConfig, VerifyConfig
 from ampaudit.linter.config import LintConfig, read_lint_config
+from ampaudit.report.compare import DiffConfig
 from ampaudit.training.config import TrainConfig
 from tests.support import cli as support
 
@@ -27,12 +28,13 @@ RECORDS = {
     "train": (TrainConfig,),
     "bench": (BenchConfig,),
     "lint": (LintConfig,),
+    "diff": (DiffConfig,),
 }
 PAIRS = [(name, record) for name, records in RECORDS.items() for record in records]
 
 
 def parsed(name: str, *words: str) -> click.Context:
-    output = ["-o", "out"] if name == "convert" else []
+    output = {"convert": ["-o", "out"], "diff": ["new.json"]}.get(name, [])
     return support.parsed(name, ["model.py", *output, *words])
 
 
@@ -47,6 +49,14 @@ def test_every_field_is_an_option(name: str, record: type[Config]) -> None:
     params = parsed(name).params
     wanted = {n for n, field in record.model_fields.items() if (o := option_of(field)) and o.command_line}
     assert wanted <= params.keys()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_no_flag_stands_for_false(name: str) -> None:
+    """Versions of click differ in what ``flag_value=False`` with a default of ``True`` gives."""
+    flags = [p for p in parsed(name).command.params if isinstance(p, click.Option) and p.is_flag]
+    assert flags
+    assert not [flag.name for flag in flags if flag.flag_value is False or flag.default is True]
 
 
 def test_options_of_every_type() -> None:

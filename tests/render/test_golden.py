@@ -19,11 +19,11 @@ from ampaudit.linter.linting import RuleSelection, lint_text
 from ampaudit.render.html.page import to_html
 from ampaudit.render.json import to_json
 from ampaudit.render.render import as_file, for_terminal
-from ampaudit.report.compare import differences
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
 from ampaudit.report.lint import LintReport
 from ampaudit.report.pages import all_pages
+from ampaudit.report.public import diff
 from tests.support.paths import GOLDEN
 from tests.support.saved import NAMES, saved, saved_report
 
@@ -113,8 +113,8 @@ def test_the_words_of_the_page(golden: Golden, name: str) -> None:
 def test_differences(golden: Golden) -> None:
     policies = saved("policies")
     assert isinstance(policies, Comparison)
-    better = differences(policies.reports[0], policies.reports[2])
-    worse = differences(policies.reports[2], policies.reports[0])
+    better = diff(policies.reports[0], policies.reports[2])
+    worse = diff(policies.reports[2], policies.reports[0])
     for name, found in (("better", better), ("worse", worse)):
         for width in (80, 200):
             shown = as_text(lambda console, f=found: console.print(for_terminal(f)), width)  # type: ignore[misc]

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampaudit.core.errors import InputError
-from ampaudit.report.compare import differences
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.difference import Difference
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
+from ampaudit.report.public import diff
 from ampaudit.report.saved import parse_document, read_document
 from ampaudit.report.site import SiteReport
 from tests.support.saved import NAMES, PLACE, saved, saved_report, text_of
@@ -41,7 +41,7 @@ def with_site(report: Report, name: str, change: Callable[[SiteReport], SiteRepo
 
 
 def only(old: Report, new: Report, **options: float) -> Difference:
-    (pair,) = differences(old, new, **options).pairs
+    (pair,) = diff(old, new, **options).pairs
     return pair
 
 
@@ -124,7 +124,7 @@ def test_a_report_does_not_differ_from_itself() -> None:
     pair = only(report, report)
     assert pair.changes == pair.added == pair.removed == pair.notes == ()
     assert pair.same == len(report.sites)
-    assert differences(report, report).exit_code == 0
+    assert diff(report, report).exit_code == 0
 
 
 def test_a_new_error_is_worse_and_a_gone_one_better() -> None:
@@ -134,8 +134,8 @@ def test_a_new_error_is_worse_and_a_gone_one_better() -> None:
     assert [(c.way, c.site) for c in worse.changes] == [("worse", WO)]
     assert worse.changes[0].what.startswith("new error AMP101")
     assert [(c.way, c.site) for c in better.changes] == [("better", WO)]
-    assert differences(clean, report).exit_code == 1
-    assert differences(report, clean).exit_code == 0
+    assert diff(clean, report).exit_code == 1
+    assert diff(report, clean).exit_code == 0
 
 
 def test_a_note_is_neither() -> None:
@@ -214,19 +214,17 @@ def test_several_policies_are_matched_by_name() -> None:
     policies = saved("policies")
     assert isinstance(policies, Comparison)
     shuffled = Comparison(policies.reports[::-1])
-    found = differences(policies, shuffled)
+    found = diff(policies, shuffled)
     assert len(found.pairs) == 3
     assert found.exit_code == 0
     with pytest.raises(InputError, match="no policy in common"):
-        differences(
-            policies, replace(policies.reports[0], run=replace(policies.reports[0].run, policy="mine"))
-        )
+        diff(policies, replace(policies.reports[0], run=replace(policies.reports[0].run, policy="mine")))
 
 
 @pytest.mark.parametrize("name", ["training", "check", "plan"])
 def test_only_scans_are_compared(name: str) -> None:
     with pytest.raises(InputError, match="only reports of scans"):
-        differences(saved(name), saved("overflow"))
+        diff(saved(name), saved("overflow"))
 
 
 # the commands

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ampaudit.report.compare import differences
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.conversion import Conversion, OutputRecord
 from ampaudit.report.difference import Differences
@@ -22,6 +21,7 @@ from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.lint import LintFinding, LintReport, UnreadFile
 from ampaudit.report.model import Report
 from ampaudit.report.problem import Problem
+from ampaudit.report.public import diff
 from ampaudit.report.saved import parse_document
 from ampaudit.report.site import SiteReport
 from ampaudit.report.verification import Verification
@@ -139,7 +139,7 @@ def _verified() -> Verification:
 def _compared() -> Differences:
     policies = saved("policies")
     assert isinstance(policies, Comparison)
-    return differences(policies.reports[2], policies.reports[0])
+    return diff(policies.reports[2], policies.reports[0])
 
 
 # one document of each kind

@@ -257,6 +257,14 @@ def test_code_with_its_own_way_back_is_refused_or_run_as_it_is() -> None:
         ampaudit.prepare(model, optimizer, policy="apex-o1", how="autocast")
 
 
+@pytest.mark.parametrize(
+    "options", [{"how": "jit"}, {"loss_scale": -1.0}, {"loss_scale": 0}, {"loss_scale": float("nan")}]
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        ampaudit.prepare(nn.Linear(4, 4), None, **options)
+
+
 def test_mistakes_are_one_line() -> None:
     model, other = Stack(), Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
