@@ -21,15 +21,15 @@ def diff(old: Saved, new: Saved, *, bits: float = BITS, decibels: float = DECIBE
 
     Args:
         old: a report, or the path of a saved one.
-        new: the same, later.
-        bits: changes of headroom below this are left out.
-        decibels: changes of accuracy below this are left out.
+        new: the report to compare with it.
+        bits: smallest change of headroom to report.
+        decibels: smallest change of accuracy to report.
 
     Returns:
         The changes; its ``exit_code`` is 1 if anything is worse.
 
     Raises:
-        InputError: one is no report of a scan, or they have no policy in common.
+        InputError: one is not a scan report, or they have no policy in common.
     """
     return differences(_read(old), _read(new), bits, decibels)
 
@@ -38,13 +38,13 @@ def read_report(path: str | Path) -> Document:
     """Read a report that was saved as JSON.
 
     Args:
-        path: of the JSON file, or of a directory that ``ampaudit convert`` wrote.
+        path: a JSON file, or a directory written by ``ampaudit convert``.
 
     Returns:
-        The report; its type says of which command.
+        The report; its type depends on the command that wrote it.
 
     Raises:
-        InputError: the file is missing, cut off, of a newer schema, or no report.
+        InputError: the file is missing, truncated, of a newer schema, or not a report.
     """
     return read_document(Path(path))
 
