@@ -66,7 +66,7 @@ def model_file(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--refresh-golden", action="store_true", help="write tests/golden/ anew, to be reviewed")
+    parser.addoption("--refresh-golden", action="store_true", help="rewrite tests/golden/, for review")
     parser.addoption("--threads", type=int, default=1, help="threads of torch in each test process")
     parser.addoption("--no-onednn", action="store_true", help="torch's own kernels only, in test processes")
 

@@ -34,17 +34,17 @@ def plan(
 ) -> PlanReport:
     """Show what a policy does to each op, for the shapes of the first batch; nothing is run in 16 bits.
 
-    A policy with measured rules needs numbers: the batches are run once in FP32 to get them.
+    For a policy with measured rules, the batches are run once in FP32.
 
     Args:
-        model: in the mode (``train()`` or ``eval()``) that is meant; it is not changed. Or where to load
-            it from: a path, or ``package.module:factory``.
+        model: the model, in the mode to audit (``train()`` or ``eval()``), which is not changed; or its
+            location: a path, or ``package.module:factory``.
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
-        config: the options as one value.
-        **options: fields of ``PlanConfig``, which go before those of ``config``.
+        config: the options as one record.
+        **options: fields of ``PlanConfig``, which override those of ``config``.
 
     Returns:
-        The plan: each op's precision and why, casts, bytes, and weights memory.
+        The plan: each op's precision and the rule behind it, casts, bytes, and weight memory.
 
     Raises:
         AuditError: see ``ampaudit.core.errors``.

@@ -50,12 +50,12 @@ def scan(
     """Run a model in FP32 and in 16 bits side by side, and name what breaks.
 
     Args:
-        model: in the mode (``train()`` or ``eval()``) that is to be audited; it is not changed. Or where
-            to load it from: a path, or ``package.module:factory``.
+        model: the model, in the mode to audit (``train()`` or ``eval()``), which is not changed; or its
+            location: a path, or ``package.module:factory``.
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
         batches: several batches instead of one.
-        config: the options as one value.
-        **options: fields of ``ScanConfig``, which go before those of ``config``.
+        config: the options as one record.
+        **options: fields of ``ScanConfig``, which override those of ``config``.
 
     Returns:
         The report: findings, sites, outputs, and a verdict.

@@ -37,16 +37,16 @@ def bench(
     """Measure every mode at every batch size; an interrupted run reports what is finished.
 
     Args:
-        model: it is not changed. Or where to load it from: a path, or ``package.module:factory``.
+        model: the model, which is not changed; or its location: a path, or ``package.module:factory``.
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
-        config: the options as one value.
-        **options: fields of ``BenchConfig``, which go before those of ``config``.
+        config: the options as one record.
+        **options: fields of ``BenchConfig``, which override those of ``config``.
 
     Returns:
         The report: time, memory and accuracy of each mode.
 
     Raises:
-        AuditError: the model has no loss to train with, or there is no such device.
+        AuditError: the model has no loss to train with, or the device does not exist.
     """
     chosen = BenchConfig.given(config, options)
     source = as_source(model, inputs, options=SourceConfig.of(chosen))

@@ -165,7 +165,7 @@ def power(call: OpCall) -> Interval:
         low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, low)
     if exponent < 0:  # 1 / (x * x) in 16 bits: the square may overflow, and the result be 0
         low = low.clamp(max=0.0)
-    # an error of log(x) counts as often as the exponent is large; some kernels round x * x and go on
+    # an error of log(x) counts as often as the exponent is large; some kernels round x * x and continue
     slack = ELEMENTARY * max(abs(exponent), 1.0) + 4 * rounding(call.dtype)[0]
     if not exponent.is_integer():  # its own rounding counts as often as log(x), at most 104 in float32
         slack += 2 * 104 * UNIT_ROUNDOFF * abs(exponent)

@@ -44,7 +44,7 @@ def written_memory(graph: fx.Graph, memory: SharedMemory) -> tuple[frozenset[int
 def without_visible_writes(traced: TracedModel, memory: SharedMemory) -> TracedModel:
     """Replace the model's in-place ops, unless that makes no visible difference.
 
-    ``relu_(x)`` on an x that nobody else reads is as good as ``relu(x)``, and needs no copy of the graph.
+    ``relu_(x)`` on an x without other readers is as good as ``relu(x)``, and needs no copy of the graph.
     """
     return functionalized(traced) if any(_overwritten_reads(traced.graph, memory)) else traced
 

@@ -2,7 +2,7 @@
 
 A transfer function is registered for exact overloads. It takes its arguments from an ``OpCall`` by the names
 of ATen's schema; if it leaves one unread that differs from its default, its result counts for nothing. So an
-argument that nobody thought of makes a value unbounded, and never wrong.
+argument that a transfer function ignores by mistake makes a value unbounded, and never wrong.
 """
 
 from __future__ import annotations

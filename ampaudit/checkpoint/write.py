@@ -123,7 +123,7 @@ class _Hand:
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:
             if self._failure is not None:
-                continue  # keep taking, so that nobody waits for ever
+                continue  # keep taking, so that the writer does not block
             try:
                 self._write(item)
             except BaseException as error:

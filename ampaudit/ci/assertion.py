@@ -42,20 +42,19 @@ def assert_safe(
     """Audit a model like ``ampaudit.scan`` does, and raise unless it is safe.
 
     Args:
-        model: in the mode that is to be audited.
+        model: the model, in the mode to audit.
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
-        batches: several batches instead.
+        batches: several batches instead of one.
         allow: codes of findings that do not count.
-        **options: fields of ``ScanConfig``. Here ``min_headroom`` is what every 16-bit site must keep below
-            the format's end, and ``min_sqnr`` what every output must keep against FP32; without them,
-            neither is asked for.
+        **options: fields of ``ScanConfig``. Here ``min_headroom`` is a requirement for every 16-bit site,
+            and ``min_sqnr`` one for every output; both are off by default.
 
     Returns:
         The report, if the model is safe.
 
     Raises:
         UnsafeModel: an ``AssertionError`` whose message is the report.
-        AuditError: the audit could not be carried out.
+        AuditError: the audit cannot be carried out.
     """
     __tracebackhide__ = True  # pytest shows the test's line
     from ampaudit.trace.isolation import preserved

@@ -32,15 +32,15 @@ def check(
     """Check targets against budgets, each in its own process.
 
     Args:
-        targets: model files, converted directories, ``.pt2`` programs; those of ``config`` if there are none.
-        config: the options as one value.
-        **options: fields of ``CheckConfig``, which go before those of ``config``.
+        targets: model files, converted directories, ``.pt2`` programs; by default those of ``config``.
+        config: the options as one record.
+        **options: fields of ``CheckConfig``, which override those of ``config``.
 
     Returns:
-        A result for each target, whatever became of its process.
+        A result for each target, even if its process died.
 
     Raises:
-        UsageError: no target, an unknown code, or a budget that is no limit.
+        UsageError: there is no target, or a code or budget is invalid.
     """
     chosen = CheckConfig.given(config, options)
     asked = [targets] if isinstance(targets, str | Path) else targets

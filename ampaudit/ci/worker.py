@@ -1,7 +1,7 @@
 """Checks one target in this process and writes the result as JSON.
 
 Run as ``python -m ampaudit.ci.worker REQUEST RESULT``; the model's code runs here: whatever it does
-to the process, other targets go on.
+to the process, other targets continue.
 """
 
 from __future__ import annotations

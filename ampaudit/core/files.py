@@ -121,7 +121,7 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
         yield stage
         _flush(stage)
         stage.chmod(0o777 & ~_umask())
-        check_directory(path, force=force, ours=ours)  # somebody may have made it meanwhile
+        check_directory(path, force=force, ours=ours)  # it may have been created meanwhile
         _swap(stage, target)
     except AuditError:
         raise

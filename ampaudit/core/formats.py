@@ -109,8 +109,10 @@ def low_precision_format(name: str) -> NumberFormat:
     Raises:
         UsageError: no such format, or one of another width.
     """
+    hint = f"one of: {', '.join(LOW_PRECISION_NAMES)}"
+    if _SHORT.get(name, name) not in FORMATS:
+        raise UsageError(f"unknown dtype {name!r}", hint=hint)
     form = format_named(name)
     if form not in LOW_PRECISION_FORMATS:
-        hint = f"one of: {', '.join(LOW_PRECISION_NAMES)}"
         raise UsageError(f"--dtype {name}: not a 16-bit format", hint=hint)
     return form

@@ -66,7 +66,7 @@ def _table(path: Path, table: str) -> dict[str, Any]:
         found = found.get(name, {})
         if not isinstance(found, dict):
             if depth == 1:
-                return {}  # somebody else's mistake
+                return {}  # another tool's problem
             dotted = ".".join(names[:depth])
             raise UsageError(f"{path}: {dotted} is not a table", hint=f"write [{dotted}]")
     return dict(found)

@@ -63,16 +63,16 @@ def convert(
     """Audit a model, and write its converted checkpoint if nothing breaks.
 
     Args:
-        model: in the mode that is meant; it is not changed. Or where to load it from: a path, or
-            ``package.module:factory``.
+        model: the model, in the mode to audit (``train()`` or ``eval()``), which is not changed; or its
+            location: a path, or ``package.module:factory``.
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; ``None``
-            takes those of the model's file.
+            for those of the model's file.
         output: the directory to write.
-        config: the options as one value.
-        **options: fields of ``ConvertConfig``, which go before those of ``config``.
+        config: the options as one record.
+        **options: fields of ``ConvertConfig``, which override those of ``config``.
 
     Returns:
-        The report, and what was written: ``None`` if there are findings from ``fail_on`` on.
+        The report, and the conversion, or ``None`` if findings at or above ``fail_on`` prevented it.
 
     Raises:
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.

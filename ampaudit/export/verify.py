@@ -28,15 +28,15 @@ def verify(
     """Check hashes and rounding, then run the program in a fresh process and compare its outputs.
 
     Args:
-        directory: what ``ampaudit convert`` wrote.
-        config: the options as one value.
-        **options: fields of ``VerifyConfig``, which go before those of ``config``.
+        directory: a directory written by ``ampaudit convert``.
+        config: the options as one record.
+        **options: fields of ``VerifyConfig``, which override those of ``config``.
 
     Returns:
-        What was checked, and every problem.
+        The checks made, and every problem.
 
     Raises:
-        WeightsError: there is no manifest that can be trusted.
+        WeightsError: the manifest is missing or invalid.
     """
     chosen, directory = VerifyConfig.given(config, options), Path(directory)
     manifest = read_manifest(directory)

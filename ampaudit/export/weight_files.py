@@ -131,7 +131,7 @@ def write_weights(
         directory: to write to.
         masters: whether to keep what is rounded.
         clip: limits that values are moved into before they are rounded.
-        measure: the format that values are held against on their way.
+        measure: the format to compare values with while they are copied.
         keep_overflowing: store a tensor with measured overflow as it is.
 
     Raises:

@@ -25,14 +25,14 @@ def lint(
 
     Args:
         paths: scripts, notebooks, Markdown, directories or globs.
-        config: the options as one value.
-        **options: fields of ``LintConfig``, which go before those of ``config``.
+        config: the options as one record.
+        **options: fields of ``LintConfig``, which override those of ``config``.
 
     Returns:
-        The report; what keeps a file from being read is in it.
+        The report, including files that could not be read.
 
     Raises:
-        UsageError: a code that does not exist.
+        UsageError: a code does not exist.
     """
     chosen = LintConfig.given(config, options)
     asked = [paths] if isinstance(paths, str | Path) else paths

@@ -52,7 +52,7 @@ class RuleSet:
     Args:
         file: the rules.
         ops: the ATen names of each rule that names ops, by rule id, if they are known already.
-        environment: where the model will run; rules about another device or version do not apply.
+        environment: the target environment; rules about other devices or versions do not apply.
     """
 
     def __init__(

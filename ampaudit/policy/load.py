@@ -47,13 +47,13 @@ def load_policy(name_or_path: str | Path) -> RuleSet:
     """Load a policy.
 
     Args:
-        name_or_path: of a shipped policy, or of a rule file.
+        name_or_path: the name of a shipped policy, or the path of a rule file.
 
     Returns:
-        Its rules, with those that it inherits.
+        The policy, with inherited rules.
 
     Raises:
-        PolicyError: unknown name, unreadable file, or a mistake in it (with line and column).
+        PolicyError: the name is unknown, or the file is unreadable or invalid (with line and column).
     """
     return load_file(str(name_or_path)).rules
 

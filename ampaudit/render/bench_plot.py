@@ -14,7 +14,7 @@ from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 
 __all__ = ["plot_bench"]
 
-# Okabe and Ito (2008): told apart with colour blindness, too
+# Okabe and Ito (2008): distinguishable with color blindness
 _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73")
 
 

@@ -45,7 +45,7 @@ class Table:
         rows: of as many cells.
         left: indices of the columns that are set flush left.
         width: of the first column at least, in characters.
-        fold: whether what is too wide for its column goes on below; else it is cut.
+        fold: whether text too wide for its column is wrapped; otherwise it is cut.
     """
 
     heads: tuple[str, ...]

@@ -15,7 +15,7 @@ class Format:
     Attributes:
         writer: module and function that turn a document into text.
         needs: the part of a ``View`` that it is made from.
-        suffixes: of files that are written in it if nobody names a format.
+        suffixes: file suffixes that select it if no format is named.
     """
 
     writer: str

@@ -1,7 +1,8 @@
 """Renders SARIF 2.1.0, with which code hosts show findings on their lines.
 
-Source: OASIS "Static Analysis Results Interchange Format (SARIF) Version 2.1.0"; section numbers below are
-its. What a code host asks for beyond that (relative paths, fingerprints, a category per run) is kept, too.
+Source: OASIS "Static Analysis Results Interchange Format (SARIF) Version 2.1.0"; section numbers below
+refer to it. What code hosts require beyond that (relative paths, fingerprints, a category per run) is
+provided as well.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ def summary_rows(report: Report, hidden: int) -> Iterator[tuple[str, str]]:
     cover, run = report.coverage, report.run
     if run.level != "static":
         measured = f"({cover.measured} measured, the others pass values on)"
-        gaps = f"{len(cover.uncovered_ops)} ops not covered; no rule mentions {cover.no_rule} sites"
+        gaps = f"{plural(len(cover.uncovered_ops), 'op')} not covered; "
+        gaps += f"no rule mentions {plural(cover.no_rule, 'site')}"
         yield "Coverage", f"{cover.audited} of {cover.sites} floating-point sites audited {measured}; {gaps}"
     if report.proofs is not None:
         yield from _proofs(report, report.proofs)

@@ -87,7 +87,7 @@ def _promoted(report: Report, count: int) -> Iterator[Section]:
         return
     limit = format_named(report.run.dtype).max
     over = sum(s.forward is not None and s.forward.peak > limit for s in sites)
-    beyond = f"; {over} of them pass {format_number(limit)}" if over else ""
+    beyond = f"; {over} of them exceed {format_number(limit)}" if over else ""
     rows = []
     for site in sorted(sites, key=lambda s: s.forward.peak if s.forward else 0.0, reverse=True)[:count]:
         bits = f"{site.headroom_bits:+.1f} bits" if site.headroom_bits is not None else ""

@@ -23,7 +23,7 @@ class OutputAccuracy:
         site: the site that makes it.
         sqnr_db: signal-to-noise ratio against FP32; of integers, 20 log10(1 / share that differs). Null
             where both agree exactly, or where ``problem`` says why there is no number.
-        kind: ``float``, ``complex`` (two floats per element) or ``integer`` (booleans, too).
+        kind: ``float``, ``complex`` (two floats per element) or ``integer`` (including booleans).
         differing: integers that differ.
         problem: why no accuracy can be given although the output is wrong; empty otherwise.
         variation_db: signal-to-noise ratio of what varies in it, its mean taken out; null for integers, for

@@ -35,26 +35,26 @@ class Conversion(Shown):
     """A converted directory.
 
     Attributes:
-        source: what was converted.
-        output: where it lies.
+        source: the converted model or checkpoint.
+        output: the directory.
         policy: name of the policy.
         dtype: the 16-bit format.
         mode: ``inference`` or ``train``.
-        verdict: of the audit; null where only weights were converted.
-        exit_code: 0, or 1 for findings at or above the threshold; then nothing was written.
+        verdict: of the audit; null if only weights were converted.
+        exit_code: 0, or 1 if findings at or above the threshold prevented the conversion.
         bytes_before: of the weights.
         bytes_after: of the working weights.
-        stored: how many tensors are stored in each dtype.
+        stored: number of tensors stored in each dtype.
         kept: reasons why tensors stay in float32, with their number, their bytes and the largest one.
-        overflow: tensors with finite values that the format makes infinite, and how many.
-        broken: tensors with NaN or infinity in them already, and how many.
+        overflow: tensors with finite values that overflow, and how many.
+        broken: tensors that already contained NaN or infinity, and how many.
         masters: whether masters were kept.
-        outputs: what the converted program computes, against FP32.
+        outputs: the outputs of the converted program compared with FP32.
         onnx_casts: casts in the ONNX file; null without one.
         onnx_error: largest difference between ONNX Runtime and torch; null if it was not run, or in
-            training mode, where both draw random numbers of their own.
+            training mode, where the two draw different random numbers.
         files: name and bytes of every file.
-        notes: what a user should know.
+        notes: remarks for the user.
     """
 
     source: str

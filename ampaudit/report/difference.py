@@ -73,7 +73,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Differences(Shown):
-    """One difference per policy that both files hold."""
+    """One difference per policy that both files contain."""
 
     schema: Literal[1]
     bits: float

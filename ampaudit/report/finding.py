@@ -157,10 +157,10 @@ class Finding:
     """One finding of one check.
 
     Attributes:
-        fate: of a value that is not finite: meant so, hidden again inside the model, or in its output.
-        hidden_at: sites that hide it: they take in inf or NaN and give finite values.
-        suppressed: why it does not count: the option or the comment that hides it.
-        tried: changes that cure or fix it, the smallest first, each after a run that shows it.
+        fate: of a value that is not finite: intended, hidden again inside the model, or in its output.
+        hidden_at: sites that hide it, by turning inf or NaN into finite values.
+        suppressed: the option or comment that suppresses it; null if it counts.
+        tried: changes that were tried and cure or fix it, the smallest first.
     """
 
     code: str

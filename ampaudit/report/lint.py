@@ -66,13 +66,13 @@ class LintReport(Shown):
     """The findings in all linted files.
 
     Attributes:
-        schema: of this form.
-        tool_version: of the ampaudit that read them.
-        fail_on: severity from which a finding fails.
-        linted: how many files were read.
+        schema: version of this document.
+        tool_version: version of ampaudit.
+        fail_on: lowest severity that fails the report.
+        linted: number of files that were read.
         findings: by file and line.
-        unread: what could not be read.
-        fixed: how many mistakes were repaired, or would be.
+        unread: files that could not be read.
+        fixed: number of mistakes that were fixed, or would be.
     """
 
     schema: Literal[1]

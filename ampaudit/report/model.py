@@ -87,9 +87,9 @@ class Coverage:
         proved: those that are proved not to overflow by their own fault (``--prove``, ``--static``).
         integer_sites: ops without a floating-point output.
         no_rule: sites that no rule of the policy mentions; they follow type promotion.
-        author_sites: sites inside the author's own autocast(enabled=False) regions.
+        author_sites: sites inside autocast(enabled=False) regions of the model's code.
         casts: casts that the policy inserted.
-        author_casts: conversions in the author's own code.
+        author_casts: conversions in the model's code.
         uncovered_ops: ops that could not be observed.
     """
 

@@ -24,7 +24,7 @@ def diff(
 
     Args:
         old: a report, or the path of a saved one.
-        new: the same, later.
+        new: the report to compare with it.
         config: the options as one value.
         **options: fields of ``DiffConfig``, which go before those of ``config``.
 
@@ -33,7 +33,7 @@ def diff(
 
     Raises:
         UsageError: an option does not fit.
-        InputError: one is no report of a scan, or they have no policy in common.
+        InputError: one is not a scan report, or they have no policy in common.
     """
     return differences(_read(old), _read(new), DiffConfig.given(config, options))
 
@@ -42,13 +42,13 @@ def read_report(path: str | Path) -> Document:
     """Read a report that was saved as JSON.
 
     Args:
-        path: of the JSON file, or of a directory that ``ampaudit convert`` wrote.
+        path: a JSON file, or a directory written by ``ampaudit convert``.
 
     Returns:
-        The report; its type says of which command.
+        The report; its type depends on the command that wrote it.
 
     Raises:
-        InputError: the file is missing, cut off, of a newer schema, or no report.
+        InputError: the file is missing, truncated, of a newer schema, or not a report.
     """
     return read_document(Path(path))
 

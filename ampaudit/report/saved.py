@@ -89,7 +89,9 @@ def _json(text: str, name: str) -> dict[str, Any]:
         cut = error.pos >= len(text.rstrip()) or "Unterminated" in error.msg
         what = "the report is cut off" if cut and text.strip() else "not JSON"
         where = f"{name}:{error.lineno}:{error.colno}"
-        raise InputError(f"{where}: {what} ({error.msg})", hint="write it again, or copy it whole") from error
+        raise InputError(
+            f"{where}: {what} ({error.msg})", hint="write it again, or copy it whole" if cut else _HOW
+        ) from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name}: not JSON ({first_line(error)})", hint=_HOW) from error
     if not isinstance(found, dict):

@@ -18,7 +18,7 @@ class StepRecord:
 
     Attributes:
         step: its number, from 0.
-        loss: without the scale; null where it is not finite, or nobody told it.
+        loss: without the scale; null if it is not finite or not recorded.
         scale: the loss scale during the step.
         skipped: whether the scaler left the optimizer out.
     """

@@ -54,7 +54,7 @@ def run_audits(
     """Audit a model under several policies, with one run of the reference for all of them.
 
     The configurations differ in their rules only. A policy whose measured rules promote something is run
-    again under what they decided; those are run together, too.
+    again under what they decided; those are run together as well.
 
     Raises:
         TraceFailed: the model cannot be exported.
@@ -74,9 +74,7 @@ def run_audits(
                 again[index] = (replace(config, measured=seen), promoted)
     if again:
         spent = {index: sum(runners[index].record.seconds.values()) for index in again}
-        repeated = _run_all(
-            model, batches, [config for config, _ in again.values()], progress, "auditing again"
-        )
+        repeated = _run_all(model, batches, [config for config, _ in again.values()], progress, "re-auditing")
         for index, runner in zip(again, repeated, strict=True):
             runner.record.seconds = {"first pass": spent[index], **runner.record.seconds}
             runners[index] = runner

@@ -41,7 +41,7 @@ class RunConfig:
 
     Attributes:
         rules: the policy, ``None`` for the FP32 run alone (``--ranges``).
-        author_rules: the meaning of the author's own autocast regions.
+        author_rules: the meaning of autocast regions in the model's code.
         number_format: the 16-bit format.
         device: where to run.
         seed: of every random number drawn during the run.
@@ -49,7 +49,7 @@ class RunConfig:
         measured: what an earlier run saw, for the policy's second phase.
         reference_only: run FP32 alone, on the graph that the policy makes.
         edits: ops to rewrite, by site, to try a change of the model's code.
-        keep_graphs: whether each graph is kept, also one without a site of its own: proofs are about all.
+        keep_graphs: whether each graph is kept, even without new sites: proofs are about all graphs.
         keep_outputs: told the outputs of each batch; of a second phase, again.
         release: gives the memory of a weight back until it is needed again.
         differentiator: makes what audits the gradients of a run; the model's last output is then the loss.

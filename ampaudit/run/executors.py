@@ -29,7 +29,7 @@ __all__ = ["ExecutorCache"]
 class ExecutorCache:
     """Traces a model for each kind of call and compiles the trace.
 
-    Where the model's code counts its calls, or draws random numbers in Python, each batch is traced anew, on
+    Where the model's code counts its calls, or draws random numbers in Python, each batch is traced again, on
     a copy of the model that goes through the states that the user's would go through.
 
     Args:
@@ -110,7 +110,7 @@ class ExecutorCache:
         """Apply the effects of a call to a copy of the model's state; the user's model is not changed."""
         if not any(change.plain for change in traced.changes):
             return
-        if not self._is_copy or traced.reads:  # then the model as it was is run, too
+        if not self._is_copy or traced.reads:  # then the model as it was is run as well
             tensors = named_tensors(self.model).values()
             self.model = structural_copy(self.model, {id(t): t for t in tensors})
             self._executors, self._is_copy = TraceCache(), True

@@ -78,7 +78,7 @@ class Fp32Check:
         self._refuse_broken(named, fp32, number)
         place = self._place(model, traced, batch, number)
         if place is None:
-            # the same code: ties fall either way in FP32, too, and other random numbers are no difference
+            # the same code: ties fall either way in FP32 as well, and other random numbers are no difference
             ties = all(d.agrees or (d.integers and d.problem is None) for d in found)
             if ties or any(step.random for step in program.steps):
                 return None

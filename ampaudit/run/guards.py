@@ -30,7 +30,7 @@ def tf32(*, allowed: bool) -> Iterator[None]:
     """Switch TF32 on or off for products and convolutions of float32 tensors."""
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
     torch.backends.cuda.matmul.allow_tf32 = allowed
-    # cudnn.flags also works where somebody has locked the global flags
+    # cudnn.flags also works if the global flags are locked
     kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
     try:
         with cudnn.flags(allow_tf32=allowed, benchmark_limit=cudnn.benchmark_limit, **kept):

@@ -274,7 +274,7 @@ class LockStep:
     def _weight(self, node: fx.Node, place: Placeholder) -> Pair:
         """Return a weight: masters are used directly, 16-bit copies are made for each use."""
         reference, master = self._reference_weight(node), self._masters[node.name].detach().to(self.device)
-        # a weight that the model itself keeps in 16 bits is one for the backend, too
+        # a weight that the model itself keeps in 16 bits is one for the backend as well
         if node.name not in self.converted.copies and master.dtype not in LOW_PRECISION_DTYPES:
             return reference, reference
         return reference, self.backend.represent(self.converted.unrounded(node.name, master), place.dtype)

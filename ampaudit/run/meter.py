@@ -47,7 +47,7 @@ class Meter(Observer):
     """Measures pairs. On a CPU the numbers are there at once; on a GPU they stay until ``results``.
 
     Attributes:
-        deferred: whether numbers stay where they are on a CPU, too.
+        deferred: whether numbers stay on their device, even on a CPU.
     """
 
     deferred = False

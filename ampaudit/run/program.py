@@ -44,7 +44,7 @@ class Program:
         inputs: the placeholders.
         steps: every call, in graph order.
         groups: the same calls in runs of a few: the reference computes a whole run first, while its values
-            are in the cache. A call that writes memory or draws random numbers is a run of its own.
+            are in the cache. A call that writes memory or draws random numbers is a separate run.
         outputs: the nodes whose values are the model's outputs.
         written: nodes whose memory some step writes to, or may share with one that is written to.
         parameter_free: nodes that no parameter has touched.

@@ -1,7 +1,7 @@
 """Repairs broken values during a run, to find all origins in one pass.
 
 A repaired element gets the reference's value, limited to the format's range. What is computed from it
-follows the reference, too, so that later sites are audited as if the fault had not happened, and every
+also follows the reference, so that later sites are audited as if the fault had not happened, and every
 independent origin shows itself in one pass. A value that is wrong because its input was is no origin; in
 elementwise ops this is decided element by element, elsewhere for the whole value.
 """

@@ -49,7 +49,7 @@ class Step:
         updates: those that its result does not show, such as running statistics, with their dtypes.
         random: whether it draws random numbers.
         rounds_inside: whether one float32 call and one rounding is not what it does in 16 bits.
-        frees: nodes whose value nobody needs after this step.
+        frees: nodes whose value is not needed after this step.
         decides: whether it turns floats into integers, booleans or whole numbers.
     """
 

@@ -86,7 +86,7 @@ def _renaming(model: nn.Module, own: dict[str, Any]) -> Any:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         mapping = get_model_conversion_mapping(cast(Any, model))
-    except Exception:  # another version of transformers, or a model of somebody else
+    except Exception:  # another version of transformers, or an unknown model
         return lambda name: _by_prefix(name, prefix, own)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

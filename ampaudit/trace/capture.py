@@ -62,7 +62,7 @@ class TraceConfig:
         planned: decisions made on the whole graph, by site.
         edits: ops to rewrite, by site, to try a change of the model's code.
         differentiated: whether to note where the model's code switches gradients off.
-        follow_backward: whether custom backwards are traced; ``None`` where nobody asks for gradients.
+        follow_backward: whether custom backwards are traced; ``None`` if no gradients are requested.
         seed: seeds the random numbers that the model's code draws; ``None`` to continue the generators.
     """
 
@@ -261,9 +261,9 @@ def _state_notes(changes: Sequence[StateChange], random_constants: bool) -> tupl
     """Explain why the trace is valid for this call only."""
     plain = ", ".join(change.name for change in changes if change.plain)
     stored = ", ".join(change.name for change in changes if not change.plain)
-    notes = [f"forward changes {plain}: traced anew for each of its values"] if plain else []
+    notes = [f"forward changes {plain}: traced again for each of its values"] if plain else []
     if random_constants:
-        notes.append("forward draws Python's or NumPy's random numbers: each call is traced anew")
+        notes.append("forward draws Python's or NumPy's random numbers: each call is traced again")
     if stored:
         notes.append(f"forward stores tensors or objects in {stored}: each call is traced without them")
     return tuple(notes)

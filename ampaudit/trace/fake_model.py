@@ -79,7 +79,7 @@ def make_fake_model(
         mode: the fake mode that the trace will use.
         dtypes: dtypes of stored parameters and buffers by name; the others keep theirs.
         convert: the model's own method that converts it to 16 bits, if the policy calls one: the copy gets
-            its other effects, too.
+            its other effects as well.
         trained: whether parameters keep ``requires_grad`` and their hooks.
     """
     own = named_tensors(model)

@@ -93,7 +93,7 @@ class Replayer(fx.Interpreter):
         module: the module that holds the graph.
         graph: another graph to run.
         converting: replay an FP32 trace as a converter sees it: casts without an effect are left out, and an
-            op with a graph of its own, such as ``torch.cond``, stays in float32.
+            op with its own graph, such as ``torch.cond``, stays in float32.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class HealthRecorder:
 
     Args:
         path: of the JSON report; ``None`` writes none.
-        every: watch one step of so many.
+        every: measure one step in this many.
         dtype: the 16-bit format that is asked about.
     """
 

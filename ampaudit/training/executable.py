@@ -51,7 +51,7 @@ def emulated(traced: TracedModel) -> Executable:
 
     Where several ops use a value, their gradients are added up before they are rounded.
     """
-    # buffers are rounded by whoever holds them: a copy could not be written to
+    # buffers are rounded by their owner: a copy could not be written to
     stored = {place.node: place.dtype for place in traced.placeholders if place.slot is not Slot.BUFFER}
 
     def round_result(graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:

@@ -17,7 +17,7 @@ class TransformersHealthCallback(HealthRecorder, TrainerCallback):
 
     Args:
         path: of the JSON report; ``None`` writes none.
-        every: watch one step of so many.
+        every: measure one step in this many.
         dtype: the 16-bit format that is asked about.
         scaler: Accelerate's, ``trainer.accelerator.scaler``, if there is one: then skipped steps are seen.
     """

@@ -33,9 +33,9 @@ class Prepared:
     """A model, optimizer and scaler, ready to train.
 
     Attributes:
-        model: call it as the user's model is called.
-        optimizer: the user's own; it steps the FP32 masters, or the 16-bit weights where there are none.
-        scaler: torch's GradScaler with the policy's numbers; does nothing where the policy has no loss scale.
+        model: the prepared model, with the calling convention of the original.
+        optimizer: the user's own; it steps the FP32 masters, or the 16-bit weights if there are none.
+        scaler: torch's GradScaler with the policy's constants; does nothing if the policy has no loss scale.
     """
 
     model: nn.Module
@@ -98,24 +98,24 @@ def prepare(
     """Prepare a model to train in mixed precision.
 
     Args:
-        model: with FP32 parameters; they stay the ones that the optimizer steps.
-        optimizer: made from ``model.parameters()``. FSDP2 replaces those: leave it out then, shard
-            ``prepared.model``, make the optimizer, and go on with ``prepared.stepping(optimizer)``.
+        model: the model, with FP32 parameters, which the optimizer continues to step.
+        optimizer: made from ``model.parameters()``. FSDP2 replaces these: omit it, shard
+            ``prepared.model``, make the optimizer, and continue with ``prepared.stepping(optimizer)``.
         policy: ``torch-cuda`` or ``apex-o1`` (casts in the graph), ``apex-o2`` (16-bit working weights made
             from FP32 masters), ``apex-o3`` (no masters), ``apex-o0`` (FP32), any other, or a rule file.
         dtype: ``float16`` or ``bfloat16``.
         loss_scale: name of a profile, or a fixed scale; by default the policy's own, none in bfloat16.
         how: ``graph`` traces the model; ``autocast`` runs its own code under ``torch.autocast``, for models
             with custom autograd functions or recomputed activations.
-        emulate: compute in float32 and round to 16 bits, where a device has no 16-bit kernels.
-        group: processes that must skip steps together, where their gradients are not already the same;
+        emulate: compute in float32 and round to 16 bits, for devices without 16-bit kernels.
+        group: processes that must skip steps together, if their gradients differ;
             ``True`` for all of them.
 
     Returns:
-        The model, the optimizer and the scaler to train with.
+        The model, optimizer and scaler to train with.
 
     Raises:
-        UsageError: the policy cannot be trained under in this way.
+        UsageError: the policy does not support this kind of training.
         PolicyError: no such policy or profile.
     """
     if how not in get_args(How):

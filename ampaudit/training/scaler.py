@@ -58,13 +58,13 @@ class LossScaler(GradScaler):
     """``torch.amp.GradScaler`` with a profile's constants, bounds and hysteresis.
 
     ``scale``, ``unscale_`` and ``step`` are torch's. Where gradients differ between the processes of a group
-    (sharded, or not averaged), the group decides about a step together: all skip it, or none.
+    (sharded, or not averaged), the group decides together: all processes skip a step, or none.
 
     Args:
         rule: the profile's numbers.
         device: ``cuda`` or ``cpu``.
-        enabled: whether it does anything.
-        group: processes that take each step together; ``None`` where their gradients are the same, as in DDP.
+        enabled: if false, the scaler does nothing.
+        group: processes that skip steps together; ``None`` if their gradients are the same, as in DDP.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ def scaler(name: str = "torch", device: str = "cuda", *, group: Any = None) -> L
     """Create the loss scaler of a system.
 
     Args:
-        name: torch, apex, mxnet, deepspeed, megatron-core, tensorflow, one, none ...
-        device: where the gradients are.
+        name: of a profile: torch, apex, mxnet, deepspeed, megatron-core, tensorflow, one, none ...
+        device: device type of the gradients.
         group: processes that must skip steps together; ``True`` for all of them.
 
     Returns:
-        The scaler, to be used as torch's own.
+        The scaler, with the interface of torch's GradScaler.
 
     Raises:
         PolicyError: no such profile.

@@ -37,18 +37,18 @@ def train(
     """Train in FP32, with torch.amp and under policies, from the same start on the same batches.
 
     Args:
-        model: it is not changed. Or where to load it from: a path, or ``package.module:factory``.
-        batches: what to train on; without them, those of the model's file.
-        config: the options as one value.
-        **options: fields of ``TrainConfig``, which go before those of ``config``.
+        model: the model, which is not changed; or its location: a path, or ``package.module:factory``.
+        batches: training batches; by default those of the model's file.
+        config: the options as one record.
+        **options: fields of ``TrainConfig``, which override those of ``config``.
 
     Returns:
-        The report: the curves of each run, and what 16 bits did to it.
+        The report: the curves and findings of each run.
 
     Raises:
-        UsageError: nothing to train, or an impossible setting.
-        InputError: no loss, or no gradient.
-        ReferenceBroken: FP32's own loss is not finite.
+        UsageError: there is nothing to train, or a setting is impossible.
+        InputError: there is no loss, or no parameter gets a gradient.
+        ReferenceBroken: the FP32 loss is not finite.
     """
     chosen = TrainConfig.given(config, options)
     count = min(chosen.steps, MAX_BATCHES)

@@ -25,12 +25,12 @@ __all__ = ["TrainingMonitor", "watch"]
 class TrainingMonitor:
     """Records the health of a training loop.
 
-    Of every step it records the scale and whether the step was skipped; of every k-th also gradients,
+    It records the scale of each step and whether it was skipped, and on every k-th step also gradients,
     updates and states. The loop is not changed: hooks of the optimizer see each step, and the scaler's
     ``update`` is wrapped. Numbers stay on the device until ``health``.
 
     Attributes:
-        storage: the dtype in which the optimizer's parameters are held.
+        storage: the dtype of the optimizer's parameters.
     """
 
     def __init__(
@@ -174,17 +174,17 @@ def watch(
     """Watch a training loop: ``with ampaudit.watch(model, optimizer, scaler) as monitor: ...``.
 
     Args:
-        model: whose parameters are named; wrapped by DDP or not.
-        optimizer: the one that is stepped.
-        scaler: a GradScaler, if the loop has one.
-        every: watch one step of so many; the others cost nothing.
-        dtype: the 16-bit format that weights, gradients and states are judged by.
+        model: the model, for the names of its parameters; it may be wrapped by DDP.
+        optimizer: the optimizer that the loop steps.
+        scaler: the loop's GradScaler, if it has one.
+        every: measure one step in this many; the others cost nothing.
+        dtype: the 16-bit format to judge weights, gradients and states by.
 
     Returns:
-        What records the loop, as a context manager.
+        The monitor, a context manager.
 
     Raises:
-        UsageError: the optimizer is another model's, or ``every`` is less than 1.
+        UsageError: the optimizer belongs to another model, or ``every`` is less than 1.
     """
     if every < 1:
         raise UsageError("every must be at least 1")

@@ -1,4 +1,4 @@
-"""Everything that a user reads, compared letter by letter; ``pytest --refresh-golden`` writes it anew.
+"""Everything that a user reads, compared letter by letter; ``pytest --refresh-golden`` rewrites it.
 
 Reports are saved ones, so that no number depends on the machine.
 """

@@ -1,4 +1,4 @@
-"""Formats for machines: each is read back by somebody else's reader, also with the worst of names in it."""
+"""Formats for machines: each is parsed by an independent reader, even with hostile names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with a way back of their own: custom functions, hooks, checkpoints."""
+"""Models that define their own backward: custom functions, hooks, checkpoints."""
 
 from __future__ import annotations
 
@@ -493,7 +493,7 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block, which may be computed again on the way back."""
+    """A residual block, which may be recomputed in the backward pass."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()

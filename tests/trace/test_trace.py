@@ -1,4 +1,4 @@
-"""The trace: thirteen architectures, true dtypes, layers, lines, the author's own precision."""
+"""The trace: thirteen architectures, true dtypes, layers, lines, precision in the model's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every recipe runs, and does in 16 bits what it does in FP32; ranks skip together; a lost one is told."""
+"""Every recipe runs, and tracks FP32 in 16 bits; ranks skip together; a lost one is reported."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 - ``log(softmax(x, dim))`` is ``log_softmax(x, dim)`` if the natural logarithm reads the softmax itself (not
   a view, a sum with an eps or another dtype of it) and nothing writes to ``x`` in between.
 - ``log(sigmoid(x))`` and ``log(1 - sigmoid(x))`` are log-sigmoids under the same conditions.
-- ``(q @ k) * s`` is ``(q * s) @ k`` for whoever reads the scores if each reader scales them by the same
+- ``(q @ k) * s`` is ``(q * s) @ k`` if each reader of the scores scales them by the same
   number right away (no mask added before), and the model does not return them.
 
 A line of code is one text for all the sites that it makes, so each of them must meet the condition.

@@ -181,7 +181,7 @@ class Cause:
 
     Attributes:
         code: of its page.
-        applies: says why this is the reason, as a clause to go on "in FP32 ..."; ``None`` if it is not.
+        applies: explains why this is the cause, as a clause before "in FP32 ..."; ``None`` if it is not.
         advice: what to write instead.
     """
 

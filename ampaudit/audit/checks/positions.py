@@ -17,7 +17,7 @@ _WAVES = ("sin", "cos", "polar", "tan")
 _ADVICE = "compute positions and angles in float32 and cast what comes after sin and cos"
 POSITION_ERROR = 0.5  # half of the distance between two neighbors
 ANGLE_ERROR = 0.1  # radians
-MIN_COUNT = 16.0  # a mask is made of integers, too: of 0 and 1
+MIN_COUNT = 16.0  # a mask is also made of integers: 0 and 1
 
 
 def find(context: CheckContext) -> Iterator[Finding]:

@@ -72,7 +72,7 @@ class Device:
     def rate(self, precision: str, *, product: bool) -> float | None:
         """Return TFLOPS in ``float32``, ``tf32``, ``float16`` or ``bfloat16``, for products or other ops.
 
-        A format without arithmetic of its own is computed in float32.
+        A format without its own arithmetic is computed in float32.
         """
         ordinary = {"float32": self.fp32, "tf32": self.fp32, "float16": self.fp16, "bfloat16": self.bf16}
         tensor = {"float16": self.tensor.fp16, "bfloat16": self.tensor.bf16, "tf32": self.tensor.tf32}

@@ -73,7 +73,7 @@ def _if(interpreter: Interpreter, node: ast.If) -> None:
     otherwise = interpreter.path_state
     interpreter.path_state = join(then, otherwise)
     if (then is None) != (otherwise is None):
-        # what follows in this block runs only where the branch that goes on was taken
+        # what follows in this block runs only where the branch that continues was taken
         interpreter.guards = (*interpreter.guards, Guard("if", node))
 
 

@@ -19,7 +19,7 @@ from ampaudit.report.site import SiteReport
 
 __all__ = ["ScanView", "reports_page"]
 
-_FINDINGS = 25  # more are a list that nobody reads
+_FINDINGS = 25  # a longer list is not read
 _NEAREST = 5
 _SCRIPTS = (
     *("values.js", "theme.js", "marks.js", "range.js", "detail.js", "strip.js", "scales.js", "findings.js"),

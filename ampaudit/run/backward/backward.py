@@ -193,7 +193,7 @@ class BackwardPass:
         for node, reference, value in zip(wanted, references, values, strict=True):
             if reference is not None and value is not None:
                 if value is not reference:
-                    # what the formulas and autograd hand on may be the reference's own memory, too
+                    # results of formulas and autograd may share the reference's memory
                     given = (*second, *first, reference, *values[: wanted.index(node)])
                     value = self._backend.represented_result(value, self._dtypes[node][0], given)
                 yield node, (reference, value)

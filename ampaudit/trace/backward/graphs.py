@@ -1,4 +1,4 @@
-"""Separates custom backwards from a model's graph: each becomes a graph of its own."""
+"""Separates custom backwards from a model's graph: each gets its own graph."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _without(
 def _separated(
     backward: CustomBackward, sections: dict[int, _Section], owner: dict[fx.Node, int], traced: TracedModel
 ) -> CustomBackward:
-    """Return the backward with a graph of its own, unless it could not be traced."""
+    """Return the backward with its own graph, unless it could not be traced."""
     if backward.failure is not None:
         return backward
     section = sections[backward.number]

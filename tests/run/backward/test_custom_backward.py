@@ -1,4 +1,4 @@
-"""The author's own ways back against real autograd, in FP32, in real half modules and under real autocast."""
+"""Custom backwards compared with real autograd, in FP32, in real half modules and under real autocast."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def apart(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 class FirstKept(Kept):
-    """Keeps the gradients of the first way back, before anything is repaired."""
+    """Keeps the gradients of the first backward pass, before anything is repaired."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)

@@ -41,7 +41,7 @@ class Escape:
 
 @dataclass
 class Checked:
-    """What a run was held against.
+    """What a run is compared with.
 
     Attributes:
         escapes: what was found wrong.

@@ -35,7 +35,7 @@ function rowMarks(rows, [left, right]) {
   const at = rows.map((row, y) => ({ ...row, y, fill: colour(row), faint: row.design ? 0.25 : 1 }));
   const drawn = at.filter((row) => row.peak !== null);
   const inside = drawn.filter((row) => row.peak >= left && row.peak <= right);
-  const beyond = drawn.filter((row) => row.peak > right);  // an arrow: it goes on
+  const beyond = drawn.filter((row) => row.peak > right);  // an arrow: it continues
   const below = drawn.filter((row) => row.low !== null && row.low < left);
   const thin = drawn.map((row) => ({ ...row, from: row.low === null ? row.peak : Math.min(row.low, row.q1 ?? row.low) }));
   const thick = drawn.filter((row) => row.q1 !== null);

@@ -129,7 +129,7 @@ function describe(row) {
   return parts.join(", ");
 }
 
-// A picture of its own: names beside the rows, colours resolved, so that it can be shared.
+// A separate picture: names beside the rows, colours resolved, so that it can be shared.
 function picture(report, rows, domain, title, keys) {
   const width = 1000, left = 330, height = rows.length * ROW, foot = 62 + height;
   const places = keys.map(([fill, text], i) => ({ fill, text, x: domain[0] + ((domain[1] - domain[0]) * i) / keys.length }));
