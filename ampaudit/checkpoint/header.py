@@ -144,7 +144,7 @@ def _entry(path: Path, name: str, item: Any) -> TensorEntry:
     if dtype not in _BITS:
         raise _broken(path, f"tensor {name!r} has the unknown type {str(dtype)[:40]!r}")
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise _broken(path, f"tensor {name!r} has a size or offset that is not an integer")
+        raise _broken(path, f"tensor {name!r} has a size or offset that is not a non-negative integer")
     entry = TensorEntry(name, dtype, tuple(shape), start)
     if end - start != entry.size:
         raise _broken(

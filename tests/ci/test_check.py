@@ -349,7 +349,7 @@ def test_nothing_to_check(tmp_path: Path, cli: Cli) -> None:
     assert "no target" in done.stderr
     done = cli("check", "m.py", "--min-sqnr", "nan", cwd=tmp_path)
     assert done.returncode == 2
-    assert "no limit" in done.stderr
+    assert "not a valid limit" in done.stderr
 
 
 def ci_copy(tmp_path: Path) -> Path:

@@ -281,7 +281,7 @@ def test_mistakes_in_training() -> None:
         train(source(lambda y: (y - 1e9).sqrt().mean()), config=settings)
     with pytest.raises(InputError, match="no parameter gets a gradient"):
         train(source(lambda y: y.detach().mean().requires_grad_()), config=settings)
-    with pytest.raises(InputError, match="no parameter of the model asks"):
+    with pytest.raises(InputError, match="no parameter of the model requires"):
         train(source(classes, Stack().requires_grad_(False)), config=settings)
     with pytest.raises(UsageError, match="LBFGS"):
         train(source(classes, optimizer=torch.optim.LBFGS), config=settings)

@@ -386,9 +386,9 @@ def test_what_cannot_be_differentiated_is_refused_in_one_line() -> None:
         losses_with(loss=lambda y: (y.float() * 0.0).sqrt().mean())
     with pytest.raises(RunFailed, match="no parameter gets a gradient"):
         losses_with(loss=lambda y: y.detach().mean())
-    with pytest.raises(UsageError, match="--backward cannot go with --ranges"):
+    with pytest.raises(UsageError, match="--backward cannot be combined with --ranges"):
         losses_with(loss=classes, ranges=True)
-    with pytest.raises(InputError, match="no parameter of the model asks"):
+    with pytest.raises(InputError, match="no parameter of the model requires"):
         ampaudit.scan(Stack().requires_grad_(False), rows(), backward=True, loss=classes)
 
 
@@ -517,7 +517,7 @@ def test_several_policies_say_which_scales_suit(cli: Any, model_file: Any) -> No
     assert "--advise tries" not in alone.stdout
     refused = cli("scan", path, "--backward", "--advise")
     assert refused.returncode == 2
-    assert "--backward cannot go with --advise" in refused.stderr
+    assert "--backward cannot be combined with --advise" in refused.stderr
 
 
 @pytest.mark.gpu
