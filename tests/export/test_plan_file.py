@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,10 @@ def graph_of(model: TracedModel) -> list[tuple[str, str, torch.dtype | None]]:
     return [(site.id, site.op, site.dtype) for site in model.sites]
 
 
-CASES = [("t5", policy) for policy in policy_names()]
+QUICK = ("ampaudit", "half", "modelopt", "torch-cuda", "torch-tensorrt")  # one of each kind of policy
+CASES: list[Any] = [
+    pytest.param("t5", policy, marks=() if policy in QUICK else pytest.mark.slow) for policy in policy_names()
+]
 CASES += [
     (name, policy) for name in ("deberta_v2", "resnet") for policy in ("ampaudit", "tensorflow", "half")
 ]

@@ -144,7 +144,6 @@ def trained(name: str, policies: tuple[str, ...], steps: int, **options: object)
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("digits", 100), pytest.param("text", 120, marks=pytest.mark.slow)]("name", "steps"),
     [("digits", 100), pytest.param("text", 120, marks=pytest.mark.slow)],
 )
 def test_masters_and_scale_keep_the_accuracy_and_going_without_does_not(name: str, steps: int) -> None:
