@@ -13,12 +13,16 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 # without what starts programs or browsers, converts, trains, or compares whole architectures
-HEAVY := audit/test_bad_input audit/test_cures audit/test_healthy audit/test_quiet benchmarking/test_largest \
-	benchmarking/test_modes benchmarking/test_predict ci/test_check ci/test_plugin cli/test_cli cli/test_terminal \
-	export/test_fold export/test_plan_file export/test_sentence_model export/test_verify linter/test_lint_cli \
-	render/test_html report/test_saved run/test_compare run/test_eager_agrees run/test_run \
-	run/backward/test_gradients source/test_stream test_api test_docs_blocks trace/test_trace \
-	training/test_recipes
+HEAVY := audit/test_advice audit/test_bad_input audit/test_cures audit/test_findings audit/test_healthy \
+	audit/test_quiet audit/test_silent audit/test_stress benchmarking/test_largest benchmarking/test_modes \
+	benchmarking/test_predict bounds/test_proof_examples ci/test_check ci/test_plugin cli/test_cli \
+	cli/test_terminal export/test_fold export/test_huggingface export/test_plan_file \
+	export/test_sentence_model export/test_verify linter/test_lint_cli linter/test_lint_oracle \
+	render/test_html render/test_outputs report/test_pages report/test_saved \
+	run/backward/test_custom_backward run/backward/test_gradients run/test_accuracy run/test_compare \
+	run/test_eager_agrees run/test_evidence run/test_fp32 run/test_run source/test_stream test_api \
+	test_docs_blocks test_examples trace/test_half trace/test_trace trace/test_traced_is_run \
+	training/test_prepare training/test_recipes
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(HEAVY:%=--ignore=tests/%.py)
