@@ -23,13 +23,13 @@ from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
 from ampaudit.source.open import open_source
 from ampaudit.trace import trace
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from tests.support.cures.case import Case
 from tests.support.cures.table import CASES
 from tests.support.diffs import patched
 
 NEAR = 4.0  # dB between what is printed and what a rescan, or torch's own kernels, give
-MIN_SITES = 20.0
+MIN_SQNR = 20.0
 
 
 def errors(report: Report) -> list[Finding]:
@@ -91,7 +91,7 @@ class Native:
                 load_policy("torch-cuda"),
                 low_precision_format(self.dtype),
             )
-            converted = convert(made)
+            converted = attach_weights(made)
             deployed = fold_casts(converted, "inference")
             names = tuple(f"output.{i}" for i in range(len(made.outputs)))
             model = GraphModel(deployed, folded_weights(converted, deployed, {}), names, train=False)
@@ -146,7 +146,7 @@ def near(first: float, second: float) -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_printed_is_what_the_change_does(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    least = float(case.options.get("min_sqnr", MIN_SITES))  # type: ignore[arg-type]
+    least = float(case.options.get("min_sqnr", MIN_SQNR))  # type: ignore[arg-type]
     source = opened(case.source, tmp_path / "model.py", case.count)
     report = scan(source, policy=case.policy, dtype="float16", diff=True, **case.options)  # type: ignore[arg-type]
     found = errors(report)
