@@ -11,7 +11,7 @@ from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Report
 from ampaudit.report.pages import all_pages
-from ampaudit.report.saved import read_report
+from ampaudit.report.saved import read_scan_report
 
 __all__ = ["breaches", "check_codes", "measured_in", "read_baseline"]
 
@@ -40,7 +40,7 @@ def read_baseline(path: Path) -> Report:
     Raises:
         InputError: it is none.
     """
-    return read_report(path, f"--baseline {path}")
+    return read_scan_report(path, f"--baseline {path}")
 
 
 def measured_in(report: Report) -> Measurements:

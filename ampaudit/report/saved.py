@@ -13,13 +13,13 @@ from ampaudit.core.text import escape_control
 from ampaudit.report.documents import DOCUMENTS, Document, kind_of
 from ampaudit.report.model import SCHEMA, Report
 
-__all__ = ["parse_document", "read_document", "read_report"]
+__all__ = ["parse_document", "read_document", "read_scan_report"]
 
 _MAX_BYTES = 1 << 30
 _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
 
 
-def read_report(path: Path, name: str = "") -> Report:
+def read_scan_report(path: Path, name: str = "") -> Report:
     """Read the report of one scan; ``name`` is used in errors.
 
     Raises:
