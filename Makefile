@@ -47,8 +47,8 @@ charts:
 	cd tools/charts && npm install --no-package-lock --no-audit --no-fund && npm run build
 
 schema: $(VENV)/.dev
-	$(BIN)/python -c "from ampaudit.render.json import schema_text; print(schema_text(), end='')" > docs/report.schema.json
-	$(BIN)/python -c "from ampaudit.policy.schema import schema_text; print(schema_text(), end='')" > docs/rules.schema.json
+	$(BIN)/python -c "from ampaudit.render.json import report_schema_text; print(report_schema_text(), end='')" > docs/report.schema.json
+	$(BIN)/python -c "from ampaudit.policy.schema import rules_schema_text; print(rules_schema_text(), end='')" > docs/rules.schema.json
 
 docs-site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

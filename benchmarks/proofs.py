@@ -26,7 +26,7 @@ from ampaudit.core.formats import FLOAT16
 from ampaudit.policy import load_policy
 from ampaudit.run.search import Search
 from ampaudit.trace import Role, trace
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.flow import Flow
 
@@ -82,7 +82,7 @@ def attacked(sites: int, steps: int) -> dict[str, Any]:
     domain = assumptions(traced, [leaves], [])
     table = bound(traced, domain, FLOAT16)
     ends = {name: (assumed.low, assumed.high) for name, assumed in domain.items()}
-    search = Search(convert(traced), ends, torch.device("cpu"))
+    search = Search(attach_weights(traced), ends, torch.device("cpu"))
     computed = [s for s in traced.sites if s.role is Role.COMPUTE and s.id in table.proved]
     computed = [s for s in computed if s.id not in Flow(traced).constants]
     nearest = sorted(computed, key=lambda s: -table.bounds[s.id].peak)[:sites]

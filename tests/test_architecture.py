@@ -144,6 +144,27 @@ def test_torch_is_not_loaded(modules: list[str]) -> None:
         assert not any(name.split(".")[0] == "torch" for name in loaded_with(module)), module
 
 
+def exported(module: str) -> set[str]:
+    """What a module exports of its own; packages hand on what their modules export."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    given = [
+        n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+    ]
+    named = {c.value for value in given for c in ast.walk(value) if isinstance(c, ast.Constant)}
+    imported = {a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    return {str(name) for name in named - imported}
+
+
+def test_no_two_modules_export_the_same_name() -> None:
+    uniform = {"CHECK", "CAUSE"}  # of every check, every cause
+    uniform |= {"assert_safe"}  # the pytest plugin's fixture hands out the function
+    found: dict[str, list[str]] = {}
+    for module in INNER:
+        for name in exported(module) - uniform:
+            found.setdefault(name, []).append(module)
+    assert not {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
 def torch_names(tree: ast.Module) -> dict[str, str]:
     """What the names of a module stand for, of those that are torch or something in it."""
     found: dict[str, str] = {}

@@ -15,11 +15,11 @@ from ampaudit.core.config import (
     DeviceName,
     DtypeName,
     FilePath,
-    Function,
     OnProgress,
     Option,
     Seed,
     Texts,
+    UserFunction,
     python_only,
     silent,
 )
@@ -33,8 +33,12 @@ else:
     Backend, KeepOutputs = Any, Callable
 
 __all__ = [
+    "MIN_HEADROOM",
+    "MIN_SQNR",
     "FailOnLevel",
     "Ignored",
+    "MinHeadroom",
+    "MinSqnr",
     "PlanConfig",
     "PlanOptions",
     "PolicyName",
@@ -50,6 +54,9 @@ FailOnLevel = Annotated[FailOn, Option("Lowest severity that makes the exit code
 Ignored = Annotated[
     Texts, Option("Hide findings by code and layer glob (repeatable).", metavar="CODE[:LAYER]")
 ]
+MinHeadroom = Annotated[float, NOT_NAN, Option("Warn below this headroom.", metavar="BITS")]
+MinSqnr = Annotated[float, NOT_NAN, Option("Required accuracy of every output.", metavar="DB")]
+MIN_HEADROOM, MIN_SQNR = 1.0, 20.0  # what scan and convert ask for by default
 
 
 def rules_of(policy: Rules) -> RuleSet:
@@ -87,8 +94,8 @@ class ScanConfig(PlanConfig):
     policy: Annotated[Rules, Option("Policy name or rule file; separate several with commas.")] = "ampaudit"
     ranges: Annotated[bool, Option("Run FP32 once and show what each format would do.")] = False
     fail_on: FailOnLevel = "error"
-    min_headroom: Annotated[float, NOT_NAN, Option("Warn below this headroom.", metavar="BITS")] = 1.0
-    min_sqnr: Annotated[float, NOT_NAN, Option("Required accuracy of every output.", metavar="DB")] = 20.0
+    min_headroom: MinHeadroom = MIN_HEADROOM
+    min_sqnr: MinSqnr = MIN_SQNR
     advise: Annotated[bool, Option("Try changes for each error and print those that work.")] = False
     diff: Annotated[bool, Option("Print rewrites as a diff of the source; implies --advise.")] = False
     contract: Annotated[
@@ -96,7 +103,9 @@ class ScanConfig(PlanConfig):
         Option("Execution contract: lower-accumulate, saturate, flush-to-zero, decomposed.", metavar="WORDS"),
     ] = ""
     backward: Annotated[bool, Option("Audit gradients and the loss scale; implies --train.")] = False
-    loss: Annotated[Function | None, python_only("loss(output) or loss(output, batch), for backward.")] = None
+    loss: Annotated[
+        UserFunction | None, python_only("loss(output) or loss(output, batch), for backward.")
+    ] = None
     loss_scale: Annotated[
         float | None, Gt(0), Option("Multiply the loss by X instead of the policy's scale.", metavar="X")
     ] = None
@@ -127,7 +136,7 @@ class ScanOptions(PlanOptions, total=False):
     diff: bool
     contract: str
     backward: bool
-    loss: Function | None
+    loss: UserFunction | None
     loss_scale: float | None
     prove: bool
     stress: int

@@ -16,15 +16,15 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.open import open_source
 from ampaudit.trace.isolation import preserved
 
-__all__ = ["Inputs", "Model", "as_source"]
+__all__ = ["Inputs", "ModelLike", "as_source"]
 
 Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
-Model = nn.Module | ModelSource | str | Path
+ModelLike = nn.Module | ModelSource | str | Path
 _HOW = "scan(model, inputs) or scan(model, batches=[...])"
 
 
 def as_source(
-    model: Model,
+    model: ModelLike,
     inputs: Inputs | None = None,
     batches: Iterable[Inputs] | None = None,
     options: SourceConfig | None = None,

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 
 from ampaudit.audit.config import PlanConfig, PlanOptions, rules_of
-from ampaudit.audit.inputs import Inputs, Model, as_source
+from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.plan_report import build_plan
 from ampaudit.core.config import Progress, silent
 from ampaudit.core.formats import NumberFormat, low_precision_format
@@ -18,7 +18,7 @@ from ampaudit.run.audit import RunConfig, measure, promoted_sites
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.trace import TracedModel, trace
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.isolation import preserved
 
 __all__ = ["plan", "trace_under"]
@@ -26,7 +26,7 @@ __all__ = ["plan", "trace_under"]
 
 @preserved()
 def plan(
-    model: Model,
+    model: ModelLike,
     inputs: Inputs | None = None,
     *,
     config: PlanConfig | None = None,
@@ -54,7 +54,7 @@ def plan(
     rules = rules_of(chosen.policy).for_environment(environment_of(where))
     traced, notes = trace_under(source, rules, form, where, chosen.seed, chosen.on_progress)
     masters = rules.file.weights.master
-    return build_plan(convert(traced), source.location, masters=masters, notes=notes)
+    return build_plan(attach_weights(traced), source.location, masters=masters, notes=notes)
 
 
 def trace_under(

@@ -26,7 +26,7 @@ from ampaudit.run.record import RunRecord
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace import Site, TracedModel, trace
 from ampaudit.trace.capture import input_signature
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 
 __all__ = ["compare_with_run", "prove", "static_audit"]
@@ -116,5 +116,5 @@ def static_audit(source: ModelSource, plan: RunConfig) -> Audit:
     backend = plan.backend or choose_backend(plan.device)
     record = RunRecord(device=plan.device.type, backend=backend.name)
     record.seconds["trace"] = time.perf_counter() - started
-    first, *others = map(convert, traces)
+    first, *others = map(attach_weights, traces)
     return Audit(record, tuple(sites.values()), first, frozenset(), others=tuple(others))

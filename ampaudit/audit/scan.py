@@ -13,7 +13,7 @@ from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
 from ampaudit.audit.config import Rules, ScanConfig, ScanOptions, rules_of
 from ampaudit.audit.context import context_of
-from ampaudit.audit.inputs import Inputs, Model, as_source
+from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.audit.stress import stressed
@@ -40,7 +40,7 @@ class Audited:
 
 
 def scan(
-    model: Model,
+    model: ModelLike,
     inputs: Inputs | None = None,
     *,
     batches: Iterable[Inputs] | None = None,

@@ -15,10 +15,10 @@ from ampaudit.core.config import (
     Config,
     DeviceName,
     DtypeName,
-    Function,
     OnProgress,
     Option,
     Seed,
+    UserFunction,
     python_only,
     silent,
     split_commas,
@@ -85,7 +85,9 @@ class BenchConfig(Config):
     dtype: DtypeName = "float16"
     device: DeviceName = "auto"
     seed: Seed = 0
-    loss: Annotated[Function | None, python_only("loss(output) or loss(output, batch), for train.")] = None
+    loss: Annotated[UserFunction | None, python_only("loss(output) or loss(output, batch), for train.")] = (
+        None
+    )
     on_progress: OnProgress = silent
 
 
@@ -102,5 +104,5 @@ class BenchOptions(TypedDict, total=False):
     dtype: str
     device: DeviceName
     seed: int
-    loss: Function | None
+    loss: UserFunction | None
     on_progress: OnProgress

@@ -21,7 +21,7 @@ from ampaudit.export.program import GraphModel
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.run.guards import exact_float32, tf32
 from ampaudit.source import Batch, ModelSource
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.trace.structure import structural_copy
 from ampaudit.trace.values import dtype_name, torch_dtype
@@ -186,7 +186,7 @@ def _converted(setup: BenchSetup, *, folded: bool = True) -> ModeRunner:
         how = f"{how}, ampaudit.prepare"
         return ModeRunner(how, training.model, training=training, masters=frozenset(masters))
     traced, _ = trace_under(setup.source, setup.rules, setup.form, setup.device, setup.seed)
-    converted = convert(traced)
+    converted = attach_weights(traced)
     graph = fold_casts(converted, "inference" if folded else "train")
     values = {name: t.to(setup.device) for name, t in folded_weights(converted, graph, {}).items()}
     model = GraphModel(graph, values, traced.outputs, train=False).eval()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from ampaudit.audit.config import rules_of
-from ampaudit.audit.inputs import Inputs, Model, as_source
+from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.benchmarking.batches import batch_size_of
 from ampaudit.benchmarking.config import BenchConfig, BenchOptions
@@ -28,7 +28,7 @@ CPU_NOTE = "times and memory on a CPU say nothing about a GPU, whose kernels and
 
 
 def bench(
-    model: Model,
+    model: ModelLike,
     inputs: Inputs | None = None,
     *,
     config: BenchConfig | None = None,

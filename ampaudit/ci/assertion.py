@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 if TYPE_CHECKING:
     from ampaudit.audit.config import ScanOptions
-    from ampaudit.audit.inputs import Inputs, Model
+    from ampaudit.audit.inputs import Inputs, ModelLike
     from ampaudit.report.budgets import Breach
     from ampaudit.report.model import Report
 
@@ -32,7 +32,7 @@ class UnsafeModel(AssertionError):
 
 
 def assert_safe(
-    model: Model,
+    model: ModelLike,
     inputs: Inputs | None = None,
     *,
     batches: Iterable[Inputs] | None = None,

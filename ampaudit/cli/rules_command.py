@@ -111,9 +111,9 @@ def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) 
 @debug_option
 def schema_command(debug: bool) -> None:
     """Print the JSON Schema of rule files, for completion in editors."""
-    from ampaudit.policy.schema import schema_text
+    from ampaudit.policy.schema import rules_schema_text
 
-    click.echo(schema_text(), nl=False)
+    click.echo(rules_schema_text(), nl=False)
 
 
 def _json(data: Any, form: str) -> str | None:

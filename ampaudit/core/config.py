@@ -22,13 +22,13 @@ __all__ = [
     "DeviceName",
     "DtypeName",
     "FilePath",
-    "Function",
     "OnProgress",
     "Option",
     "Progress",
     "Seed",
     "SourceConfig",
     "Texts",
+    "UserFunction",
     "limits_of",
     "long_flag",
     "no_such",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Progress = Callable[[str, int, int], None]
-Function = Callable[..., Any]
+UserFunction = Callable[..., Any]
 COMMAND_LINE = "--"  # how values are named in errors: as options
 
 

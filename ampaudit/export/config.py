@@ -7,7 +7,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypedDict
 
-from ampaudit.audit.config import FailOnLevel, Ignored, PlanConfig, PlanOptions, rules_of
+from ampaudit.audit.config import (
+    MIN_HEADROOM,
+    MIN_SQNR,
+    FailOnLevel,
+    Ignored,
+    MinHeadroom,
+    MinSqnr,
+    PlanConfig,
+    PlanOptions,
+    rules_of,
+)
 from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.core.config import NOT_NAN, Config, FilePath, Option, python_only
 from ampaudit.core.errors import UsageError
@@ -33,8 +43,8 @@ class ConvertConfig(PlanConfig):
         FailOnLevel,
         Option("Lowest severity at which nothing is written and the exit code is 1."),
     ] = "error"
-    min_headroom: Annotated[float, NOT_NAN, Option("Warn below this headroom.", metavar="BITS")] = 1.0
-    min_sqnr: Annotated[float, NOT_NAN, Option("Required accuracy of every output.", metavar="DB")] = 20.0
+    min_headroom: MinHeadroom = MIN_HEADROOM
+    min_sqnr: MinSqnr = MIN_SQNR
     ignore: Ignored = ()
     force: Annotated[bool, Option("Replace DIR, if ampaudit wrote it.")] = False
     weights: Annotated[

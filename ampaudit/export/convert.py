@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ampaudit.audit.config import ScanConfig
-from ampaudit.audit.inputs import Inputs, Model, as_source
+from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.scan import Audited, audit_policies
 from ampaudit.checkpoint.layout import MANIFEST, ONNX, PLAN, PROGRAM, REFERENCE, REPORT, SINGLE
 from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
@@ -53,7 +53,7 @@ __all__ = ["convert"]
 
 @preserved()
 def convert(
-    model: Model,
+    model: ModelLike,
     inputs: Inputs | None,
     output: str | Path,
     *,

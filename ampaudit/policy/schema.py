@@ -25,7 +25,7 @@ __all__ = [
     "Text",
     "WeightPolicy",
     "When",
-    "schema_text",
+    "rules_schema_text",
 ]
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
@@ -252,7 +252,7 @@ class RuleFile(_Strict):
     rules: tuple[Rule, ...] = ()
 
 
-def schema_text() -> str:
+def rules_schema_text() -> str:
     """Return the JSON Schema (2020-12) of a rule file, as in docs/rules.schema.json."""
     schema = RuleFile.model_json_schema(by_alias=True)
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}

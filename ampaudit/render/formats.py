@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FORMATS", "OUTPUT_FORMATS", "Format", "chosen_format"]
+__all__ = ["FORMAT_REGISTRY", "OUTPUT_FORMATS", "Format", "chosen_format"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Format:
     suffixes: tuple[str, ...] = ()
 
 
-FORMATS = {
+FORMAT_REGISTRY = {
     "text": Format("ampaudit.render.terminal:to_text", "sections"),
     "json": Format("ampaudit.render.json:to_json", "document", (".json",)),
     "html": Format("ampaudit.render.html.page:to_html", "page", (".html", ".htm")),
@@ -33,7 +33,7 @@ FORMATS = {
     "github": Format("ampaudit.render.github:to_github", "suites"),
     "csv": Format("ampaudit.render.csv:to_csv", "rows", (".csv",)),
 }
-OUTPUT_FORMATS = {name: form.suffixes for name, form in FORMATS.items()}
+OUTPUT_FORMATS = {name: form.suffixes for name, form in FORMAT_REGISTRY.items()}
 
 
 def chosen_format(named: str | None, output: Path | None) -> str:

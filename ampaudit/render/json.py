@@ -11,7 +11,7 @@ from pydantic_core import PydanticSerializationError
 from ampaudit.report.documents import DOCUMENTS
 from ampaudit.report.model import Report
 
-__all__ = ["from_json", "json_schema", "schema_text", "to_json"]
+__all__ = ["from_json", "json_schema", "report_schema_text", "to_json"]
 
 
 def to_json(value: Any) -> str:
@@ -34,6 +34,6 @@ def json_schema(kind: str = "scan") -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def schema_text() -> str:
+def report_schema_text() -> str:
     """Return the schema of a scan's report, as in ``docs/report.schema.json``."""
     return json.dumps(json_schema(), indent=1, sort_keys=True) + "\n"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ampaudit.core.errors import UsageError
 from ampaudit.render.documents import view_of
-from ampaudit.render.formats import FORMATS
+from ampaudit.render.formats import FORMAT_REGISTRY
 from ampaudit.report.documents import Document
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
 def formats_of(document: Document) -> tuple[str, ...]:
     """Return the names of the formats that a document supports."""
     view = view_of(document)
-    return tuple(name for name, form in FORMATS.items() if view.offers(form.needs))
+    return tuple(name for name, form in FORMAT_REGISTRY.items() if view.offers(form.needs))
 
 
 def as_file(document: Document, form: str) -> str:
@@ -34,7 +34,7 @@ def as_file(document: Document, form: str) -> str:
 
     Args:
         document: of any kind.
-        form: a name of ``FORMATS``.
+        form: a name of ``FORMAT_REGISTRY``.
 
     Raises:
         UsageError: this kind of document has no such format; the message lists those that it has.
@@ -45,6 +45,6 @@ def as_file(document: Document, form: str) -> str:
             f"a document of kind {document.kind!r} has no format {form!r}",
             hint=f"use --format {', '.join(known[:-1])} or {known[-1]}",
         )
-    module, _, function = FORMATS[form].writer.partition(":")
+    module, _, function = FORMAT_REGISTRY[form].writer.partition(":")
     text: str = getattr(import_module(module), function)(document)
     return text

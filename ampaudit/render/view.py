@@ -13,7 +13,7 @@ from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Suite
 from ampaudit.report.documents import Document
 
-__all__ = ["Cell", "Page", "Row", "View"]
+__all__ = ["Cell", "Row", "View", "ViewPage"]
 
 D = TypeVar("D", bound=Document)
 Cell: TypeAlias = str | int | float | None
@@ -21,7 +21,7 @@ Row: TypeAlias = Mapping[str, Cell]
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ViewPage:
     """The content of a document's own HTML page.
 
     Attributes:
@@ -73,7 +73,7 @@ class View(ABC, Generic[D]):
         """Return a summary for a review."""
         return self.suites() if self.offers("suites") else self.sections()
 
-    def page(self) -> Page | None:
+    def page(self) -> ViewPage | None:
         """Return the document's own HTML page; by default it is made of the sections."""
         return None
 

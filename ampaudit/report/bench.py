@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.report.card import Rows, Shown, counted
+from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
 __all__ = ["PARTS", "BenchReport", "BenchRow", "Largest", "Memory", "Status", "Work"]
@@ -142,7 +142,7 @@ class BenchReport(Shown):
         """The verdict, and what it is about."""
         return f"{self.model.source} on {self.device_name}: {counted(len(self.rows), 'row')}"
 
-    def card_rows(self) -> Rows:
+    def card_rows(self) -> CardRows:
         """Return the modes."""
         times = ["" if row.seconds is None else f"{row.seconds:.3g} s" for row in self.rows]
         return [(r.mode, r.batch_size, r.status, s) for r, s in zip(self.rows, times, strict=True)]

@@ -7,9 +7,9 @@ from html import escape
 
 from ampaudit.core.text import escape_control
 
-__all__ = ["Rows", "Shown", "counted"]
+__all__ = ["CardRows", "Shown", "counted"]
 
-Rows = Iterable[tuple[object, ...]]
+CardRows = Iterable[tuple[object, ...]]
 _ROWS = 8  # of a card; the page of a report has all
 
 
@@ -23,7 +23,7 @@ class Shown:
         """The verdict and the subject in one line."""
         raise NotImplementedError
 
-    def card_rows(self) -> Rows:
+    def card_rows(self) -> CardRows:
         """Return the most important rows."""
         return ()
 

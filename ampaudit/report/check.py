@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.report.budgets import Breach, Measurements
-from ampaudit.report.card import Rows, Shown, counted
+from ampaudit.report.card import CardRows, Shown, counted
 
 __all__ = ["CheckResults", "Request", "TargetResult"]
 
@@ -85,7 +85,7 @@ class CheckResults(Shown):
         """The verdict, and what it is about."""
         return f"{self.verdict.upper()} {counted(len(self.targets), 'target')}"
 
-    def card_rows(self) -> Rows:
+    def card_rows(self) -> CardRows:
         """Return the targets."""
         return [
             (target.verdict, target.target, target.error or ", ".join(b.budget for b in target.breaches))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampaudit.report.card import Rows, Shown
+from ampaudit.report.card import CardRows, Shown
 from ampaudit.report.model import Report
 
 __all__ = ["Comparison"]
@@ -29,6 +29,6 @@ class Comparison(Shown):
         """The verdict, and what it is about."""
         return f"{len(self.reports)} policies: {', '.join(report.run.policy for report in self.reports)}"
 
-    def card_rows(self) -> Rows:
+    def card_rows(self) -> CardRows:
         """Return the headline of each report."""
         return [(report.headline,) for report in self.reports]

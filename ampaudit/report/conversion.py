@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.core.text import format_bytes
-from ampaudit.report.card import Rows, Shown
+from ampaudit.report.card import CardRows, Shown
 
 __all__ = ["Conversion", "OutputRecord"]
 
@@ -85,6 +85,6 @@ class Conversion(Shown):
         sizes = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
         return f"{self.source} to {self.output}: {self.policy}, {self.dtype}, {sizes}"
 
-    def card_rows(self) -> Rows:
+    def card_rows(self) -> CardRows:
         """Return the files."""
         return [(name, format_bytes(size)) for name, size in self.files.items()]

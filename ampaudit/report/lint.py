@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.core.text import escape_control
-from ampaudit.report.card import Rows, Shown, counted
+from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.finding import FailOn, Severity, threshold
 
 __all__ = ["LintFinding", "LintReport", "UnreadFile"]
@@ -103,6 +103,6 @@ class LintReport(Shown):
         found = f"{counted(len(self.findings), 'finding')} in {counted(self.linted, 'file')}"
         return f"{'FAIL' if self.exit_code else 'PASS'} {found}"
 
-    def card_rows(self) -> Rows:
+    def card_rows(self) -> CardRows:
         """Return the findings."""
         return [(f.severity, f.code, f"{f.file}:{f.line}", f.cause) for f in self.findings]

@@ -13,7 +13,7 @@ from typing import Literal
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.report.accuracy import OutputAccuracy
-from ampaudit.report.card import Rows, Shown, counted
+from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, Finding, Severity
 from ampaudit.report.gradients import BackwardReport
@@ -235,6 +235,6 @@ class Report(Shown):
         how = f"in {self.run.dtype} under {self.run.policy}"
         return f"{self.verdict.upper()} {self.model.source} {how}: {found}"
 
-    def card_rows(self) -> Rows:
+    def card_rows(self) -> CardRows:
         """Return the findings."""
         return [(f.severity, f.code, f.layer, f.cause) for f in self.findings if f.suppressed is None]

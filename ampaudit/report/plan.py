@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from ampaudit.report.card import Rows, Shown, counted
+from ampaudit.report.card import CardRows, Shown, counted
 
 __all__ = ["PlanReport", "PlannedSite", "PlannedWeights", "RuleUse"]
 
@@ -97,6 +97,6 @@ class PlanReport(Shown):
         sites = f"{self.lower} sites in {self.dtype}, {self.float32} in float32"
         return f"{self.model} under {self.policy}: {sites}, {casts}"
 
-    def card_rows(self) -> Rows:
+    def card_rows(self) -> CardRows:
         """Return the rules that decided."""
         return [(use.rule or "", counted(use.sites, "site"), use.why) for use in self.rules]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.report.card import Rows, Shown, counted
+from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
@@ -148,6 +148,6 @@ class TrainingReport(Shown):
         runs = ", ".join(variant.name for variant in self.variants)
         return f"{self.verdict.upper()} {self.model.source}: {counted(self.steps, 'step')} in {runs}"
 
-    def card_rows(self) -> Rows:
+    def card_rows(self) -> CardRows:
         """Return the findings."""
         return [(f.severity, f.code, f.layer, f.cause) for f in self.findings if f.suppressed is None]

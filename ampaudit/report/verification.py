@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampaudit.report.card import Rows, Shown, counted
+from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.problem import Problem
 
 __all__ = ["Verification"]
@@ -37,6 +37,6 @@ class Verification(Shown):
         found = counted(len(self.problems), "problem")
         return f"{'FAIL' if self.problems else 'PASS'} {self.directory}: {found}"
 
-    def card_rows(self) -> Rows:
+    def card_rows(self) -> CardRows:
         """Return the problems."""
         return [(problem.kind, problem.where, problem.what) for problem in self.problems]

@@ -15,7 +15,7 @@ from ampaudit.run.program import Program, compile_program
 from ampaudit.run.record import RunRecord
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
-from ampaudit.trace.converted import ConvertedModel, convert
+from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import TracedModel
@@ -92,7 +92,7 @@ class ExecutorCache:
                 hint="return the tensors that are used",
             )
         traced = functionalized(traced) if differentiated else traced
-        converted = convert(traced, config.release)
+        converted = attach_weights(traced, config.release)
         self._record.add_seconds("trace", time.perf_counter() - started)
         program = compile_program(traced, config.device)
         executor = LockStep(program, converted, self.backend, config.device, reference_only=config.fp32_only)

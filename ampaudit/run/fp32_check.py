@@ -15,7 +15,7 @@ from ampaudit.run.code_record import CodeRecord, OutputDifference
 from ampaudit.run.config import RunConfig
 from ampaudit.run.eager import EagerModel
 from ampaudit.run.lockstep import Pair
-from ampaudit.run.outputs import kind_of
+from ampaudit.run.outputs import output_kind
 from ampaudit.run.program import Program
 from ampaudit.source.interface import Batch
 from ampaudit.trace import TracedModel, trace
@@ -151,12 +151,12 @@ def _difference(name: str, pair: Pair, fp32: torch.Tensor | None) -> OutputDiffe
     if reference.shape != fp32.shape:
         here, there = ("x".join(map(str, t.shape)) or "a scalar" for t in (reference, fp32))
         return replace(found, problem=f"is {here}, and {there} in FP32")
-    if kind_of(reference) != kind_of(fp32):
-        here, there = (_ELEMENTS[kind_of(tensor)] for tensor in (reference, fp32))
+    if output_kind(reference) != output_kind(fp32):
+        here, there = (_ELEMENTS[output_kind(tensor)] for tensor in (reference, fp32))
         return replace(found, problem=f"holds {here}, and {there} in FP32")
     if torch.equal(reference, fp32):
         return found
-    if kind_of(fp32) == "integer":
+    if output_kind(fp32) == "integer":
         wrong = (float((side != fp32).sum()) for side in (value, reference))
         return OutputDifference(name, None, True, float(fp32.numel()), *wrong)
     wrong = (_squares(_error(side, fp32)) for side in (value, reference))

@@ -17,8 +17,8 @@ __all__ = [
     "OutputComparison",
     "OutputKind",
     "compare_outputs",
-    "kind_of",
     "merge_outputs",
+    "output_kind",
     "paired_with_fp32",
 ]
 
@@ -92,7 +92,7 @@ def compare_outputs(pairs: Mapping[str, tuple[Any, Any]], batch: int) -> dict[st
     found: dict[str, OutputComparison] = {}
     waiting: dict[str, tuple[OutputKind, int, torch.Tensor]] = {}
     for name, (reference, value) in pairs.items():
-        kind = kind_of(value if reference is None else reference)
+        kind = output_kind(value if reference is None else reference)
         mismatch = _mismatch(reference, value)
         if mismatch or not reference.numel():
             found[name] = OutputComparison(kind, batch, 0, mismatch=mismatch)
@@ -132,7 +132,7 @@ def _rank(comparison: OutputComparison) -> tuple[float, float]:
     )
 
 
-def kind_of(value: torch.Tensor) -> OutputKind:
+def output_kind(value: torch.Tensor) -> OutputKind:
     """Return the kind of an output's elements."""
     if value.is_complex():
         return "complex"
@@ -144,7 +144,7 @@ def _mismatch(reference: Any, value: Any) -> str:
         return "no counterpart in FP32"
     if tuple(reference.shape) != tuple(value.shape):
         return f"shape {tuple(value.shape)}, in FP32 {tuple(reference.shape)}"
-    if kind_of(reference) != kind_of(value):
+    if output_kind(reference) != output_kind(value):
         return f"dtype {value.dtype}, in FP32 {reference.dtype}".replace("torch.", "")
     return ""
 

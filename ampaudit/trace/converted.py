@@ -12,7 +12,7 @@ from torch import fx
 from ampaudit.policy.schema import Constants
 from ampaudit.trace.graph import Role, Slot, TracedModel
 
-__all__ = ["ConvertedModel", "Release", "WeightCopy", "clipped", "convert", "identity"]
+__all__ = ["ConvertedModel", "Release", "WeightCopy", "attach_weights", "clipped", "identity"]
 
 Release = Callable[[torch.Tensor], None]
 
@@ -93,7 +93,7 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def convert(traced: TracedModel, release: Release | None = None) -> ConvertedModel:
+def attach_weights(traced: TracedModel, release: Release | None = None) -> ConvertedModel:
     """Find the weights that are stored or cast in 16 bits; copies are made when a run needs them."""
     copies: dict[str, WeightCopy] = {}
     for place in traced.placeholders:

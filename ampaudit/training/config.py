@@ -15,10 +15,10 @@ from ampaudit.core.config import (
     Config,
     DeviceName,
     DtypeName,
-    Function,
     OnProgress,
     Option,
     Seed,
+    UserFunction,
     python_only,
     silent,
 )
@@ -69,11 +69,11 @@ class TrainConfig(Config):
     device: DeviceName = "auto"
     seed: Seed = 0
     fail_on: FailOnLevel = "error"
-    loss: Annotated[Function | None, python_only("loss(output) or loss(output, batch).")] = None
+    loss: Annotated[UserFunction | None, python_only("loss(output) or loss(output, batch).")] = None
     optimizer: Annotated[
-        Function | None, python_only("optimizer(params); else AdamW with a learning rate of 1e-3.")
+        UserFunction | None, python_only("optimizer(params); else AdamW with a learning rate of 1e-3.")
     ] = None
-    metric: Annotated[Function | None, python_only("metric(output, batch): larger is better.")] = None
+    metric: Annotated[UserFunction | None, python_only("metric(output, batch): larger is better.")] = None
     on_progress: OnProgress = silent
 
 
@@ -88,7 +88,7 @@ class TrainOptions(TypedDict, total=False):
     device: DeviceName
     seed: int
     fail_on: FailOn
-    loss: Function | None
-    optimizer: Function | None
-    metric: Function | None
+    loss: UserFunction | None
+    optimizer: UserFunction | None
+    metric: UserFunction | None
     on_progress: OnProgress

@@ -9,7 +9,7 @@ from typing import Unpack
 import torch
 
 from ampaudit.audit.config import rules_of
-from ampaudit.audit.inputs import Inputs, Model, as_source
+from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import low_precision_format
@@ -28,7 +28,7 @@ MAX_BATCHES = 256  # held at once; a longer run goes over them again
 
 
 def train(
-    model: Model,
+    model: ModelLike,
     batches: Iterable[Inputs] | None = None,
     *,
     config: TrainConfig | None = None,

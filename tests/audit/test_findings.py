@@ -21,7 +21,7 @@ from ampaudit.report.model import Report
 from ampaudit.run.weights import weight_ranges
 from ampaudit.source.open import open_source
 from ampaudit.trace import trace
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from tests.support.planted import WIDTH
 
 
@@ -191,7 +191,7 @@ def test_weights_are_counted_exactly(dtype: str, numbers: list[float]) -> None:
     traced = trace(
         model, (torch.zeros(1, len(numbers)),), {}, load_policy("half"), load_policy("torch-cuda"), form
     )
-    (seen,) = weight_ranges(convert(traced), {})
+    (seen,) = weight_ranges(attach_weights(traced), {})
     masters = model.weight.flatten().tolist()
     pairs = [(w, torch.tensor(w).to(getattr(torch, dtype)).double().item()) for w in masters]
     assert seen.nonzero == sum(w != 0 for w, _ in pairs)
@@ -209,5 +209,5 @@ def test_weights_are_counted_over_several_blocks() -> None:
         model.weight.view(-1)[7::1000] = 0.0
     form = format_named("float16")
     traced = trace(model, (torch.zeros(1, 700),), {}, load_policy("half"), load_policy("torch-cuda"), form)
-    (seen,) = weight_ranges(convert(traced), {})
+    (seen,) = weight_ranges(attach_weights(traced), {})
     assert (seen.nonzero, seen.overflow, seen.vanish, seen.subnormal) == (559440, 6, 560, 0)

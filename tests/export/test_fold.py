@@ -12,7 +12,7 @@ from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel, as_structure, export_program
 from ampaudit.policy import load_policy
 from ampaudit.trace import TracedModel, trace
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from tests.support import zoo
 
 AUTHOR = load_policy("torch-cuda")
@@ -23,7 +23,7 @@ def traced(model: nn.Module, kwargs: dict[str, torch.Tensor], policy: str, dtype
 
 
 def outputs(made: TracedModel, kwargs: dict[str, torch.Tensor], mode: Mode) -> dict[str, torch.Tensor]:
-    converted = convert(made)
+    converted = attach_weights(made)
     deployed = fold_casts(converted, mode)
     names = tuple(f"output.{i}" for i in range(len(made.outputs)))
     model = GraphModel(deployed, folded_weights(converted, deployed, {}), names, train=mode == "train")
@@ -59,7 +59,7 @@ class Shared(nn.Module):
 
 def test_only_a_weight_that_every_use_casts_is_stored_in_16_bits() -> None:
     made = traced(Shared(), {"x": torch.randn(8, 8)}, "torch-cuda", "float16")
-    deployed = fold_casts(convert(made), "inference")
+    deployed = fold_casts(attach_weights(made), "inference")
     assert {p.name: p.dtype for p in deployed.placeholders} == {
         "both": torch.float32,
         "product": torch.float16,
@@ -81,7 +81,7 @@ class Counted(nn.Module):
 
 def test_a_weight_is_never_stored_as_integers() -> None:
     made = traced(Counted(), {"x": torch.randn(4)}, "torch-cuda", "float16")
-    deployed = fold_casts(convert(made), "inference")
+    deployed = fold_casts(attach_weights(made), "inference")
     assert {p.name: p.dtype for p in deployed.placeholders}["sizes"] is torch.float32
 
 
@@ -101,7 +101,7 @@ class TiedApart(nn.Module):
 
 def test_tied_weights_are_stored_alike() -> None:
     made = traced(TiedApart(), {"x": torch.randn(2, 8)}, "torch-cuda", "float16")
-    deployed = fold_casts(convert(made), "inference")
+    deployed = fold_casts(attach_weights(made), "inference")
     weights = {p.name: p.dtype for p in deployed.placeholders if p.name.endswith("weight")}
     assert set(weights.values()) == {torch.float32}
 
@@ -109,7 +109,7 @@ def test_tied_weights_are_stored_alike() -> None:
 def test_layers_and_lines_are_on_the_exported_ops() -> None:
     subject = zoo.bert()
     made = traced(subject.model.eval(), subject.kwargs, "torch-cuda", "float16")
-    converted = convert(made)
+    converted = attach_weights(made)
     deployed = fold_casts(converted, "inference")
     values = folded_weights(converted, deployed, {})
     program = export_program(deployed, values, made.outputs, (), subject.kwargs)

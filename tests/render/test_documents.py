@@ -16,7 +16,7 @@ from junitparser import JUnitXml
 
 from ampaudit.core.errors import UsageError
 from ampaudit.render.documents import view_of
-from ampaudit.render.formats import FORMATS
+from ampaudit.render.formats import FORMAT_REGISTRY
 from ampaudit.render.json import json_schema
 from ampaudit.render.render import as_file, for_terminal, formats_of
 from ampaudit.render.view import View
@@ -41,13 +41,13 @@ def test_every_document_has_a_view_and_a_sample() -> None:
 
 
 def test_every_format_has_a_writer_and_is_made_from_a_part_of_the_view() -> None:
-    for form in FORMATS.values():
+    for form in FORMAT_REGISTRY.values():
         module, _, function = form.writer.partition(":")
         assert callable(getattr(import_module(module), function))
         assert form.needs == "document" or callable(getattr(View, form.needs))
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMAT_REGISTRY)
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_a_document_is_written_or_refused_with_what_it_can_be(kind: str, form: str) -> None:
     document = sample(kind)

@@ -16,7 +16,7 @@ from ampaudit.run.backends import Emulated
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.program import compile_program
 from ampaudit.trace import TracedModel, trace
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.entry import tensor_leaves
 
 Function = Callable[..., Any]
@@ -56,7 +56,7 @@ def emulated(
     model = Calls(function, kwargs or {}).eval()
     traced = trace(model, args, {}, load_policy(policy), load_policy("torch-cuda"), FORMATS[dtype])
     cpu = torch.device("cpu")
-    executor = LockStep(compile_program(traced, cpu), convert(traced), Emulated(), cpu)
+    executor = LockStep(compile_program(traced, cpu), attach_weights(traced), Emulated(), cpu)
     torch.manual_seed(0)
     pairs = executor.run(tensor_leaves(args, {}), Observer())
     nodes = traced.graph.output_node().args[0]

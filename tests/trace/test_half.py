@@ -14,7 +14,7 @@ import ampaudit
 from ampaudit.core.formats import FLOAT16, format_named
 from ampaudit.policy import load_policy
 from ampaudit.trace import TracedModel, trace
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.storage import stored_dtypes
 
@@ -105,7 +105,7 @@ def test_each_tensor_is_stored_and_each_op_runs_as_after_half(name: str, dtype: 
     changed = stored_dtypes(model, load_policy("half").file.weights, lower)
     own = {n: t.dtype for n, t in named_tensors(model).items()}
     assert {n: t.dtype for n, t in named_tensors(real).items()} == own | changed
-    converted = convert(made)
+    converted = attach_weights(made)
     assert all(
         m.dtype == own[p.name] for p in made.placeholders if p.name in own for m in [made.tensors[p.node]]
     )

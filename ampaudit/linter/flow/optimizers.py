@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ampaudit.linter.flow.calls import Arguments
     from ampaudit.linter.flow.interpreter import Interpreter
 
-__all__ = ["make_optimizer", "optimizer_method"]
+__all__ = ["optimizer_method", "optimizer_value"]
 
 
 _FINITE_TEST = re.compile(r"isfinite|isinf|isnan|found_inf|check_inf|overflow")
@@ -149,7 +149,7 @@ def _check_scaling(interpreter: Interpreter, found: frozenset[Contribution]) -> 
             )
 
 
-def make_optimizer(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
+def optimizer_value(interpreter: Interpreter, node: ast.Call, name: str, arguments: Arguments) -> Optimizer:
     """Interpret ``torch.optim.X(...)``."""
     given = arguments.get(0, "params")
     models = given.models if isinstance(given, Parameters) else None

@@ -101,7 +101,7 @@ def _call_torch(
     if path.startswith("torch.optim.lr_scheduler."):
         return Scheduler(f"L{node.lineno}") if "Plateau" not in name else UNKNOWN
     if path.startswith("torch.optim.") and name[:1].isupper() and "swa" not in path:
-        return optimizers.make_optimizer(interpreter, node, name, arguments)
+        return optimizers.optimizer_value(interpreter, node, name, arguments)
     if path.startswith("torch.nn.") and name.endswith("Loss"):
         return LossFunction(name, node, _reduction(arguments))
     if path.startswith(("torch.nn.parallel.", "torch.distributed.fsdp.Fully")) and name[:1].isupper():

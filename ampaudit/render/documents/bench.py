@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ampaudit.core.text import escape_control, format_bytes, format_number
 from ampaudit.render.blocks import Line, Rows, Section, facts, headline, line, tabulate
-from ampaudit.render.view import Page, Row, View
+from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 
 __all__ = ["BROKEN", "BenchView", "bench_facts", "bench_tables"]
@@ -51,13 +51,13 @@ class BenchView(View[BenchReport]):
                 **{name: getattr(row.work, name, None) for name in work},
             }
 
-    def page(self) -> Page:
+    def page(self) -> ViewPage:
         """Return charts of memory and speed above the tables."""
         from ampaudit.render.html.bench_figures import bench_data
 
         report = self.document
         values = {"report": report, "tables": bench_tables(report), "facts": list(bench_facts(report))}
-        return Page("bench.html.j2", ("values.js", "theme.js", "bench.js"), bench_data(report), values)
+        return ViewPage("bench.html.j2", ("values.js", "theme.js", "bench.js"), bench_data(report), values)
 
 
 def _steps(report: BenchReport) -> str:

@@ -9,7 +9,7 @@ from ampaudit.render.blocks import Line, Section, line, tabulate
 from ampaudit.render.documents.scan import ScanView, reports_page
 from ampaudit.render.findings import Suite
 from ampaudit.render.gradients import scales_that_suit
-from ampaudit.render.view import Page, Row, View
+from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
@@ -62,7 +62,7 @@ class ComparisonView(View[Comparison]):
         for scan in self.scans:
             yield from scan.digest()
 
-    def page(self) -> Page:
+    def page(self) -> ViewPage:
         """Return the page of a scan, with a choice of policies."""
         return reports_page(self.document.reports)
 

@@ -12,7 +12,7 @@ from ampaudit.render.gradients import gradient_sections, scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
 from ampaudit.render.scan_tables import all_sites, level_sections
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_words
-from ampaudit.render.view import Cell, Page, Row, View
+from ampaudit.render.view import Cell, Row, View, ViewPage
 from ampaudit.report.finding import Severity, threshold
 from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
@@ -111,19 +111,19 @@ class ScanView(View[Report]):
             yield Section((tabulate(("site", "peak", "headroom"), nearest),), "Nearest the limit")
         yield Section((facts(("", fact) for fact in _numbers(report)),))
 
-    def page(self) -> Page:
+    def page(self) -> ViewPage:
         """Return charts of every site, findings with their pages, and a summary."""
         return reports_page((self.document,))
 
 
-def reports_page(reports: Sequence[Report]) -> Page:
+def reports_page(reports: Sequence[Report]) -> ViewPage:
     """Return a page for one policy, or for several to choose from."""
     from ampaudit.render.html.figures import figure_data
     from ampaudit.render.html.views import page_values
 
     data = [figure_data(report) for report in reports]
     views = [(report, ScanView(report).suites()[0]) for report in reports]
-    return Page("page.html.j2", _SCRIPTS, data, page_values(views))
+    return ViewPage("page.html.j2", _SCRIPTS, data, page_values(views))
 
 
 def _numbers(report: Report) -> Iterator[str]:

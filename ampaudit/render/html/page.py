@@ -19,7 +19,7 @@ from ampaudit.core.version import __version__
 from ampaudit.render.documents import view_of
 from ampaudit.render.html.blocks import html_of
 from ampaudit.render.paths import relative_path
-from ampaudit.render.view import Page
+from ampaudit.render.view import ViewPage
 from ampaudit.report.documents import Document
 from ampaudit.report.pages import all_pages
 
@@ -35,7 +35,7 @@ def to_html(document: Document) -> str:
     if page is None:
         about: dict[str, Any] = {"name": view.name, "kind": document.kind, "version": __version__}
         about["sections"] = list(view.sections(1))
-        page = Page("document.html.j2", ("theme.js",), None, about)
+        page = ViewPage("document.html.j2", ("theme.js",), None, about)
     scripts = _scripts(tuple(page.scripts), library=page.data is not None)
     values: dict[str, Any] = {
         **page.values,

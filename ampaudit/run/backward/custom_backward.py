@@ -25,7 +25,7 @@ from ampaudit.trace.backward.marks import (
     marked_values,
     saved_values,
 )
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.graph import CustomBackward, FunctionCall, Site
 
 __all__ = ["CustomBackwardRun", "CustomBackwards", "FaultSource", "GradientPair", "GradientShare"]
@@ -69,7 +69,9 @@ class CustomBackwards:
         self.backwards = {custom.number: custom for custom in program.traced.custom_backwards}
         self.untraced: dict[int, tuple[str, str]] = {}
         self.executors = {
-            number: LockStep(compile_program(custom.traced, device), convert(custom.traced), backend, device)
+            number: LockStep(
+                compile_program(custom.traced, device), attach_weights(custom.traced), backend, device
+            )
             for number, custom in self.backwards.items()
             if custom.traced is not None
         }

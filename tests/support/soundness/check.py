@@ -16,7 +16,7 @@ from ampaudit.run.lockstep import LockStep, Observer, StepCall
 from ampaudit.run.program import compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace import TracedModel
-from ampaudit.trace.converted import convert
+from ampaudit.trace.converted import attach_weights
 from tests.support.soundness.program import torchs_own_kernels
 
 __all__ = ["Checked", "Escape", "Runs", "check"]
@@ -143,7 +143,7 @@ class Runs:
 
     def __init__(self, traced: TracedModel) -> None:
         self.traced, self.program = traced, compile_program(traced, _CPU)
-        converted = convert(traced)
+        converted = attach_weights(traced)
         self._executors = {
             native: LockStep(self.program, converted, Native() if native else Emulated(), _CPU)
             for native in (True, False)
