@@ -14,11 +14,13 @@ __all__ = [
     "short_op",
 ]
 
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
 
 def escape_control(name: str) -> str:
-    """Escape the control characters of a name, so that it is safe to print."""
+    """Escape control characters, marks of direction and line breaks, so that a name is safe to print."""
     return "".join(
-        char if unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode()
+        char if unicodedata.category(char) not in _UNPRINTABLE else char.encode("unicode_escape").decode()
         for char in name
     )
 

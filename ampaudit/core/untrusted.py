@@ -1,0 +1,129 @@
+"""Reads and validates files that anyone may have written, before any of their fields is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from ampaudit.core.errors import AuditError
+from ampaudit.core.text import escape_control
+
+__all__ = ["MAX_DEPTH", "MAX_MESSAGE", "describe", "open_regular", "parse_json", "read_bounded", "validate"]
+
+T = TypeVar("T")
+
+MAX_DEPTH = 100  # of nested objects and lists
+MAX_MESSAGE = 300  # characters of an error about a file
+_MAX_NAME = 80
+_MAX_PATH = 130
+# a FIFO would otherwise block until somebody writes to it
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+def open_regular(path: Path, error: type[AuditError]) -> int:
+    """Open a regular file for reading and return its descriptor.
+
+    Raises:
+        AuditError: of the given type: missing, unreadable, a directory, a FIFO, a socket or a device.
+    """
+    try:
+        handle = os.open(path, _FLAGS)
+    except OSError as cause:
+        raise error(f"{_file(path)}: {cause.strerror or cause}", hint="check the path") from cause
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise error(f"{_file(path)}: not a regular file", hint="give the path of a file")
+    return handle
+
+
+def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
+    """Read a regular file of at most ``limit`` bytes.
+
+    Raises:
+        AuditError: of the given type: see ``open_regular``; or it is larger.
+    """
+    with os.fdopen(open_regular(path, error), "rb") as stream:
+        try:
+            size = os.fstat(stream.fileno()).st_size
+            data = stream.read(limit + 1) if size <= limit else b""
+        except OSError as cause:
+            raise error(f"{_file(path)}: {cause.strerror or cause}", hint="check the disk") from cause
+    if size > limit or len(data) > limit:
+        raise error(f"{_file(path)}: larger than the {limit:,} bytes allowed", hint="check the file")
+    return data
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Parse JSON, rejecting repeated names, NaN and infinities, and deep nesting.
+
+    Raises:
+        ValueError: not such JSON; the message names the fault without quoting the text.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from error
+    _check_depth(found)
+    return found
+
+
+def validate(schema: TypeAdapter[T], value: Any, path: Path, error: type[AuditError], hint: str) -> T:
+    """Validate parsed JSON against a pydantic schema.
+
+    Raises:
+        AuditError: of the given type, naming the file and the first field that does not fit.
+    """
+    try:
+        return schema.validate_python(value)
+    except ValidationError as cause:
+        fault = cause.errors(include_url=False, include_input=False)[0]
+        field = describe(".".join(str(part) for part in fault["loc"]) or "the file")
+        raise error(f"{_file(path)}: {field}: {describe(fault['msg'])}", hint=hint) from cause
+
+
+def describe(name: object, limit: int = _MAX_NAME) -> str:
+    """Return a name from a file in a form that is safe to print: escaped, and shortened in the middle."""
+    text = escape_control(str(name))
+    if len(text) <= limit:
+        return text
+    half = (limit - 1) // 2
+    return f"{text[:half]}…{text[-half:]}"
+
+
+def _file(path: Path) -> str:
+    return describe(path, _MAX_PATH)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the name {describe(repeated)!r} occurs twice")
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for container in level
+            if isinstance(container, dict | list)
+            for item in (container.values() if isinstance(container, dict) else container)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
