@@ -164,6 +164,8 @@ class SourceConfig(Config):
         False
     )
     stream: Annotated[bool, Option("Leave weights on disk until an op needs them.")] = False
+    # never a key of a file: whoever wrote the model may have written the file
+    trust: Annotated[bool, Option("Run code that the model's files contain.", file=False)] = False
 
 
 def option_of(field: FieldInfo) -> Option | None:
