@@ -31,7 +31,6 @@ WITHOUT_TORCH = {"core", "policy", "report", "render", "linter", "cli"}
 # loaded or traced
 PATCHER = "ampaudit.trace.internals"
 PATCHING = {
-    "ampaudit.source.exported",  # torch.load: no pickled objects
     "ampaudit.source.streamed",  # nn.Module.register_parameter: modules without weights
     "ampaudit.trace.autocast_state",  # autocast for CUDA on machines without it
     "ampaudit.trace.backward.patches",  # autograd functions, hooks, Tensor.data and grad_fn
@@ -46,7 +45,7 @@ PRIVATE = {
     "ampaudit.benchmarking.memory",
     "ampaudit.benchmarking.predict",
     "ampaudit.run.low_precision",
-    "ampaudit.source.exported",
+    "ampaudit.source.pt2.operators",
 }
 # the inside of the linter: one object calls the others, and they call it back
 KNOWN_CIRCLES = {"ampaudit.linter.flow"}

@@ -69,7 +69,7 @@ def record_reference(
     )  # with caches, which the program has not
     exact = [every[name] for name in names]
     tensors |= {f"fp32[{i}]": t.clone().contiguous() for i, t in enumerate(exact)}
-    found = run_program(program, call, seed)
+    found = run_program(program.module(), call, seed)
     if isinstance(found, str):
         return ReferenceOutputs(tensors, (), found)
     tensors |= {f"output[{i}]": t.clone().contiguous() for i, t in enumerate(found)}
@@ -85,10 +85,10 @@ def record_reference(
     return ReferenceOutputs(tensors, outputs, "")
 
 
-def run_program(program: ExportedProgram, call: Call, seed: int) -> list[torch.Tensor] | str:
-    """Return the program's outputs on the CPU as a flat list, or the reason why it cannot run here."""
+def run_program(program: nn.Module, call: Call, seed: int) -> list[torch.Tensor] | str:
+    """Return a program's outputs on the CPU as a flat list, or the reason why it cannot run here."""
     try:
-        return flat_outputs(call_unchanged(program.module(), *call, seed=seed))
+        return flat_outputs(call_unchanged(program, *call, seed=seed))
     except (RuntimeError, NotImplementedError) as error:
         return f"this machine's CPU cannot run the program in its dtypes: {first_line(error)}"
 

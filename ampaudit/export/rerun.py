@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ampaudit.checkpoint.layout import PROGRAM, REFERENCE
@@ -22,7 +21,8 @@ from ampaudit.export.manifest import Manifest, read_manifest
 from ampaudit.export.reference import compare_output, digest_of_tensors, run_program
 from ampaudit.report.conversion import OutputRecord
 from ampaudit.report.problem import Problem
-from ampaudit.source.exported import load_program
+from ampaudit.source.exported import ExportedModel
+from ampaudit.source.pt2.program import StoredProgram, read_program
 
 __all__ = ["rerun"]
 
@@ -37,7 +37,7 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
     """
     manifest = read_manifest(directory)
     try:
-        program = load_program(directory / PROGRAM)
+        program = read_program(directory / PROGRAM)
         recorded = map_checkpoint(directory / REFERENCE).tensors
     except AuditError as error:
         return [Problem("program", PROGRAM, str(error.args[0]))], []
@@ -46,7 +46,7 @@ def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str
     if call is None:
         problem = Problem("program", REFERENCE, "its inputs are not those that the program takes")
         return [*problems, problem], []
-    found = run_program(program, call, manifest.seed)
+    found = run_program(ExportedModel(program), call, manifest.seed)
     if isinstance(found, str):
         return [*problems, Problem("program", PROGRAM, found)], []
     compared = [
@@ -72,9 +72,9 @@ def _compare_recorded(
     return Problem("output", record.name, f"{text}{f', {accuracy:.0f} dB' if accuracy is not None else ''}")
 
 
-def _with_inputs(program: ExportedProgram, recorded: dict[str, torch.Tensor]) -> Any:
+def _with_inputs(program: StoredProgram, recorded: dict[str, torch.Tensor]) -> Any:
     """Return the program's example call with the recorded tensors."""
-    leaves, spec = pytree.tree_flatten(program.example_inputs or ((), {}))
+    leaves, spec = pytree.tree_flatten(program.example or ((), {}))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     names = [f"input[{number}]" for number in range(len(places))]
     if any(name not in recorded for name in names):
@@ -84,7 +84,7 @@ def _with_inputs(program: ExportedProgram, recorded: dict[str, torch.Tensor]) ->
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _other_weights(program: ExportedProgram, directory: Path, manifest: Manifest) -> list[Problem]:
+def _other_weights(program: StoredProgram, directory: Path, manifest: Manifest) -> list[Problem]:
     """Find parameters of the program that differ from the checkpoint's in any bit."""
     problems: list[Problem] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -94,7 +94,7 @@ def _other_weights(program: ExportedProgram, directory: Path, manifest: Manifest
         except AuditError:
             continue  # reported by the check of the files
     for name, stored in manifest.tensors.items():
-        ours = program.state_dict.get(stored.parameter or name)
+        ours = program.weights.get(stored.parameter or name)
         theirs = tensors.get(name)
         if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             continue

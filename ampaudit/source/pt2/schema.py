@@ -1,0 +1,288 @@
+"""The JSON in an exported program, as far as it is read (torch/_export/serde/schema.py, version 8).
+
+Expressions, guards, ranges and the values of symbols are left out: a replayed graph computes its sizes
+from its inputs, so nothing needs to evaluate them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from typing_extensions import TypedDict
+
+__all__ = [
+    "PAYLOADS",
+    "PROGRAM_SCHEMA",
+    "Argument",
+    "Graph",
+    "InputSpec",
+    "Node",
+    "OutputSpec",
+    "Payload",
+    "ProgramFile",
+    "Signature",
+    "Size",
+    "TensorMeta",
+]
+
+_STRICT = ConfigDict(strict=True)
+# a union is written as an object with the name of its only member
+_UNION = ConfigDict(strict=True, extra="forbid")
+MAX_DIMENSIONS = 64
+
+Name = Annotated[str, Field(max_length=4_000)]
+Text = Annotated[str, Field(max_length=1_000_000)]
+Integer = Annotated[int, Field(ge=-(2**64), le=2**64)]
+Size = Annotated[int, Field(ge=0, le=2**62)]
+Number = float | Literal["Infinity", "-Infinity", "NaN"]
+Nothing = bool | list[Any]  # ``true``; older versions of torch wrote an empty list
+
+
+class Named(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    name: Name
+
+
+class Device(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    type: Literal["cpu", "cuda", "mps", "xpu", "hpu", "meta"]
+    index: NotRequired[Annotated[int, Field(ge=0, le=1_000)] | None]
+
+
+class SymInt(TypedDict, total=False):
+    __pydantic_config__ = _UNION  # type: ignore[misc]
+    as_name: Name
+    as_int: Integer
+
+
+class SymFloat(TypedDict, total=False):
+    __pydantic_config__ = _UNION  # type: ignore[misc]
+    as_name: Name
+    as_float: Number
+
+
+class SymBool(TypedDict, total=False):
+    __pydantic_config__ = _UNION  # type: ignore[misc]
+    as_name: Name
+    as_bool: bool
+
+
+class OptionalTensor(TypedDict, total=False):
+    __pydantic_config__ = _UNION  # type: ignore[misc]
+    as_tensor: Named
+    as_none: Nothing
+
+
+class Complex(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    real: Number
+    imag: Number
+
+
+class SubGraph(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    name: Name
+    graph: Graph
+
+
+class Argument(TypedDict, total=False):
+    """An argument of a call, or a value of the graph."""
+
+    __pydantic_config__ = _UNION  # type: ignore[misc]
+    as_none: Nothing
+    as_tensor: Named
+    as_tensors: list[Named]
+    as_int: Integer
+    as_ints: list[Integer]
+    as_float: Number
+    as_floats: list[Number]
+    as_string: Text
+    as_strings: list[Text]
+    as_sym_int: SymInt
+    as_sym_ints: list[SymInt]
+    as_scalar_type: Integer
+    as_memory_format: Integer
+    as_layout: Integer
+    as_device: Device
+    as_bool: bool
+    as_bools: list[bool]
+    as_sym_bool: SymBool
+    as_sym_bools: list[SymBool]
+    as_graph: SubGraph
+    as_optional_tensors: list[OptionalTensor]
+    as_custom_obj: Any
+    as_operator: Name
+    as_sym_float: SymFloat
+    as_sym_floats: list[SymFloat]
+    as_optional_tensor: OptionalTensor
+    as_complex: Complex
+    as_nested_tensors: list[list[Named]]
+    as_int_lists: list[list[Integer]]
+    as_float_lists: list[list[Number]]
+    as_string_to_argument: dict[Name, Argument]
+
+
+class NodeInput(TypedDict):
+    """A named argument."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    name: Name
+    arg: Argument
+    kind: NotRequired[Literal[0, 1, 2] | None]
+
+
+class Node(TypedDict):
+    """A call of an operator."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    target: Name
+    inputs: list[NodeInput]
+    outputs: list[Argument]
+    metadata: dict[Name, Text]
+    is_hop_single_tensor_return: NotRequired[bool | None]
+
+
+class Graph(TypedDict):
+    """Inputs, calls and outputs."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    inputs: list[Argument]
+    outputs: list[Argument]
+    nodes: list[Node]
+    is_single_tensor_return: NotRequired[bool]
+
+
+class ParameterSpec(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    arg: Named
+    parameter_name: Name
+
+
+class BufferSpec(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    arg: Named
+    buffer_name: Name
+    persistent: NotRequired[bool]
+
+
+class ConstantSpec(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    arg: Named
+    tensor_constant_name: Name
+
+
+class InputMutation(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    arg: Named
+    user_input_name: Name
+
+
+class InputSpec(TypedDict, total=False):
+    """What an input of the graph is: the user's, or a stored tensor."""
+
+    __pydantic_config__ = _UNION  # type: ignore[misc]
+    user_input: Any
+    constant_input: Any
+    parameter: ParameterSpec
+    buffer: BufferSpec
+    tensor_constant: ConstantSpec
+    custom_obj: Any
+    token: Any
+
+
+class OutputSpec(TypedDict, total=False):
+    """What an output of the graph is: the program's, or what it writes to a stored tensor or an input."""
+
+    __pydantic_config__ = _UNION  # type: ignore[misc]
+    user_output: Any
+    buffer_mutation: BufferSpec
+    parameter_mutation: ParameterSpec
+    user_input_mutation: InputMutation
+    loss_output: Any
+    gradient_to_parameter: Any
+    gradient_to_user_input: Any
+    token: Any
+
+
+class Signature(TypedDict):
+    """What each input and output of the graph is."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    input_specs: list[InputSpec]
+    output_specs: list[OutputSpec]
+
+
+class CallSignature(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    in_spec: Text
+    out_spec: Text
+
+
+class CallEntry(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    fqn: Name
+    signature: NotRequired[CallSignature | None]
+
+
+class FieldNames(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    field_names: list[Name]
+
+
+class GraphModule(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    graph: Graph
+    signature: Signature
+    module_call_graph: list[CallEntry]
+    treespec_namedtuple_fields: NotRequired[dict[Name, FieldNames]]
+
+
+class Version(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    major: Integer
+    minor: Integer
+
+
+class ProgramFile(TypedDict):
+    """A whole program without its weights."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    graph_module: GraphModule
+    schema_version: Version
+
+
+class ConcreteSize(TypedDict):
+    __pydantic_config__ = _UNION  # type: ignore[misc]
+    as_int: Size
+
+
+class TensorMeta(TypedDict):
+    """Dtype, sizes, strides and offset (in elements) of a stored tensor."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    dtype: Integer
+    sizes: Annotated[list[ConcreteSize], Field(max_length=MAX_DIMENSIONS)]
+    strides: Annotated[list[ConcreteSize], Field(max_length=MAX_DIMENSIONS)]
+    storage_offset: ConcreteSize
+    requires_grad: bool
+    layout: Integer
+
+
+class Payload(TypedDict):
+    """Where a tensor's bytes are."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    path_name: Name
+    is_param: bool
+    use_pickle: bool
+    tensor_meta: TensorMeta | None
+
+
+class PayloadTable(TypedDict):
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    config: dict[Name, Payload]
+
+
+PROGRAM_SCHEMA = TypeAdapter(ProgramFile)
+PAYLOADS = TypeAdapter(PayloadTable)

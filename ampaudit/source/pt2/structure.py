@@ -1,0 +1,94 @@
+"""Reads how a program's inputs and outputs are nested; no class is imported for it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from torch.utils import _pytree as pytree
+from typing_extensions import TypedDict
+
+from ampaudit.core.untrusted import describe, parse_json
+
+__all__ = ["read_structure"]
+
+_SEQUENCES: Mapping[str, type] = {
+    "builtins.tuple": tuple,
+    "builtins.list": list,
+    "collections.deque": deque,
+    "collections.namedtuple": tuple,
+}
+_MAPPINGS: Mapping[str, type] = {
+    "builtins.dict": dict,
+    "collections.OrderedDict": OrderedDict,
+    "collections.defaultdict": dict,
+}
+_VERSION = 1
+
+
+class _Spec(TypedDict):
+    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
+    type: Annotated[str, Field(max_length=1_000)] | None
+    context: Any
+    children_spec: list[_Spec]
+
+
+_SPEC = TypeAdapter(_Spec)
+_KEYS = TypeAdapter(list[str | int], config=ConfigDict(strict=True))
+
+
+def read_structure(text: str, *, output: bool) -> pytree.TreeSpec:
+    """Parse a structure as ``torch.utils._pytree.treespec_dumps`` writes it.
+
+    Args:
+        text: the version and the nested containers, in JSON.
+        output: whether it is that of the outputs, in which a class of a library is read as a dict of its
+            fields or as a tuple; inputs must consist of Python's own containers.
+
+    Raises:
+        ValueError: not such a text, or a container that only code could build.
+    """
+    found = parse_json(text)
+    if not isinstance(found, list) or len(found) != 2 or found[0] != _VERSION:
+        raise ValueError(f"the nesting of its {'outputs' if output else 'inputs'} is not readable")
+    try:
+        return _spec(_SPEC.validate_python(found[1]), output)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"the nesting of its values: {describe(fault['msg'])}") from error
+
+
+def _spec(given: _Spec, output: bool) -> pytree.TreeSpec:
+    kind, children = given["type"], [_spec(child, output) for child in given["children_spec"]]
+    if kind is None:
+        if children:
+            raise ValueError("a value without a type has parts")
+        return pytree.treespec_leaf()
+    if kind in _SEQUENCES:
+        return pytree.TreeSpec(_SEQUENCES[kind], None, children)
+    keys = _keys(given["context"])
+    if kind in _MAPPINGS or output:
+        if keys is not None and len(keys) == len(children):
+            return pytree.TreeSpec(_MAPPINGS.get(kind, dict), keys, children)
+        if kind not in _MAPPINGS:
+            return pytree.TreeSpec(tuple, None, children)
+        raise ValueError("a dict has not as many keys as values")
+    raise ValueError(f"it takes an object of the class {describe(kind)!r}")
+
+
+def _keys(context: Any) -> list[str | int] | None:
+    """Return the keys of a dict, or the names of an object's fields, if they are there."""
+    if isinstance(context, str):
+        try:
+            context = parse_json(context)
+        except ValueError:
+            return None
+    if isinstance(context, dict):  # of a defaultdict
+        context = context.get("dict_context")
+    try:
+        keys = _KEYS.validate_python(context)
+    except ValidationError:
+        return None
+    return keys if len(set(keys)) == len(keys) else None

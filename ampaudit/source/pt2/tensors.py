@@ -1,0 +1,119 @@
+"""Reads the tensors of an exported program: raw bytes, with a table of dtypes, sizes and strides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ampaudit.checkpoint.archive import Archive
+from ampaudit.core.errors import SourceError
+from ampaudit.core.untrusted import describe, parse_json, validate
+from ampaudit.source.pt2.schema import PAYLOADS, Payload, TensorMeta
+
+__all__ = ["SERIALIZED_DTYPES", "StoredTensors", "read_tensors"]
+
+_MAX_TABLE = 64_000_000  # bytes
+_MAX_EXPANDED = 1 << 20  # elements of a tensor that repeats its stored values
+_STRIDED = 7
+# numbers of torch/_export/serde/schema.py
+SERIALIZED_DTYPES: Mapping[int, torch.dtype] = {
+    1: torch.uint8,
+    2: torch.int8,
+    3: torch.int16,
+    4: torch.int32,
+    5: torch.int64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    9: torch.complex32,
+    10: torch.complex64,
+    11: torch.complex128,
+    12: torch.bool,
+    13: torch.bfloat16,
+    28: torch.uint16,
+    29: torch.float8_e4m3fn,
+    30: torch.float8_e5m2,
+    31: torch.float8_e4m3fnuz,
+    32: torch.float8_e5m2fnuz,
+    33: torch.float8_e8m0fnu,
+    34: torch.uint32,
+    35: torch.uint64,
+}
+
+
+@dataclass(slots=True)
+class StoredTensors:
+    """The tensors of one folder of an archive by name; equal entries of the table are one object."""
+
+    archive: Archive
+    folder: str
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    _same: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, payload: Payload) -> None:
+        """Map a tensor into memory.
+
+        Raises:
+            ValueError: its bytes are missing, or its table does not fit them.
+        """
+        path, meta = payload["path_name"], payload["tensor_meta"]
+        if payload["use_pickle"] or meta is None or not path.startswith(("weight_", "tensor_")):
+            raise ValueError(f"{describe(name)} is a Python object, which loading would run")
+        sizes = tuple(size["as_int"] for size in meta["sizes"])
+        strides = tuple(size["as_int"] for size in meta["strides"])
+        start = meta["storage_offset"]["as_int"]
+        key = (path, meta["dtype"], sizes, strides, start, payload["is_param"], meta["requires_grad"])
+        if key not in self._same:
+            flat = self._flat(name, path, meta)
+            _check_extent(name, flat.numel(), sizes, strides, start)
+            tensor = flat.as_strided(sizes, strides, start)
+            if payload["is_param"]:
+                tensor = nn.Parameter(tensor, requires_grad=meta["requires_grad"])
+            self._same[key] = tensor
+        self.tensors[name] = self._same[key]
+
+    def _flat(self, name: str, path: str, meta: TensorMeta) -> torch.Tensor:
+        dtype = SERIALIZED_DTYPES.get(meta["dtype"])
+        if dtype is None or meta["layout"] != _STRIDED:
+            raise ValueError(f"{describe(name)} has a dtype or layout that cannot be read")
+        data = self.archive.mapped(f"{self.folder}{path}")
+        if len(data) % dtype.itemsize:
+            raise ValueError(f"{describe(name)} has {len(data):,} bytes of {dtype}")
+        return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+
+
+def read_tensors(archive: Archive, folder: str, table: str) -> dict[str, torch.Tensor]:
+    """Map the tensors that a table lists.
+
+    Raises:
+        SourceError: the table or a tensor cannot be read.
+        ValueError: the table does not fit the bytes.
+    """
+    text = archive.read(f"{folder}{table}", _MAX_TABLE)
+    payloads = validate(
+        *(PAYLOADS, parse_json(text), Path(archive.path, table), SourceError),
+        hint="save the program again with torch.export.save",
+    )
+    stored = StoredTensors(archive, folder)
+    for name, payload in payloads["config"].items():
+        stored.add(name, payload)
+    return stored.tensors
+
+
+def _check_extent(
+    name: str, stored: int, sizes: tuple[int, ...], strides: tuple[int, ...], start: int
+) -> None:
+    """Check that a tensor lies within its stored values, and does not repeat them beyond reason."""
+    count = math.prod(sizes)
+    if len(sizes) != len(strides):
+        raise ValueError(f"{describe(name)} has {len(sizes)} sizes and {len(strides)} strides")
+    last = start + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if start > stored or (count and last >= stored):
+        raise ValueError(f"{describe(name)} needs more than the {stored:,} values that are stored")
+    if count > max(stored, _MAX_EXPANDED):
+        raise ValueError(f"{describe(name)} claims {count:,} values, of which {stored:,} are stored")
