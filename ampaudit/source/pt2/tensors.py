@@ -67,7 +67,16 @@ class StoredTensors:
         sizes = tuple(size["as_int"] for size in meta["sizes"])
         strides = tuple(size["as_int"] for size in meta["strides"])
         start = meta["storage_offset"]["as_int"]
-        key = (path, meta["dtype"], sizes, strides, start, payload["is_param"], meta["requires_grad"])
+        key = (
+            path,
+            meta["dtype"],
+            meta["layout"],
+            sizes,
+            strides,
+            start,
+            payload["is_param"],
+            meta["requires_grad"],
+        )
         if key not in self._same:
             flat = self._flat(name, path, meta)
             _check_extent(name, flat.numel(), sizes, strides, start)
