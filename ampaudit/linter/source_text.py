@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from difflib import unified_diff
 from typing import Final
 
-__all__ = ["Unreadable", "character_column", "decode", "diff_lines", "split_lines"]
+__all__ = ["MAX_SOURCE_BYTES", "Unreadable", "character_column", "decode", "diff_lines", "split_lines"]
 
-_MAX_BYTES: Final = 10_000_000  # what is larger was not written by hand
+MAX_SOURCE_BYTES: Final = 10_000_000  # what is larger was not written by hand
 _NO_NEWLINE: Final = "\\ No newline at end of file"
 _NO_NEWLINE_MARK: Final = "\0no newline"
 
@@ -35,8 +35,8 @@ def decode(data: bytes) -> tuple[str, str]:
     Raises:
         Unreadable: the file is binary, too large, or not in the encoding that it declares.
     """
-    if len(data) > _MAX_BYTES:
-        raise Unreadable(f"larger than {_MAX_BYTES // 1_000_000} MB")
+    if len(data) > MAX_SOURCE_BYTES:
+        raise Unreadable(f"larger than {MAX_SOURCE_BYTES // 1_000_000} MB")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise Unreadable("UTF-16, which Python does not read; save it as UTF-8")
     if b"\0" in data:

@@ -10,6 +10,7 @@ from ampaudit.core.errors import InputError
 from ampaudit.policy import plain_fp32
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.config import RunConfig
+from ampaudit.run.guards import refuse_larger_than_memory
 from ampaudit.run.lockstep import LockStep
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.record import RunRecord
@@ -86,6 +87,7 @@ class ExecutorCache:
             seed,
         )
         traced = trace(self.model, batch.args, batch.kwargs, *setting, trace_backward=differentiated)
+        refuse_larger_than_memory(traced.graph, config.device)
         if not traced.outputs:
             raise InputError(
                 f"{type(self.model).__name__} returns no tensor: there is nothing to compare",

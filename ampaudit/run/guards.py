@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import psutil
 import torch
+from torch import fx
+from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import InputError, RunFailed, first_line
+from ampaudit.core.text import format_bytes
 
-__all__ = ["exact_float32", "guarded", "refuse_broken_inputs", "tf32"]
+__all__ = ["exact_float32", "guarded", "refuse_broken_inputs", "refuse_larger_than_memory", "tf32"]
 
 
 @contextlib.contextmanager
@@ -55,6 +59,29 @@ def _memory_errors(device: torch.device) -> Iterator[None]:
             raise RunFailed(f"out of memory: {text}", hint="use a smaller batch, or --ranges") from error
         where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
         raise RunFailed(f"{where}the converted model could not be run on {device}: {text}") from error
+
+
+def refuse_larger_than_memory(graph: fx.Graph, device: torch.device) -> None:
+    """Raise if one value of a graph alone is larger than the memory of the machine or the device.
+
+    Raises:
+        RunFailed: one is; the system might otherwise end the process without a word.
+    """
+    if device.type == "cuda":
+        available = torch.cuda.get_device_properties(device).total_memory
+    else:
+        available = psutil.virtual_memory().total
+    for node in graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+                continue
+            size = value.untyped_storage().nbytes()
+            if isinstance(size, int) and size > available:
+                raise RunFailed(
+                    f"{node.target} computes a value of {format_bytes(size)}; {device} has "
+                    f"{format_bytes(available)} of memory",
+                    hint="use a smaller batch",
+                )
 
 
 def refuse_broken_inputs(tensors: list[torch.Tensor], number: int) -> None:

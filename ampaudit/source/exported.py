@@ -17,6 +17,7 @@ from ampaudit.core.untrusted import describe, describe_path
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.source.pt2.program import StoredProgram, read_program
+from ampaudit.source.pt2.structure import flatten
 from ampaudit.trace.replay import REPLAYED, Replayer
 
 __all__ = ["ExportedModel", "from_exported"]
@@ -77,18 +78,11 @@ class ExportedModel(nn.Module):
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the inputs in the order of the export."""
-        names = self._inputs.children()[1].context or ()
-        if set(names) != set(kwargs):
-            raise InputError(
-                f"the program takes the keyword arguments {', '.join(map(str, names)) or 'none'}",
-                hint="pass those that it was exported with",
-            )
-        given = (args, {name: kwargs[name] for name in names})
         try:
-            return self._inputs.flatten_up_to(given)
+            return flatten((args, kwargs), self._inputs)
         except ValueError as error:
             raise InputError(
-                f"the inputs are not nested as the program's: {describe(first_line(error), 150)}",
+                f"the inputs are not nested as the program's: {error}",
                 hint="pass inputs like those that it was exported with",
             ) from error
 

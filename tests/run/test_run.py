@@ -254,6 +254,17 @@ def test_masters_are_the_models_own_tensors_and_copies_are_half_as_large() -> No
     assert sizes["working"] * 2 == sizes["master"] - integers
 
 
+class Enormous(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(1 << 25, 1 << 25).sum() + x
+
+
+def test_a_value_larger_than_the_memory_is_refused_before_the_run() -> None:
+    with pytest.raises(RunFailed, match=r"ones.* computes a value of 4\.5e\+06 GB; cpu has") as caught:
+        scan(Enormous(), torch.ones(2))
+    assert caught.value.hint == "use a smaller batch"
+
+
 @pytest.mark.parametrize("where", ["out of memory", "DefaultCPUAllocator: can't allocate memory"])
 def test_out_of_memory_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def fails(*_: object) -> None:

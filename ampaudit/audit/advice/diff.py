@@ -7,7 +7,9 @@ from pathlib import Path
 
 from ampaudit.audit.advice.interface import LineChange, Proposal
 from ampaudit.audit.advice.source_edits import replacements
-from ampaudit.linter.source_text import Unreadable, decode, diff_lines
+from ampaudit.core.errors import SourceError
+from ampaudit.core.untrusted import read_bounded
+from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode, diff_lines
 from ampaudit.render.paths import relative_path
 from ampaudit.trace.stack import is_library
 
@@ -32,8 +34,8 @@ def _text_of(change: LineChange) -> str | None:
     """Return the file's text, if its line still says what was run."""
     path = Path(change.line.file)
     try:
-        text, _ = decode(path.read_bytes())
-    except (OSError, Unreadable):
+        text, _ = decode(read_bounded(path, MAX_SOURCE_BYTES, SourceError))
+    except (SourceError, Unreadable):
         return None
     lines = text.split("\n")
     known = change.line.line <= len(lines) and lines[change.line.line - 1].strip() == change.line.code.strip()

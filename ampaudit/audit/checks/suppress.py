@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tokenize
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -10,8 +9,10 @@ from pathlib import Path
 
 from ampaudit.audit.checks.interface import finding_about
 from ampaudit.core.comments import comments_of
-from ampaudit.core.errors import UsageError
+from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.core.untrusted import read_bounded
+from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 from ampaudit.report.finding import Finding, Source
 from ampaudit.report.pages import page_of
 from ampaudit.report.pages.page import LINTED
@@ -83,9 +84,9 @@ def comments_in(sites: Iterable[Site]) -> tuple[Suppression, ...]:
 
 def _comments_of(path: Path) -> list[Suppression]:
     try:
-        with tokenize.open(path) as stream:
-            comments = comments_of(stream.read())
-    except (OSError, SyntaxError, UnicodeDecodeError):
+        text, _ = decode(read_bounded(path, MAX_SOURCE_BYTES, SourceError))
+        comments = comments_of(text)
+    except (SourceError, Unreadable, SyntaxError, ValueError):
         return []  # not a file that can be read: code from a string, an archive, a notebook
     return [
         Suppression(

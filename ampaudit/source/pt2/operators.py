@@ -27,6 +27,7 @@ _FORBIDDEN = re.compile(
     r"|_nested_\w+|_make_per_\w+|_segment_reduce\w*|_pin_memory|pin_memory|_cslt_\w+|make_dual|print"
 )
 _RAW = re.compile(r"Storage|Stream|__torch__|Any|Dict|Future")  # types of arguments
+# without while_loop, which need not end
 _HIGHER_ORDER_NAMES = frozenset(
     {
         "associative_scan",
@@ -39,7 +40,6 @@ _HIGHER_ORDER_NAMES = frozenset(
         "scan",
         "strict_mode",
         "tag_activation_checkpoint",
-        "while_loop",
         "wrap_with_autocast",
         "wrap_with_set_grad_enabled",
     }
@@ -89,7 +89,7 @@ def _overload(name: str, namespace: str, packet: str, overload: str) -> OpOverlo
     if not isinstance(found, OpOverload) or found.namespace != namespace:
         raise UnknownOperator(name, "is not in this version of PyTorch")
     arguments = found._schema.arguments
-    raw = any(_RAW.search(str(a.type)) or a.name in ("filename", "path") for a in arguments)
+    raw = any(_RAW.search(str(a.type)) or a.name == "filename" for a in arguments)
     if raw or _FORBIDDEN.fullmatch(packet):
         raise UnknownOperator(name, "may not be called from a file: it reaches beyond its tensors")
     return found

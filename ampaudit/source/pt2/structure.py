@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from ampaudit.core.untrusted import describe, parse_json
 
-__all__ = ["read_structure"]
+__all__ = ["flatten", "read_structure"]
 
 _SEQUENCES: Mapping[str, type] = {
     "builtins.tuple": tuple,
@@ -58,6 +58,27 @@ def read_structure(text: str, *, output: bool) -> pytree.TreeSpec:
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"the nesting of its values: {describe(fault['msg'])}") from error
+
+
+def flatten(value: Any, structure: pytree.TreeSpec) -> list[Any]:
+    """Return the leaves of a value in the order of a structure; any sequence may stand for another.
+
+    Raises:
+        ValueError: it is nested in another way.
+    """
+    if structure.is_leaf():
+        return [value]
+    children = structure.children()
+    if structure.type in _SEQUENCES.values():
+        fits = isinstance(value, tuple | list | deque) and len(value) == len(children)
+        items = list(value) if fits else []
+    else:
+        fits = isinstance(value, Mapping) and set(value) == set(structure.context)
+        items = [value[key] for key in structure.context] if fits else []
+    if not fits:
+        what = "keys" if structure.type in _MAPPINGS.values() else "values"
+        raise ValueError(f"a {structure.type.__name__} with {len(children)} {what} is expected")
+    return [leaf for item, child in zip(items, children, strict=True) for leaf in flatten(item, child)]
 
 
 def _spec(given: _Spec, output: bool) -> pytree.TreeSpec:
