@@ -11,7 +11,6 @@ import click
 from ampaudit.cli.terminal import make_printable
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.text import escape_control
-from ampaudit.core.untrusted import describe
 from ampaudit.core.version import __version__
 
 __all__ = ["COMMANDS", "main", "run_command"]
@@ -92,6 +91,8 @@ def _explained(error: Exception) -> tuple[str, int]:
     if isinstance(error, click.Abort):  # interrupts do not get here
         return "a question was asked, and standard input is at its end", 2
     if isinstance(error, OSError):
+        from ampaudit.core.untrusted import describe
+
         reason = error.strerror or first_line(error)
         where = f"{describe(error.filename)}: " if error.filename else ""
         return f"{where}{reason}\n  next: check that file, or run again with --debug", 2

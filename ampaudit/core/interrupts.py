@@ -119,6 +119,8 @@ def leave(code: int) -> NoReturn:
     if _program.signal is None and code != INTERRUPTED:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+        _tried(sys.stdout.flush)
+        _tried(sys.stderr.flush)
         if _program.signal is None:
             os._exit(code)
     _end(atexit._run_exitfuncs)
