@@ -6,29 +6,39 @@ The public names and where they come from stand in ``__init__.pyi``. They are lo
 
 from __future__ import annotations
 
-import ast
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the program handles interrupts once this is imported, so this is fast
+    from typing import Any
 
-_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-_HOMES = {
-    alias.asname or alias.name: (node.module or "", alias.name)
-    for node in _STUB.body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-}
-__all__ = sorted(_HOMES)
+_HOMES: dict[str, tuple[str, str]] = {}
 _RENAMED = {"ConvertOptions": "ConvertConfig", "Watch": "TrainingMonitor", "convert_model": "convert"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    from importlib import import_module
+
+    homes = _homes()
+    if name == "__all__":
+        return sorted(homes)
+    if name not in homes:
         new = f"; it is now ampaudit.{_RENAMED[name]}" if name in _RENAMED else ""
         raise AttributeError(f"module 'ampaudit' has no attribute {name!r}{new}")
-    module, original = _HOMES[name]
+    module, original = homes[name]
     return getattr(import_module(module), original)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(_homes())
+
+
+def _homes() -> dict[str, tuple[str, str]]:
+    """Read where each public name comes from, once."""
+    if not _HOMES:
+        import ast
+        from pathlib import Path
+
+        stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+        for node in stub.body:
+            if isinstance(node, ast.ImportFrom):
+                _HOMES.update({a.asname or a.name: (node.module or "", a.name) for a in node.names})
+    return _HOMES

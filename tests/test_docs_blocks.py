@@ -19,7 +19,7 @@ from torch import nn
 
 import ampaudit
 from ampaudit.ci.config import read_config
-from ampaudit.cli.main import main
+from ampaudit.cli.program import main
 from ampaudit.linter.config import read_lint_config
 from ampaudit.policy import load_policy
 from tests.support.paths import ROOT

@@ -15,6 +15,7 @@ from ampaudit.benchmarking.devices.host import this_machine
 from ampaudit.benchmarking.largest import largest
 from ampaudit.benchmarking.mode_runs import ModeRun, finish_run, start_run, time_step
 from ampaudit.benchmarking.modes import BenchSetup, with_batch_size
+from ampaudit.core import interrupts
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.formats import low_precision_format
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
@@ -67,6 +68,7 @@ def bench(
         try:
             most = tuple(largest(setup, chosen.modes, chosen.on_progress))
         except KeyboardInterrupt:
+            interrupts.deliver_anyway()
             interrupted = True
     machine = this_machine()
     kind = setup.device.type
@@ -119,6 +121,7 @@ def _of_size(setup: BenchSetup, size: int, config: BenchConfig) -> tuple[list[Be
                 if run.runner is not None:
                     time_step(run, setup.device)
     except KeyboardInterrupt:
+        interrupts.deliver_anyway()
         interrupted = True
         runs = [run for run in runs if run.seconds or run.row.status != "ok"]
     exact = next((run.output for run in runs if run.row.mode == "fp32" and run.output), ())

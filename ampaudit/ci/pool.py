@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,9 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
+from ampaudit.core import interrupts
 from ampaudit.core.config import Progress
+from ampaudit.core.files import temporary_directory
 from ampaudit.core.text import format_bytes
 from ampaudit.report.check import Request, TargetResult
 
@@ -42,12 +43,19 @@ def check_all(requests: Sequence[Request], limits: Limits, on_progress: Progress
     waiting = list(enumerate(requests))[::-1]
     running: dict[int, _Worker] = {}
     results: dict[int, TargetResult] = {}
-    with tempfile.TemporaryDirectory(prefix="ampaudit-check-") as folder:
+
+    def stop_all() -> None:
+        for worker in list(running.values()):
+            worker.stop()
+
+    interrupts.at_end(stop_all)
+    with temporary_directory("ampaudit-check-") as folder:
         try:
             while waiting or running:
                 while waiting and len(running) < limits.jobs:
                     number, request = waiting.pop()
-                    running[number] = _Worker(request, Path(folder) / str(number), limits)
+                    with interrupts.Deferred():
+                        running[number] = _Worker(request, folder / str(number), limits)
                 time.sleep(_POLL_SECONDS)
                 for number, worker in list(running.items()):
                     result = worker.poll()
@@ -56,8 +64,9 @@ def check_all(requests: Sequence[Request], limits: Limits, on_progress: Progress
                         del running[number]
                         on_progress("checking", len(results), len(requests))
         finally:
-            for worker in running.values():
-                worker.stop()
+            with interrupts.Deferred():
+                stop_all()
+                interrupts.forget(stop_all)
     return [results[number] for number in range(len(requests))]
 
 

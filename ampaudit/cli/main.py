@@ -1,107 +1,45 @@
-"""The ``ampaudit`` program: its commands, and error handling with exit codes."""
+"""Starts the ``ampaudit`` program, which handles signals before it imports anything else."""
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
-from importlib import import_module
-from typing import NoReturn
 
-import click
+from ampaudit.core import interrupts
 
-from ampaudit.cli.terminal import make_printable
-from ampaudit.core.errors import AuditError
-from ampaudit.core.version import __version__
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
-__all__ = ["COMMANDS", "main", "run"]
-
-INTERRUPTED = 130
-# where each command is, and its line in the list of all
-COMMANDS = {
-    "scan": ("scan_command:scan_command", "Find the layers that overflow."),
-    "plan": ("plan_command:plan_command", "Show what a policy does to each op."),
-    "train": ("train_command:train_command", "Train in FP32 and 16 bits side by side."),
-    "convert": ("convert_command:convert_command", "Write a converted checkpoint."),
-    "verify": ("convert_command:verify_command", "Verify a converted directory."),
-    "check": ("check_command:check_command", "Check models against budgets."),
-    "lint": ("lint_command:lint_command", "Find mixed-precision mistakes in training scripts."),
-    "bench": ("bench_command:bench_command", "Compare time, memory and accuracy of each mode."),
-    "report": ("report_command:report_command", "Show a saved report in any format."),
-    "diff": ("report_command:diff_command", "Compare two reports."),
-    "rules": ("rules_command:rules_group", "List, show, check and compare policies."),
-    "devices": ("devices_command:devices_command", "Show what devices support in 16 bits."),
-    "explain": ("explain_command:explain_command", "Explain a check, such as AMP106."),
-}
-
-
-class Program(click.Group):
-    """A command group that imports a command when it is called, so that ``ampaudit --help`` is fast."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands."""
-        return sorted(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command."""
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, name = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(import_module(f"ampaudit.cli.{module}"), name)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
-
-
-@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="ampaudit")
-def main() -> None:
-    """Find the layers of a PyTorch model that break in 16 bits, before you deploy it.
-
-    Exit codes: 0 clean, 1 findings, 2 bad usage or input, 3 the audit could not be carried out.
-    """
+__all__ = ["run"]
 
 
 def run() -> NoReturn:
     """Run the console script."""
-    debug = "--debug" in sys.argv
-    make_printable()
     try:
-        code = main.main(standalone_mode=False)
-        sys.stdout.flush()
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        _end("interrupted; nothing was written", INTERRUPTED)
-    except AuditError as error:
-        if debug:
-            traceback.print_exc()
-        _end(str(error), error.exit_code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except OSError as error:
-        if debug:
-            traceback.print_exc()
-        _end(
-            f"cannot write the report: {error.strerror or error}\n  next: free some space, or use -o FILE", 2
-        )
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        _end(f"internal error: {text}\n  next: please report it with the output of --debug", 3)
-    sys.exit(code if isinstance(code, int) else 0)
+        _open_missing_streams()
+        interrupts.install()
+
+        from ampaudit.cli.program import run_command
+
+        interrupts.leave(run_command())
+    except KeyboardInterrupt:
+        interrupts.leave(interrupts.INTERRUPTED)
 
 
-def _end(message: str, code: int) -> NoReturn:
-    from ampaudit.core.text import escape_control
+def _open_missing_streams() -> None:
+    """Put the null device where a standard stream is closed, or the next file would take its place.
 
-    click.echo("\n".join(escape_control(line) for line in f"ampaudit: {message}".splitlines()), err=True)
-    # a full stdout would otherwise complain a second time when Python closes it
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    sys.exit(code)
+    Using such a stream fails as before: input cannot be read, and output cannot be written.
+    """
+    for number, mode in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, mode)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

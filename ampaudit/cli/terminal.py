@@ -6,8 +6,9 @@ import codecs
 import io
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ampaudit.core.errors import OutputError
 from ampaudit.render.plaintext import as_text
 
 if TYPE_CHECKING:
@@ -36,12 +37,29 @@ _ASCII = {
 }
 
 
+class _StandardOutput(io.FileIO):
+    """File descriptor 1, whose failures are told as what they are."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"cannot write to standard output: {error.strerror}", hint="free some space, or use -o FILE"
+            ) from error
+
+
 def make_printable() -> None:
-    """Write characters that the encoding of stdout or stderr lacks in ASCII."""
+    """Write characters that the encoding of stdout or stderr lacks in ASCII, and explain a full stdout."""
     codecs.register_error(_HANDLER, _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_HANDLER)
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
+        raw = io.BufferedWriter(_StandardOutput(sys.stdout.fileno(), "wb", closefd=False))
+        sys.stdout = io.TextIOWrapper(raw, sys.stdout.encoding, _HANDLER)
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -10,12 +10,23 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from ampaudit.core.errors import AuditError, OutputError
+from ampaudit.core import interrupts
+from ampaudit.core.errors import OutputError
 
-__all__ = ["check_directory", "check_writable", "replace_bytes", "staged_directory", "write_text"]
+__all__ = [
+    "check_directory",
+    "check_writable",
+    "replace_bytes",
+    "staged_directory",
+    "temporary_directory",
+    "write_bytes",
+    "write_text",
+]
 
+_MAX_ATTEMPTS = 5  # against another process or thread that does something to the same directory
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
@@ -38,8 +49,13 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
     Raises:
         OutputError: it cannot be written; what was there before is untouched.
     """
+    write_bytes(path, text.encode("utf-8"), force=force)
+
+
+def write_bytes(path: Path, data: bytes, *, force: bool) -> None:
+    """Write as ``write_text`` does."""
     check_writable(path, force=force)
-    _replace(path, text.encode("utf-8"), lambda target: 0o666 & ~_umask())
+    _replace(path, data, lambda target: 0o666 & ~_umask())
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
@@ -53,22 +69,61 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
     target = path.resolve()
-    temporary = ""
     try:
         mode = mode_of(target)
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, target)
+        with _temporary_beside(target) as temporary:
+            with temporary.open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.chmod(mode)
+            with interrupts.Committing(path):
+                temporary.replace(target)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _temporary_beside(target: Path) -> Iterator[Path]:
+    """Create an empty file, which is removed if it is still there at the end."""
+    with interrupts.Deferred():
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        os.close(handle)
+        remove = partial(Path(name).unlink, missing_ok=True)
+        interrupts.at_end(remove)
+    try:
+        yield Path(name)
     finally:
-        if temporary:
+        with interrupts.Deferred():
+            interrupts.forget(remove)
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                remove()
+
+
+@contextlib.contextmanager
+def temporary_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Create a directory, which is removed at the end, also if a signal ends the program.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    with interrupts.Deferred():
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        remove = partial(_remove_tree, directory)
+        interrupts.at_end(remove)
+    try:
+        yield directory
+    finally:
+        with interrupts.Deferred():
+            interrupts.forget(remove)
+            remove()
+
+
+def _remove_tree(directory: Path) -> None:
+    for _ in range(_MAX_ATTEMPTS):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
 
 
 def check_directory(path: Path, *, force: bool, ours: str) -> None:
@@ -113,24 +168,31 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
     prefix = f".{target.name}.part-"
     try:
         _remove_leftovers(target.parent, prefix)
-        stage = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        with _locked_directory(prefix, target.parent) as stage:
+            yield stage
+            _flush(stage)
+            stage.chmod(0o777 & ~_umask())
+            check_directory(path, force=force, ours=ours)  # it may have been created meanwhile
+            with interrupts.Committing(path):
+                _swap(stage, target)  # what is then there, the old one, is removed
     except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(target.parent):
+            raise  # about something that was read
         raise _cannot_write(path, error) from error
-    lock = _locked(stage)
-    try:
-        yield stage
-        _flush(stage)
-        stage.chmod(0o777 & ~_umask())
-        check_directory(path, force=force, ours=ours)  # it may have been created meanwhile
-        _swap(stage, target)
-    except AuditError:
-        raise
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)  # the new one, or after the swap the old one
-        if lock is not None:
-            os.close(lock)
+
+
+@contextlib.contextmanager
+def _locked_directory(prefix: str, parent: Path) -> Iterator[Path]:
+    """Create a directory with a lock, which a rival's removal of leftovers may take from under us."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(_MAX_ATTEMPTS):
+            directory = stack.enter_context(temporary_directory(prefix, parent))
+            lock = _locked(directory)
+            if lock is not None:
+                stack.callback(os.close, lock)
+            if os.name == "nt" or (lock is not None and directory.is_dir()):
+                break
+        yield directory
 
 
 def _cannot_write(path: Path, error: OSError) -> OutputError:
@@ -188,12 +250,15 @@ def _fsync(path: Path) -> None:
 
 
 def _locked(directory: Path) -> int | None:
-    """Lock a directory while its writer lives; ``None`` if the lock is taken or unsupported."""
+    """Lock a directory while its writer lives; ``None`` if it is gone, locked, or cannot be locked."""
     if os.name == "nt":
         return None
     import fcntl
 
-    handle = os.open(directory, os.O_RDONLY)
+    try:
+        handle = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

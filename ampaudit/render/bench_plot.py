@@ -9,7 +9,7 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_writable
 from ampaudit.core.text import escape_control
 from ampaudit.render.documents.bench import BROKEN
-from ampaudit.render.training_plot import figure_of
+from ampaudit.render.training_plot import figure_of, save_figure
 from ampaudit.report.bench import PARTS, BenchReport, BenchRow
 
 __all__ = ["plot_bench"]
@@ -41,7 +41,7 @@ def plot_bench(report: BenchReport, path: Path, *, force: bool = False) -> None:
     figure.suptitle(
         f"{escape_control(report.model.source)}: a {kind} on {where}, by mode and batch size", fontsize=11
     )
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, force=force)
 
 
 def _memory(axes: Any, rows: list[BenchRow]) -> None:

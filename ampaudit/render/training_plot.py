@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ampaudit.core.errors import UsageError
-from ampaudit.core.files import check_writable
+from ampaudit.core.files import check_writable, write_bytes
 from ampaudit.report.training import TrainingReport
 
-__all__ = ["check_picture", "figure_of", "plot_training"]
+__all__ = ["check_picture", "figure_of", "plot_training", "save_figure"]
 
 # colours that readers with colour blindness can tell apart (Okabe and Ito, 2008)
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -28,7 +29,7 @@ def plot_training(report: TrainingReport, path: Path, *, force: bool = False) ->
     loss, scale, gradient = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))
     _draw(report, loss, scale, gradient)
     figure.suptitle(f"{report.steps} steps of {report.optimizer}, {report.dtype} beside FP32")
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, force=force)
 
 
 def check_picture(path: Path) -> None:
@@ -53,6 +54,17 @@ def figure_of(path: Path, size: tuple[float, float]) -> Any:
     import matplotlib.figure
 
     return matplotlib.figure.Figure(figsize=size, layout="constrained")
+
+
+def save_figure(figure: Any, path: Path, *, force: bool) -> None:
+    """Write a figure in the format of the file's suffix.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:], dpi=150)
+    write_bytes(path, drawn.getvalue(), force=force)
 
 
 def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:

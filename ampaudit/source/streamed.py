@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from ampaudit.checkpoint.header import TensorEntry
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.checkpoint.write import write_safetensors
-from ampaudit.core.errors import WeightsError
+from ampaudit.core.errors import OutputError, WeightsError
+from ampaudit.core.files import temporary_directory
 from ampaudit.source.weights import check_names, model_names
 from ampaudit.trace.internals import Replacement, patched
 
@@ -53,7 +54,8 @@ def with_mapped(model: nn.Module, checkpoint: Path, *, renamed: bool) -> Callabl
     Raises:
         WeightsError: a weight is missing, unexpected, of another shape, or joined from several tensors.
     """
-    mapped = map_checkpoint(_in_float32(checkpoint))
+    with _in_float32(checkpoint) as file:
+        mapped = map_checkpoint(file)
     names = model_names(model, mapped.tensors) if renamed else {name: name for name in mapped.tensors}
     given: dict[str, torch.Tensor] = {}
     for name, own in names.items():
@@ -68,16 +70,17 @@ def with_mapped(model: nn.Module, checkpoint: Path, *, renamed: bool) -> Callabl
     return mapped.drop
 
 
-def _in_float32(checkpoint: Path) -> Path:
-    """Write a float32 copy of a checkpoint with 16-bit tensors to a temporary directory.
+@contextlib.contextmanager
+def _in_float32(checkpoint: Path) -> Iterator[Path]:
+    """Write a float32 copy of a checkpoint with 16-bit tensors to a temporary file, to be mapped.
 
-    The audit needs FP32 weights; as a file they need no memory.
+    The audit needs FP32 weights; as a file they need no memory. A mapped file needs no name, so it has
+    none that a killed process could leave behind; but Windows keeps the name, and removes it at the end.
     """
     opened = open_checkpoint(checkpoint)
     if not any(entry.dtype in _WIDENED for entry in opened.entries.values()):
-        return checkpoint
-    folder = Path(tempfile.mkdtemp(prefix="ampaudit-stream-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        yield checkpoint
+        return
     entries, pieces = [], []
     for part in opened.parts:
         for entry in part.entries.values():
@@ -85,8 +88,17 @@ def _in_float32(checkpoint: Path) -> Path:
             entries.append(TensorEntry(entry.name, "F32" if wide else entry.dtype, entry.shape))
             values = part.pieces(entry.name)
             pieces.append((entry.name, (piece.float() for piece in values) if wide else values))
-    write_safetensors(folder / "widened.safetensors", entries, {}, pieces)
-    return folder / "widened.safetensors"
+    try:
+        with temporary_directory("ampaudit-stream-") as folder:
+            if os.name == "nt":
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            write_safetensors(folder / "widened.safetensors", entries, {}, pieces)
+            yield folder / "widened.safetensors"
+    except OSError as error:
+        raise OutputError(
+            f"cannot write a float32 copy of {checkpoint} to the temporary directory: {error.strerror}",
+            hint="set TMPDIR to a directory with room for it",
+        ) from error
 
 
 def _assign(model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:

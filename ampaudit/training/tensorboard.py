@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampaudit.core.errors import OutputError, UsageError
+from ampaudit.core.interrupts import Committing
 from ampaudit.core.text import escape_control
 from ampaudit.report.training import TrainingReport, Variant
 
@@ -42,7 +43,7 @@ def write_summaries(report: TrainingReport, directory: Path, *, force: bool = Fa
             )
     try:
         for variant, folder in zip(report.variants, folders, strict=True):
-            with SummaryWriter(str(folder)) as writer:
+            with Committing(folder), SummaryWriter(str(folder)) as writer:
                 _write(variant, report, writer)
     except OSError as error:
         raise OutputError(f"cannot write {directory}: {error.strerror or error}") from error

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from ampaudit.audit.advice import Proposal, diff_of
 from ampaudit.audit.advice.interface import LineChange
-from ampaudit.cli.main import main
+from ampaudit.cli.program import main
 from ampaudit.core.sites import SourceLine
 from tests.support.cures.case import Case
 from tests.support.cures.table import CASES

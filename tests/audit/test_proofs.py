@@ -16,7 +16,7 @@ from ampaudit import scan
 from ampaudit.bounds import Interval
 from ampaudit.bounds.interval import between
 from ampaudit.bounds.transfers import TRANSFERS, OpCall, RegisteredTransfer
-from ampaudit.cli.main import main
+from ampaudit.cli.program import main
 from ampaudit.core.errors import ProofBroken, UsageError
 from ampaudit.render.render import for_terminal
 from ampaudit.report.model import Report

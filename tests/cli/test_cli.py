@@ -186,7 +186,9 @@ def test_help_is_fast_and_does_not_import_torch() -> None:
     code = (
         "import sys\nsys.argv = ['ampaudit', '--help']\n"
         "from ampaudit.cli.main import run\n"
-        "try:\n    run()\nfinally:\n    print('torch' in sys.modules, 'pydantic' in sys.modules)\n"
+        "import atexit\n"
+        "atexit.register(lambda: print('torch' in sys.modules, 'pydantic' in sys.modules))\n"
+        "run()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False False"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from ampaudit.cli.main import main
+from ampaudit.cli.program import main
 from ampaudit.core.errors import AuditError
 from ampaudit.core.sites import pattern_of
 from ampaudit.policy import OpFacts, load_file, load_policy, policy_names
@@ -124,7 +124,7 @@ def test_list_and_show_every_policy() -> None:
 
 def test_rules_commands_do_not_import_torch() -> None:
     code = (
-        "import sys\nfrom click.testing import CliRunner\nfrom ampaudit.cli.main import main\n"
+        "import sys\nfrom click.testing import CliRunner\nfrom ampaudit.cli.program import main\n"
         "for args in (['list'], ['show', 'ampaudit'], ['schema'], ['diff', 'torch-cuda', 'mxnet-fp16']):\n"
         "    assert CliRunner().invoke(main, ['rules', *args]).exit_code == 0\n"
         "print('torch' in sys.modules)\n"

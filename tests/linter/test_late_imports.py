@@ -18,7 +18,7 @@ def example_inputs():
 """
 SCAN = """
 import sys
-from ampaudit.cli.main import main
+from ampaudit.cli.program import main
 
 try:
     main(["scan", "model.py"], standalone_mode=False)

@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_written_is_said(project: Path, cli: CLI) -> None:
 
 def test_torch_is_never_imported(project: Path) -> None:
     code = (
-        "import sys\nfrom ampaudit.cli.main import main\n"
+        "import sys\nfrom ampaudit.cli.program import main\n"
         "main(['lint', 'src', '--fix', '-q'], standalone_mode=False)\n"
         "assert not any(name.split('.')[0] in ('torch', 'numpy') for name in sys.modules)\n"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ampaudit.cli.main import main
+from ampaudit.cli.program import main
 from ampaudit.core.errors import PolicyError
 from ampaudit.policy import load_file, load_policy
 from tests.support.rule_file import GOOD

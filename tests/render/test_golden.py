@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ampaudit.cli.main import COMMANDS, main
+from ampaudit.cli.program import COMMANDS, main
 from ampaudit.cli.terminal import as_text
 from ampaudit.linter.linting import RuleSelection, lint_text
 from ampaudit.render.html.page import to_html

@@ -14,7 +14,7 @@ from torch import nn
 from ampaudit import scan
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import scan_policies
-from ampaudit.cli.main import main
+from ampaudit.cli.program import main
 from ampaudit.core.errors import TraceFailed
 from ampaudit.report.model import Report
 from ampaudit.run import audit as audit_module

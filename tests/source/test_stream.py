@@ -164,12 +164,11 @@ def get_model(): return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for 
 def example_inputs(): return torch.randn(2, WIDTH)
 """
 PEAK = """
-import sys, re, runpy
+import atexit, sys, re, runpy
 sys.argv = ["ampaudit", *sys.argv[1:]]
-try:
-    runpy.run_module("ampaudit", run_name="__main__")
-finally:
-    print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1], file=sys.stderr)
+peak = lambda: re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]
+atexit.register(lambda: print(peak(), file=sys.stderr))
+runpy.run_module("ampaudit", run_name="__main__")
 """
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from ampaudit.cli.main import main
+from ampaudit.cli.program import main
 
 __all__ = ["parsed"]
 

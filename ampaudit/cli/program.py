@@ -1,0 +1,100 @@
+"""Defines the ``ampaudit`` program: its commands, and how it tells errors, with their exit codes."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib import import_module
+
+import click
+
+from ampaudit.cli.terminal import make_printable
+from ampaudit.core.errors import AuditError, first_line
+from ampaudit.core.text import escape_control
+from ampaudit.core.version import __version__
+
+__all__ = ["COMMANDS", "main", "run_command"]
+
+# where each command is, and its line in the list of all
+COMMANDS = {
+    "scan": ("scan_command:scan_command", "Find the layers that overflow."),
+    "plan": ("plan_command:plan_command", "Show what a policy does to each op."),
+    "train": ("train_command:train_command", "Train in FP32 and 16 bits side by side."),
+    "convert": ("convert_command:convert_command", "Write a converted checkpoint."),
+    "verify": ("convert_command:verify_command", "Verify a converted directory."),
+    "check": ("check_command:check_command", "Check models against budgets."),
+    "lint": ("lint_command:lint_command", "Find mixed-precision mistakes in training scripts."),
+    "bench": ("bench_command:bench_command", "Compare time, memory and accuracy of each mode."),
+    "report": ("report_command:report_command", "Show a saved report in any format."),
+    "diff": ("report_command:diff_command", "Compare two reports."),
+    "rules": ("rules_command:rules_group", "List, show, check and compare policies."),
+    "devices": ("devices_command:devices_command", "Show what devices support in 16 bits."),
+    "explain": ("explain_command:explain_command", "Explain a check, such as AMP106."),
+}
+
+
+class Program(click.Group):
+    """A command group that imports a command when it is called, so that ``ampaudit --help`` is fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(f"ampaudit.cli.{module}"), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="ampaudit")
+def main() -> None:
+    """Find the layers of a PyTorch model that break in 16 bits, before you deploy it.
+
+    Exit codes: 0 clean, 1 findings, 2 bad usage or input, 3 the audit could not be carried out.
+    """
+
+
+def run_command() -> int:
+    """Run the command that the program's arguments name, and return its exit code."""
+    make_printable()
+    try:
+        code = main.main(standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except BrokenPipeError:
+        return 1  # whoever reads the output has seen enough
+    except Exception as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        message, exit_code = _explained(error)
+        lines = f"ampaudit: {message}".splitlines()
+        click.echo("\n".join(escape_control(line) for line in lines), err=True)
+        return exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _explained(error: Exception) -> tuple[str, int]:
+    """Return the message and the exit code of an error."""
+    if isinstance(error, AuditError):
+        return str(error), error.exit_code
+    if isinstance(error, click.Abort):  # interrupts do not get here
+        return "a question was asked, and standard input is at its end", 2
+    if isinstance(error, OSError):
+        from ampaudit.core.untrusted import describe
+
+        reason = error.strerror or first_line(error)
+        where = f"{describe(error.filename)}: " if error.filename else ""
+        return f"{where}{reason}\n  next: check that file, or run again with --debug", 2
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"internal error: {text}\n  next: please report it with the output of --debug", 3
