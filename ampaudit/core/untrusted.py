@@ -13,7 +13,16 @@ from pydantic import TypeAdapter, ValidationError
 from ampaudit.core.errors import AuditError
 from ampaudit.core.text import escape_control
 
-__all__ = ["MAX_DEPTH", "MAX_MESSAGE", "describe", "open_regular", "parse_json", "read_bounded", "validate"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_MESSAGE",
+    "describe",
+    "describe_path",
+    "open_regular",
+    "parse_json",
+    "read_bounded",
+    "validate",
+]
 
 T = TypeVar("T")
 
@@ -34,10 +43,10 @@ def open_regular(path: Path, error: type[AuditError]) -> int:
     try:
         handle = os.open(path, _FLAGS)
     except OSError as cause:
-        raise error(f"{_file(path)}: {cause.strerror or cause}", hint="check the path") from cause
+        raise error(f"{describe_path(path)}: {cause.strerror or cause}", hint="check the path") from cause
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise error(f"{_file(path)}: not a regular file", hint="give the path of a file")
+        raise error(f"{describe_path(path)}: not a regular file", hint="give the path of a file")
     return handle
 
 
@@ -52,9 +61,9 @@ def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
             size = os.fstat(stream.fileno()).st_size
             data = stream.read(limit + 1) if size <= limit else b""
         except OSError as cause:
-            raise error(f"{_file(path)}: {cause.strerror or cause}", hint="check the disk") from cause
+            raise error(f"{describe_path(path)}: {cause.strerror or cause}", hint="check the disk") from cause
     if size > limit or len(data) > limit:
-        raise error(f"{_file(path)}: larger than the {limit:,} bytes allowed", hint="check the file")
+        raise error(f"{describe_path(path)}: larger than the {limit:,} bytes allowed", hint="check the file")
     return data
 
 
@@ -85,7 +94,7 @@ def validate(schema: TypeAdapter[T], value: Any, path: Path, error: type[AuditEr
     except ValidationError as cause:
         fault = cause.errors(include_url=False, include_input=False)[0]
         field = describe(".".join(str(part) for part in fault["loc"]) or "the file")
-        raise error(f"{_file(path)}: {field}: {describe(fault['msg'])}", hint=hint) from cause
+        raise error(f"{describe_path(path)}: {field}: {describe(fault['msg'])}", hint=hint) from cause
 
 
 def describe(name: object, limit: int = _MAX_NAME) -> str:
@@ -97,7 +106,8 @@ def describe(name: object, limit: int = _MAX_NAME) -> str:
     return f"{text[:half]}…{text[-half:]}"
 
 
-def _file(path: Path) -> str:
+def describe_path(path: Path) -> str:
+    """Return a path in a form that is safe to print and leaves room for what is wrong with the file."""
     return describe(path, _MAX_PATH)
 
 

@@ -1,0 +1,231 @@
+"""Reads the zip archives that torch writes, uncompressed and under one folder, and no other ones."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from ampaudit.core.errors import AuditError
+from ampaudit.core.untrusted import describe, describe_path, open_regular
+
+__all__ = ["MAX_MEMBERS", "Archive", "Member"]
+
+MAX_MEMBERS = 1_000_000
+_MAX_DIRECTORY = 256_000_000  # bytes of the table of members
+# APPNOTE.TXT 6.3.10, sections 4.3.7 to 4.3.16
+_LOCAL = struct.Struct("<4s2x2H4x3I2H")
+_CENTRAL = struct.Struct("<4s4x2H4x3I3H4xII")
+_END = struct.Struct("<4s4H2IH")
+_END64_LOCATOR = struct.Struct("<4sIQI")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_ENCRYPTED, _DESCRIPTOR, _UTF8 = 1, 8, 0x800  # flags
+_COMPRESSED = "save it again; of a TorchScript program, torch.save its state_dict()"
+_IN_ZIP64 = 0xFFFFFFFF  # instead of a size or offset, which the member's zip64 field holds
+_NAME = re.compile(r"(?![A-Za-z]:)(?:(?!\.{1,2}/)[^/\\\0]+/)+(?!\.{1,2}$)[^/\\\0]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Where a member's bytes are in the file, and their checksum (0 if none was computed)."""
+
+    start: int
+    size: int
+    crc32: int
+
+
+class Archive:
+    """A zip archive, mapped into memory; its members' names are those below its one folder.
+
+    Every fact that zip files hold twice must agree, so that no other reader sees other members.
+
+    Args:
+        path: the file.
+        error: the type of the errors that are raised.
+
+    Raises:
+        AuditError: of that type: missing, or not an archive as torch writes it.
+    """
+
+    def __init__(self, path: Path, error: type[AuditError]) -> None:
+        self.path = path
+        self._error = error
+        self._data = self._map()
+        try:
+            self.members = self._members()
+        except struct.error as cause:
+            raise self._broken("it ends within a header") from cause
+        if "byteorder" in self.members and self.read("byteorder", 10) != b"little":
+            raise self._broken("it was saved on a machine of another byte order", "save it on this machine")
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Return the bytes of a member of at most ``limit`` bytes, and verify their checksum.
+
+        Raises:
+            AuditError: of the archive's type: no such member, too large, or changed.
+        """
+        view = self.mapped(name)
+        if len(view) > limit:
+            raise self._broken(f"{describe(name)} has {len(view):,} bytes; {limit:,} are allowed")
+        data = bytes(view)
+        # torch writes 0 after torch.serialization.set_crc32_options(False)
+        if self.members[name].crc32 not in (0, zlib.crc32(data)):
+            raise self._broken(f"the checksum of {describe(name)} differs")
+        return data
+
+    def mapped(self, name: str) -> memoryview:
+        """Return the bytes of a member without reading them; what is written to them stays in memory.
+
+        Raises:
+            AuditError: of the archive's type: no such member.
+        """
+        member = self.members.get(name)
+        if member is None:
+            raise self._broken(f"it has no {describe(name)}")
+        return memoryview(self._data)[member.start : member.start + member.size]
+
+    def _map(self) -> mmap.mmap:
+        handle = open_regular(self.path, self._error)
+        try:
+            if os.fstat(handle).st_size < _END.size:
+                raise self._broken("it is too short")
+            return mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError, OverflowError) as cause:
+            raise self._broken("it cannot be mapped into memory", "free some memory") from cause
+        finally:
+            os.close(handle)
+
+    def _members(self) -> dict[str, Member]:
+        count, at, end = self._directory()
+        found: dict[str, tuple[int, Member]] = {}
+        directory = memoryview(self._data)[at:end]
+        place = 0
+        for _ in range(count):
+            (
+                signature,
+                flags,
+                method,
+                crc32,
+                packed,
+                size,
+                name_size,
+                extra_size,
+                comment_size,
+                mode,
+                offset,
+            ) = _CENTRAL.unpack_from(directory, place)
+            place += _CENTRAL.size
+            raw = bytes(directory[place : place + name_size])
+            extra = bytes(directory[place + name_size : place + name_size + extra_size])
+            place += name_size + extra_size + comment_size
+            if signature != b"PK\x01\x02":
+                raise self._broken("its table of members is damaged")
+            name = self._name(raw, flags)
+            if name in found:
+                raise self._broken(f"{describe(name)} occurs twice")
+            size, packed, offset = _zip64(extra, size, packed, offset)
+            if method or size != packed:
+                raise self._broken(f"{describe(name)} is compressed", _COMPRESSED)
+            if flags & _ENCRYPTED or stat.S_IFMT(mode >> 16) not in (0, stat.S_IFREG):
+                raise self._broken(f"{describe(name)} is encrypted, or not a regular file")
+            start = self._start(raw, flags, (crc32, size, packed), offset)
+            found[name] = (offset, Member(start, size, crc32))
+        if place != end - at:
+            raise self._broken("its table of members is damaged")
+        self._check_places(found, at)
+        return self._below_folder({name: member for name, (_, member) in found.items()})
+
+    def _directory(self) -> tuple[int, int, int]:
+        """Return the number of members, and the start and end of the table of members."""
+        end = len(self._data) - _END.size
+        signature, disk, first_disk, here, count, size, at, comment = _END.unpack_from(self._data, end)
+        if signature != b"PK\x05\x06" or comment:
+            raise self._broken("it does not end as such an archive does; it may be truncated")
+        numbers = (disk, first_disk, here, count, size, at)
+        locator = end - _END64_LOCATOR.size
+        if locator >= _END64.size and self._data[locator : locator + 4] == b"PK\x06\x07":
+            end = locator - _END64.size
+            _, disk, place, disks = _END64_LOCATOR.unpack_from(self._data, locator)
+            signature, length, _, _, *wide = _END64.unpack_from(self._data, end)
+            fits = all(a in (b, 0xFFFF, _IN_ZIP64) for a, b in zip(numbers, wide, strict=True))
+            if (signature, length, place, disk, disks) != (
+                b"PK\x06\x06",
+                _END64.size - 12,
+                end,
+                0,
+                1,
+            ) or not fits:
+                raise self._broken("its end says two different things")
+            disk, first_disk, here, count, size, at = wide
+        if disk or first_disk or here != count or at + size != end:
+            raise self._broken("its table of members is not where its end says")
+        if count > MAX_MEMBERS or size > _MAX_DIRECTORY:
+            raise self._broken(f"it has {count:,} members; {MAX_MEMBERS:,} are allowed")
+        return count, at, end
+
+    def _name(self, raw: bytes, flags: int) -> str:
+        try:
+            name = raw.decode("utf-8" if flags & _UTF8 else "ascii")
+        except UnicodeDecodeError as cause:
+            raise self._broken(f"the name {describe(raw)} is not in its encoding") from cause
+        if not _NAME.fullmatch(name):
+            raise self._broken(f"the name {describe(name)!r} is not that of a file in a folder")
+        return name
+
+    def _start(self, raw: bytes, flags: int, central: tuple[int, int, int], offset: int) -> int:
+        """Return where a member's bytes begin, after its own header."""
+        if offset + _LOCAL.size > len(self._data):
+            raise self._broken(f"{describe(raw.decode())} lies outside of the file")
+        signature, *local = _LOCAL.unpack_from(self._data, offset)
+        own_flags, method, crc32, packed, size, name_size, extra_size = local
+        place = offset + _LOCAL.size
+        own_name = self._data[place : place + name_size]
+        extra = self._data[place + name_size : place + name_size + extra_size]
+        size, packed, _ = _zip64(extra, size, packed, 0)
+        # sizes that were not yet known when the header was written follow the bytes
+        later = flags & _DESCRIPTOR and not crc32 and not packed and size in (0, central[1])
+        if (signature, own_flags, method, own_name) != (b"PK\x03\x04", flags, 0, raw) or not (
+            later or (crc32, size, packed) == central
+        ):
+            raise self._broken(f"{describe(raw.decode())} is described in two different ways")
+        begin: int = place + name_size + extra_size
+        return begin
+
+    def _check_places(self, found: dict[str, tuple[int, Member]], end: int) -> None:
+        free = 0
+        for name, (offset, member) in sorted(found.items(), key=lambda item: item[1][0]):
+            if offset < free:
+                raise self._broken(f"{describe(name)} overlaps another member")
+            free = member.start + member.size
+        if free > end:
+            raise self._broken("a member overlaps the table of members")
+
+    def _below_folder(self, members: dict[str, Member]) -> dict[str, Member]:
+        folders = {name.partition("/")[0] for name in members}
+        if len(folders) > 1:
+            raise self._broken("its members are not in one folder")
+        return {name.partition("/")[2]: member for name, member in members.items()}
+
+    def _broken(self, what: str, hint: str = "download or save it again") -> AuditError:
+        return self._error(f"{describe_path(self.path)}: not an archive of torch: {what}", hint=hint)
+
+
+def _zip64(extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
+    """Take those of three numbers from the zip64 field that the header has no room for."""
+    numbers = [size, packed, offset]
+    place = 0
+    while _IN_ZIP64 in numbers:
+        kind, length = struct.unpack_from("<HH", extra, place)
+        place += 4
+        if kind == 1:
+            for index in [i for i, number in enumerate(numbers) if number == _IN_ZIP64]:
+                (numbers[index],) = struct.unpack_from("<Q", extra[: place + length], place)
+                place, length = place + 8, length - 8
+            break
+        place += length
+    return numbers[0], numbers[1], numbers[2]
