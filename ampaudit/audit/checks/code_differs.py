@@ -13,7 +13,7 @@ from ampaudit.report.finding import Finding, Severity, Source
 from ampaudit.run.code_record import OutputDifference
 from ampaudit.trace.compare import CodeDifference
 
-__all__ = ["CHECK", "code_finding", "describe"]
+__all__ = ["CHECK", "code_finding", "describe_difference"]
 
 _ADVICE = "write the line so that it does the same in every precision"
 
@@ -28,7 +28,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     more = f"; {len(graded) - 1} more of the outputs differ" if len(graded) > 1 else ""
     effect = _effect(worst) + more
     if code.place is not None:
-        what = describe(code.place, context.number_format.name)
+        what = describe_difference(code.place, context.number_format.name)
     else:
         others = f" (first of {len(code.reads)} such lines)" if len(code.reads) > 1 else ""
         what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns other values"
@@ -61,7 +61,7 @@ def _effect(seen: OutputDifference) -> str:
     return f"{seen.name} has {total} dB against the FP32 model, {code}"
 
 
-def describe(place: CodeDifference, dtype: str) -> str:
+def describe_difference(place: CodeDifference, dtype: str) -> str:
     """Describe what a line does in 16 bits and in FP32."""
     where = _name(place.source) if place.source is not None else f"layer {place.layer or '(top)'}"
     if place.fp32 is None:

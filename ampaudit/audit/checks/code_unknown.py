@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.audit.checks.code_differs import code_finding, describe
+from ampaudit.audit.checks.code_differs import code_finding, describe_difference
 from ampaudit.audit.checks.interface import Check, CheckContext
 from ampaudit.report.finding import Finding, Severity
 
@@ -22,7 +22,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
     severity = Severity.NOTE if place is None and not code.untraced else Severity.WARNING
     alike = "nor traced" if code.untraced else "its trace is alike"
     if place is not None:
-        alike = describe(place, context.number_format.name)
+        alike = describe_difference(place, context.number_format.name)
     cause = f"the FP32 model could not be run eagerly ({code.failure}); {alike}"
     first = context.flow.traced.outputs[0] if context.flow.traced.outputs else ""
     yield code_finding(context, place, "AMP213", cause, _ADVICE, severity, first)
