@@ -14,7 +14,7 @@ from pathlib import Path
 from ampaudit.core.errors import AuditError
 from ampaudit.core.untrusted import describe, describe_path, open_regular
 
-__all__ = ["MAX_MEMBERS", "Archive", "Member"]
+__all__ = ["MAX_MEMBERS", "Archive", "Member", "map_privately"]
 
 MAX_MEMBERS = 1_000_000
 _MAX_DIRECTORY = 256_000_000  # bytes of the table of members
@@ -47,15 +47,18 @@ class Archive:
     Args:
         path: the file.
         error: the type of the errors that are raised.
+        data: an archive within an archive; the whole file by default.
 
     Raises:
         AuditError: of that type: missing, or not an archive as torch writes it.
     """
 
-    def __init__(self, path: Path, error: type[AuditError]) -> None:
+    def __init__(self, path: Path, error: type[AuditError], data: memoryview | None = None) -> None:
         self.path = path
         self._error = error
-        self._data = self._map()
+        self._data = map_privately(path, error) if data is None else data
+        if len(self._data) < _END.size:
+            raise self._broken("it is too short")
         try:
             self.members = self._members()
         except struct.error as cause:
@@ -87,23 +90,12 @@ class Archive:
         member = self.members.get(name)
         if member is None:
             raise self._broken(f"it has no {describe(name)}")
-        return memoryview(self._data)[member.start : member.start + member.size]
-
-    def _map(self) -> mmap.mmap:
-        handle = open_regular(self.path, self._error)
-        try:
-            if os.fstat(handle).st_size < _END.size:
-                raise self._broken("it is too short")
-            return mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError, OverflowError) as cause:
-            raise self._broken("it cannot be mapped into memory", "free some memory") from cause
-        finally:
-            os.close(handle)
+        return self._data[member.start : member.start + member.size]
 
     def _members(self) -> dict[str, Member]:
         count, at, end = self._directory()
         found: dict[str, tuple[int, Member]] = {}
-        directory = memoryview(self._data)[at:end]
+        directory = self._data[at:end]
         place = 0
         for _ in range(count):
             (
@@ -148,7 +140,7 @@ class Archive:
             raise self._broken("it does not end as such an archive does; it may be truncated")
         numbers = (disk, first_disk, here, count, size, at)
         locator = end - _END64_LOCATOR.size
-        if locator >= _END64.size and self._data[locator : locator + 4] == b"PK\x06\x07":
+        if locator >= _END64.size and bytes(self._data[locator : locator + 4]) == b"PK\x06\x07":
             end = locator - _END64.size
             _, disk, place, disks = _END64_LOCATOR.unpack_from(self._data, locator)
             signature, length, _, _, *wide = _END64.unpack_from(self._data, end)
@@ -184,8 +176,8 @@ class Archive:
         signature, *local = _LOCAL.unpack_from(self._data, offset)
         own_flags, method, crc32, packed, size, name_size, extra_size = local
         place = offset + _LOCAL.size
-        own_name = self._data[place : place + name_size]
-        extra = self._data[place + name_size : place + name_size + extra_size]
+        own_name = bytes(self._data[place : place + name_size])
+        extra = bytes(self._data[place + name_size : place + name_size + extra_size])
         size, packed, _ = _zip64(extra, size, packed, 0)
         # sizes that were not yet known when the header was written follow the bytes
         later = flags & _DESCRIPTOR and not crc32 and not packed and size in (0, central[1])
@@ -213,6 +205,23 @@ class Archive:
 
     def _broken(self, what: str, hint: str = "download or save it again") -> AuditError:
         return self._error(f"{describe_path(self.path)}: not an archive of torch: {what}", hint=hint)
+
+
+def map_privately(path: Path, error: type[AuditError]) -> memoryview:
+    """Map a regular file into memory, so that what is written to it stays there.
+
+    Raises:
+        AuditError: of the given type: see ``open_regular``; or the memory does not suffice.
+    """
+    handle = open_regular(path, error)
+    try:
+        if not os.fstat(handle).st_size:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY))
+    except (OSError, ValueError, OverflowError) as cause:
+        raise error(f"{describe_path(path)}: cannot be mapped", hint="free some memory") from cause
+    finally:
+        os.close(handle)
 
 
 def _zip64(extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:

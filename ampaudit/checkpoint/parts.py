@@ -85,7 +85,8 @@ class InMemory:
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Yield slices of the tensor, or of a contiguous copy."""
-        flat = self.tensors[name].detach().cpu().contiguous().view(-1)
+        whole = self.tensors[name].detach().cpu().contiguous()
+        flat = whole.as_strided((whole.numel(),), (1,))  # the one element of a tensor may have any stride
         for start in range(0, flat.numel(), PIECE):
             yield flat[start : start + PIECE]
 

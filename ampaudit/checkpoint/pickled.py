@@ -1,54 +1,177 @@
-"""Reads a state_dict from a ``.pt`` file without running code in it."""
+"""Reads a state_dict from a file of torch.save; the file's pickle is interpreted as data and never run."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
+import io
+import math
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ampaudit.core.errors import WeightsError, first_line
+from ampaudit.checkpoint.archive import Archive, map_privately
+from ampaudit.checkpoint.plain_pickle import MAX_PICKLE, RefusedPickle, interpret
+from ampaudit.checkpoint.stand_ins import Opaque, Pairs, StorageRecord, TensorRecord
+from ampaudit.core.errors import WeightsError
+from ampaudit.core.untrusted import describe, describe_path
 
-__all__ = ["read_state_dict"]
+__all__ = ["Storages", "read_state_dict"]
+
+_STORAGES = {
+    "UntypedStorage": torch.uint8, "BoolStorage": torch.bool, "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8, "ShortStorage": torch.int16, "IntStorage": torch.int32,
+    "LongStorage": torch.int64, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
+    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}  # fmt: skip
+_MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save before 1.6
+_MAX_DIMENSIONS = 64  # of a tensor, in torch
+_MAX_EXPANDED = 1 << 20  # elements of a tensor with more than its storage
+_MAX_SHARED = 100  # bytes of all tensors per byte of the file, as tensors may share theirs
+_MAX_SMALL = 64_000_000  # bytes of all tensors in any case
+_STATE_DICT_ONLY = "torch.save model.state_dict() only"
 
 
 def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
-    """Load the tensors of a pickled checkpoint by name, mapped into memory where torch can.
+    """Map the tensors of a pickled checkpoint by name.
 
     Raises:
-        WeightsError: missing, corrupt, or a pickle with anything but tensors (it is not run).
+        WeightsError: missing, corrupt, or a pickle with anything but tensors and plain data.
     """
-    if not path.is_file():
-        raise WeightsError(f"no such file: {path}", hint="check the path")
-    state = _state_dict(_load(path, mapped=True), path)
-    for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise WeightsError(f"{path}: {name!r} is not a tensor", hint="save model.state_dict() only")
-    return state
-
-
-def _load(path: Path, *, mapped: bool) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        raise WeightsError(
-            f"{path}: holds Python objects that would run code when loaded; refused",
-            hint="save model.state_dict() with torch.save, or use safetensors",
-        ) from error
-    except Exception as error:
-        if mapped:  # files of torch before 1.6 cannot be mapped
-            return _load(path, mapped=False)
-        raise WeightsError(
-            f"{path}: corrupt checkpoint: {first_line(error)}", hint="download or save it again"
-        ) from error
+        value, storages, size = _read(path)
+        state = _state_dict(value)
+        found = {name: storages.tensor(record, name) for name, record in state.items()}
+        if sum(tensor.nbytes for tensor in found.values()) > max(_MAX_SHARED * size, _MAX_SMALL):
+            raise RefusedPickle("its tensors share too few bytes", "save it again")
+    except RefusedPickle as error:
+        raise WeightsError(f"{describe_path(path)}: {error}", hint=error.hint) from error
+    return found
 
 
-def _state_dict(loaded: Any, path: Path) -> dict[str, torch.Tensor]:
+class Storages:
+    """The storages of a file, by their key, and the tensors in them.
+
+    Args:
+        bytes_of: returns the writable bytes of a key.
+    """
+
+    def __init__(self, bytes_of: Callable[[str], memoryview]) -> None:
+        self._bytes_of = bytes_of
+        self._found: dict[str, torch.Tensor] = {}
+
+    def tensor(self, record: Any, name: str) -> torch.Tensor:
+        """Make the tensor of a record, which shares memory with the others in its storage.
+
+        Raises:
+            RefusedPickle: it is no tensor, or leaves its storage.
+        """
+        shown = describe(name)
+        if not isinstance(record, TensorRecord):
+            what = f" but {record.name}" if isinstance(record, Opaque) else ""
+            raise RefusedPickle(f"{shown!r} is not a tensor{what}", _STATE_DICT_ONLY)
+        if not isinstance(record.storage, StorageRecord) or record.storage.kind not in _STORAGES:
+            raise RefusedPickle(f"{shown!r} has a type that is not read", "dequantize it, then save it")
+        dtype = _STORAGES[record.storage.kind] if record.dtype is None else getattr(torch, record.dtype, None)
+        if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
+            raise RefusedPickle(f"{shown!r} has no type")
+        flat = self._flat(record.storage, shown)
+        if not _fits(record, flat.numel() // dtype.itemsize):
+            raise RefusedPickle(f"{shown!r} leaves its storage, or is too large for it")
+        found = torch.empty(0, dtype=dtype)
+        found.set_(flat.untyped_storage(), record.offset, record.size, record.stride)
+        return _resolved(found, record.metadata)
+
+    def _flat(self, storage: StorageRecord, shown: str) -> torch.Tensor:
+        itemsize = _STORAGES[storage.kind].itemsize
+        if type(storage.key) is not str or type(storage.count) is not int:
+            raise RefusedPickle
+        flat = self._found.get(storage.key)
+        if flat is None:
+            view = self._bytes_of(storage.key)
+            flat = (
+                torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
+            )
+            if flat.data_ptr() % 16:
+                flat = flat.clone()  # kernels may want aligned values
+            self._found[storage.key] = flat
+        if flat.numel() != storage.count * itemsize:
+            raise RefusedPickle(f"the storage of {shown!r} has {flat.numel():,} bytes, which is not its size")
+        return flat
+
+
+def _fits(record: TensorRecord, available: int) -> bool:
+    """Return whether a tensor lies in its storage and has no more elements, unless it is small."""
+    size, stride = record.size, record.stride
+    if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
+        return False
+    numbers = (record.offset, *size, *stride)
+    if len(size) > _MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        return False
+    count = math.prod(size)
+    last = record.offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return (
+        record.offset <= available
+        if not count
+        else last < available and count <= max(available, _MAX_EXPANDED)
+    )
+
+
+def _resolved(tensor: torch.Tensor, metadata: Any) -> torch.Tensor:
+    """Carry out the conjugation or negation that was pending when a tensor was saved."""
+    if isinstance(metadata, Pairs):
+        tensor = tensor.conj().resolve_conj() if metadata.get("conj") is True else tensor
+        tensor = -tensor if metadata.get("neg") is True else tensor
+    return tensor
+
+
+def _read(path: Path) -> tuple[Any, Storages, int]:
+    """Return what a file holds, its storages, and its size."""
+    data = map_privately(path, WeightsError)
+    if bytes(data[:2]) != b"PK":
+        return *_legacy(data), len(data)
+    archive = Archive(path, WeightsError, data)
+    if "constants.pkl" in archive.members:
+        raise RefusedPickle("it is a TorchScript program", "torch.save the state_dict() of its model")
+    value = interpret(io.BytesIO(archive.read("data.pkl", MAX_PICKLE)), [])
+    return value, Storages(lambda key: archive.mapped(f"data/{key}")), len(data)
+
+
+def _legacy(data: memoryview) -> tuple[Any, Storages]:
+    """Read a file of torch before 1.6: pickles, then each storage's number of elements and bytes."""
+    if bytes(data[257:262]) == b"ustar":
+        raise RefusedPickle("it is a tar file of torch before 0.1.12", "load it in torch and save it again")
+    stream = io.BytesIO(data[:MAX_PICKLE])
+    records: list[StorageRecord] = []
+    magic, version, host = (interpret(stream, []) for _ in range(3))
+    if magic != _MAGIC or version != _VERSION or not isinstance(host, Pairs) or not host.get("little_endian"):
+        raise RefusedPickle("it is not a file of torch.save", _STATE_DICT_ONLY)
+    value, keys = interpret(stream, records), interpret(stream, [])
+    itemsizes = {
+        r.key: _STORAGES[r.kind].itemsize for r in records if type(r.key) is str and r.kind in _STORAGES
+    }
+    places: dict[str, memoryview] = {}
+    place = stream.tell()
+    for key in keys if isinstance(keys, list) else ():
+        itemsize = itemsizes.get(key) if type(key) is str else None
+        if itemsize is None or place + 8 > len(data):
+            raise RefusedPickle
+        size = struct.unpack_from("<q", data, place)[0] * itemsize
+        if not 0 <= size <= len(data) - place - 8:
+            raise RefusedPickle("the file is truncated")
+        places[key] = data[place + 8 : place + 8 + size]
+        place += 8 + size
+    return value, Storages(lambda key: places.get(key, data[:0]))
+
+
+def _state_dict(loaded: Any) -> dict[str, Any]:
     for wrapper in ("state_dict", "model"):
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(wrapper), Mapping):
-            loaded = loaded[wrapper]
-    if not isinstance(loaded, Mapping):
-        raise WeightsError(f"{path}: holds {type(loaded).__name__}, not a state_dict")
-    return dict(loaded)
+        if isinstance(loaded, Pairs) and isinstance(inner := loaded.get(wrapper), Pairs):
+            loaded = inner
+    if not isinstance(loaded, Pairs):
+        raise RefusedPickle("it holds no state_dict", _STATE_DICT_ONLY)
+    if not all(type(name) is str for name, _ in loaded.pairs):
+        raise RefusedPickle("a name of a tensor is not text", _STATE_DICT_ONLY)
+    return dict(loaded.pairs)
