@@ -23,6 +23,7 @@ ELSEWHERE = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
     "benchmarks.md": "benchmarks/README.md",
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 
 from ampaudit.checkpoint.archive import Archive, map_privately
 from ampaudit.checkpoint.plain_pickle import MAX_PICKLE, RefusedPickle, interpret
-from ampaudit.checkpoint.stand_ins import Opaque, Pairs, StorageRecord, TensorRecord
+from ampaudit.checkpoint.stand_ins import GlobalName, Opaque, Pairs, StorageRecord, TensorRecord
 from ampaudit.core.errors import WeightsError
-from ampaudit.core.untrusted import describe, describe_path
+from ampaudit.core.untrusted import MAX_DEPTH, describe, describe_path
 
-__all__ = ["Storages", "read_state_dict"]
+__all__ = ["Storages", "read_plain_data", "read_state_dict"]
 
 _STORAGES = {
     "UntypedStorage": torch.uint8, "BoolStorage": torch.bool, "ByteStorage": torch.uint8,
@@ -31,6 +32,7 @@ _MAX_DIMENSIONS = 64  # of a tensor, in torch
 _MAX_EXPANDED = 1 << 20  # elements of a tensor with more than its storage
 _MAX_SHARED = 100  # bytes of all tensors per byte of the file, as tensors may share theirs
 _MAX_SMALL = 64_000_000  # bytes of all tensors in any case
+_MAX_VALUES = 100_000  # beside tensors' elements
 _STATE_DICT_ONLY = "torch.save model.state_dict() only"
 
 
@@ -49,6 +51,39 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     except RefusedPickle as error:
         raise WeightsError(f"{describe_path(path)}: {error}", hint=error.hint) from error
     return found
+
+
+def read_plain_data(archive: Archive) -> Any:
+    """Return what ``torch.save`` wrote: tensors, numbers, texts and dtypes, in tuples, lists and dicts.
+
+    Raises:
+        RefusedPickle: it holds anything else.
+        AuditError: of the archive's type: it is damaged.
+    """
+    value = interpret(io.BytesIO(archive.read("data.pkl", MAX_PICKLE)), [])
+    return _plain(value, Storages(lambda key: archive.mapped(f"data/{key}")), count(), 0)
+
+
+def _plain(value: Any, storages: Storages, counter: Iterator[int], depth: int) -> Any:
+    """Build a value; one that is shared is built, and counted, each time."""
+    if next(counter) > _MAX_VALUES or depth > MAX_DEPTH:
+        raise RefusedPickle("it holds too many values")
+
+    def build(item: Any) -> Any:
+        return _plain(item, storages, counter, depth + 1)
+
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(build(item) for item in value)
+    if isinstance(value, TensorRecord):
+        return storages.tensor(value, "a tensor")
+    if isinstance(value, Pairs) and all(type(key) in (str, int) for key, _ in value.pairs):
+        return {key: build(item) for key, item in value.pairs}
+    dtype = getattr(torch, value.name.rpartition(".")[2], None) if isinstance(value, GlobalName) else None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise RefusedPickle(f"it holds {describe(getattr(value, 'name', type(value).__name__))}")
 
 
 class Storages:

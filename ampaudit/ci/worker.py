@@ -6,6 +6,7 @@ to the process, other targets continue.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ampaudit.audit.scan import scan
 from ampaudit.ci.judge import breaches, measured_in, read_baseline
 from ampaudit.ci.metric import Outputs, with_metric
 from ampaudit.core.config import Config, SourceConfig
+from ampaudit.core.confinement import die_with_parent
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
@@ -96,6 +98,7 @@ def _with_recorded(measured: Measurements, directory: Path) -> Measurements:
 
 def main() -> None:
     """Read the request, check, and write the result; user errors become part of it."""
+    die_with_parent(os.getppid())
     request = TypeAdapter(Request).validate_json(Path(sys.argv[1]).read_bytes())
     try:
         result = check_target(request)

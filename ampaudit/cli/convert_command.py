@@ -106,7 +106,7 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
 def verify_command(context: click.Context, /, directory: Path, **options: Any) -> None:
     """Verify that a converted DIRECTORY is unchanged and still computes the same.
 
-    Hashes of all files, each tensor against its master, and the program, loaded in a fresh process and run
+    Hashes of all files, each tensor against its master, and the program, loaded in a sandbox and run
     on the recorded inputs. Exit code 1 if anything differs, and each difference is named.
     """
     from ampaudit.cli.progress import ProgressBar

@@ -64,8 +64,9 @@ def at_end(cleanup: Callable[[], object]) -> None:
 
 
 def forget(cleanup: Callable[[], object]) -> None:
-    """Undo ``at_end``."""
-    _program.cleanups.remove(cleanup)
+    """Undo ``at_end``, if it was called."""
+    if cleanup in _program.cleanups:
+        _program.cleanups.remove(cleanup)
 
 
 def deliver_anyway() -> None:

@@ -1,12 +1,8 @@
-"""Runs a converted program in a fresh process and prints problems as JSON.
-
-Run as ``python -m ampaudit.export.rerun DIRECTORY``.
-"""
+"""Runs a converted program on its recorded inputs and compares its outputs with the recorded ones."""
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ from ampaudit.report.problem import Problem
 from ampaudit.source.exported import ExportedModel
 from ampaudit.source.pt2.program import StoredProgram, read_program
 
-__all__ = ["rerun"]
+__all__ = ["rerun", "rerun_in_sandbox"]
 
 
 def rerun(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
@@ -105,14 +101,15 @@ def _other_weights(program: StoredProgram, directory: Path, manifest: Manifest) 
     return problems
 
 
-def main() -> None:
-    """Print ``{"problems": [...], "lines": [...]}``."""
-    try:
-        problems, lines = rerun(Path(sys.argv[1]), float(sys.argv[2]))
-    except Exception as error:
-        problems, lines = [Problem("program", PROGRAM, f"{type(error).__name__}: {first_line(error)}")], []
-    print(json.dumps({"problems": [asdict(p) for p in problems], "lines": lines}))
+def rerun_in_sandbox(request: dict[str, Any]) -> Callable[[], Any]:
+    """Return the function that a sandbox calls; see ``ampaudit.core.sandbox``."""
 
+    def work() -> Any:
+        try:
+            problems, lines = rerun(Path(request["directory"]), request["tolerance_db"])
+        except Exception as error:
+            problem = Problem("program", PROGRAM, f"{type(error).__name__}: {first_line(error)}")
+            problems, lines = [problem], []
+        return [[asdict(problem) for problem in problems], lines]
 
-if __name__ == "__main__":
-    main()
+    return work

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Unpack
 
+from pydantic import TypeAdapter
+
 from ampaudit.checkpoint.layout import PROGRAM
+from ampaudit.core.errors import CouldNotAudit
+from ampaudit.core.sandbox import Sandbox, SandboxLimits
+from ampaudit.core.untrusted import validate
 from ampaudit.export.config import VerifyConfig, VerifyOptions
 from ampaudit.export.integrity import check_files, check_rounding
 from ampaudit.export.manifest import read_manifest
@@ -20,12 +22,13 @@ __all__ = ["verify"]
 # kernels that add up in another order agree to about 60 dB in float16 and 42 dB in bfloat16
 _TOLERANCE_DB = {"float16": 40.0, "bfloat16": 25.0}
 _TIMEOUT = 3600.0
+_ANSWER = TypeAdapter(tuple[list[Problem], list[str]])
 
 
 def verify(
     directory: str | Path, *, config: VerifyConfig | None = None, **options: Unpack[VerifyOptions]
 ) -> Verification:
-    """Check hashes and rounding, then run the program in a fresh process and compare its outputs.
+    """Check hashes and rounding, then run the program in a sandbox and compare its outputs.
 
     Args:
         directory: a directory written by ``ampaudit convert``.
@@ -45,7 +48,7 @@ def verify(
     if chosen.run and PROGRAM in manifest.files and (directory / PROGRAM).is_file() and manifest.outputs:
         asked = chosen.tolerance_db
         asked = _TOLERANCE_DB.get(manifest.dtype, 40.0) if asked is None else asked
-        more, lines = _in_fresh_process(directory, asked)
+        more, lines = _in_sandbox(directory, asked)
         problems += more
     elif chosen.run:
         lines = ["nothing was run: the directory contains no program with recorded outputs"]
@@ -61,14 +64,12 @@ def verify(
     )
 
 
-def _in_fresh_process(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
-    command = [sys.executable, "-m", "ampaudit.export.rerun", str(directory.resolve()), str(tolerance_db)]
+def _in_sandbox(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:
+    request = {"directory": str(directory.resolve()), "tolerance_db": tolerance_db}
+    limits = SandboxLimits(seconds=_TIMEOUT)  # a large model takes its time and memory
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
-        found = json.loads(done.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return [Problem("program", PROGRAM, f"did not finish within {_TIMEOUT:.0f} s")], []
-    except (ValueError, IndexError):
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return [Problem("program", PROGRAM, f"could not be run in a fresh process: {last[0]}")], []
-    return [Problem(**item) for item in found["problems"]], list(found["lines"])
+        with Sandbox("ampaudit.export.rerun:rerun_in_sandbox", request, limits) as sandbox:
+            found = sandbox.answer("could not be run", CouldNotAudit, "")
+        return validate(_ANSWER, found, directory / PROGRAM, CouldNotAudit, "")
+    except CouldNotAudit as error:
+        return [Problem("program", PROGRAM, str(error.args[0]))], []

@@ -19,7 +19,7 @@ __all__ = ["calling_user_code", "import_module_named", "module_from_file"]
 
 
 def module_from_file(path: Path) -> ModuleType:
-    """Import a Python file, with its directory on the import path while it loads.
+    """Import a Python file, with its directory first on the import path while it loads.
 
     Raises:
         SourceError: it does not exist, is not Python, or raises.
@@ -31,14 +31,9 @@ def module_from_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise SourceError(f"{path}: not a Python file", hint="a model file ends in .py")
     module = importlib.util.module_from_spec(spec)
-    directory = str(path.resolve().parent)
     sys.modules[name] = module
-    sys.path.insert(0, directory)
-    try:
-        with calling_user_code(f"{path}"):
-            spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(directory)
+    with _first_on_path(str(path.resolve().parent)), calling_user_code(f"{path}"):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -48,16 +43,28 @@ def import_module_named(name: str) -> ModuleType:
     Raises:
         SourceError: it cannot be found or raises.
     """
-    sys.path.insert(0, "")
+    with _first_on_path(""), calling_user_code(f"import {name}"):
+        if not _exists(name):
+            raise SourceError(
+                f"no module named {name!r}", hint="give package.module:factory, or the path of a .py file"
+            )
+        return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _first_on_path(directory: str) -> Iterator[None]:
+    """Search a directory first while active, as Python does for a script; last from then on.
+
+    So the user's functions can still import their neighbors when they are called, but no file there takes
+    the place of a module that torch imports later.
+    """
+    sys.path.insert(0, directory)
     try:
-        with calling_user_code(f"import {name}"):
-            if not _exists(name):
-                raise SourceError(
-                    f"no module named {name!r}", hint="give package.module:factory, or the path of a .py file"
-                )
-            return importlib.import_module(name)
+        yield
     finally:
-        sys.path.remove("")
+        sys.path.remove(directory)
+        if directory not in sys.path:
+            sys.path.append(directory)
 
 
 def _exists(name: str) -> bool:

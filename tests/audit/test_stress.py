@@ -11,7 +11,7 @@ from torch import nn
 
 from ampaudit import scan
 from ampaudit.core.config import SourceConfig
-from ampaudit.core.errors import InputError
+from ampaudit.core.errors import InputError, WeightsError
 from ampaudit.report.model import Report
 from ampaudit.source.open import open_source
 from tests.support.zoo import ZOO
@@ -111,7 +111,7 @@ def test_a_file_with_other_tensors_is_refused(model_file, tmp_path: Path, tensor
 def test_a_file_that_is_no_safetensors_is_refused(model_file, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "inputs.safetensors"
     path.write_bytes(b"\x00" * 20)
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(WeightsError, match="not a valid safetensors file"):
         open_source(str(model_file(MODEL)), SourceConfig(inputs=path))
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(WeightsError, match="No such file"):
         open_source(str(model_file(MODEL)), SourceConfig(inputs=tmp_path / "none.safetensors"))

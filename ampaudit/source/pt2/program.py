@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.checkpoint.archive import Archive
+from ampaudit.checkpoint.pickled import read_plain_data
 from ampaudit.core.errors import AuditError, SourceError, first_line
 from ampaudit.core.untrusted import describe, describe_path, parse_json, validate
 from ampaudit.source.pt2.graph import build_graph, weight_of
@@ -22,7 +23,6 @@ from ampaudit.source.pt2.tensors import read_tensors
 __all__ = ["StoredProgram", "read_program"]
 
 _MAX_JSON = 128_000_000  # bytes
-_MAX_INPUTS = 1_000_000_000
 _MAJOR = 8
 _READ = (
     "archive_format",
@@ -159,9 +159,8 @@ def _example(archive: Archive, name: str) -> tuple[tuple[Any, ...], dict[str, An
     member = f"data/sample_inputs/{name}.pt"
     if member not in archive.members or not archive.members[member].size:
         return None
-    import io
-
-    found = torch.load(io.BytesIO(archive.read(member, _MAX_INPUTS)), weights_only=True)
+    inner = Archive(Path(archive.path, member), SourceError, archive.mapped(member))
+    found = read_plain_data(inner)
     if found is None:
         return None
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):

@@ -1,0 +1,148 @@
+"""Starts interpreters that import nothing from the current folder, and ends them with their children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from ampaudit.core import interrupts
+from ampaudit.core.text import escape_control, format_bytes
+
+__all__ = ["ChildLimits", "ChildProcess", "child_environment"]
+
+# the package may be importable from the folder in which this process was started, and from nowhere else;
+# last, so that nothing in that folder takes the place of another module
+_START = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+_ROOT = str(Path(__file__).resolve().parents[2])
+_MAX_LINE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLimits:
+    """Seconds, and bytes of memory in all of its processes; ``None`` means unlimited."""
+
+    seconds: float | None = None
+    memory: int | None = None
+
+
+class ChildProcess:
+    """A fresh interpreter that runs one of our modules, with all processes that it starts.
+
+    Args:
+        module: what to run, as with ``python -m``.
+        arguments: its arguments.
+        log: file for what it prints.
+        environment: its environment; see ``child_environment``.
+        folder: its current directory, if it is not this process's.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        log: Path,
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+    ) -> None:
+        self._log = log
+        self._started = time.perf_counter()
+        self.peak_bytes = 0
+        with log.open("wb") as stream, interrupts.Deferred():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, _ROOT, module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env=dict(environment),
+                cwd=folder,
+                start_new_session=True,  # so that its children are stopped with it
+            )
+            interrupts.at_end(self._kill)
+
+    @property
+    def seconds(self) -> float:
+        """The time since its start."""
+        return time.perf_counter() - self._started
+
+    def running(self, wait: float = 0.0) -> bool:
+        """Return whether it is still running, after waiting up to some seconds for its end."""
+        self.peak_bytes = max(self.peak_bytes, _resident(self._process.pid))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait)
+        return self._process.poll() is None
+
+    def exceeded(self, limits: ChildLimits) -> tuple[Literal["seconds", "memory"], str] | None:
+        """Return which limit the process has exceeded, and a description."""
+        if limits.seconds is not None and self.seconds > limits.seconds:
+            return "seconds", f"stopped after {limits.seconds:g} s"
+        if limits.memory is not None and self.peak_bytes > limits.memory:
+            found, allowed = format_bytes(self.peak_bytes), format_bytes(limits.memory)
+            return "memory", f"stopped at {found} of memory; {allowed} are allowed"
+        return None
+
+    def stop(self) -> None:
+        """Kill the process and all its children."""
+        with interrupts.Deferred():
+            self._kill()
+            interrupts.forget(self._kill)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if hasattr(os, "killpg"):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
+        self._process.wait()
+
+    @property
+    def killed_by(self) -> str | None:
+        """The signal that ended the process."""
+        code = self._process.returncode
+        return None if code is None or code >= 0 else signal.Signals(-code).name
+
+    def death(self) -> str:
+        """Describe how a process ended that gave no result."""
+        if self.killed_by is not None:
+            return f"its process was killed by {self.killed_by}"
+        last = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        return f"its process ended with exit code {self._process.returncode}" + (
+            f": {escape_control(last[0][:_MAX_LINE])}" if last else ""
+        )
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment without the empty entries that name the current folder."""
+    environment = dict(os.environ)
+    entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if "PYTHONPATH" in environment:
+        environment["PYTHONPATH"] = os.pathsep.join(entries)
+    return environment
+
+
+def _resident(pid: int) -> int:
+    """Return the resident bytes of a process and its children; 0 if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return sum(_rss(member) for member in (process, *process.children(recursive=True)))
+    except psutil.Error:
+        return 0
+
+
+def _rss(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0

@@ -1,0 +1,143 @@
+"""Runs code of other packages on untrusted data in a confined process, and reads its answer."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
+from ampaudit.core.errors import AuditError
+from ampaudit.core.files import temporary_directory
+from ampaudit.core.untrusted import MAX_MESSAGE, describe, parse_json, read_bounded
+
+__all__ = ["ANSWER", "REQUEST", "Sandbox", "SandboxLimits"]
+
+REQUEST, ANSWER = "request.json", "answer.json"
+_MAX_ANSWER = 16_000_000
+_WAIT_SECONDS = 0.05
+_IMPORTS = 1_500_000_000  # bytes that importing torch and transformers may take
+# what an interpreter, its libraries and torch need; neither proxies nor tokens
+_KEPT = (
+    *("PATH", "PYTHON", "HOME", "USERPROFILE", "APPDATA", "LANG", "LC_", "TZ", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("LD_LIBRARY_PATH", "DYLD_", "SYSTEMROOT", "WINDIR", "NUMBER_OF_PROCESSORS", "PROCESSOR_"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "ONEDNN_", "DNNL_", "TORCH_", "CUDA_", "CUBLAS_", "NVIDIA_"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """The limits of a confined process; ``None`` means unlimited.
+
+    Attributes:
+        seconds: from its start to its end.
+        memory: bytes in addition to what its imports take.
+        processor_seconds: processor time after its imports.
+    """
+
+    seconds: float
+    memory: int | None = None
+    processor_seconds: int | None = None
+
+
+class Sandbox:
+    """A confined process, started at once; leaving the context kills it.
+
+    Args:
+        target: ``module:function``. The function gets the request, imports what it needs, and returns a
+            function without arguments; that one is called in confinement and returns the answer.
+        request: what it is asked, as values that JSON can hold.
+        limits: what it may use.
+        environment: variables to set.
+    """
+
+    def __init__(
+        self, target: str, request: Any, limits: SandboxLimits, environment: dict[str, str] | None = None
+    ) -> None:
+        self._limits = limits
+        self._resources = ExitStack()
+        self._folder = self._resources.enter_context(temporary_directory("ampaudit-sandbox-"))
+        scratch = self._folder / "scratch"
+        scratch.mkdir()
+        order = {"target": target, "limits": asdict(limits), "request": request, "parent": os.getpid()}
+        (self._folder / REQUEST).write_text(json.dumps(order), encoding="utf-8")
+        self._process = ChildProcess(
+            "ampaudit.core.sandboxed",
+            str(self._folder / REQUEST),
+            str(scratch),
+            log=self._folder / "log",
+            environment=_environment(scratch) | (environment or {}),
+            folder=scratch,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.stop()
+        self._resources.close()
+
+    def answer(self, what: str, error: type[AuditError], hint: str) -> Any:
+        """Wait for the answer.
+
+        Args:
+            what: names the input in messages.
+            error: raised if there is no answer.
+            hint: what to do then, unless the process itself says.
+
+        Raises:
+            AuditError: of the given type: the process refused the input, was killed, exceeded a limit, or
+                gave no valid answer.
+        """
+        memory = self._limits.memory
+        limits = ChildLimits(self._limits.seconds, None if memory is None else memory + _IMPORTS)
+        while self._process.running(_WAIT_SECONDS):
+            exceeded = self._process.exceeded(limits)
+            if exceeded is not None:
+                raise error(_message(what, f"its reader was {exceeded[1]}"), hint=hint)
+        self._process.stop()  # with processes that it left behind
+        path = self._folder / "scratch" / ANSWER
+        if not path.exists():
+            raise error(_message(what, self._ended()), hint=hint)
+        try:
+            found = parse_json(read_bounded(path, _MAX_ANSWER, error))
+        except (ValueError, AuditError) as cause:
+            raise error(_message(what, "its reader gave no valid answer"), hint=hint) from cause
+        if not isinstance(found, dict) or found.keys() not in ({"answer"}, {"error", "hint"}):
+            raise error(_message(what, "its reader gave no valid answer"), hint=hint)
+        if "error" in found:
+            own = describe(found["hint"], MAX_MESSAGE) if found["hint"] else hint
+            raise error(_message(what, str(found["error"])), hint=own)
+        return found["answer"]
+
+    def _ended(self) -> str:
+        if self._process.killed_by == "SIGXCPU":
+            return f"reading it takes more than {self._limits.processor_seconds} s"
+        return f"could not be read: {self._process.death()}"
+
+
+def _message(what: str, why: str) -> str:
+    return describe(f"{what}: {why}", MAX_MESSAGE)
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    kept = {name: value for name, value in child_environment().items() if name.upper().startswith(_KEPT)}
+    folders = ("TMPDIR", "TEMP", "TMP", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR")
+    return {
+        **kept,
+        **dict.fromkeys(folders, str(scratch)),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OPENBLAS_NUM_THREADS": "1",  # threads that numpy starts would not be confined
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONSAFEPATH": "1",
+    }

@@ -1,0 +1,61 @@
+"""Answers one request in confinement.
+
+Run as ``python -m ampaudit.core.sandboxed REQUEST FOLDER``, with FOLDER as the only place to write to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ampaudit.core import confinement
+from ampaudit.core.errors import AuditError, first_line
+from ampaudit.core.sandbox import ANSWER
+
+__all__: list[str] = []
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc")
+
+
+def _answer(order: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Import what the target needs, confine this process, and return the answer or the error."""
+    module, _, name = order["target"].partition(":")
+    limits = order["limits"]
+    attempts: list[str] = []
+    try:
+        work = getattr(import_module(module), name)(order["request"])
+        confinement.confine_process()
+        confinement.limit_resources(limits["memory"], limits["processor_seconds"])
+        confinement.watch_calls(folder, attempts.append)
+        answer = {"answer": work()}
+    except AuditError as error:
+        answer = {"error": str(error.args[0]), "hint": error.hint}
+    except MemoryError:
+        answer = {"error": "reading it takes too much memory", "hint": ""}
+    except BaseException as error:
+        line = first_line(error)
+        too_much = any(text in line for text in _OUT_OF_MEMORY)
+        text = "reading it takes too much memory" if too_much else f"{type(error).__name__}: {line}"
+        answer = {"error": text, "hint": ""}
+    if attempts:
+        return {"error": f"reading it would {attempts[0]}", "hint": ""}
+    return answer
+
+
+def _main() -> None:
+    order, folder = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
+    confinement.die_with_parent(order["parent"])
+    confinement.confine_files(folder)
+    part = folder / f"{ANSWER}.part"
+    part.write_text(json.dumps(_answer(order, folder)), encoding="utf-8")
+    part.replace(folder / ANSWER)
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to clean up
+
+
+if __name__ == "__main__":
+    _main()
