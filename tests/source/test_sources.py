@@ -229,7 +229,7 @@ def test_bad_checkpoints(model_file: Write, tmp_path: Path) -> None:
     raises(path, WeightsError, "not a valid safetensors file", weights=tmp_path / "torn.safetensors")
     (tmp_path / "torn.pt").write_bytes(b"PK\x03\x04 nothing here")
     raises(path, WeightsError, r"torn\.pt: (corrupt|holds|not an archive)", weights=tmp_path / "torn.pt")
-    raises(path, WeightsError, "no such file", weights=tmp_path / "none.pt")
+    raises(path, WeightsError, "No such file", weights=tmp_path / "none.pt")
     save_file(
         {"inner.weight": torch.ones(4, 9), "inner.bias": torch.zeros(4)}, tmp_path / "shape.safetensors"
     )
