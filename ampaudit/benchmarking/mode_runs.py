@@ -61,7 +61,7 @@ def start_run(mode: str, setup: BenchSetup, size: int) -> ModeRun:
         if mode == "fp32":
             raise  # no mode can run then
         run.row = replace(row, status="failed", note=str(error.args[0]))
-    except (MemoryError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # of the model's code
         run.row = _failed(row, error)
     if run.runner is None:
         release_memory(setup.device)
@@ -108,7 +108,7 @@ def time_step(run: ModeRun, device: torch.device) -> None:
     assert run.batch is not None
     try:
         run.seconds = (*run.seconds, _seconds(run.runner, run.batch, device))
-    except (MemoryError, RuntimeError) as error:  # the other modes may have left too little memory
+    except Exception as error:  # the other modes may have left too little memory
         run.row = _failed(run.row, error)
         run.runner = None
         release_memory(device)

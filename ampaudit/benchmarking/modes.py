@@ -19,7 +19,7 @@ from ampaudit.core.formats import NumberFormat
 from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
 from ampaudit.policy import RuleSet, load_policy
-from ampaudit.run.guards import exact_float32, tf32
+from ampaudit.run.guards import exact_float32, naming_indices, tf32
 from ampaudit.source import Batch, ModelSource
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.storage import stored_dtypes
@@ -106,7 +106,7 @@ class ModeRunner:
         with torch.no_grad():
             if self.training is not None:
                 return self.training.forward(batch).output
-            with self.context():
+            with self.context(), naming_indices(batch):
                 return self.model(*batch.args, **batch.kwargs)
 
     def step(self, batch: Batch) -> None:

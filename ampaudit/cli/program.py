@@ -8,7 +8,7 @@ from importlib import import_module
 
 import click
 
-from ampaudit.cli.terminal import make_printable
+from ampaudit.cli.terminal import bound_size, make_printable
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.text import escape_control
 from ampaudit.core.version import __version__
@@ -65,6 +65,7 @@ def main() -> None:
 
 def run_command() -> int:
     """Run the command that the program's arguments name, and return its exit code."""
+    bound_size()
     make_printable()
     try:
         code = main.main(standalone_mode=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,9 @@ from ampaudit.render.plaintext import as_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["as_text", "make_printable", "show"]
+__all__ = ["as_text", "bound_size", "make_printable", "show"]
 
+_MIN_SIZE, _MAX_SIZE = 20, 1000  # columns
 _HANDLER = "ampaudit-ascii"
 # the marks that our own reports use; other letters come from names, and are shown as escapes
 _ASCII = {
@@ -49,6 +51,15 @@ class _StandardOutput(io.FileIO):
             raise OutputError(
                 f"cannot write to standard output: {error.strerror}", hint="free some space, or use -o FILE"
             ) from error
+
+
+def bound_size() -> None:
+    """Keep COLUMNS and LINES within what can be printed; what is no size does not count."""
+    for name in ("COLUMNS", "LINES"):
+        text = os.environ.pop(name, "").lstrip("0")
+        if text.isascii() and text.isdigit():
+            size = int(text[: len(str(_MAX_SIZE)) + 1])
+            os.environ[name] = str(min(max(size, _MIN_SIZE), _MAX_SIZE))
 
 
 def make_printable() -> None:

@@ -118,7 +118,7 @@ def _run_together(runners: Sequence[Runner], config: RunConfig, batch: Batch, nu
         return
     shared = SharedReference(programs)
     started = time.perf_counter()
-    with guarded(config.device), torch.no_grad():
+    with guarded(config.device, batch), torch.no_grad():
         runs = [item.executor.steps(item.tensors, item.meter, shared) for item in ready]
         outputs = interleave(runs, shared)
     share = (time.perf_counter() - started) / len(runners)

@@ -44,7 +44,7 @@ class EagerModel:
             self._last = None
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._own, (batch.args, batch.kwargs))
             copied = self._copy(model)
-            with quiet(), guarded(self._device), seeded(self._seed + number):
+            with quiet(), guarded(self._device, batch), seeded(self._seed + number):
                 found = flatten_outputs(copied(*args, **kwargs))
             self._last = number, dict(found)
             if self._release is not None:

@@ -13,15 +13,65 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.errors import InputError, RunFailed, first_line
 from ampaudit.core.text import format_bytes
 
-__all__ = ["exact_float32", "guarded", "refuse_broken_inputs", "refuse_larger_than_memory", "tf32"]
+__all__ = [
+    "exact_float32",
+    "guarded",
+    "naming_indices",
+    "refuse_broken_inputs",
+    "refuse_larger_than_memory",
+    "tf32",
+]
+
+_OUT_OF_RANGE = ("out of range", "out of bounds", "class values must be smaller")
 
 
 @contextlib.contextmanager
-def guarded(device: torch.device) -> Iterator[None]:
+def guarded(device: torch.device, batch: Batch | None = None) -> Iterator[None]:
     """Set up the whole context; random numbers drawn inside do not affect later ones."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), exact_float32(), _memory_errors(device):
+        if batch is None:
+            yield
+        else:
+            with naming_indices(batch):
+                yield
+
+
+@contextlib.contextmanager
+def naming_indices(batch: Batch) -> Iterator[None]:
+    """Turn an index out of range, such as an unknown token id, into an error about the inputs it is from.
+
+    Raises:
+        InputError: an index is out of range, and there are integers in the batch.
+    """
+    try:
         yield
+    except (IndexError, RuntimeError) as error:
+        text = first_line(error)
+        given = ", ".join(_integers(batch))
+        if not given or not any(words in text.lower() for words in _OUT_OF_RANGE):
+            raise
+        raise InputError(
+            f"{_noted_line(error)}an index is beyond its table ({text}); the batch has the integers {given}",
+            hint="check the inputs against the sizes of embeddings, positions and classes",
+        ) from error
+
+
+def _integers(batch: Batch) -> Iterator[str]:
+    """Name the tensors of integers in a batch, with their ranges."""
+    places = {"input": batch.args, "item": batch.item} | dict(batch.kwargs)
+    seen: set[int] = set()
+    for name, value in places.items():
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in seen or not leaf.numel():
+                continue
+            seen.add(id(leaf))
+            if not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype is not torch.bool:
+                yield f"{name}{pytree.keystr(path)} from {int(leaf.min()):,} to {int(leaf.max()):,}"
+
+
+def _noted_line(error: Exception) -> str:
+    return "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
 
 
 def exact_float32() -> contextlib.AbstractContextManager[None]:
@@ -53,11 +103,11 @@ def _memory_errors(device: torch.device) -> Iterator[None]:
             f"out of memory on {device}: the audit holds the FP32 and the 16-bit run at once",
             hint="use a smaller batch, --ranges (one FP32 run), or --device cpu",
         ) from error
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, IndexError) as error:
         text = first_line(error)
         if "allocate memory" in text:
             raise RunFailed(f"out of memory: {text}", hint="use a smaller batch, or --ranges") from error
-        where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+        where = _noted_line(error)
         raise RunFailed(f"{where}the converted model could not be run on {device}: {text}") from error
 
 

@@ -12,7 +12,7 @@ from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.sharing import MISSING, SharedReference
-from ampaudit.run.step import Step
+from ampaudit.run.step import Step, noting_line
 from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
@@ -169,11 +169,13 @@ class LockStep:
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedReference | None
     ) -> Any:
         if shared is None:
-            return self._reference.call(step, args, kwargs)
+            with noting_line(step):
+                return self._reference.call(step, args, kwargs)
         leads = shared.programs[0] is self.program
         result = MISSING if leads else shared.take(step, self.program, args, kwargs)
         if result is MISSING:
-            result = self._reference.call(step, args, kwargs)
+            with noting_line(step):
+                result = self._reference.call(step, args, kwargs)
         if leads:
             shared.offer(step, self.program, args, kwargs, result)
         return result
@@ -201,18 +203,10 @@ class LockStep:
             if state is not None:
                 restore_random_state(state, self.device)
             call.measure = observer.block_measure(step, reference)
-            result = self._call(step, call)
+            with noting_line(step):
+                result = self.backend.call(step, call.args, call.kwargs, call.measure)
             value = self._unaliased(step, call, result)
         return reference, observer.observe(step, reference, value, call)
-
-    def _call(self, step: Step, call: StepCall) -> Any:
-        """Compute the converted run's result; errors of torch get the line of the model's code."""
-        try:
-            return self.backend.call(step, call.args, call.kwargs, call.measure)
-        except (RuntimeError, NotImplementedError) as error:
-            if step.site is not None and step.site.source is not None:
-                error.add_note(f"{step.site.source.file}:{step.site.source.line}")
-            raise
 
     def _rounds(self, step: Step) -> bool:
         """Return whether the converted run may differ from the reference on equal inputs."""

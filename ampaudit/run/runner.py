@@ -80,7 +80,7 @@ class Runner:
     def execute(self, ready: PreparedBatch) -> None:
         """Run a prepared batch, and again with repairs if something broke."""
         started = time.perf_counter()
-        outputs = self._pass(ready.executor, ready.tensors, ready.meter, ready.number)
+        outputs = self._pass(ready, ready.meter)
         self._add_seconds("run", started)
         self.finish(ready, outputs)
 
@@ -116,7 +116,7 @@ class Runner:
         self.record.by_design |= faults.by_design
         if faults.need_repair:
             repairing = RepairingMeter(self._meter(), faults.masks)
-            outputs = self._pass(executor, tensors, repairing, number)
+            outputs = self._pass(ready, repairing)
             meter, measured = repairing.meter, list(repairing.meter.results())
             self._note_origins(repairing.origins, faults, number)
         self._merge(meter, measured)
@@ -172,15 +172,12 @@ class Runner:
     def _meter(self) -> Meter:
         return Meter(self.config.number_format, self.executors.backend, local=not self.config.fp32_only)
 
-    def _pass(
-        self, executor: LockStep, tensors: list[torch.Tensor], observer: Meter | RepairingMeter, number: int
-    ) -> list[Pair]:
-        followed = (
-            observer if self._gradients is None else self._gradients.following(observer, executor.program)
-        )
-        with guarded(self.config.device):
-            torch.manual_seed(self.config.seed + number)
-            return executor.run(tensors, followed)
+    def _pass(self, ready: PreparedBatch, observer: Meter | RepairingMeter) -> list[Pair]:
+        program = ready.executor.program
+        followed = observer if self._gradients is None else self._gradients.following(observer, program)
+        with guarded(self.config.device, ready.batch):
+            torch.manual_seed(self.config.seed + ready.number)
+            return ready.executor.run(ready.tensors, followed)
 
     def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor]) -> None:
         if self.config.rules is None or not self.config.rules.measured:

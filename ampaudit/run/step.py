@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from ampaudit.trace.opnames import written_values
 from ampaudit.trace.replay import META_KEY
 from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE
 
-__all__ = ["Step", "differentiable", "widened_tensor"]
+__all__ = ["Step", "differentiable", "noting_line", "widened_tensor"]
 
 
 def widened_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,3 +100,14 @@ class Step:
         if self.site is None or not self.makes_values:
             return False
         return any(d is not None and (d.is_floating_point or d.is_complex) for d in self.dtypes)
+
+
+@contextlib.contextmanager
+def noting_line(step: Step) -> Iterator[None]:
+    """Add the line of the model's code to errors of torch."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError, IndexError) as error:
+        if step.site is not None and step.site.source is not None:
+            error.add_note(f"{step.site.source.file}:{step.site.source.line}")
+        raise

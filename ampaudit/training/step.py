@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.policy import RuleSet
+from ampaudit.run.guards import naming_indices
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import LossAndOutput
@@ -54,7 +55,7 @@ class TrainingStep:
     def forward(self, batch: Batch) -> LossAndOutput:
         """Run the forward pass."""
         item = item_apart(batch.args, batch.kwargs, batch.whole)
-        with self.context():
+        with self.context(), naming_indices(batch):
             result: LossAndOutput = self.model(batch.args, batch.kwargs, item)
         return result
 

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,9 @@ class _VariantRun:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         self.training.optimizer.zero_grad()
-        loss = self.training.forward(batch).loss
+        # what plain FP32 raises is the model's own
+        with calling_user_code("the model") if self.spec.rules is None else nullcontext():
+            loss = self.training.forward(batch).loss
         self.monitor.loss(loss)
         self.training.backward(loss)
         if number == 0 and all(p.grad is None for p in self.inner.parameters()):

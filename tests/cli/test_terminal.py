@@ -149,3 +149,12 @@ def test_a_log_gets_lines_and_a_short_run_none(monkeypatch: pytest.MonkeyPatch) 
     ]
     progress.update("auditing", 2, 3)  # after its end it is silent
     assert len(recorder.lines) == 3
+
+
+@pytest.mark.parametrize("columns", ["0", "000", "-1", "abc", "", " ", "1", "5", "²", "9" * 10, "9" * 5000])
+def test_a_width_that_is_none_hides_nothing(cli: Cli, columns: str) -> None:
+    usual = cli("explain", "AMP106")
+    done = cli("explain", "AMP106", COLUMNS=columns, LINES=columns)
+    assert done.returncode == 0, done.stderr
+    assert "".join(done.stdout.split()) == "".join(usual.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 1000
