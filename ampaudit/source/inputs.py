@@ -12,7 +12,9 @@ from typing import Any, TypedDict
 import torch
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import InputError, first_line
+from ampaudit.checkpoint.mapped import map_checkpoint
+from ampaudit.core.errors import InputError
+from ampaudit.core.untrusted import describe
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code, module_from_file
 
@@ -131,23 +133,18 @@ def with_inputs(source: ModelSource, path: Path) -> ModelSource:
     """Replace a source's batches by one with the tensors ``input[0]``, ``input[1]`` ... of a file.
 
     Raises:
-        InputError: the file cannot be read, or its tensors do not fit the model.
+        InputError: its tensors do not fit the model.
+        WeightsError: the file cannot be read.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        given = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read: {first_line(error)}", hint="check the path") from error
+    given = map_checkpoint(path).tensors
     batch = source.batches[0]
     leaves = pytree.tree_leaves((batch.args, batch.kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     names = [f"input[{index}]" for index in range(len(tensors))]
     if set(given) != set(names):
         raise InputError(
-            f"{path} holds {', '.join(sorted(given)) or 'nothing'}",
-            hint=f"the model takes {', '.join(names)}",
+            f"{path} holds {describe(', '.join(sorted(given))) or 'nothing'}",
+            hint=f"the model takes {describe(', '.join(names))}",
         )
     for name, tensor in zip(names, tensors, strict=True):
         if given[name].dtype != tensor.dtype:
