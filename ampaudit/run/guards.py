@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import InputError, RunFailed, first_line
 from ampaudit.core.text import format_bytes
+from ampaudit.source.interface import Batch
 
 __all__ = [
     "exact_float32",
