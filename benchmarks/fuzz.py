@@ -1,0 +1,170 @@
+"""Mutated inputs by the hour: what becomes of them, per format, and every defect with how to repeat it.
+
+Each input is made from the name of its format and a number, so that ``--formats pt2 --first 71 --inputs 1``
+makes it again. Inputs run in forked processes, 500 in each; a process that dies or hangs is a defect of the
+input that it was reading.
+
+    python benchmarks/fuzz.py [--minutes 60 | --inputs 2000] [--formats pt2,report] [--first 0] [--jobs 2]
+                              [--keep DIR] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests are not installed
+
+from tests.fuzz.formats import FORMATS, judged, mutated
+from tests.fuzz.judge import SECONDS, write_files
+
+BATCH = 500
+Input = tuple[str, int]
+
+
+def numbered(names: list[str], first: int, job: int, jobs: int) -> Iterator[Input]:
+    """Formats in turn by their shares, each with numbers of its own; every job takes some of them."""
+    turn = Random(0).sample([n for n in names for _ in range(FORMATS[n].share)], k=_shares(names))
+    counts = dict.fromkeys(names, first)
+    at = 0
+    while True:
+        name = turn[at % len(turn)]
+        if at % jobs == job:
+            yield name, counts[name]
+        counts[name] += 1
+        at += 1
+
+
+def _shares(names: list[str]) -> int:
+    return sum(FORMATS[name].share for name in names)
+
+
+def run_batch(batch: list[Input], pipe: int, keep: Path | None) -> None:
+    """Judge inputs and write a line for each, in a process of its own."""
+    for name, number in batch:
+        started = time.perf_counter()
+        place = keep / f"{name}-{number}" if keep is not None else None
+        verdict = judged(FORMATS[name], Random(f"{name}:{number}"), keep=place)
+        seconds = time.perf_counter() - started
+        os.write(pipe, (json.dumps([verdict.outcome, verdict.detail[:400], seconds]) + "\n").encode())
+        if verdict.detail.startswith("took"):  # of memory: later inputs would be blamed for it
+            break
+
+
+def forked(batch: list[Input], keep: Path | None) -> list[tuple[str, str, float]]:
+    """Results of the first inputs of a batch: all, or those up to one that ended the process."""
+    mine, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try:
+            run_batch(batch, theirs, keep)
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    text, hangs = b"", False
+    while True:
+        if not select.select([mine], [], [], SECONDS + 20)[0]:
+            hangs = True
+            os.kill(child, signal.SIGKILL)
+            break
+        data = os.read(mine, 1 << 16)
+        if not data:
+            break
+        text += data
+    os.close(mine)
+    status = os.waitpid(child, 0)[1]
+    found = [tuple(json.loads(line)) for line in text.decode().splitlines()]
+    if len(found) < len(batch) and not (found and found[-1][1].startswith("took")):
+        how = "hangs" if hangs else f"ended the process with {os.waitstatus_to_exitcode(status)}"
+        found.append(("defect", how, 0.0))
+        if keep is not None:
+            name, number = batch[len(found) - 1]
+            write_files(keep / f"{name}-{number}", mutated(FORMATS[name], Random(f"{name}:{number}"))[0])
+    return found
+
+
+def work(job: int, options: argparse.Namespace, results: Any) -> None:
+    """Run the share of one job until its time or its number of inputs is over."""
+    end = time.monotonic() + options.minutes * 60
+    left = options.inputs // options.jobs + (job < options.inputs % options.jobs)
+    inputs = numbered(options.formats, options.first, job, options.jobs)
+    waiting: list[Input] = []
+    while left > 0 and time.monotonic() < end:
+        waiting += [next(inputs) for _ in range(min(BATCH, left) - len(waiting))]
+        done = forked(waiting, options.keep)
+        results.put([(*item, *result) for item, result in zip(waiting, done, strict=False)])
+        waiting = waiting[len(done) :]
+        left -= len(done)
+    results.put(None)
+
+
+def summary(results: Any, jobs: int) -> dict[str, Any]:
+    """Count what the jobs report; one example of each defect."""
+    formats: dict[str, dict[str, Any]] = {}
+    while jobs:
+        batch = results.get()
+        jobs -= batch is None
+        for name, number, outcome, detail, seconds in batch or ():
+            row = formats.setdefault(
+                name, {"inputs": 0, "accepted": 0, "refused": 0, "defect": 0, "slowest_s": 0.0, "defects": {}}
+            )
+            row["inputs"] += 1
+            row[outcome] += 1
+            row["slowest_s"] = round(max(row["slowest_s"], seconds), 2)
+            if outcome == "defect":
+                known = row["defects"].setdefault(
+                    detail[:90], {"count": 0, "first": number, "detail": detail}
+                )
+                known["count"] += 1
+    return formats
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--inputs", type=int, default=10**9)
+    parser.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMATS))
+    parser.add_argument("--first", type=int, default=0, help="number of the first input of each format")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="keep the inputs with defects in a folder")
+    parser.add_argument("--json", type=Path, help="keep the numbers in a file")
+    options = parser.parse_args()
+    for name in options.formats:
+        FORMATS[name].honest()  # once, before processes are forked
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    jobs = [context.Process(target=work, args=(job, options, results)) for job in range(options.jobs)]
+    started = time.monotonic()
+    for process in jobs:
+        process.start()
+    formats = summary(results, options.jobs)
+    for process in jobs:
+        process.join()
+    for name, row in sorted(formats.items()):
+        counts = ", ".join(f"{row[key]} {key}" for key in ("accepted", "refused", "defect"))
+        print(f"{name}: {row['inputs']} inputs, {counts}; slowest {row['slowest_s']} s")
+        for known in row["defects"].values():
+            print(f"  {known['count']} x {name}:{known['first']} {known['detail'][:160]}")
+    total = sum(row["inputs"] for row in formats.values())
+    found = sum(row["defect"] for row in formats.values())
+    print(f"{total} inputs in {time.monotonic() - started:.0f} s, {found} defects")
+    if options.json is not None:
+        options.json.write_text(json.dumps(formats, indent=1) + "\n", encoding="utf-8")
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()

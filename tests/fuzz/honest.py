@@ -1,0 +1,245 @@
+"""Honest inputs of every format, small and made once, which the mutators start from."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from ampaudit.export.convert import convert
+from ampaudit.render.render import as_file
+from ampaudit.source import Batch, ModelSource
+from tests.fuzz.mutators import Files
+from tests.support.paths import ROOT
+from tests.support.rule_file import GOOD
+from tests.support.saved import SAMPLES, sample
+
+__all__ = [
+    "baselines",
+    "checkpoints",
+    "configurations",
+    "converted",
+    "exported",
+    "huggingface",
+    "inputs",
+    "notebooks",
+    "reports",
+    "rule_files",
+    "safetensors_files",
+    "scripts",
+    "shards",
+]
+
+Pickle = dict[str, torch.Tensor]
+
+
+class Small(nn.Module):
+    """A buffer, a keyword input, a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor, *, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": torch.softmax(self.linear(x) * self.scale, -1) + y}
+
+
+class Shaped(nn.Module):
+    """A constant, an embedding, lists, and sizes that are expressions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.constant = torch.full((4,), 2.0)
+
+    def forward(self, parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.table(parts[0]) * self.constant
+        return found.reshape(-1, 2), torch.cat([found, found]).sum(0)
+
+
+def get_model() -> nn.Module:
+    """Make the model for inputs in files; this module is named by its import path."""
+    return Small()
+
+
+def example_inputs() -> dict[str, torch.Tensor]:
+    """Return the inputs of ``get_model``."""
+    return {"x": torch.randn(2, 4), "y": torch.ones(4)}
+
+
+def _saved(write: Callable[[Any, Any], Any], value: Any) -> bytes:
+    out = io.BytesIO()
+    write(value, out)
+    return out.getvalue()
+
+
+def _under(folder: Path) -> Files:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@cache
+def exported() -> list[Files]:
+    """Return exported programs."""
+    torch.manual_seed(0)
+    size = torch.export.Dim("size", min=2, max=64)
+    programs = (
+        torch.export.export(Small(), (torch.randn(2, 4),), {"y": torch.ones(4)}),
+        torch.export.export(Shaped(), ([torch.tensor([1, 2, 3])],), dynamic_shapes=([{0: size}],)),
+    )
+    return [{"m.pt2": _saved(torch.export.save, program)} for program in programs]
+
+
+def _state() -> Pickle:
+    torch.manual_seed(0)
+    return {
+        "layer.weight": torch.randn(3, 4),
+        "layer.bias": torch.ones(3).half(),
+        "count": torch.tensor(7),
+        "part": torch.arange(12.0)[::2],
+    }
+
+
+@cache
+def checkpoints() -> list[Files]:
+    """Return pickled checkpoints: as a zip archive, wrapped, and as torch wrote them before 1.6."""
+
+    def legacy(value: Any, out: Any) -> None:
+        torch.save(value, out, _use_new_zipfile_serialization=False)
+
+    wrapped = {"state_dict": _state(), "epoch": 3}
+    saved = (_saved(torch.save, _state()), _saved(torch.save, wrapped), _saved(legacy, _state()))
+    return [{"m.pt": data} for data in saved]
+
+
+@cache
+def safetensors_files() -> list[Files]:
+    """Return a safetensors file."""
+    state = {name: tensor.contiguous() for name, tensor in _state().items()}
+    return [{"m.safetensors": safetensors.torch.save(state, {"format": "pt"})}]
+
+
+@cache
+def shards() -> list[Files]:
+    """Return two shards and their index."""
+    names = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(_state())}
+    index = {"metadata": {"total_size": 100}, "weight_map": names}
+    files: Files = {"model.safetensors.index.json": json.dumps(index).encode()}
+    for shard in set(names.values()):
+        files[shard] = safetensors.torch.save(
+            {name: t.contiguous() for name, t in _state().items() if names[name] == shard}
+        )
+    return [files]
+
+
+@cache
+def huggingface() -> list[Files]:
+    """Return directories of a tiny language model and a tiny image model."""
+    from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    text = BertConfig(vocab_size=20, max_position_embeddings=16, **sizes)
+    image = ViTConfig(image_size=8, patch_size=4, num_channels=1, **sizes)
+    made = []
+    for model in (BertModel(text), ViTForImageClassification(image)):
+        with tempfile.TemporaryDirectory() as place:
+            model.save_pretrained(place)
+            made.append({f"d/{name}": data for name, data in _under(Path(place)).items()})
+    return made
+
+
+@cache
+def converted() -> list[Files]:
+    """Return a directory that ``convert`` wrote."""
+    torch.manual_seed(0)
+    source = ModelSource("m.py", "python", Small().eval(), (Batch((), example_inputs()),), None)
+    with tempfile.TemporaryDirectory() as place:
+        convert(source, None, Path(place) / "d", fail_on="never")
+        return [_under(Path(place))]
+
+
+@cache
+def rule_files() -> list[Files]:
+    """Return rule files, among them the plan of a conversion."""
+    shipped = ("apex-o1", "torch-tensorrt", "paddle-o2", "as-is")
+    texts = [GOOD.encode(), *((ROOT / "rules" / f"{name}.yaml").read_bytes() for name in shipped)]
+    plan = converted()[0]["d/plan.yaml"]
+    return [{"rules.yaml": text} for text in (*texts, plan)]
+
+
+@cache
+def reports() -> list[Files]:
+    """Return a saved document of every kind."""
+    documents = (as_file(sample(kind), "json") for kind in SAMPLES if kind != "comparison")
+    return [{"report.json": text.encode()} for text in documents]
+
+
+def baselines() -> list[Files]:
+    """Return the report of a scan."""
+    return reports()[:1]
+
+
+def configurations() -> list[Files]:
+    """Return a pyproject.toml, with a script that it is about."""
+    text = """\
+[project]
+name = "mine"
+
+[tool.ampaudit]
+targets = ["models/*.py", "converted"]
+policy = "torch-cuda"
+dtype = "bfloat16"
+fail-on = "warning"
+allow = ["AMP106"]
+min-headroom = 1.5
+max-fp32-share = 0.5
+baseline = "base.json"
+batches = 2
+jobs = 2
+timeout = 60
+max-memory = "2GB"
+
+[tool.ampaudit.lint]
+select = ["AMP8"]
+ignore = ["AMP803"]
+exclude = ["tests"]
+fail-on = "error"
+"""
+    return [{"pyproject.toml": text.encode(), "train.py": b"import torch\n"}]
+
+
+@cache
+def scripts() -> list[Files]:
+    """Return training scripts, and Markdown around them."""
+    paths = sorted((ROOT / "tests" / "linter" / "correct").glob("*.py"))[::6]
+    plain: list[Files] = [{"train.py": path.read_bytes()} for path in paths]
+    return [
+        *plain,
+        *({"README.md": b"# How\n\n```python\n" + path.read_bytes() + b"```\n"} for path in paths[:4]),
+    ]
+
+
+@cache
+def notebooks() -> list[Files]:
+    """Return training scripts as notebooks."""
+    made: list[Files] = []
+    for path in sorted((ROOT / "tests" / "linter" / "correct").glob("*.py"))[:4]:
+        parts = path.read_text(encoding="utf-8").split("\n\n")
+        cells = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": part} for part in parts]
+        notebook = {"cells": cells, "metadata": {"language_info": {"name": "python"}}, "nbformat": 4}
+        made.append({"train.ipynb": json.dumps(notebook).encode()})
+    return made
+
+
+def inputs() -> list[Files]:
+    """Return the inputs of ``get_model`` as a safetensors file."""
+    leaves = {f"input[{i}]": tensor for i, tensor in enumerate(example_inputs().values())}
+    return [{"inputs.safetensors": safetensors.torch.save(leaves)}]
