@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 from pydantic.fields import FieldInfo
 
 from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.core.untrusted import describe
 
 __all__ = [
     "COMMAND_LINE",
@@ -210,7 +211,7 @@ def limits_of(field: FieldInfo) -> tuple[Any, Any, bool]:
 def no_such(kind: str, name: str, place: str, known: Sequence[str]) -> UsageError:
     """Raise for an unknown name, suggesting the nearest one."""
     hint = f"{did_you_mean(name, known)}known {kind}s: {', '.join(known)}"
-    return UsageError(f"{place}{name}: no such {kind}", hint=hint)
+    return UsageError(f"{place}{describe(name)}: no such {kind}", hint=hint)
 
 
 def _usage_error(record: type[Config], name: str, value: Any, problem: str, place: str) -> UsageError:
@@ -219,11 +220,11 @@ def _usage_error(record: type[Config], name: str, value: Any, problem: str, plac
     field = record.model_fields[name]
     hint = f"it must be {_expected(field)}"
     if float in _value_types(field) and isinstance(value, float) and not math.isfinite(value):
-        hint += f"; {value} is not a valid limit"
+        hint += f"; {describe(value)} is not a valid limit"
     if place == COMMAND_LINE:
-        return UsageError(f"{long_flag(name, field)} {value}", hint=hint)
+        return UsageError(f"{long_flag(name, field)} {describe(value)}", hint=hint)
     shown = name.replace("_", "-") if place else name
-    return UsageError(f"{place}{shown} = {value!r}", hint=hint)
+    return UsageError(f"{place}{shown} = {describe(repr(value))}", hint=hint)
 
 
 def _expected(field: FieldInfo) -> str:

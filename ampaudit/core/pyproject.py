@@ -8,8 +8,11 @@ from typing import Any
 
 from ampaudit.core.config import Config, no_such, option_of, value_type
 from ampaudit.core.errors import UsageError
+from ampaudit.core.untrusted import describe, read_bounded
 
 __all__ = ["find_config", "read_options"]
+
+_MAX_BYTES = 10_000_000
 
 
 def find_config(start: Path) -> Path | None:
@@ -56,11 +59,9 @@ def read_options(
 
 def _table(path: Path, table: str) -> dict[str, Any]:
     try:
-        found: Any = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="check the path after --config") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: not valid TOML: {error}", hint="correct it") from error
+        found: Any = tomllib.loads(read_bounded(path, _MAX_BYTES, UsageError).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not valid TOML: {describe(error)}", hint="correct it") from error
     names = table.split(".")
     for depth, name in enumerate(names, 1):
         found = found.get(name, {})

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ampaudit.core.errors import PolicyError, did_you_mean
+from ampaudit.core.untrusted import describe
 from ampaudit.policy.aten_ops import UnknownOp, expand
 from ampaudit.policy.decide import RuleSet
 from ampaudit.policy.paths import policy_names, rules_directory
@@ -79,7 +80,7 @@ def _find(name_or_path: str, beside: Path) -> Path:
         return rules_directory() / f"{name_or_path}.yaml"
     meant = did_you_mean(name_or_path, policy_names())
     raise PolicyError(
-        f"unknown policy {name_or_path!r}",
+        f"unknown policy {describe(name_or_path)!r}",
         hint=f"{meant}shipped policies: {', '.join(policy_names())}; or pass the path of a rule file",
     )
 
@@ -114,7 +115,7 @@ def _parent(document: YamlDocument, index: int, name: str, children: tuple[Path,
         raise PolicyError(f"{where}: {error.args[0]}", hint=error.hint) from error
     if path.resolve() in chain:
         names = " -> ".join(p.stem for p in (*chain[chain.index(path.resolve()) :], path))
-        raise PolicyError(f"{where}: a policy extends itself: {names}", hint="remove one extends")
+        raise PolicyError(f"{where}: a policy extends itself: {describe(names)}", hint="remove one extends")
     if len(chain) > _MAX_PARENTS:
         raise PolicyError(f"{where}: more than {_MAX_PARENTS} policies on top of each other")
     return _load(path, chain)
@@ -139,7 +140,9 @@ def _joined(
     if dropped:
         name = min(dropped)
         where = document.at(("drop", file.drop.index(name)))
-        raise PolicyError(f"{where}: no inherited rule has the id {name!r}", hint="see ampaudit rules show")
+        raise PolicyError(
+            f"{where}: no inherited rule has the id {describe(name)!r}", hint="see ampaudit rules show"
+        )
     joined = file.model_copy(update=inherited | {"rules": tuple(rules)})
     return Loaded(document.path, joined, ops, tuple(suspicious(document, file, ops, joined)))
 
@@ -183,9 +186,11 @@ def _located(document: YamlDocument, error: ValidationError) -> PolicyError:
     key = ".".join(str(part) for part in location)
     where = document.at(location, of_key=unknown)
     if unknown:
-        return PolicyError(f"{where}: unknown key {key!r}", hint="see docs/rules.md for the known keys")
+        return PolicyError(
+            f"{where}: unknown key {describe(key)!r}", hint="see docs/rules.md for the known keys"
+        )
     message = first["msg"].removeprefix("Value error, ")
-    return PolicyError(f"{where}: {key}: {message}", hint="see docs/rules.md")
+    return PolicyError(f"{where}: {describe(key)}: {describe(message, 120)}", hint="see docs/rules.md")
 
 
 def _without_branches(location: Sequence[Any], data: Any) -> tuple[Any, ...]:

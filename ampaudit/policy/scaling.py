@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ampaudit.core.errors import PolicyError, did_you_mean
 from ampaudit.core.formats import BFLOAT16, NumberFormat
+from ampaudit.core.untrusted import describe
 from ampaudit.policy.paths import rules_directory
 from ampaudit.policy.schema import LossScale
 from ampaudit.policy.yamlfile import read_yaml
@@ -87,5 +88,6 @@ def profile(name: str, where: str = "") -> LossScaleProfile:
     meant = did_you_mean(name, profiles())
     prefix = f"{where}: " if where else ""
     raise PolicyError(
-        f"{prefix}unknown loss-scale profile {name!r}", hint=f"{meant}one of: {', '.join(profiles())}"
+        f"{prefix}unknown loss-scale profile {describe(name)!r}",
+        hint=f"{meant}one of: {', '.join(profiles())}",
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from ampaudit.core.errors import PolicyError
 from ampaudit.core.formats import LOW_PRECISION_NAMES
+from ampaudit.core.untrusted import describe
 from ampaudit.policy.aten_ops import UnknownOp, aten_arguments
 from ampaudit.policy.matching import compiled
 from ampaudit.policy.schema import Cast, Match, Rule, RuleFile, When
@@ -34,7 +35,7 @@ def check_rules(document: YamlDocument, file: RuleFile, ops: Ops) -> None:
     for number, rule in enumerate(file.rules):
         if rule.id in seen:
             where = document.at(("rules", number, "id"))
-            raise PolicyError(f"{where}: duplicate rule id {rule.id!r}", hint="rename one")
+            raise PolicyError(f"{where}: duplicate rule id {describe(rule.id)!r}", hint="rename one")
         seen.add(rule.id)
         for key, problem in _problems(rule, ops.get(rule.id), file.level):
             raise PolicyError(f"{document.at(('rules', number, *key))}: {problem}", hint="see docs/rules.md")
@@ -45,7 +46,7 @@ def check_rules(document: YamlDocument, file: RuleFile, ops: Ops) -> None:
 def _problems(rule: Rule, ops: frozenset[str] | None, level: str) -> Iterator[tuple[tuple[str, ...], str]]:
     when = rule.when
     if (rule.colored or when.producer or when.consumer) and level != "graph":
-        yield ("cast",), f"rule {rule.id!r} looks at neighbors: that needs 'level: graph'"
+        yield ("cast",), f"rule {describe(rule.id)!r} looks at neighbors: that needs 'level: graph'"
     if rule.measured and rule.colored:
         yield ("cast",), "a measured rule cannot assign a color"
     if rule.measured and rule.cast in (Cast.LOWER, Cast.NARROWEST) and not rule.force:
@@ -56,10 +57,16 @@ def _problems(rule: Rule, ops: frozenset[str] | None, level: str) -> Iterator[tu
         try:
             compiled(pattern)
         except ValueError as error:
-            yield ("match", "layer_regex"), f"{pattern!r} is not a pattern of RE2: {error}"
+            yield (
+                ("match", "layer_regex"),
+                f"{describe(pattern)!r} is not a pattern of RE2: {describe(error)}",
+            )
     for name, wanted in when.versions.items():
         if not _is_specifier(wanted):
-            yield ("when", "versions", name), f"{wanted!r} is not a version condition such as '>=2.1,<3'"
+            yield (
+                ("when", "versions", name),
+                f"{describe(wanted)!r} is not a version condition such as '>=2.1,<3'",
+            )
     yield from _argument_problems(rule, ops)
 
 
@@ -72,9 +79,13 @@ def _argument_problems(rule: Rule, ops: frozenset[str] | None) -> Iterator[tuple
         for place, given in (("when", rule.when.arguments), ("", rule.arguments)):
             for name in set(given) - names:
                 near = difflib.get_close_matches(name, names, n=1)
-                meant = f"; did you mean {near[0]!r}?" if near else f"; they have {', '.join(sorted(names))}"
+                meant = (
+                    f"; did you mean {near[0]!r}?"
+                    if near
+                    else f"; they have {describe(', '.join(sorted(names)), 120)}"
+                )
                 key = (place, "arguments", name) if place else ("arguments", name)
-                yield key, f"no op of this rule has an argument {name!r}{meant}"
+                yield key, f"no op of this rule has an argument {describe(name)!r}{meant}"
     if rule.cast is Cast.SET_DTYPE:
         lacking = [op for op, arguments in known.items() if arguments and "dtype" not in arguments]
         if lacking:
@@ -113,9 +124,9 @@ def _check_order(document: YamlDocument, file: RuleFile, ops: Ops, measured: boo
         taken = {pair: decided[pair] for op in mine for form in formats if (pair := (op, form)) in decided}
         for (op, _), earlier in sorted(taken.items(), key=lambda item: item[0]):
             if earlier.cast is not rule.cast:
-                at = document.at(("rules", number, "match", "op"))
+                at, other = document.at(("rules", number, "match", "op")), describe(earlier.id)
                 raise PolicyError(
-                    f"{at}: conflict: {op} is {rule.cast} here and {earlier.cast} in rule {earlier.id!r}",
+                    f"{at}: conflict: {op} is {rule.cast} here and {earlier.cast} in rule {other!r}",
                     hint="remove it from one of them, or give the first a condition",
                 )
         if mine and len(taken) == len(mine) * len(formats):
@@ -130,8 +141,9 @@ def _plain(when: When) -> bool:
 
 
 def _never(where: str, rule: Rule, earlier: Rule) -> PolicyError:
+    own, other = describe(rule.id), describe(earlier.id)
     return PolicyError(
-        f"{where}: rule {rule.id!r} can never match: rule {earlier.id!r} above decides all of its ops",
+        f"{where}: rule {own!r} can never match: rule {other!r} above decides all of its ops",
         hint="move it up, or remove it",
     )
 
@@ -142,9 +154,10 @@ def suspicious(document: YamlDocument, file: RuleFile, ops: Ops, joined: RuleFil
         place = document.at(("rules", number, "match"))
         for glob in rule.match.layer:
             if _LOOKS_LIKE_REGEX.search(glob):
-                yield f"{place}: the glob {glob!r} looks like a regular expression; use layer_regex for one"
+                shown = describe(glob)
+                yield f"{place}: the glob {shown!r} looks like a regular expression; use layer_regex for one"
         if rule.match.op and not ops.get(rule.id):
-            yield f"{place}: none of the ops of rule {rule.id!r} has a counterpart in PyTorch"
+            yield f"{place}: none of the ops of rule {describe(rule.id)!r} has a counterpart in PyTorch"
         foreign = sorted(op for op in ops.get(rule.id, ()) if "::" in op)
         if foreign:
             yield f"{place}: {foreign[0]} belongs to another library: its name cannot be checked"
@@ -152,7 +165,7 @@ def suspicious(document: YamlDocument, file: RuleFile, ops: Ops, joined: RuleFil
     for rule in joined.rules[len(file.rules) :]:
         names = ops.get(rule.id)
         if names and names <= mine:
-            yield f"{document.path}: the inherited rule {rule.id!r} can no longer match"
+            yield f"{document.path}: the inherited rule {describe(rule.id)!r} can no longer match"
 
 
 def unknown_op(where: str, name: str, error: UnknownOp, vocabulary: str | None) -> PolicyError:
@@ -160,4 +173,4 @@ def unknown_op(where: str, name: str, error: UnknownOp, vocabulary: str | None) 
     whose = f"the vocabulary {vocabulary!r}" if vocabulary else "ATen"
     meant = f"did you mean {error.near!r}? " if error.near else ""
     other = "an op of another library is written library::op"
-    return PolicyError(f"{where}: {whose} has no op {name!r}", hint=f"{meant}{other}")
+    return PolicyError(f"{where}: {whose} has no op {describe(name)!r}", hint=f"{meant}{other}")

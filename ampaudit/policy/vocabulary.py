@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ampaudit.core.errors import PolicyError
+from ampaudit.core.untrusted import describe
 from ampaudit.policy.aten_ops import UnknownOp, expand
 from ampaudit.policy.paths import rules_directory
 from ampaudit.policy.yamlfile import YamlDocument, read_yaml
@@ -72,7 +73,9 @@ def load_vocabulary(name: str) -> Vocabulary:
     path = _directory() / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(vocabulary_names())
-        raise PolicyError(f"unknown vocabulary {name!r}", hint=f"one of: {known}; or leave it out for ATen")
+        raise PolicyError(
+            f"unknown vocabulary {describe(name)!r}", hint=f"one of: {known}; or leave it out for ATen"
+        )
     document = read_yaml(path)
     try:
         file = _File.model_validate(document.data)

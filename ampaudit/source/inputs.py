@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import InputError
+from ampaudit.core.untrusted import describe
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code, module_from_file
 
@@ -142,8 +143,8 @@ def with_inputs(source: ModelSource, path: Path) -> ModelSource:
     names = [f"input[{index}]" for index in range(len(tensors))]
     if set(given) != set(names):
         raise InputError(
-            f"{path} holds {', '.join(sorted(given)) or 'nothing'}",
-            hint=f"the model takes {', '.join(names)}",
+            f"{path} holds {describe(', '.join(sorted(given))) or 'nothing'}",
+            hint=f"the model takes {describe(', '.join(names))}",
         )
     for name, tensor in zip(names, tensors, strict=True):
         if given[name].dtype != tensor.dtype:
