@@ -19,6 +19,8 @@ _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 def escape_control(name: str) -> str:
     """Escape control characters, marks of direction and line breaks, so that a name is safe to print."""
+    if name.isprintable():
+        return name
     return "".join(
         char if unicodedata.category(char) not in _UNPRINTABLE else char.encode("unicode_escape").decode()
         for char in name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -74,8 +75,9 @@ def plain_fp32(whole: frozenset[str] = frozenset()) -> RuleSet:
 
 def _find(name_or_path: str, beside: Path) -> Path:
     path = beside / name_or_path
-    if path.suffix in _SUFFIXES or path.is_file():
-        return path
+    with contextlib.suppress(OSError):  # longer than a path can be
+        if path.suffix in _SUFFIXES or path.is_file():
+            return path
     if name_or_path in policy_names():
         return rules_directory() / f"{name_or_path}.yaml"
     meant = did_you_mean(name_or_path, policy_names())

@@ -1,6 +1,6 @@
 """Defines the blocks of a document before it has a format: lines, tables, facts and sections.
 
-Texts in blocks are safe to print; a style is a few words of rich's, such as ``bold red``.
+A line escapes what is not safe to print; a style is a few words of rich's, such as ``bold red``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from ampaudit.core.text import escape_control
 
 __all__ = [
     "Block",
@@ -31,6 +33,11 @@ class Line:
 
     pieces: tuple[tuple[str, str], ...] = ()
     wrap: bool = True
+
+    def __post_init__(self) -> None:
+        """Escape what is not safe to print: names and notes of a report come from anywhere."""
+        safe = tuple((escape_control(text), style) for text, style in self.pieces)
+        object.__setattr__(self, "pieces", safe)
 
     def __str__(self) -> str:
         return "".join(text for text, _ in self.pieces)
