@@ -12,7 +12,7 @@ from random import Random
 
 from ampaudit.ci.config import read_config
 from ampaudit.ci.judge import breaches, measured_in, read_baseline
-from ampaudit.cli.main import main
+from ampaudit.cli.program import main
 from ampaudit.report.budgets import Budgets
 from tests.fuzz import honest
 from tests.fuzz.containers import as_pickle, as_safetensors, as_zip

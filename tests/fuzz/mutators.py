@@ -6,6 +6,7 @@ With the randomness of hypothesis a failing input shrinks to the few edits that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ WORDS = (
     "",
     ".",
     "s0",
+    "Symbol('s0', positive=True, integer=True)",
+    "Pow(Integer(9), Pow(Integer(9), Integer(9)))",
+    "Add(" * 500,
     "NaN",
     "-0",
     "é" * 300,
@@ -181,6 +185,9 @@ def edit_json(random: Random, value: Any) -> Any:
 def hostile_value(random: Random, old: Any, document: Any) -> Any:
     """Return a value for the place of another: mostly of its type, so that more than its type is tested."""
     kind = random.randrange(10)
+    if kind > 2 and isinstance(old, str) and old[:1] in ("[", "{"):  # JSON in JSON: a treespec, a context
+        with contextlib.suppress(ValueError):
+            return json.dumps(edit_json(random, json.loads(old))).replace(_AGAIN, "")
     if kind == 0:
         return random.choice((None, True, False, 0.5, 1e300, [], {}, [[]], _RAW))
     if kind == 1:
