@@ -56,7 +56,7 @@ class Archive:
     def __init__(self, path: Path, error: type[AuditError], data: memoryview | None = None) -> None:
         self.path = path
         self._error = error
-        self._data = map_privately(path, error) if data is None else data
+        self._data = memoryview(map_privately(path, error)) if data is None else data
         if len(self._data) < _END.size:
             raise self._broken("it is too short")
         try:
@@ -207,17 +207,17 @@ class Archive:
         return self._error(f"{describe_path(self.path)}: not an archive of torch: {what}", hint=hint)
 
 
-def map_privately(path: Path, error: type[AuditError]) -> memoryview:
+def map_privately(path: Path, error: type[AuditError]) -> mmap.mmap:
     """Map a regular file into memory, so that what is written to it stays there.
 
     Raises:
-        AuditError: of the given type: see ``open_regular``; or the memory does not suffice.
+        AuditError: of the given type: see ``open_regular``; or it is empty, or the memory does not suffice.
     """
     handle = open_regular(path, error)
     try:
         if not os.fstat(handle).st_size:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY))
+            raise error(f"{describe_path(path)}: is empty", hint="download or save it again")
+        return mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError, OverflowError) as cause:
         raise error(f"{describe_path(path)}: cannot be mapped", hint="free some memory") from cause
     finally:

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic_core import PydanticCustomError
 
 from ampaudit.core.errors import WeightsError, first_line
+from ampaudit.core.untrusted import describe, describe_path, open_regular, parse_json, validate
 
 __all__ = [
     "FLOAT_TYPES",
     "MAX_HEADER",
     "TORCH_NAMES",
-    "DuplicateName",
     "Header",
+    "Shape",
     "TensorEntry",
+    "TypeName",
     "laid_out",
     "read_header",
-    "unique_json",
 ]
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -43,6 +48,32 @@ TORCH_NAMES = {
     "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
 FLOAT_TYPES = frozenset({"F16", "BF16", "F32", "F64"})
+
+
+_MAX_NUMBER = (1 << 63) - 1
+_HINT = "download or save it again"
+
+
+def _known_type(name: str) -> str:
+    if name not in _BITS:
+        raise PydanticCustomError("dtype", "unknown type {name}", {"name": repr(describe(name, 40))})
+    return name
+
+
+TypeName = Annotated[str, AfterValidator(_known_type)]
+_Number = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+Shape = Annotated[tuple[_Number, ...], Field(max_length=64)]  # as many dimensions as torch's tensors may have
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    dtype: TypeName
+    shape: Annotated[Shape, Field(strict=False)]  # JSON has no tuples
+    data_offsets: Annotated[list[_Number], Field(min_length=2, max_length=2)]
+
+
+_ROWS = TypeAdapter(dict[str, _Row])
+_TEXTS = TypeAdapter(dict[str, dict[str, str]], config=ConfigDict(strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +119,8 @@ def read_header(path: Path) -> Header:
         WeightsError: missing, not a safetensors file, too long, a repeated name, or it does not fit the file.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
+        with os.fdopen(open_regular(path, WeightsError), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
             first = stream.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
             if not 2 <= length <= size - 8:
@@ -98,7 +129,7 @@ def read_header(path: Path) -> Header:
                 raise _broken(path, f"a header of {length:,} bytes; {MAX_HEADER:,} are allowed")
             text = stream.read(length)
     except OSError as error:
-        raise WeightsError(f"{path}: {error.strerror}", hint="check the path") from error
+        raise WeightsError(f"{describe_path(path)}: {error.strerror}", hint="check the disk") from error
     entries, metadata = _parsed(path, text)
     _check_layout(path, entries, size - 8 - length)
     return Header(tuple(entries), metadata, 8 + length)
@@ -123,33 +154,27 @@ def laid_out(
 
 def _parsed(path: Path, text: bytes) -> tuple[list[TensorEntry], dict[str, str]]:
     try:
-        table = unique_json(text)
+        table = parse_json(text)
     except ValueError as error:
         raise _broken(path, f"its header: {first_line(error)}") from error
     if not isinstance(table, dict):
         raise _broken(path, "its header is not a JSON object")
     metadata = table.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _broken(path, "its metadata values are not strings")
-    entries = [_entry(path, name, item) for name, item in table.items()]
-    return sorted(entries, key=lambda entry: (entry.start, entry.size)), metadata
+    rows = validate(_ROWS, table, path, WeightsError, _HINT)
+    texts = validate(_TEXTS, {_METADATA: metadata}, path, WeightsError, _HINT)[_METADATA]
+    entries = [_entry(path, name, row) for name, row in rows.items()]
+    return sorted(entries, key=lambda entry: (entry.start, entry.size)), texts
 
 
-def _entry(path: Path, name: str, item: Any) -> TensorEntry:
-    try:
-        dtype, shape, (start, end) = item["dtype"], item["shape"], item["data_offsets"]
-        numbers = [start, end, *shape]
-    except (TypeError, KeyError, ValueError) as error:
-        raise _broken(path, f"tensor {name!r} lacks its dtype, shape or offsets") from error
-    if dtype not in _BITS:
-        raise _broken(path, f"tensor {name!r} has the unknown type {str(dtype)[:40]!r}")
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise _broken(path, f"tensor {name!r} has a size or offset that is not a non-negative integer")
-    entry = TensorEntry(name, dtype, tuple(shape), start)
+def _entry(path: Path, name: str, row: _Row) -> TensorEntry:
+    start, end = row.data_offsets
+    entry = TensorEntry(name, row.dtype, row.shape, start)
+    if math.prod(max(1, size) for size in row.shape) > _MAX_NUMBER:
+        raise _broken(path, f"tensor {describe(name)!r} needs too many bytes")
     if end - start != entry.size:
-        raise _broken(
-            path, f"tensor {name!r} of shape {entry.shape} needs {entry.size:,} bytes, not {end - start:,}"
-        )
+        shape = describe(entry.shape)
+        needs = f"of shape {shape} needs {entry.size:,} bytes, not {end - start:,}"
+        raise _broken(path, f"tensor {describe(name, 40)!r} {needs}")
     return entry
 
 
@@ -157,42 +182,14 @@ def _check_layout(path: Path, entries: list[TensorEntry], available: int) -> Non
     at = 0
     for entry in entries:
         if entry.start != at:
-            raise _broken(path, f"tensor {entry.name!r} overlaps another one, or leaves a gap")
+            raise _broken(path, f"tensor {describe(entry.name)!r} overlaps another one, or leaves a gap")
         at += entry.size
     if at > available:
         cut = next(e for e in entries if e.start + e.size > available)
-        raise _broken(path, f"the file is truncated: it ends within tensor {cut.name!r}")
+        raise _broken(path, f"the file is truncated: it ends within tensor {describe(cut.name)!r}")
     if at < available:
         raise _broken(path, f"{available - at:,} bytes after the last tensor belong to no tensor")
 
 
 def _broken(path: Path, what: str) -> WeightsError:
-    return WeightsError(f"{path}: not a valid safetensors file: {what}", hint="download or save it again")
-
-
-class DuplicateName(ValueError):
-    """Raised for an object with a duplicate name; most readers silently take the last one."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"the name {name!r} occurs twice")
-
-
-def unique_json(text: bytes | str) -> Any:
-    """Parse untrusted JSON, rejecting duplicate names in an object.
-
-    Raises:
-        ValueError: not JSON, nested too deeply, or (``DuplicateName``) a repeated name.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise DuplicateName(name)
-        found[name] = value
-    return found
+    return WeightsError(f"{describe_path(path)}: not a valid safetensors file: {what}", hint=_HINT)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
+from ampaudit.checkpoint.archive import map_privately
 from ampaudit.checkpoint.header import read_header
 from ampaudit.checkpoint.open import Checkpoint, open_checkpoint
 from ampaudit.checkpoint.parts import InMemory, dtype_of
 from ampaudit.core.errors import WeightsError
+from ampaudit.core.untrusted import describe, describe_path
 
 __all__ = ["MappedWeights", "map_checkpoint"]
 
@@ -86,13 +88,13 @@ def _file_of(checkpoint: Checkpoint, label: str) -> Path:
 
 def _map_file(path: Path, weights: MappedWeights) -> None:
     header = read_header(path)
-    with path.open("rb") as stream:
-        mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    mapping = map_privately(path, WeightsError)
     weights._files.append(mapping)
     for entry in header.entries:
         dtype = dtype_of(entry.dtype)
         if dtype is None:
-            raise WeightsError(f"{path}: torch has no type for {entry.name!r} ({entry.dtype})")
+            what = f"torch has no type for {describe(entry.name)!r} ({entry.dtype})"
+            raise WeightsError(f"{describe_path(path)}: {what}")
         if entry.size == 0:
             weights.tensors[entry.name] = torch.empty(entry.shape, dtype=dtype)
             continue

@@ -7,15 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ampaudit.checkpoint.header import TensorEntry, unique_json
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from ampaudit.checkpoint.header import TensorEntry
 from ampaudit.checkpoint.layout import SINGLE
 from ampaudit.checkpoint.parts import InMemory, Part, SafetensorsFile
 from ampaudit.core.errors import WeightsError
+from ampaudit.core.untrusted import describe, describe_path, read_table, validate
 
 __all__ = ["INDEX_SUFFIX", "PICKLED", "Checkpoint", "open_checkpoint", "weights_in"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
+_HINT = "download it again"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+
+
+class _Index(BaseModel):
+    model_config = ConfigDict(strict=True)
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] = {}
+
+
+_INDEX = TypeAdapter(_Index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         part = InMemory(path.name, read_state_dict(path), {})
         return Checkpoint(path, (part,), None, {})
     raise WeightsError(
-        f"{path}: not a checkpoint format that ampaudit reads",
+        f"{describe_path(path)}: not a checkpoint format that ampaudit reads",
         hint=f"give a .safetensors file, its {INDEX_SUFFIX}, or a state_dict ({', '.join(PICKLED)})",
     )
 
@@ -78,32 +91,18 @@ def weights_in(directory: Path) -> Path:
 
 
 def _sharded(path: Path) -> Checkpoint:
-    table = _index(path)
-    shards = sorted(set(table["weight_map"].values()))
+    table = read_table(path, WeightsError)
+    index = validate(_INDEX, table, path, WeightsError, _HINT)
+    shards = sorted(set(index.weight_map.values()))
     for shard in shards:
-        if not shard or PurePosixPath(shard).name != shard or "\\" in shard or shard in (".", ".."):
-            raise WeightsError(
-                f"{path}: names the shard {shard!r}", hint="shards must be next to their index"
-            )
+        strange = shard in ("", "..") or set(shard) & {"\\", "\0"} or len(shard.encode()) > 255
+        if strange or PurePosixPath(shard).name != shard:
+            raise _wrong(path, f"names the shard {describe(shard)!r}", "shards must be next to their index")
         if not (path.parent / shard).is_file():
-            raise WeightsError(f"{path}: the shard {shard} is missing", hint="download it as well")
+            raise _wrong(path, f"the shard {describe(shard)} is missing", "download it as well")
     parts = tuple(SafetensorsFile(path.parent / shard) for shard in shards)
-    _check_map(path, table["weight_map"], parts)
-    metadata = table.get("metadata")
-    return Checkpoint(path, parts, path.name, metadata if isinstance(metadata, dict) else {})
-
-
-def _index(path: Path) -> dict[str, Any]:
-    try:
-        table = unique_json(path.read_bytes())
-    except OSError as error:
-        raise WeightsError(f"{path}: {error.strerror}", hint="check the path") from error
-    except ValueError as error:
-        raise WeightsError(f"{path}: not a valid index: {error}", hint="download it again") from error
-    weight_map = table.get("weight_map") if isinstance(table, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise WeightsError(f"{path}: has no weight_map from names to files", hint="download it again")
-    return dict(table)
+    _check_map(path, index.weight_map, parts)
+    return Checkpoint(path, parts, path.name, index.metadata)
 
 
 def _check_map(path: Path, weight_map: Mapping[str, str], parts: tuple[SafetensorsFile, ...]) -> None:
@@ -111,16 +110,17 @@ def _check_map(path: Path, weight_map: Mapping[str, str], parts: tuple[Safetenso
     for part in parts:
         for name in part.entries:
             if name in home:
-                raise WeightsError(
-                    f"{path}: tensor {name!r} is in both {home[name]} and {part.label}",
-                    hint="save the checkpoint again",
-                )
+                both = f"{describe(home[name], 50)} and {describe(part.label, 50)}"
+                raise _wrong(path, f"tensor {describe(name, 50)!r} is in both {both}", "save it again")
             home[name] = part.label
     for name, shard in weight_map.items():
         if home.get(name) != shard:
-            raise WeightsError(f"{path}: tensor {name!r} is not in {shard}", hint="download the shards again")
+            raise _wrong(path, f"tensor {describe(name)!r} is not in {describe(shard)}", _HINT)
     extra = next((name for name in home if name not in weight_map), None)
     if extra is not None:
-        raise WeightsError(
-            f"{path}: tensor {extra!r} of {home[extra]} is not listed", hint="save the checkpoint again"
-        )
+        where = f"tensor {describe(extra)!r} of {describe(home[extra])}"
+        raise _wrong(path, f"{where} is not listed", "save the checkpoint again")
+
+
+def _wrong(path: Path, what: str, hint: str) -> WeightsError:
+    return WeightsError(f"{describe_path(path)}: {what}", hint=hint)

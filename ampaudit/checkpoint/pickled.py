@@ -164,7 +164,7 @@ def _resolved(tensor: torch.Tensor, metadata: Any) -> torch.Tensor:
 
 def _read(path: Path) -> tuple[Any, Storages, int]:
     """Return what a file holds, its storages, and its size."""
-    data = map_privately(path, WeightsError)
+    data = memoryview(map_privately(path, WeightsError))
     if bytes(data[:2]) != b"PK":
         return *_legacy(data), len(data)
     archive = Archive(path, WeightsError, data)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,17 +18,23 @@ from ampaudit.core.text import escape_control
 __all__ = [
     "MAX_DEPTH",
     "MAX_MESSAGE",
+    "MAX_TABLE",
+    "MAX_VALUES",
     "describe",
     "describe_path",
     "open_regular",
     "parse_json",
     "read_bounded",
+    "read_json",
+    "read_table",
     "validate",
 ]
 
 T = TypeVar("T")
 
 MAX_DEPTH = 100  # of nested objects and lists
+MAX_VALUES = 5_000_000  # in a file; each may take a hundred bytes of memory
+MAX_TABLE = 64_000_000  # bytes of a configuration or an index
 MAX_MESSAGE = 300  # characters of an error about a file
 _MAX_NAME = 80
 _MAX_PATH = 130
@@ -68,19 +76,51 @@ def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON, rejecting repeated names, NaN and infinities, and deep nesting.
+    """Parse JSON, rejecting repeated names, numbers that are not finite, and deep nesting.
 
     Raises:
-        ValueError: not such JSON; the message names the fault without quoting the text.
+        ValueError: not such JSON, or more than ``MAX_VALUES`` values; the message names the fault without
+            quoting the text.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
+        if sum(map(text.count, ",[{")) > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values")
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8 text") from error
     _check_depth(found)
+    if re.search(r"\\u[dD][89a-fA-F]", text):
+        _check_encodable(found)
     return found
+
+
+def read_json(path: Path, limit: int, error: type[AuditError], hint: str) -> Any:
+    """Read and parse a JSON file of at most ``limit`` bytes.
+
+    Raises:
+        AuditError: of the given type: see ``read_bounded`` and ``parse_json``.
+    """
+    try:
+        return parse_json(read_bounded(path, limit, error))
+    except ValueError as cause:
+        raise error(f"{describe_path(path)}: not valid JSON: {cause}", hint=hint) from cause
+
+
+def read_table(path: Path, error: type[AuditError]) -> dict[str, Any]:
+    """Read a configuration: a JSON object of at most ``MAX_TABLE`` bytes.
+
+    Raises:
+        AuditError: of the given type: see ``read_json``; or it is not an object.
+    """
+    table = read_json(path, MAX_TABLE, error, "check the file")
+    if not isinstance(table, dict):
+        raise error(f"{describe_path(path)}: not a JSON object", hint="check the file")
+    return table
 
 
 def validate(schema: TypeAdapter[T], value: Any, path: Path, error: type[AuditError], hint: str) -> T:
@@ -114,14 +154,30 @@ def describe_path(path: Path) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"the name {describe(repeated)!r} occurs twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {describe(name)!r} occurs twice")
+            seen.add(name)
     return found
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError("an infinite number is not a JSON number")
+    return number
+
+
+def _check_encodable(found: Any) -> None:
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("text with half of a surrogate pair") from error
 
 
 def _check_depth(value: Any) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ampaudit.checkpoint.header import unique_json
 from ampaudit.checkpoint.layout import MANIFEST, PROGRAM
 from ampaudit.checkpoint.open import weights_in
 from ampaudit.core.config import SourceConfig
-from ampaudit.core.errors import SourceError, UsageError, first_line
+from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.formats import LOW_PRECISION_NAMES
+from ampaudit.core.untrusted import read_table
 from ampaudit.source.interface import ModelSource
 
 __all__ = ["open_source"]
@@ -47,12 +47,9 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
 
 def _converted_dtype(manifest: Path) -> str | None:
     """Read the 16-bit format in a manifest, which ``ampaudit verify`` checks for integrity."""
-    try:
-        table = unique_json(manifest.read_bytes())
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{manifest}: not readable: {first_line(error)}", hint="convert again") from error
-    dtype = table.get("dtype") if isinstance(table, dict) else None
-    return dtype if dtype in LOW_PRECISION_NAMES else None
+    table = read_table(manifest, SourceError)
+    dtype = table.get("dtype")
+    return next((name for name in LOW_PRECISION_NAMES if name == dtype), None)
 
 
 def _streamed(location: str, options: SourceConfig) -> ModelSource:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -21,6 +22,7 @@ from ampaudit.checkpoint.open import open_checkpoint
 from ampaudit.checkpoint.parts import PIECE, InMemory, SafetensorsFile, type_name
 from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import WeightsError
+from ampaudit.core.untrusted import MAX_MESSAGE
 
 DTYPES = [
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -111,17 +113,23 @@ HOSTILE = {
     "a name twice": (raw(TWICE, bytes(8)), "'a' occurs twice"),
     "metadata": (raw({"__metadata__": {"a": 1}}), "metadata"),
     "unknown type": (raw({"a": entry("F7")}, bytes(8)), "unknown type 'F7'"),
-    "negative": (raw({"a": entry(shape=(-2,))}, bytes(8)), "not a non-negative integer"),
-    "a fraction": (raw({"a": entry(shape=(2.0,))}, bytes(8)), "not a non-negative integer"),
-    "true": (raw({"a": entry("U8", (True,), (0, 1))}, bytes(1)), "not a non-negative integer"),
+    "negative": (raw({"a": entry(shape=(-2,))}, bytes(8)), "a.shape.0: Input should be greater than"),
+    "a fraction": (raw({"a": entry(shape=(2.0,))}, bytes(8)), "a.shape.0: Input should be a valid integer"),
+    "true": (raw({"a": entry("U8", (True,), (0, 1))}, bytes(1)), "a.shape.0: Input should be a valid int"),
     "wrong size": (raw({"a": entry(shape=(3,))}, bytes(8)), "needs 12 bytes, not 8"),
     "overflowing size": (raw({"a": entry(shape=(2**62, 2**62))}, bytes(8)), "needs"),
     "overlap": (raw({"a": entry(), "b": entry()}, bytes(16)), "overlaps another one, or leaves a gap"),
     "gap": (raw({"a": entry(at=(4, 12))}, bytes(12)), "gap"),
     "truncated": (raw({"a": entry(), "b": entry(at=(8, 16))}, bytes(11)), "it ends within tensor 'b'"),
     "more": (raw({"a": entry()}, bytes(11)), "3 bytes after the last tensor"),
-    "no place": (raw({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "lacks"),
-    "no table": (raw({"a": 7}), "lacks"),
+    "400,000 dimensions": (raw({"a": entry(shape=(1,) * 400_000, at=(0, 4))}, bytes(4)), "at most 64 items"),
+    "beyond 2**63": (raw({"a": entry(shape=(2**63, 0))}), "a.shape.0: Input should be less than"),
+    "three offsets": (raw({"a": entry(at=(0, 8, 8))}, bytes(8)), "a.data_offsets: List should have at most"),
+    "half a character": (raw({"\ud800": entry()}, bytes(8)), "half of a surrogate pair"),
+    "a million lists": (raw(b'{"a":[' + b"[]," * 6_000_000 + b"[]]}"), "more than 5,000,000 values"),
+    "a long name": (raw({"\x1b[31m\u202e" * 9999: entry("F7")}, bytes(8)), "unknown type 'F7'"),
+    "no place": (raw({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "a.data_offsets: Field required"),
+    "no table": (raw({"a": 7}), "a: Input should be a valid dictionary"),
 }  # fmt: skip
 
 
@@ -132,7 +140,8 @@ def test_hostile_headers_are_one_line(tmp_path: Path, case: str) -> None:
     with pytest.raises(WeightsError) as caught:
         open_checkpoint(tmp_path / "x.safetensors")
     assert message in caught.value.args[0]
-    assert "\n" not in caught.value.args[0]
+    assert len(caught.value.args[0]) <= MAX_MESSAGE
+    assert caught.value.args[0].isprintable()
 
 
 def test_a_header_of_a_gigabyte_that_is_there_is_not_read(tmp_path: Path) -> None:
@@ -188,7 +197,7 @@ def test_shards(tmp_path: Path) -> None:
         ({"a": "one.safetensors", "b": "one.safetensors"}, "'b' is not in one.safetensors"),
         ({"a": "one.safetensors", "b": "two.safetensors", "c": "same.safetensors"}, "is in both"),
         ({"b": "two.safetensors", "c": "one.safetensors"}, "is not in one.safetensors"),
-        ({"a": 1}, "no weight_map"),
+        ({"a": 1}, "weight_map.a: Input should be a valid string"),
     ],
 )
 def test_hostile_indexes(tmp_path: Path, weight_map: dict[str, str], message: str) -> None:
@@ -202,6 +211,29 @@ def test_an_unlisted_tensor_is_not_lost_silently(tmp_path: Path) -> None:
     index = shards(tmp_path, {"a": "one.safetensors"}, one={**ONE, **TWO})
     with pytest.raises(WeightsError, match=r"'b' of one\.safetensors is not listed"):
         open_checkpoint(index)
+
+
+def test_names_in_an_index_are_printed_briefly_and_escaped(tmp_path: Path) -> None:
+    long = "\x1b]8;;http:x\x07" * 5000
+    for weight_map in (
+        {"a": long},
+        {long: "one.safetensors"},
+        {"a": f"{long}/x"},
+        {"a": "one.safetensors\0"},
+    ):
+        index = shards(tmp_path, weight_map, one=ONE)
+        with pytest.raises(WeightsError) as caught:
+            open_checkpoint(index)
+        assert len(caught.value.args[0]) <= MAX_MESSAGE
+        assert caught.value.args[0].isprintable()
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "model.safetensors.index.json", "x.pt"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    for read in (open_checkpoint, map_checkpoint):
+        with pytest.raises(WeightsError, match="not a regular file"):
+            read(tmp_path / name)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"weight_map": 3}', '{"weight_map": {}, "weight_map": {}}'])
