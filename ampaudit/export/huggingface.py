@@ -10,7 +10,9 @@ from pathlib import Path
 from torch import nn
 
 from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
+from ampaudit.core.errors import WeightsError
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.untrusted import read_table
 from ampaudit.export.storage import StorageDecision
 from ampaudit.trace.storage import kept_by_author
 from ampaudit.trace.values import torch_dtype
@@ -60,7 +62,7 @@ def set_dtype(
         What a user should know.
     """
     path = directory / CONFIG
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_table(path, WeightsError)
     float32 = _in_float32(model, decisions, dtype)
     name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     config[name] = dtype if not float32 else "float32"

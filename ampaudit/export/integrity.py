@@ -2,49 +2,83 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator
-from itertools import zip_longest
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
+from ampaudit.checkpoint.header import FLOAT_TYPES
+from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
-from ampaudit.core.errors import AuditError
-from ampaudit.export.manifest import Manifest, digest_of, files_under
+from ampaudit.core.errors import AuditError, first_line
+from ampaudit.core.untrusted import describe_path
+from ampaudit.export.manifest import FileRecord, Manifest, digest_of
 from ampaudit.export.weight_files import StoredTensor
 from ampaudit.report.problem import Problem
 from ampaudit.trace.converted import clipped
 
-__all__ = ["check_files", "check_rounding"]
+__all__ = ["check_files", "check_rounding", "file_problem", "is_own_file"]
 
 
 def check_files(directory: Path, manifest: Manifest) -> Iterator[Problem]:
     """Find missing, truncated, changed and extra files, and name the tensors that differ."""
     for name, record in manifest.files.items():
-        path = directory / name
-        if not path.is_file():
-            yield Problem("missing", name, "is in the manifest but not in the directory")
+        problem = file_problem(directory, name, record)
+        if problem is None:
             continue
+        yield problem
+        if name.endswith(".safetensors") and is_own_file(directory, name):
+            yield from _changed_tensors(directory / name, name, manifest)
+    for name in _names_under(directory):
+        if name not in manifest.files and name != MANIFEST:
+            yield Problem("extra", name, "is in the directory but not in the manifest")
+
+
+def is_own_file(directory: Path, name: str) -> bool:
+    """Return whether a name is that of a regular file which no link leads to."""
+    path = directory / name
+    try:
+        links = any(part.is_symlink() for part in (path, *path.parents[: len(Path(name).parts) - 1]))
+        return not links and path.is_file()
+    except OSError:
+        return False
+
+
+def file_problem(directory: Path, name: str, record: FileRecord) -> Problem | None:
+    """Return what is wrong with a file of the manifest, if anything."""
+    path = directory / name
+    if not os.path.lexists(path):
+        return Problem("missing", name, "is in the manifest but not in the directory")
+    if not is_own_file(directory, name):
+        return Problem("changed", name, "is a link, or not a regular file, and was not read")
+    try:
         size = path.stat().st_size
         if size < record.size:
-            yield Problem("truncated", name, f"has {size:,} of {record.size:,} bytes")
-        elif digest_of(path).sha256 != record.sha256:
-            yield Problem("changed", name, "its SHA-256 is not the one in the manifest")
-        else:
-            continue
-        if name.endswith(".safetensors"):
-            yield from _changed_tensors(path, name, manifest)
-    for name in files_under(directory):
-        if name not in manifest.files:
-            yield Problem("extra", name, "is in the directory but not in the manifest")
+            return Problem("truncated", name, f"has {size:,} of {record.size:,} bytes")
+        if size > record.size or digest_of(path).sha256 != record.sha256:
+            return Problem("changed", name, "its SHA-256 is not the one in the manifest")
+    except (AuditError, OSError) as error:
+        return Problem("changed", name, f"cannot be read: {first_line(error)}")
+    return None
+
+
+def _names_under(directory: Path) -> list[str]:
+    """List everything in a directory but directories: also links, wherever they lead, FIFOs and devices."""
+    found: list[str] = []
+    for root, folders, files in os.walk(directory):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        found += [(Path(root) / name).relative_to(directory).as_posix() for name in (*files, *links)]
+    return sorted(found)
 
 
 def _changed_tensors(path: Path, name: str, manifest: Manifest) -> Iterator[Problem]:
     try:
         part = SafetensorsFile(path, name)
     except AuditError as error:
-        yield Problem("changed", name, str(error.args[0]).removeprefix(f"{path}: "))
+        yield Problem("changed", name, str(error.args[0]).removeprefix(f"{describe_path(path)}: "))
         return
     expected = _tensors_of(name, manifest)
     for tensor, (dtype, shape, crc32) in expected.items():
@@ -81,6 +115,7 @@ def _crc32(part: SafetensorsFile, name: str) -> int:
 def check_rounding(directory: Path, manifest: Manifest) -> Iterator[Problem]:
     """Find working weights that are not their rounded masters."""
     parts: dict[str, SafetensorsFile] = {}
+    readable = cache(partial(is_own_file, directory))
 
     def part(name: str) -> SafetensorsFile:
         if name not in parts:
@@ -88,12 +123,12 @@ def check_rounding(directory: Path, manifest: Manifest) -> Iterator[Problem]:
         return parts[name]
 
     for name, stored in manifest.tensors.items():
-        if stored.master is None:
-            continue
+        if stored.master is None or not all(map(readable, (stored.file, stored.master))):
+            continue  # links and missing files are reported already
         try:
             wrong = _count_differences(part(stored.file), part(stored.master), name, stored, manifest)
         except (AuditError, KeyError):
-            continue  # reported already: the file or the tensor is missing
+            continue  # reported already: the file is damaged, or the tensor is missing
         if wrong:
             yield Problem(
                 "rounding", f"{stored.file}: {name}", f"{wrong:,} values differ from their rounded master"
@@ -104,10 +139,12 @@ def _count_differences(
     working: SafetensorsFile, master: SafetensorsFile, name: str, stored: StoredTensor, manifest: Manifest
 ) -> int:
     dtype, wrong = dtype_of(stored.dtype), 0
-    if working.entries[name].dtype != stored.dtype or master.entries[name].dtype != stored.master_dtype:
+    ours, exact = working.entries[name], master.entries[name]
+    if (ours.dtype, exact.dtype) != (stored.dtype, stored.master_dtype):
         return 0  # reported by the check of the files
-    assert dtype is not None
-    for ours, kept in zip_longest(working.pieces(name), master.pieces(name)):
-        exact = kept if manifest.clip is None else clipped(kept, manifest.clip)
-        wrong += int((exact.to(dtype).view(torch.int16) != ours.view(torch.int16)).sum())
+    if dtype is None or dtype.itemsize != 2 or exact.dtype not in FLOAT_TYPES or ours.shape != exact.shape:
+        return ours.elements
+    for values, kept in zip(working.pieces(name), master.pieces(name), strict=True):
+        rounded = (kept if manifest.clip is None else clipped(kept, manifest.clip)).to(dtype)
+        wrong += int((rounded.view(torch.int16) != values.view(torch.int16)).sum())
     return wrong

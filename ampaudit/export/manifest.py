@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
-from typing import Literal
+from pathlib import Path, PureWindowsPath
+from typing import Annotated, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from ampaudit.checkpoint.header import unique_json
-from ampaudit.checkpoint.layout import MANIFEST
+from ampaudit.checkpoint.layout import BESIDE_WEIGHTS, MANIFEST
 from ampaudit.core.errors import WeightsError, first_line
+from ampaudit.core.untrusted import (
+    MAX_TABLE,
+    describe,
+    describe_path,
+    open_regular,
+    parse_json,
+    read_bounded,
+    validate,
+)
 from ampaudit.core.version import __version__
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.weight_files import StoredTensor, WeightFiles
@@ -32,6 +41,9 @@ __all__ = [
     "write_manifest",
 ]
 
+_HINT = "convert the model again"
+_MAX_FILES = 100_000
+_MAX_NAME = 1000  # bytes
 _PACKAGES = ("torch", "safetensors", "transformers", "onnx", "onnxscript")
 
 
@@ -80,7 +92,7 @@ class Manifest:
     versions: dict[str, str]
     masters: bool
     clip: Constants | None
-    files: dict[str, FileRecord]
+    files: Annotated[dict[str, FileRecord], Field(max_length=_MAX_FILES)]
     tensors: dict[str, StoredTensor]
     inputs_sha256: str | None
     outputs: tuple[OutputRecord, ...]
@@ -97,29 +109,38 @@ def read_manifest(directory: Path) -> Manifest:
         WeightsError: missing, corrupt, changed since it was written, or with a path that leads elsewhere.
     """
     path = directory / MANIFEST
-    try:
-        text = path.read_bytes()
-    except OSError as error:
+    if not path.is_file():
         raise WeightsError(
-            f"{directory} has no readable {MANIFEST}", hint="give a directory that 'ampaudit convert' wrote"
-        ) from error
+            f"{describe_path(directory)} has no readable {MANIFEST}",
+            hint="give a directory that 'ampaudit convert' wrote",
+        )
+    text = read_bounded(path, MAX_TABLE, WeightsError)
     try:
-        table = unique_json(text)
-        manifest = _ADAPTER.validate_python(table)
-    except ValidationError as error:
-        where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise _corrupt(path, f"{where}: {error.errors()[0]['msg']}") from error
-    except (ValueError, TypeError) as error:
+        table = parse_json(text)
+    except ValueError as error:
         raise _corrupt(path, first_line(error)) from error
-    if _own_digest(manifest) != manifest.self_sha256:
+    manifest = validate(_ADAPTER, table, path, WeightsError, _HINT)
+    if (
+        _own_digest(manifest) != manifest.self_sha256
+        or text.replace(b"\r\n", b"\n") != _text(manifest).encode()
+    ):
         raise _corrupt(path, "it was changed after it was written: its own digest differs")
-    named = {*manifest.files, *(t.file for t in manifest.tensors.values())}
-    named |= {t.master for t in manifest.tensors.values() if t.master is not None}
-    for name in named:
-        parts = PurePosixPath(name).parts
-        if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name:
-            raise _corrupt(path, f"it names the file {name!r}, which is not in the directory")
+    weights = {t.file for t in manifest.tensors.values()}
+    weights |= {t.master for t in manifest.tensors.values() if t.master is not None}
+    ours = {name.casefold(): name for name in (MANIFEST, *BESIDE_WEIGHTS, *weights)}
+    for name in (*manifest.files, *weights):
+        if not _is_within(name) or name == MANIFEST:
+            raise _corrupt(path, f"it names the file {describe(name)!r}, which is not in the directory")
+        if ours.get(name.casefold(), name) != name:
+            raise _corrupt(path, f"it names the file {describe(name)!r}, which some systems take for another")
     return manifest
+
+
+def _is_within(name: str) -> bool:
+    """Return whether a name is that of a file in the directory, on every system."""
+    path = PureWindowsPath(name)
+    plain = name.isprintable() and len(name.encode()) <= _MAX_NAME and "\\" not in name
+    return plain and not path.anchor and ".." not in path.parts and name == path.as_posix() != "."
 
 
 def manifest_of(
@@ -189,10 +210,14 @@ def files_under(directory: Path) -> list[str]:
 
 
 def digest_of(path: Path) -> FileRecord:
-    """Compute the SHA-256 of a file, read in pieces, and its size."""
-    with path.open("rb") as stream:
+    """Compute the SHA-256 of a file, read in pieces, and its size.
+
+    Raises:
+        WeightsError: see ``open_regular``.
+    """
+    with os.fdopen(open_regular(path, WeightsError), "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return FileRecord(digest, path.stat().st_size)
+        return FileRecord(digest, os.fstat(stream.fileno()).st_size)
 
 
 def _own_digest(manifest: Manifest) -> str:
@@ -204,4 +229,4 @@ def _text(manifest: Manifest) -> str:
 
 
 def _corrupt(path: Path, what: str) -> WeightsError:
-    return WeightsError(f"{path}: {what}", hint="convert the model again")
+    return WeightsError(f"{describe_path(path)}: {what}", hint=_HINT)

@@ -18,6 +18,8 @@ from ampaudit.checkpoint.parts import Part, SafetensorsFile
 from ampaudit.checkpoint.write import write_safetensors
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
+from ampaudit.core.untrusted import describe, describe_path, read_table
+from ampaudit.export.integrity import file_problem, is_own_file
 from ampaudit.export.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from ampaudit.export.weight_files import StoredTensor
 
@@ -40,11 +42,12 @@ def restore(directory: Path, output: Path, *, force: bool) -> Manifest:
     ]
     if missing:
         raise UsageError(
-            f"{directory} has no masters: {missing[0]!r} and {len(missing) - 1} more cannot be restored",
+            f"{describe_path(directory)} has no masters: {describe(missing[0])!r} and "
+            f"{len(missing) - 1} more cannot be restored",
             hint="convert again without --no-masters",
         )
     with staged_directory(output, force=force, ours=MANIFEST) as stage:
-        parts = {name: SafetensorsFile(directory / name) for name in _weight_files(manifest)}
+        parts = {name: _part(directory, name) for name in _weight_files(manifest)}
         files: dict[str, FileRecord] = {}
         tensors: dict[str, StoredTensor] = {}
         for label in dict.fromkeys(t.file for t in manifest.tensors.values()):
@@ -73,21 +76,21 @@ def _restore_file(
     stored = {name: manifest.tensors[name] for name in working.entries if name in manifest.tensors}
     entries = [TensorEntry(name, t.original_dtype, t.shape) for name, t in stored.items()]
 
+    for name, t in stored.items():
+        part: Part = parts[t.master] if t.master is not None else working
+        found = part.entries.get(name)
+        if found is None or (found.dtype, found.shape) != (t.original_dtype, t.shape):
+            raise _damaged(part.label, f"tensor {describe(name)!r} is not that of the manifest")
+
     def pieces() -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
         for name, t in stored.items():
-            part: Part = parts[t.master] if t.master is not None else working
-            if name not in part.entries:
-                raise WeightsError(f"{part.label}: tensor {name!r} is missing", hint="run 'ampaudit verify'")
-            yield name, part.pieces(name)
+            yield name, (parts[t.master] if t.master is not None else working).pieces(name)
 
     written = write_safetensors(path, entries, working.metadata, pieces())
     for name, t in stored.items():
         expected = t.crc32 if t.master is None else t.master_crc32
         if written.crc32[name] != expected:
-            source = t.master or label
-            raise WeightsError(
-                f"{source}: tensor {name!r} was changed after the conversion", hint="run 'ampaudit verify'"
-            )
+            raise _damaged(t.master or label, f"tensor {describe(name)!r} was changed after the conversion")
     tensors = {
         name: StoredTensor(label, dtype, shape, written.crc32[name], "as it was", stored[name].parameter)
         for name, dtype, shape in ((entry.name, entry.dtype, entry.shape) for entry in entries)
@@ -95,30 +98,45 @@ def _restore_file(
     return FileRecord(written.sha256, written.size), tensors
 
 
+def _part(directory: Path, name: str) -> SafetensorsFile:
+    if not is_own_file(directory, name):
+        raise _damaged(name, "is missing, a link, or not a regular file")
+    return SafetensorsFile(directory / name)
+
+
 def _copy_rest(directory: Path, stage: Path, manifest: Manifest) -> None:
     """Copy files that are not weights or ours; config.json and indexes get the old dtype and size."""
     weights = _weight_files(manifest)
     before = [TensorEntry(name, t.original_dtype, t.shape) for name, t in manifest.tensors.items()]
-    for name in manifest.files:
+    for name, record in manifest.files.items():
         if name in weights or name in BESIDE_WEIGHTS or name == f"{MASTER}{INDEX_SUFFIX}":
             continue
+        problem = file_problem(directory, name, record)
+        if problem is not None:
+            raise _damaged(name, problem.what)
         place = stage / name
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, place)
         if name == "config.json":
             _edit_config(place, before)
         elif name.endswith(INDEX_SUFFIX):
-            table = json.loads(place.read_text(encoding="utf-8"))
-            table["metadata"] = {**table["metadata"], "total_size": sum(entry.size for entry in before)}
+            table = read_table(place, WeightsError)
+            metadata = table.get("metadata")
+            total = {"total_size": sum(entry.size for entry in before)}
+            table["metadata"] = {**metadata, **total} if isinstance(metadata, dict) else total
             _write(place, table)
 
 
 def _edit_config(path: Path, before: Iterable[TensorEntry]) -> None:
     floats = {TORCH_NAMES[entry.dtype] for entry in before if entry.dtype in FLOAT_TYPES}
     dtype = "float32" if "float32" in floats or not floats else min(floats)
-    table = json.loads(path.read_text(encoding="utf-8"))
+    table = read_table(path, WeightsError)
     _write(path, {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in table.items()})
 
 
 def _write(path: Path, table: dict[str, Any]) -> None:
     path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _damaged(file: str, what: str) -> WeightsError:
+    return WeightsError(f"{describe(file)}: {what}", hint="run 'ampaudit verify'")

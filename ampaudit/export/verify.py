@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
 from pydantic import TypeAdapter
 
-from ampaudit.checkpoint.layout import PROGRAM
+from ampaudit.checkpoint.layout import PROGRAM, REFERENCE
 from ampaudit.core.errors import CouldNotAudit
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from ampaudit.core.untrusted import validate
 from ampaudit.export.config import VerifyConfig, VerifyOptions
 from ampaudit.export.integrity import check_files, check_rounding
-from ampaudit.export.manifest import read_manifest
+from ampaudit.export.manifest import Manifest, read_manifest
 from ampaudit.report.problem import Problem
 from ampaudit.report.verification import Verification
 
@@ -43,13 +44,17 @@ def verify(
     """
     chosen, directory = VerifyConfig.given(config, options), Path(directory)
     manifest = read_manifest(directory)
-    problems = [*check_files(directory, manifest), *check_rounding(directory, manifest)]
+    damaged = list(check_files(directory, manifest))
+    problems = [*damaged, *check_rounding(directory, manifest)]
     lines: list[str] = []
-    if chosen.run and PROGRAM in manifest.files and (directory / PROGRAM).is_file() and manifest.outputs:
+    recorded = PROGRAM in manifest.files and bool(manifest.outputs)
+    if chosen.run and recorded and not (unfit := _unfit(manifest, damaged)):
         asked = chosen.tolerance_db
         asked = _TOLERANCE_DB.get(manifest.dtype, 40.0) if asked is None else asked
         more, lines = _in_sandbox(directory, asked)
         problems += more
+    elif chosen.run and recorded:
+        problems.append(Problem("program", PROGRAM, f"was not run: {unfit}"))
     elif chosen.run:
         lines = ["nothing was run: the directory contains no program with recorded outputs"]
     return Verification(
@@ -62,6 +67,16 @@ def verify(
         outputs=tuple(lines),
         notes=manifest.notes,
     )
+
+
+def _unfit(manifest: Manifest, damaged: Sequence[Problem]) -> str:
+    """Return why a file that a run would load cannot be trusted to be the one that was written."""
+    needed = dict.fromkeys((PROGRAM, REFERENCE, *(t.file for t in manifest.tensors.values())))
+    unlisted = next((name for name in needed if name not in manifest.files), None)
+    if unlisted is not None:
+        return f"{unlisted} is not in the manifest"
+    problem = next((p for p in damaged if p.where in needed), None)
+    return f"{problem.where} is {problem.kind}" if problem is not None else ""
 
 
 def _in_sandbox(directory: Path, tolerance_db: float) -> tuple[list[Problem], list[str]]:

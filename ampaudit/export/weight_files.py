@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ampaudit.checkpoint.header import TensorEntry
+from ampaudit.checkpoint.header import Shape, TensorEntry, TypeName
 from ampaudit.checkpoint.layout import MASTER, SINGLE
 from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint
 from ampaudit.checkpoint.parts import Part, dtype_of
@@ -40,13 +40,13 @@ class StoredTensor:
     """
 
     file: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: TypeName
+    shape: Shape
     crc32: int
     reason: str
     parameter: str | None = None
     master: str | None = None
-    master_dtype: str | None = None
+    master_dtype: TypeName | None = None
     master_crc32: int | None = None
 
     @property
