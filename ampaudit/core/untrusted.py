@@ -36,6 +36,7 @@ MAX_DEPTH = 100  # of nested objects and lists
 MAX_VALUES = 5_000_000  # in a file; each may take a hundred bytes of memory
 MAX_TABLE = 64_000_000  # bytes of a configuration or an index
 MAX_MESSAGE = 300  # characters of an error about a file
+_MAX_DIGITS = 20  # of an integer of 64 bits, with its sign
 _MAX_NAME = 80
 _MAX_PATH = 130
 # a FIFO would otherwise block until somebody writes to it
@@ -52,9 +53,11 @@ def open_regular(path: Path, error: type[AuditError]) -> int:
         handle = os.open(path, _FLAGS)
     except OSError as cause:
         raise error(f"{describe_path(path)}: {cause.strerror or cause}", hint="check the path") from cause
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
         os.close(handle)
-        raise error(f"{describe_path(path)}: not a regular file", hint="give the path of a file")
+        what = "a directory, not a regular file" if stat.S_ISDIR(mode) else "not a regular file"
+        raise error(f"{describe_path(path)}: {what}", hint="give the path of a file")
     return handle
 
 
@@ -86,7 +89,13 @@ def parse_json(text: bytes | str) -> Any:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
         if sum(map(text.count, ",[{")) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values")
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
+        found = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_refuse,
+            parse_float=_finite,
+            parse_int=_moderate,
+        )
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except json.JSONDecodeError as error:
@@ -171,6 +180,12 @@ def _finite(digits: str) -> float:
     if math.isinf(number):
         raise ValueError("an infinite number is not a JSON number")
     return number
+
+
+def _moderate(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"an integer of more than {_MAX_DIGITS} digits")
+    return int(digits)
 
 
 def _check_encodable(found: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 
 import yaml
 
-from ampaudit.core.errors import PolicyError
+from ampaudit.core.errors import PolicyError, first_line
+from ampaudit.core.untrusted import describe, describe_path, read_bounded
 
 __all__ = ["YamlDocument", "read_yaml"]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
+# also those to base 60, which PyYAML takes quadratic time to convert
+_LONG_NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-FxXob_:.+-]{100}")
 # libyaml is ten times faster; PyYAML is also built without it
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -57,27 +61,30 @@ def read_yaml(path: Path) -> YamlDocument:
         _refuse_tricks(text, path)
         root = yaml.compose(text, Loader=_Loader)
         if not isinstance(root, yaml.MappingNode):
-            raise PolicyError(f"{path}:1:1: a rule file is a mapping", hint="start with 'name:' and 'rules:'")
+            raise PolicyError(
+                f"{_where(path, None)}: a rule file is a mapping", hint="start with 'name:' and 'rules:'"
+            )
         _refuse_repeated_keys(root, path)
         return YamlDocument(path, yaml.constructor.SafeConstructor().construct_document(root), root)
     except yaml.MarkedYAMLError as error:
-        where = _where(path, error.problem_mark) if error.problem_mark else str(path)
-        problem = error.problem or "a mistake here"
-        hint = "indent with spaces" if "\\t" in problem or "'\t'" in problem else "check indentation"
+        where = _where(path, error.problem_mark) if error.problem_mark else describe_path(path)
+        problem = describe(error.problem or "a mistake here")
+        hint = "indent with spaces" if "\\t" in problem else "check indentation"
         raise PolicyError(f"{where}: not valid YAML: {problem}", hint=hint) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise PolicyError(f"{path}: not valid YAML: {error}", hint="save the file as plain UTF-8") from error
+        raise PolicyError(
+            f"{describe_path(path)}: not valid YAML: {describe(first_line(error))}",
+            hint="save the file as plain UTF-8",
+        ) from error
 
 
 def _text_of(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise PolicyError(f"{path}: larger than {MAX_BYTES} bytes", hint="split the policy with extends")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PolicyError(f"cannot read rule file {path}: {error.strerror}") from error
+        return read_bounded(path, MAX_BYTES, PolicyError).decode("utf-8")
+    except PolicyError as error:
+        raise PolicyError(f"cannot read rule file {error.args[0]}", hint=error.hint) from error
     except UnicodeDecodeError as error:
-        raise PolicyError(f"{path}: not UTF-8 text", hint="save the file as UTF-8") from error
+        raise PolicyError(f"{describe_path(path)}: not UTF-8 text", hint="save the file as UTF-8") from error
 
 
 def _refuse_tricks(text: str, path: Path) -> None:
@@ -96,6 +103,11 @@ def _refuse_tricks(text: str, path: Path) -> None:
             raise PolicyError(
                 f"{_where(path, event.start_mark)}: YAML tags are not allowed in a rule file",
                 hint="a rule file is plain data: remove the tag",
+            )
+        if isinstance(event, yaml.ScalarEvent) and _LONG_NUMBER.match(event.value):
+            raise PolicyError(
+                f"{_where(path, event.start_mark)}: a number of more than 100 digits",
+                hint="quote it if it is none",
             )
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
@@ -121,7 +133,8 @@ def _refuse_repeated_keys(root: yaml.Node, path: Path) -> None:
                     )
                 if key.value in seen:
                     raise PolicyError(
-                        f"{_where(path, key.start_mark)}: key {key.value!r} is given twice", hint="merge them"
+                        f"{_where(path, key.start_mark)}: key {describe(key.value)!r} is given twice",
+                        hint="merge them",
                     )
                 seen.add(key.value)
                 pending.append(value)
@@ -130,4 +143,5 @@ def _refuse_repeated_keys(root: yaml.Node, path: Path) -> None:
 
 
 def _where(path: Path, mark: Any) -> str:
-    return f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else f"{path}:1:1"
+    line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+    return f"{describe_path(path)}:{line}:{column}"

@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ampaudit.core.errors import InputError, first_line
-from ampaudit.core.text import escape_control
+from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded
 from ampaudit.report.documents import DOCUMENTS, Document, kind_of
 from ampaudit.report.model import SCHEMA, Report
 
 __all__ = ["parse_document", "read_document", "read_scan_report"]
 
-_MAX_BYTES = 1 << 30
+_MAX_BYTES = 64_000_000  # 60,000 sites
 _HOW = "write one with: ampaudit scan MODEL --format json -o FILE"
 
 
@@ -25,9 +25,9 @@ def read_scan_report(path: Path, name: str = "") -> Report:
     Raises:
         InputError: see ``parse_document``.
     """
-    found = parse_document(_text(path, name or str(path)), name or str(path))
+    found = parse_document(_text(path, name or describe_path(path)), name or describe_path(path))
     if not isinstance(found, Report):
-        raise _not_ours(name or str(path))
+        raise _not_ours(name or describe_path(path))
     return found
 
 
@@ -41,7 +41,7 @@ def read_document(path: Path) -> Document:
         from ampaudit.checkpoint.layout import MANIFEST, REPORT
 
         path = path / REPORT if (path / MANIFEST).is_file() else path
-    return parse_document(_text(path, str(path)), str(path))
+    return parse_document(_text(path, describe_path(path)), describe_path(path))
 
 
 def parse_document(text: str, name: str) -> Document:
@@ -68,12 +68,7 @@ def parse_document(text: str, name: str) -> Document:
 
 def _text(path: Path, name: str) -> str:
     try:
-        size = path.stat().st_size
-        if size > _MAX_BYTES:
-            raise InputError(f"{name}: {size:,} bytes is too large for a report", hint=_HOW)
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise InputError(f"{name}: {error.strerror or error}", hint="check the path") from error
+        return read_bounded(path, _MAX_BYTES, InputError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: not UTF-8 text, so not a JSON report", hint=_HOW) from error
 
@@ -84,27 +79,26 @@ def _not_ours(name: str) -> InputError:
 
 def _json(text: str, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(text, parse_constant=_refuse)
-    except json.JSONDecodeError as error:
-        cut = error.pos >= len(text.rstrip()) or "Unterminated" in error.msg
-        what = "the report is cut off" if cut and text.strip() else "not JSON"
-        where = f"{name}:{error.lineno}:{error.colno}"
-        raise InputError(
-            f"{where}: {what} ({error.msg})", hint="write it again, or copy it whole" if cut else _HOW
-        ) from error
-    except (ValueError, RecursionError) as error:
+        found = parse_json(text)
+    except ValueError as error:
+        fault = error.__cause__
+        if isinstance(fault, json.JSONDecodeError):
+            raise _not_json(text, name, fault) from error
         raise InputError(f"{name}: not JSON ({first_line(error)})", hint=_HOW) from error
     if not isinstance(found, dict):
         raise InputError(f"{name}: JSON, but not an ampaudit report", hint=_HOW)
     return found
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not a JSON number")
+def _not_json(text: str, name: str, fault: json.JSONDecodeError) -> InputError:
+    cut = fault.pos >= len(text.rstrip()) or "Unterminated" in fault.msg
+    what = "the report is cut off" if cut and text.strip() else "not JSON"
+    hint = "write it again, or copy it whole" if cut else _HOW
+    return InputError(f"{name}:{fault.lineno}:{fault.colno}: {what} ({fault.msg})", hint=hint)
 
 
 def _first_fault(error: ValidationError) -> str:
-    fault = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in fault["loc"])
+    fault = error.errors(include_url=False, include_input=False)[0]
+    where = describe(".".join(str(part) for part in fault["loc"]))
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"not an ampaudit report: {escape_control(where)}: {fault['msg'].lower()}{more}"
+    return f"not an ampaudit report: {where}: {describe(fault['msg'].lower())}{more}"

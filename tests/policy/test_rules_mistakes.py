@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 
 from ampaudit.cli.program import main
 from ampaudit.core.errors import PolicyError
+from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.policy import load_file, load_policy
 from tests.support.rule_file import GOOD
 
@@ -184,15 +186,53 @@ def test_a_regex_that_would_backtrack_for_ever_does_not(tmp_path: Path) -> None:
         "? " * 50_000,
         "#" * (10 << 20),
         "name: \x00",
+        "name: 1" + ":1" * 300_000,
+        "version: 0x" + "f" * 9000,
+        "version: 1" + ":1" * 3000 + ".5",
+        "? [" + "1, " * 100_000 + "]\n: 1",
     ],
-    ids=["bomb", "brackets", "indentation", "question marks", "10 MB", "control character"],
+    ids=[
+        *("bomb", "brackets", "indentation", "question marks", "10 MB", "control character"),
+        *(
+            "a number to base 60",
+            "more digits than can be printed",
+            "a fraction to base 60",
+            "a list as a key",
+        ),
+    ],
 )
 def test_hostile_files_are_refused_at_once(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, text)
     started = time.perf_counter()
-    with pytest.raises(PolicyError):
+    with pytest.raises(PolicyError) as caught:
         load_policy(str(path))
     assert time.perf_counter() - started < 2
+    assert len(caught.value.args[0]) <= MAX_MESSAGE
+    assert caught.value.args[0].isprintable()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'"{"x" * 5000}": 1',
+        '"\\e[31m\\u202e": 1',
+        '{"\\e": 1, "\\e": 1}',
+        "name: *" + "x" * 5000,
+        "a: !" + "x" * 5000,
+    ],
+    ids=lambda text: text[:12],
+)
+def test_names_in_mistakes_are_short_and_escaped(tmp_path: Path, text: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        load_policy(str(written(tmp_path, text)))
+    assert len(caught.value.args[0]) <= MAX_MESSAGE
+    assert caught.value.args[0].isprintable()
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    with pytest.raises(PolicyError, match="not a regular file"):
+        load_policy(str(tmp_path / "fifo.yaml"))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampaudit.core.errors import InputError
+from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.difference import Difference
 from ampaudit.report.finding import Severity
@@ -102,6 +104,45 @@ def test_a_field_of_another_type_never_crashes(name: str, data: st.DataObject) -
         parse_document(text, "r.json")
     except InputError:
         refused(text)  # any other error fails
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('{"kind": "scan", "kind": "lint"}', "'kind' occurs twice"),
+        ('{"a": 1e999}', "infinite"),
+        ('{"a": ' + "9" * 4000 + "}", "an integer of more than 20 digits"),
+        ('{"a": "\\ud800"}', "half of a surrogate pair"),
+        ('{"a":' * 200 + "1" + "}" * 200, "nested"),
+        ('{"a": [' + "[]," * 5_000_000 + "[]]}", "more than 5,000,000 values"),
+        ('{"\\u001b[31m' + "x" * 5000 + '": 1, "\\u001b[31m' + "x" * 5000 + '": 1}', "occurs twice"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_json_that_could_hurt(text: str, what: str) -> None:
+    message = refused(text)
+    assert what in message
+    assert len(message.split("\n")[0]) <= MAX_MESSAGE
+    assert message.replace("\n", "").isprintable()
+
+
+def test_a_field_with_a_hostile_name_is_named_briefly(tmp_path: Path) -> None:
+    document = json.loads(text_of("overflow"))
+    document["run"] = {"\x1b[31m\u202e" * 9999: 1}
+    document["sites"][0]["site"] = {"\x1b]8;;x\x07" * 9999: 1}
+    message = refused(json.dumps(document))
+    assert len(message.split("\n")[0]) <= MAX_MESSAGE
+    assert message.replace("\n", "").isprintable()
+
+
+def test_what_is_too_large_or_no_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "large.json").open("wb") as stream:
+        stream.truncate(10**9)  # a hole: no bytes on disk
+    os.mkfifo(tmp_path / "fifo.json")
+    (tmp_path / "link.json").symlink_to("/dev/zero")
+    for name, what in (("large", "larger than"), ("fifo", "not a regular"), ("link", "not a regular")):
+        with pytest.raises(InputError, match=what):
+            read_document(tmp_path / f"{name}.json")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
