@@ -67,14 +67,18 @@ def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
     return data
 
 
-def parse_json(text: bytes | str) -> Any:
+def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
     """Parse JSON, rejecting repeated names, NaN and infinities, and deep nesting.
+
+    Args:
+        text: the text.
+        finite: whether NaN and infinities are rejected; some programs write them.
 
     Raises:
         ValueError: not such JSON; the message names the fault without quoting the text.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse if finite else float)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except json.JSONDecodeError as error:
