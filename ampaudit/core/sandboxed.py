@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ampaudit.core import confinement
-from ampaudit.core.errors import AuditError, first_line
+from ampaudit.core.errors import AuditError
 from ampaudit.core.sandbox import ANSWER
 
 __all__: list[str] = []
 
+_MAX_WORDS = 160  # of an error of another package
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc")
 
 
@@ -37,9 +38,9 @@ def _answer(order: dict[str, Any], folder: Path) -> dict[str, Any]:
     except MemoryError:
         answer = {"error": "reading it takes too much memory", "hint": ""}
     except BaseException as error:
-        line = first_line(error)
-        too_much = any(text in line for text in _OUT_OF_MEMORY)
-        text = "reading it takes too much memory" if too_much else f"{type(error).__name__}: {line}"
+        words = " ".join(str(error).split())[:_MAX_WORDS]
+        too_much = any(text in words for text in _OUT_OF_MEMORY)
+        text = "reading it takes too much memory" if too_much else f"{type(error).__name__}: {words}"
         answer = {"error": text, "hint": ""}
     if attempts:
         return {"error": f"reading it would {attempts[0]}", "hint": ""}

@@ -78,8 +78,12 @@ def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
     return data
 
 
-def parse_json(text: bytes | str) -> Any:
+def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
     """Parse JSON, rejecting repeated names, numbers that are not finite, and deep nesting.
+
+    Args:
+        text: the text.
+        finite: whether NaN and infinities are rejected; some programs write them.
 
     Raises:
         ValueError: not such JSON, or more than ``MAX_VALUES`` values; the message names the fault without
@@ -92,8 +96,8 @@ def parse_json(text: bytes | str) -> Any:
         found = json.loads(
             text,
             object_pairs_hook=_unique,
-            parse_constant=_refuse,
-            parse_float=_finite,
+            parse_constant=_refuse if finite else float,
+            parse_float=_finite if finite else float,
             parse_int=_moderate,
         )
     except RecursionError as error:

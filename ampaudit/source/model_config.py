@@ -1,0 +1,141 @@
+"""Reads the config.json of a model directory, without what names code, kernels or other files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ampaudit.core.errors import SourceError
+from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded
+
+__all__ = ["CONFIG_FILE", "MAX_CONFIG", "read_model_config", "read_table"]
+
+CONFIG_FILE = "config.json"
+MAX_CONFIG = 16_000_000  # bytes
+_ADAPTER = "adapter_config.json"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_MAX_ARCHITECTURES = 16
+_CLASS = re.compile(r"[A-Z][A-Za-z0-9_]{0,99}")
+_IMPLEMENTATION = re.compile(r"(paged\|)?[a-z0-9_]{1,40}")
+_DTYPES = {"float16", "bfloat16", "float32", "float64", "half", "float", "double", "auto"}
+# what Transformers would load from elsewhere, and what is not needed for the model itself
+_DROPPED = {
+    "_name_or_path", "auto_map", "base_model_name_or_path", "custom_generate", "custom_pipelines",
+    "kernel_config", "name_or_path", "use_kernels",
+}  # fmt: skip
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """Read a configuration and check that everything in it is data.
+
+    Raises:
+        SourceError: see ``read_table``; or it names code, a kernel, another file or a quantization.
+    """
+    table = read_table(directory)
+    if (directory / _ADAPTER).exists():
+        raise SourceError(
+            f"{describe_path(directory)} holds an adapter ({_ADAPTER}), which names its own base model",
+            hint="merge the adapter into the model with PEFT's merge_and_unload, or pass --trust",
+        )
+    _check_architectures(directory, table)
+    cleaned: dict[str, Any] = _without_references(directory, table, "")
+    return cleaned
+
+
+def read_table(directory: Path) -> dict[str, Any]:
+    """Read a configuration as it is.
+
+    Raises:
+        SourceError: missing, too large, or not a JSON object.
+    """
+    path = directory / CONFIG_FILE
+    if not path.exists():
+        raise SourceError(
+            f"{describe_path(directory)} has no {CONFIG_FILE}", hint="give a Hugging Face model directory"
+        )
+    try:
+        table = parse_json(read_bounded(path, MAX_CONFIG, SourceError), finite=False)
+    except ValueError as error:
+        raise _refused(directory, f"not valid JSON: {error}", "restore the file") from error
+    if not isinstance(table, dict):
+        raise _refused(directory, "not a JSON object", "restore the file")
+    return table
+
+
+def _check_architectures(directory: Path, table: dict[str, Any]) -> None:
+    names = table.get("architectures") or []
+    if not isinstance(names, list) or len(names) > _MAX_ARCHITECTURES:
+        raise _refused(directory, "architectures is not a short list", "restore the file")
+    for name in names:
+        if not isinstance(name, str) or not _CLASS.fullmatch(name):
+            raise _refused(
+                directory, f"architecture {describe(name)!r} is not a class name", "restore the file"
+            )
+
+
+def _without_references(directory: Path, value: Any, place: str) -> Any:
+    """Return a value without the keys that are never followed, at any depth."""
+    if isinstance(value, list):
+        return [_without_references(directory, item, place) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept: dict[str, Any] = {}
+    for key, item in value.items():
+        name = f"{place}{key}"
+        check = _CHECKS.get(key)
+        problem = check(item) if check is not None and item is not None else None
+        if key.startswith("__") and key != "__float__":
+            problem = "is not the name of a setting"
+        if problem is not None:
+            what, hint = f"{describe(name)} {problem}", "edit the file, or read its code and pass --trust"
+            raise _refused(directory, what, hint)
+        if key not in _DROPPED:
+            kept[key] = _without_references(directory, item, f"{name}.")
+    return kept
+
+
+def _implementation(value: Any) -> str | None:
+    names = list(value.values()) if isinstance(value, dict) else [value]
+    for name in names:
+        if name is not None and not (isinstance(name, str) and _IMPLEMENTATION.fullmatch(name)):
+            return f"names a kernel that would be loaded: {describe(name)!r}"
+    return None
+
+
+def _dtype(value: Any) -> str | None:
+    known = isinstance(value, str) and value.removeprefix("torch.") in _DTYPES
+    return None if known else f"is not a floating-point type: {describe(value)!r}"
+
+
+def _other_weights(value: Any) -> str | None:
+    return None if value in _WEIGHTS else f"names other weights: {describe(value)!r}"
+
+
+def _quantized(value: Any) -> str | None:
+    method = value.get("quant_method") if isinstance(value, dict) else value
+    return f"asks for a quantization, {describe(method)!r}, which is not audited" if value else None
+
+
+def _other_files(value: Any) -> str | None:
+    return "names other files to read instead" if value else None
+
+
+_CHECKS: dict[str, Callable[[Any], str | None]] = {
+    "_attn_implementation": _implementation,
+    "_attn_implementation_internal": _implementation,
+    "_experts_implementation": _implementation,
+    "_experts_implementation_internal": _implementation,
+    "attn_implementation": _implementation,
+    "configuration_files": _other_files,
+    "dtype": _dtype,
+    "experts_implementation": _implementation,
+    "quantization_config": _quantized,
+    "torch_dtype": _dtype,
+    "transformers_weights": _other_weights,
+}
+
+
+def _refused(directory: Path, what: str, hint: str) -> SourceError:
+    return SourceError(f"{describe_path(directory / CONFIG_FILE)}: {what}", hint=hint)
