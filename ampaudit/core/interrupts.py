@@ -9,6 +9,7 @@ This applies to the program; for those who import the library, ``install`` is no
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -35,9 +36,10 @@ class _Program:
         self.process: int | None = None  # whose signals are handled
         self.signal: int | None = None  # the first that came
         self.deferred = 0  # regions that no exception may leave half-way
-        self.finishing = self.ending = False
+        self.finishing = False
+        self.ending = _thread.allocate_lock()  # taken by the thread that ends the program
         self.delivers = False  # results are delivered in spite of the signal
-        self.stderr: int | None = None  # where it is, while file descriptor 2 is mute
+        self.stderr, self.null = 2, -1  # what file descriptor 2 is, and what it is after a signal
         self.written: list[str] = []
         self.cleanups: list[Callable[[], object]] = []
 
@@ -48,6 +50,7 @@ _program = _Program()
 def install() -> None:
     """Handle SIGINT, SIGTERM and SIGHUP, unless the caller ignores them as ``nohup`` does."""
     _program.process = os.getpid()
+    _program.stderr, _program.null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     for number in _handled():
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _handle)
@@ -73,7 +76,7 @@ def deliver_anyway() -> None:
     """Keep what is finished: deliver results in spite of the signal."""
     if _program.signal is not None:
         _program.delivers = True
-        _unmute()
+        os.dup2(_program.stderr, 2)
 
 
 class Deferred:
@@ -144,7 +147,7 @@ def _is_pending() -> bool:
 def _handle(number: int, frame: FrameType | None) -> None:
     del frame
     first, _program.signal = _program.signal is None, _program.signal or number
-    if _program.deferred or _program.ending:
+    if _program.deferred or _program.ending.locked():
         return
     if not first or _program.finishing:
         _end()
@@ -183,31 +186,28 @@ def _watch(reader: int) -> None:
 
 def _end(finish: Callable[[], object] = lambda: None) -> NoReturn:
     """Clean up, say what was written, and exit."""
-    if _program.ending:  # in another thread
+    if not _program.ending.acquire(blocking=False):  # another thread does
         import time
 
         time.sleep(_COMMIT_SECONDS)
         _say_and_exit()
-    _program.ending = True
     if _program.delivers:
         _tried(sys.stdout.flush)
-    _mute()
     # twice, as another thread may still make what is to be cleaned up
-    for step in (_clean_up, _kill_children, finish, _clean_up):
+    for step in (_mute, _clean_up, _kill_children, finish, _clean_up):
         _tried(step)
     _say_and_exit()
 
 
 def _say_and_exit() -> NoReturn:
-    _unmute()
     number, written = _program.signal or signal.SIGINT, _program.written
     what = "nothing was" if not written else f"{len(written)} files were"
     what = f"{written[0]} was" if len(written) == 1 else what
     line = f"ampaudit: {_WORDS[signal.Signals(number).name]}; {what} written"
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    if "rich.live" in sys.modules and os.isatty(2):
+    if "rich.live" in sys.modules and os.isatty(_program.stderr):
         line = f"\r\x1b[K\x1b[?25h{line}"  # remove the progress bar, and show the cursor that it hid
-    _tried(lambda: os.write(2, f"{line}\n".encode(sys.stderr.encoding, "backslashreplace")))
+    _tried(lambda: os.write(_program.stderr, f"{line}\n".encode(sys.stderr.encoding, "backslashreplace")))
     os._exit(128 + number)
 
 
@@ -233,18 +233,7 @@ def _tried(action: Callable[[], object]) -> None:
 
 def _mute() -> None:
     """Drop what libraries write to stderr about an exception that they do not expect."""
-    if _program.stderr is None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        _program.stderr = os.dup(2)
-        os.dup2(null, 2)
-        os.close(null)
-
-
-def _unmute() -> None:
-    if _program.stderr is not None:
-        os.dup2(_program.stderr, 2)
-        os.close(_program.stderr)
-        _program.stderr = None
+    os.dup2(_program.null, 2)
 
 
 def _restore_defaults() -> None:
