@@ -82,7 +82,8 @@ class _Watch:
 
     def _is_outside(self, path: str | bytes) -> bool:
         text = os.path.abspath(os.fsdecode(path))
-        return not (text.startswith(f"{self.scratch}/") or text in (self.scratch, os.devnull))
+        ours = text.startswith(f"{self.scratch}/") or text in (self.scratch, os.devnull)
+        return not ours and "/torchinductor_" not in text  # torch makes that folder when it traces
 
     def _is_foreign(self, code: Any) -> bool:
         """Return whether code comes from the scratch folder, or is an expression that was planted."""
