@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampaudit.core.errors import first_line
+from ampaudit.core.errors import InputError, first_line
+from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.linter.code_blocks import CodeBlock, blank_cell, extract_code_blocks, replace_code_blocks
 from ampaudit.linter.diagnostic import Diagnostic
 from ampaudit.linter.discovery import find_files
@@ -15,7 +16,7 @@ from ampaudit.linter.flow.script import is_worth_reading, parse, read_script
 from ampaudit.linter.flow.values import Value
 from ampaudit.linter.reporting import Suppressions, to_findings
 from ampaudit.linter.selection import RuleSelection
-from ampaudit.linter.source_text import Unreadable, decode
+from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 from ampaudit.report.lint import LintFinding, UnreadFile
 
 __all__ = ["LintedFile", "RuleSelection", "lint_bytes", "lint_file", "lint_files", "lint_text"]
@@ -59,9 +60,10 @@ def lint_file(path: Path, selection: RuleSelection, *, fix: bool = False) -> Lin
     """Lint one file; an error of reading it becomes part of the result."""
     name = str(path)
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        return LintedFile(name, unread=[UnreadFile(name, 1, error.strerror or str(error))])
+        data = read_bounded(path, MAX_SOURCE_BYTES, InputError)
+    except InputError as error:
+        reason = str(error.args[0]).removeprefix(f"{describe_path(path)}: ")
+        return LintedFile(name, unread=[UnreadFile(name, 1, reason)])
     return lint_bytes(data, name, selection, fix=fix)
 
 

@@ -20,9 +20,9 @@ from tests.fuzz.judge import Verdict, judge
 from tests.fuzz.mutators import Files, FolderMutator, as_bytes, as_json, as_text, folder, one_of
 from tests.support.saved import saved_report
 
-__all__ = ["FORMATS", "Format", "judged", "mutated"]
+__all__ = ["FORMATS", "Format", "command", "judged", "mutated"]
 
-Reader = Callable[[], str]
+Reader = Callable[[], tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class Format:
 def command(*words: str) -> Reader:
     """Run a command in this process; raise what ends it."""
 
-    def read() -> str:
+    def read() -> tuple[str, int]:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             code = main.main(list(words), standalone_mode=False)
         if code == 3:  # a check raised and was reported as a finding
             raise AssertionError(f"exit code 3: {out.getvalue()[-200:]}")
-        return out.getvalue()
+        return out.getvalue(), code or 0
 
     return read
 
@@ -61,13 +61,14 @@ def command(*words: str) -> Reader:
 _audited = cache(saved_report)
 
 
-def _baseline() -> str:
+def _baseline() -> tuple[str, int]:
     report, budgets = _audited(), Budgets(min_headroom=1.0, min_sqnr=20.0, max_fp32_share=0.5)
-    return str(list(breaches(report, measured_in(report), budgets, read_baseline(Path("report.json")))))
+    found = breaches(report, measured_in(report), budgets, read_baseline(Path("report.json")))
+    return str(list(found)), 0
 
 
-def _check_options() -> str:
-    return str(read_config(Path("pyproject.toml")))
+def _check_options() -> tuple[str, int]:
+    return str(read_config(Path("pyproject.toml"))), 0
 
 
 _PT2 = as_zip(

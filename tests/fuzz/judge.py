@@ -48,6 +48,7 @@ class Verdict:
 
     outcome: str
     detail: str = ""
+    exit_code: int = 0
 
 
 class _Hang(BaseException):
@@ -81,7 +82,8 @@ class _Watch:
 
     def _is_outside(self, path: str | bytes) -> bool:
         text = os.path.abspath(os.fsdecode(path))
-        return not (text.startswith(f"{self.scratch}/") or text in (self.scratch, os.devnull))
+        ours = text.startswith(f"{self.scratch}/") or text in (self.scratch, os.devnull)
+        return not ours and "/torchinductor_" not in text  # torch makes that folder when it traces
 
     def _is_foreign(self, code: Any) -> bool:
         """Return whether code comes from the scratch folder, or is an expression that was planted."""
@@ -115,12 +117,12 @@ def write_files(folder: Path, files: Files) -> None:
             os.mkfifo(path)
 
 
-def judge(files: Files, read: Callable[[], str], *, keep: Path | None = None) -> Verdict:
+def judge(files: Files, read: Callable[[], tuple[str, int]], *, keep: Path | None = None) -> Verdict:
     """Read an input in a scratch folder, which is the current one meanwhile.
 
     Args:
         files: the input.
-        read: runs a command on it; returns what was printed.
+        read: runs a command on it; returns what was printed and the exit code.
         keep: where the files go if there is a defect.
     """
     _watch_once()
@@ -145,24 +147,28 @@ def _watch_once() -> None:
     sys.addaudithook(_WATCH)
 
 
-def _outcome(read: Callable[[], str]) -> Verdict:
+def _outcome(read: Callable[[], tuple[str, int]]) -> Verdict:
     try:
-        printed = read()
+        printed, code = read()
     except AuditError as error:
         text = f"{error.args[0]}\n{error.hint}"
         long = next((part for part in (error.args[0], error.hint) if len(part) > _MESSAGE), None)
         if long is not None:
             return Verdict("defect", f"message of {len(long)} characters: {long[:200]!r}")
         raw = _unprintable(error.args[0]) or _unprintable(error.hint)
-        return Verdict("defect", f"message with {raw!r}: {text!r}") if raw else Verdict("refused", text)
+        return (
+            Verdict("defect", f"message with {raw!r}: {text!r}")
+            if raw
+            else Verdict("refused", text, error.exit_code)
+        )
     except click.ClickException as error:
-        return Verdict("refused", error.format_message())
+        return Verdict("refused", error.format_message(), error.exit_code)
     except _Hang:
         return Verdict("defect", f"took more than {SECONDS} s at {_place(sys.exception())}")
     except BaseException as error:  # a SystemExit or a KeyboardInterrupt is none of ours either
         return Verdict("defect", f"{type(error).__name__} at {_place(error)}: {str(error)[:200]}")
     raw = _unprintable(printed.replace("\n", ""))
-    return Verdict("defect", f"printed {raw!r}") if raw else Verdict("accepted")
+    return Verdict("defect", f"printed {raw!r}") if raw else Verdict("accepted", exit_code=code)
 
 
 def _place(error: BaseException | None) -> str:

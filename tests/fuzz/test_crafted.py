@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.crafted import CRAFTED
+from tests.fuzz.formats import command
+from tests.fuzz.judge import MEMORY, SECONDS, judge, write_files
+from tests.support.paths import ROOT
+
+IN_A_PROCESS = (
+    "pt2: a weight that runs",
+    "pt2: evaluated guards",
+    "pt: a call",
+    "huggingface: code of its own",
+    "converted: another program",
+)
+
+
+@pytest.mark.parametrize("title", CRAFTED)
+def test_a_crafted_file_is_refused_and_runs_nothing(title: str, tmp_path: Path) -> None:
+    marker, case = tmp_path / "marker", CRAFTED[title]
+    files = case.make(str(marker))
+    for words in case.commands:
+        verdict = judge(files, command(*words))
+        assert verdict.outcome != "defect", verdict.detail
+        assert verdict.exit_code in case.codes, verdict.detail
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "title",
+    [*IN_A_PROCESS, *(pytest.param(t, marks=pytest.mark.slow) for t in CRAFTED if t not in IN_A_PROCESS)],
+)
+def test_the_program_refuses_it_in_time_and_memory(title: str, tmp_path: Path) -> None:
+    marker, case = tmp_path / "marker", CRAFTED[title]
+    for number, words in enumerate(case.commands):
+        folder = tmp_path / str(number)
+        write_files(folder, case.make(str(marker)))
+        before = _tree(tmp_path)
+        started = time.monotonic()
+        done, peak = _run(folder, words)
+        assert done.returncode in case.codes, done.stderr[-1000:]
+        assert time.monotonic() - started < SECONDS
+        assert peak < MEMORY
+        assert "Traceback" not in done.stderr
+        assert {path for path in _tree(tmp_path) - before if "/out" not in path} == set()
+    assert not marker.exists()
+
+
+def _tree(folder: Path) -> set[str]:
+    return {str(path) for path in folder.rglob("*")}
+
+
+_WRAPPER = """
+import resource, subprocess, sys
+done = subprocess.run([sys.executable, "-m", "ampaudit", *sys.argv[1:]], stdin=subprocess.DEVNULL)
+print("\\npeak", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(done.returncode)
+"""
+
+
+def _run(folder: Path, words: tuple[str, ...]) -> tuple[subprocess.CompletedProcess[str], int]:
+    """Run the program; return also the peak of its memory, and of its children's, in bytes."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WRAPPER, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        errors="backslashreplace",
+        timeout=4 * SECONDS,
+        check=False,
+    )
+    return done, int(done.stdout.rsplit("peak ", 1)[1]) << 10
