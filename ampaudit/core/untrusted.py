@@ -27,6 +27,9 @@ __all__ = [
 T = TypeVar("T")
 
 MAX_DEPTH = 100  # of nested objects and lists
+# a few bytes of JSON become hundreds in memory; an exported program of 20,000 ops has a third of these
+_MAX_CONTAINERS = 2_000_000
+_MAX_VALUES = 3_000_000
 MAX_MESSAGE = 300  # characters of an error about a file
 _MAX_NAME = 80
 _MAX_PATH = 130
@@ -42,8 +45,9 @@ def open_regular(path: Path, error: type[AuditError]) -> int:
     """
     try:
         handle = os.open(path, _FLAGS)
-    except OSError as cause:
-        raise error(f"{describe_path(path)}: {cause.strerror or cause}", hint="check the path") from cause
+    except (OSError, ValueError) as cause:  # a path with a null character is a ValueError
+        why = getattr(cause, "strerror", None) or cause
+        raise error(f"{describe_path(path)}: {why}", hint="check the path") from cause
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise error(f"{describe_path(path)}: not a regular file", hint="give the path of a file")
@@ -68,11 +72,14 @@ def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON, rejecting repeated names, NaN and infinities, and deep nesting.
+    """Parse JSON, rejecting repeated names, NaN and infinities, deep nesting, and too many values.
 
     Raises:
         ValueError: not such JSON; the message names the fault without quoting the text.
     """
+    containers, values = (_count(text, signs) for signs in ("[{", ","))
+    if containers > _MAX_CONTAINERS or values > _MAX_VALUES:
+        raise ValueError(f"more than {_MAX_CONTAINERS:,} objects and lists, or {_MAX_VALUES:,} values")
     try:
         found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except RecursionError as error:
@@ -114,10 +121,15 @@ def describe_path(path: Path) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in found if names.count(name) > 1)
+        seen: set[str] = set()
+        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the name {describe(repeated)!r} occurs twice")
     return found
+
+
+def _count(text: bytes | str, signs: str) -> int:
+    """Return how often some characters occur, also within strings."""
+    return sum(text.count(sign) if isinstance(text, str) else text.count(sign.encode()) for sign in signs)
 
 
 def _refuse(constant: str) -> None:
