@@ -33,7 +33,9 @@ __all__ = [
 T = TypeVar("T")
 
 MAX_DEPTH = 100  # of nested objects and lists
-MAX_VALUES = 5_000_000  # in a file; each may take a hundred bytes of memory
+# a few bytes of JSON become hundreds in memory; an exported program of 20,000 ops has a third of these
+MAX_CONTAINERS = 2_000_000
+MAX_VALUES = 3_000_000
 MAX_TABLE = 64_000_000  # bytes of a configuration or an index
 MAX_MESSAGE = 300  # characters of an error about a file
 _MAX_DIGITS = 20  # of an integer of 64 bits, with its sign
@@ -51,8 +53,9 @@ def open_regular(path: Path, error: type[AuditError]) -> int:
     """
     try:
         handle = os.open(path, _FLAGS)
-    except OSError as cause:
-        raise error(f"{describe_path(path)}: {cause.strerror or cause}", hint="check the path") from cause
+    except (OSError, ValueError) as cause:  # a path with a null character is a ValueError
+        why = getattr(cause, "strerror", None) or cause
+        raise error(f"{describe_path(path)}: {why}", hint="check the path") from cause
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
@@ -79,20 +82,20 @@ def read_bounded(path: Path, limit: int, error: type[AuditError]) -> bytes:
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
-    """Parse JSON, rejecting repeated names, numbers that are not finite, and deep nesting.
+    """Parse JSON, rejecting repeated names, numbers that are not finite, deep nesting, and too many values.
 
     Args:
         text: the text.
         finite: whether NaN and infinities are rejected; some programs write them.
 
     Raises:
-        ValueError: not such JSON, or more than ``MAX_VALUES`` values; the message names the fault without
-            quoting the text.
+        ValueError: not such JSON; the message names the fault without quoting the text.
     """
+    containers, values = (_count(text, signs) for signs in ("[{", ","))
+    if containers > MAX_CONTAINERS or values > MAX_VALUES:
+        raise ValueError(f"more than {MAX_CONTAINERS:,} objects and lists, or {MAX_VALUES:,} values")
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        if sum(map(text.count, ",[{")) > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES:,} values")
         found = json.loads(
             text,
             object_pairs_hook=_unique,
@@ -173,6 +176,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"the name {describe(name)!r} occurs twice")
             seen.add(name)
     return found
+
+
+def _count(text: bytes | str, signs: str) -> int:
+    """Return how often some characters occur, also within strings."""
+    return sum(text.count(sign) if isinstance(text, str) else text.count(sign.encode()) for sign in signs)
 
 
 def _refuse(constant: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from unicodedata import category
 
@@ -55,6 +56,26 @@ def test_the_depth_of_json_is_bounded(depth: int) -> None:
     else:
         with pytest.raises(ValueError, match="nested"):
             parse_json(text)
+
+
+@pytest.mark.parametrize("text", ["[" + "[]," * 2_000_001 + "1]", "[" + "0," * 3_000_001 + "0]"])
+def test_json_that_would_fill_the_memory_is_refused(text: str) -> None:
+    for form in (text, text.encode()):
+        with pytest.raises(ValueError, match="more than 2,000,000 objects"):
+            parse_json(form)
+
+
+def test_a_name_that_is_repeated_last_is_found_in_one_pass() -> None:
+    names = [f"n{i}" for i in range(200_000)]
+    begin = time.process_time()
+    with pytest.raises(ValueError, match="'n199999' occurs twice"):
+        parse_json("{" + ",".join(f'"{name}":1' for name in [*names, names[-1]]) + "}")
+    assert time.process_time() - begin < 10
+
+
+def test_a_path_with_a_null_character_is_refused() -> None:
+    with pytest.raises(WeightsError, match="null"):
+        read_bounded(Path("a\0b"), 10, WeightsError)
 
 
 @given(st.text(max_size=2000))

@@ -234,6 +234,14 @@ FAULTS: dict[str, tuple[Edit, str]] = {
         lambda t: signature(t)["input_specs"][0]["parameter"].update(parameter_name="__class__.x"),
         "__class__",
     ),
+    "a weight with the name of the module's graph": (
+        lambda t: signature(t)["input_specs"][0]["parameter"].update(parameter_name="_code"),
+        "'_code'",
+    ),
+    "a layer with the name of a method": (
+        lambda t: signature(t)["input_specs"][0]["parameter"].update(parameter_name="forward.weight"),
+        "'forward.weight'",
+    ),
     "fewer specs than inputs": (lambda t: signature(t)["input_specs"].pop(), "does not fit"),
     "another nesting": (
         lambda t: call(t).update(in_spec='[1, {"type": null, "context": null, "children_spec": []}]'),
@@ -249,6 +257,10 @@ FAULTS: dict[str, tuple[Edit, str]] = {
         "as_int",
     ),
     "another major version": (lambda t: t["schema_version"].update(major=9), "version 9"),
+    "too many nodes": (
+        lambda t: nodes(t)[1].update(outputs=[{"as_tensors": [{"name": f"n{i}"} for i in range(100_001)]}]),
+        "100,000 nodes",
+    ),
     "a number as text": (lambda t: nodes(t)[1].update(target=3), "valid string"),
 }  # fmt: skip
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = ["build_graph", "weight_of"]
 
 _PLAIN = ("as_int", "as_ints", "as_bool", "as_bools", "as_string", "as_strings")
 _NUMBERS = ("as_float", "as_floats", "as_float_lists")
+_MAX_NODES = 100_000  # of all graphs
 _CONSTANT_INPUTS = ("as_none", "as_int", "as_float", "as_bool", "as_string")
 
 
@@ -49,7 +51,7 @@ def build_graph(
     Raises:
         ValueError: a value that does not exist, an operator that may not be called, or another fault.
     """
-    builder = _Builder(root)
+    builder = _Builder(root, count())
     if len(graph["inputs"]) != len(inputs) or len(graph["outputs"]) != len(outputs):
         raise ValueError("its graph and its signature differ in the number of inputs or outputs")
     targets: dict[tuple[str, str], fx.Node] = {}
@@ -110,8 +112,9 @@ def _with_writes(
 class _Builder:
     """A graph in the making, with the values that it has computed by their names in the file."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, nodes: Iterator[int]) -> None:
         self.root = root
+        self._nodes = nodes  # numbers the nodes of all graphs
         self.graph = fx.Graph()
         self.values: dict[str, fx.Node] = {}
         self._inner_graphs: dict[str, Graph] = {}
@@ -120,18 +123,18 @@ class _Builder:
         """Add an input."""
         kind, value = only(given, "input")
         if kind in _CONSTANT_INPUTS:
-            return self.graph.placeholder(f"constant_{len(self.graph.nodes)}")
+            return self._create("placeholder", f"constant_{len(self.graph.nodes)}")
         name = value.get("as_name") if kind in SYMBOLS else value["name"] if kind == "as_tensor" else None
         if name is None:
             raise ValueError(f"it takes an input of the kind {kind}")
-        return self._named(self.graph.placeholder(identifier(name)), name)
+        return self._named(self._create("placeholder", identifier(name)), name)
 
     def weight(self, given: Argument, path: str) -> fx.Node:
         """Add a stored tensor."""
         kind, value = only(given, "input")
         if kind != "as_tensor":
             raise ValueError(f"the weight {describe(path)!r} is not a tensor")
-        node = self.graph.create_node("get_attr", path, name=identifier(path.replace(".", "_")))
+        node = self._create("get_attr", path, name=identifier(path.replace(".", "_")))
         return self._named(node, value["name"])
 
     def add_nodes(self, nodes: Sequence[Node]) -> None:
@@ -139,7 +142,7 @@ class _Builder:
         for node in nodes:
             target = operator_named(node["target"])
             args, kwargs = self._arguments(target, node["inputs"])
-            made = self.graph.create_node("call_function", target, args, kwargs, _name_of(node))
+            made = self._create("call_function", target, args, kwargs, _name_of(node))
             made.meta = layers_and_line(node["metadata"])
             for value in (*args, *kwargs.values()):
                 if isinstance(value, fx.Node) and value.op == "get_attr" and not value.meta:
@@ -211,10 +214,10 @@ class _Builder:
         plain = identifier(name)
         if plain not in self._inner_graphs and not hasattr(self.root, plain):
             self._inner_graphs[plain] = graph
-            self.root.add_module(plain, _inner_module(graph))
+            self.root.add_module(plain, _inner_module(graph, self._nodes))
         if self._inner_graphs.get(plain) != graph:
             raise ValueError(f"two inner graphs have the name {describe(name)!r}")
-        return self.graph.create_node("get_attr", plain, name=plain)
+        return self._create("get_attr", plain, name=plain)
 
     def _results(self, node: Node, made: fx.Node) -> None:
         """Name what a call returns, and take apart what it returns together."""
@@ -231,12 +234,24 @@ class _Builder:
         for index, result in enumerate(results):
             if result is None:
                 continue
-            part = self.graph.call_function(operator.getitem, (made, index))
+            part = self._create("call_function", operator.getitem, (made, index))
             part.meta = dict(made.meta)
             if isinstance(result, str):
                 self._named(part, result)
             else:
                 self._unpack(part, result)
+
+    def _create(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
+        if next(self._nodes) > _MAX_NODES:
+            raise ValueError(f"it has more than {_MAX_NODES:,} nodes")
+        return self.graph.create_node(kind, target, args, kwargs, name)
 
     def _named(self, node: fx.Node, name: str) -> fx.Node:
         if name in self.values:
@@ -245,8 +260,8 @@ class _Builder:
         return node
 
 
-def _inner_module(graph: Graph) -> fx.GraphModule:
-    inner = _Builder(nn.Module())
+def _inner_module(graph: Graph, nodes: Iterator[int]) -> fx.GraphModule:
+    inner = _Builder(nn.Module(), nodes)
     for given in graph["inputs"]:
         inner.placeholder(given)
     inner.add_nodes(graph["nodes"])

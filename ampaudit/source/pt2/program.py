@@ -22,7 +22,7 @@ from ampaudit.source.pt2.tensors import read_tensors
 
 __all__ = ["StoredProgram", "read_program"]
 
-_MAX_JSON = 128_000_000  # bytes
+_MAX_JSON = 96_000_000  # bytes; a program has some 2,000 per op
 _MAJOR = 8
 _READ = (
     "archive_format",

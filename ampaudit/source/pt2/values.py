@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx, nn
 from torch._ops import OpOverload
 
 from ampaudit.core.untrusted import describe
@@ -36,6 +37,9 @@ _MEMORY_FORMATS = {
     4: torch.preserve_format,
 }
 _STRIDED = 7
+# attributes that weights must not replace
+_MODULE_NAMES = frozenset(dir(nn.Module()))
+_GRAPH_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 POSITIONAL, _KEYWORD = 1, 2
 SYMBOLS = ("as_sym_int", "as_sym_float", "as_sym_bool")
 LISTS = {
@@ -132,18 +136,20 @@ def identifier(name: str) -> str:
 
 
 def attribute_path(path: str) -> str:
-    """Return a dotted name of an attribute if each part is one.
+    """Return a dotted name of an attribute if each part is one that modules leave free.
 
     Raises:
         ValueError: it is not.
     """
-    if not all(_is_attribute(part) for part in path.split(".")):
+    parts = path.split(".")
+    if not all(map(_is_attribute, parts)) or parts[0] in _GRAPH_NAMES:
         raise ValueError(f"a weight has the name {describe(path)!r}")
     return path
 
 
 def _is_attribute(part: str) -> bool:
-    return re.fullmatch(r"\w{1,500}", part, re.ASCII) is not None and not part.startswith("__")
+    is_name = re.fullmatch(r"\w{1,500}", part, re.ASCII) is not None and not part.startswith("__")
+    return is_name and part not in _MODULE_NAMES
 
 
 def layers_and_line(given: Mapping[str, str]) -> dict[str, Any]:
