@@ -401,3 +401,31 @@ def test_no_operator_that_takes_a_file_can_be_named() -> None:
             name = f"torch.ops.{schema.name.replace('::', '.')}.{schema.overload_name or 'default'}"
             with pytest.raises(UnknownOperator):
                 operator_named(name)
+
+
+UNSAFE = [
+    "mul.left_t",  # [0] * 10**18
+    "manual_seed.default",
+    "set_grad_enabled.default",
+    "str.default",
+    "sparse_coo_tensor.indices_size",  # indices are not checked
+    "_cholesky_solve_helper.out",  # this one and the following were seen to crash
+    "_fft_c2c.out",
+    "_new_zeros_with_same_feature_meta.default",
+    "_nnpack_spatial_convolution.default",
+    "_stack.default",
+    "_sobol_engine_initialize_state_.default",
+    "fbgemm_pack_gemm_matrix_fp16.default",
+    "fractional_max_pool3d_backward.default",
+    "native_batch_norm_backward.out",
+    "quantized_lstm_cell.default",
+    "reflection_pad2d_backward.default",
+]
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_operators_that_change_the_process_or_crash_are_refused(name: str) -> None:
+    packet, overload = name.split(".")
+    assert hasattr(getattr(torch.ops.aten, packet), overload)
+    with pytest.raises(UnknownOperator, match="reaches beyond"):
+        operator_named(f"torch.ops.aten.{name}")
