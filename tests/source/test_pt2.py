@@ -168,8 +168,10 @@ def members() -> bytes:
     return stream.getvalue()
 
 
-def edited(tmp_path: Path, edit: Edit, member: str = "models/model.json") -> Path:
-    """Write the program of ``everything`` with one of its JSON members changed."""
+def edited(
+    tmp_path: Path, edit: Edit, member: str = "models/model.json", example: bytes | None = None
+) -> Path:
+    """Write the program of ``everything`` with one of its JSON members or its example inputs changed."""
     bad = tmp_path / "bad.pt2"
     with zipfile.ZipFile(io.BytesIO(members())) as source, zipfile.ZipFile(bad, "w") as target:
         for item in source.infolist():
@@ -178,6 +180,8 @@ def edited(tmp_path: Path, edit: Edit, member: str = "models/model.json") -> Pat
                 table = json.loads(data)
                 edit(table)
                 data = json.dumps(table).encode()
+            if example is not None and item.filename.endswith("sample_inputs/model.pt"):
+                data = example
             target.writestr(f"bad/{item.filename.partition('/')[2]}", data)
     return bad
 
@@ -356,6 +360,18 @@ PAYLOADS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "an unknown type": (lambda p: p["tensor_meta"].update(dtype=99), "dtype"),
     "sparse": (lambda p: p["tensor_meta"].update(layout=1), "layout"),
 }
+
+
+EXAMPLES = [(1, {}), ("abc", {}), ((), {1: 2}), ((), []), [(), {}], ((),), torch.ones(2)]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_example_inputs_must_be_arguments(tmp_path: Path, example: object) -> None:
+    stream = io.BytesIO()
+    torch.save(example, stream)
+    path = edited(tmp_path, lambda table: None, example=stream.getvalue())
+    with pytest.raises(SourceError, match="its example inputs are not"):
+        read_program(path)
 
 
 @pytest.mark.parametrize("fault", PAYLOADS)

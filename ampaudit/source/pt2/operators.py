@@ -29,7 +29,7 @@ _FORBIDDEN = re.compile(
 # of the operators that are private, or half of a backward pass, those that honest programs hold
 _INTERNAL = re.compile(r"_(?!_\w+__$)\w+|\w+_backward\w*")
 _KNOWN_INTERNAL = re.compile(
-    r"_adaptive_avg_pool[23]d|_add_relu|_addmm_activation|_aminmax|_assert_\w+|_autocast_\w+|_cast_\w+"
+    r"(?!.*backward)(_adaptive_avg_pool[23]d|_add_relu|_addmm_activation|_aminmax|_assert_\w+|_autocast_\w+|_cast_\w+"
     r"|_cdist_forward|_conj(_copy|_physical)?|_convolution(_mode)?|_ctc_loss|_dim_arange|_efficientzerotensor"
     r"|_efficient_attention_forward|_embedding_bag(_forward_only)?|_euclidean_dist|_fake_quantize_\w+"
     r"|_fft_(c2c|c2r|r2c)|_flash_attention_forward|_foreach_\w+|_functional_\w+|_fused_moving_avg_obs_\w+"
@@ -38,7 +38,7 @@ _KNOWN_INTERNAL = re.compile(
     r"|_pack_padded_sequence|_pad_(circular|enum|packed_sequence)|_pdist_forward|_prelu_kernel|_reshape_copy"
     r"|_safe_softmax|_sample_dirichlet|_scaled_dot_product_\w+|_scaled_(grouped_)?mm(_v2)?|_shape_as_tensor"
     r"|_softmax|_standard_gamma|_thnn_fused_(gru|lstm)_cell|_to_copy|_to_cpu|_transformer_encoder_layer_fwd"
-    r"|_trilinear|_unique2?|_unsafe_\w+|_upsample_\w+|_weight_int[48]pack_mm\w*|_weight_norm(_interface)?"
+    r"|_trilinear|_unique2?|_unsafe_\w+|_upsample_\w+|_weight_int[48]pack_mm\w*|_weight_norm(_interface)?)"
     r"|(convolution|diagonal|elu|gelu|glu|hardsigmoid|hardswish|hardtanh|leaky_relu|log_sigmoid|logit|mish"
     r"|native_dropout|select|sigmoid|silu|slice|softplus|tanh|threshold|native_layer_norm)_backward"
     r"|_(log_)?softmax_backward_data"
