@@ -306,7 +306,7 @@ class Bomb:
 
 SUBCLASS = b"ctorch._tensor\n_rebuild_from_type_v2\n"
 # arguments within arguments: each call would call the next one
-NESTED = b"\x80\x02" + SUBCLASS + b"(" + (SUBCLASS + b"N(") * 5_000 + b"tNt" * 5_000 + b"tR."
+NESTED = b"\x80\x02" + SUBCLASS + b"(" + (SUBCLASS + b"N(") * 5_000 + b"tN" * 5_000 + b"tR."
 RAW = {
     "os.system": b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R.",
     "builtins.eval": b"\x80\x02c__builtin__\neval\nX\x01\x00\x00\x001\x85R.",
