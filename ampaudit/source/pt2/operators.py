@@ -24,7 +24,7 @@ _FUNCTION = re.compile(r"(_operator|math|torch|torch\._functorch\.predispatch)\.
 # those that write files, print, change the process, or trust sizes, indices and pointers that they are given
 _FORBIDDEN = re.compile(
     r"from_file|save|print|manual_seed|backward|set_data|make_dual|pin_memory|\w*_unsafe|to_padded_tensor"
-    r"|(sparse|fbgemm|quantized|cudnn|miopen|mps)_\w+|\w+_mps|sspaddmm|\w*_?jvp|fractional_max_pool\w+_out"
+    r"|(sparse|to_sparse|fbgemm|quantized|cudnn|miopen|mps)(_\w+)?|\w+_mps|sspaddmm|hspmm|\w*_?jvp"
 )
 # of the operators that are private, or half of a backward pass, those that honest programs hold
 _INTERNAL = re.compile(r"_(?!_\w+__$)\w+|\w+_backward\w*")
