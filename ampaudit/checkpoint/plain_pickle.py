@@ -57,13 +57,14 @@ def interpret(stream: BinaryIO, storages: list[StorageRecord]) -> Any:
 
 
 class _Reader:
-    __slots__ = ("marked", "memo", "stack", "storages")
+    __slots__ = ("copied", "marked", "memo", "stack", "storages")
 
     def __init__(self, storages: list[StorageRecord]) -> None:
         self.storages = storages
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
+        self.copied = 0
 
     def mark(self, _: Any) -> None:
         self.marked.append(self.stack)
@@ -131,6 +132,12 @@ class _Reader:
     def reduce(self, _: Any) -> None:
         args, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, GlobalName) or function.call is None:
+            raise RefusedPickle
+        # a container may be given to any number of functions that copy it
+        self.copied += sum(
+            len(a.pairs if isinstance(a, Pairs) else a) for a in args if type(a) in (Pairs, list)
+        )
+        if self.copied > MAX_OPCODES:
             raise RefusedPickle
         self.stack.append(function.call(*args))
 

@@ -304,6 +304,9 @@ class Bomb:
         return (Path.touch, (Path("exploded"),))
 
 
+SUBCLASS = b"ctorch._tensor\n_rebuild_from_type_v2\n"
+# arguments within arguments: each call would call the next one
+NESTED = b"\x80\x02" + SUBCLASS + b"(" + (SUBCLASS + b"N(") * 5_000 + b"tN" * 5_000 + b"tR."
 RAW = {
     "os.system": b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R.",
     "builtins.eval": b"\x80\x02c__builtin__\neval\nX\x01\x00\x00\x001\x85R.",
@@ -327,6 +330,7 @@ RAW = {
     "a tuple of too few": b"\x80\x02K\x01\x87.",
     "a far memo": b"\x80\x02}r\xff\xff\xff\xff.",
     "a wrong dtype": b"\x80\x02}X\x01\x00\x00\x00actorch._utils\n_rebuild_tensor_v3\n(NNNNNNNtRs.",
+    "subclasses of themselves": NESTED,
     "a subclass of nothing": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(NNNNtR.",
     "an integer": b"\x80\x02K\x01.",
     "text": b"\x80\x02X\x01\x00\x00\x00a.",
@@ -373,6 +377,14 @@ BOMBS = {
     "nested lists": b"\x80\x02" + b"]" * 900_000 + b"a" * 899_999 + b".",
     "tuples of one tuple as a key": b"\x80\x02})" + b"\x85q\x00h\x00\x86" * 300_000 + b"K\x01s.",
 }
+# 3,000 copies of a dict with 100,000 keys
+COPIED = b"(" + b"X\x01\x00\x00\x00aK\x01" * 100_000 + b"uq\x01"
+TABLE = b"ccollections\nOrderedDict\nq\x00"
+BOMBS["copies of a dict"] = b"\x80\x02" + TABLE + b"}" + COPIED + b"h\x00h\x01\x85R" * 3_000 + b"."
+BOMBS["copies by a subclass"] = (
+    b"\x80\x02" + TABLE + b"}" + COPIED + (SUBCLASS + b"(h\x00Nh\x01\x85NtR") * 3_000 + b"."
+)
+BOMBS["a name of 60 MB"] = b"\x80\x02c" + b"a" * 60_000_000 + b"\nb\n."
 LOADER = """
 import resource, sys, pathlib
 from ampaudit.core.errors import WeightsError

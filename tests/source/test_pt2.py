@@ -168,8 +168,10 @@ def members() -> bytes:
     return stream.getvalue()
 
 
-def edited(tmp_path: Path, edit: Edit, member: str = "models/model.json") -> Path:
-    """Write the program of ``everything`` with one of its JSON members changed."""
+def edited(
+    tmp_path: Path, edit: Edit, member: str = "models/model.json", example: bytes | None = None
+) -> Path:
+    """Write the program of ``everything`` with one of its JSON members or its example inputs changed."""
     bad = tmp_path / "bad.pt2"
     with zipfile.ZipFile(io.BytesIO(members())) as source, zipfile.ZipFile(bad, "w") as target:
         for item in source.infolist():
@@ -178,6 +180,8 @@ def edited(tmp_path: Path, edit: Edit, member: str = "models/model.json") -> Pat
                 table = json.loads(data)
                 edit(table)
                 data = json.dumps(table).encode()
+            if example is not None and item.filename.endswith("sample_inputs/model.pt"):
+                data = example
             target.writestr(f"bad/{item.filename.partition('/')[2]}", data)
     return bad
 
@@ -358,6 +362,18 @@ PAYLOADS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
+EXAMPLES = [(1, {}), ("abc", {}), ((), {1: 2}), ((), []), [(), {}], ((),), torch.ones(2)]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_example_inputs_must_be_arguments(tmp_path: Path, example: object) -> None:
+    stream = io.BytesIO()
+    torch.save(example, stream)
+    path = edited(tmp_path, lambda table: None, example=stream.getvalue())
+    with pytest.raises(SourceError, match="its example inputs are not"):
+        read_program(path)
+
+
 @pytest.mark.parametrize("fault", PAYLOADS)
 def test_a_table_of_weights_must_fit_its_bytes(tmp_path: Path, fault: str) -> None:
     change, message = PAYLOADS[fault]
@@ -401,3 +417,32 @@ def test_no_operator_that_takes_a_file_can_be_named() -> None:
             name = f"torch.ops.{schema.name.replace('::', '.')}.{schema.overload_name or 'default'}"
             with pytest.raises(UnknownOperator):
                 operator_named(name)
+
+
+UNSAFE = [
+    "mul.left_t",  # [0] * 10**18
+    "manual_seed.default",
+    "set_grad_enabled.default",
+    "str.default",
+    "sparse_coo_tensor.indices_size",  # indices are not checked
+    "to_sparse.default",  # whose indices can be changed
+    "_cholesky_solve_helper.out",  # this one and the following were seen to crash
+    "_fft_c2c.out",
+    "_new_zeros_with_same_feature_meta.default",
+    "_nnpack_spatial_convolution.default",
+    "_stack.default",
+    "_sobol_engine_initialize_state_.default",
+    "fbgemm_pack_gemm_matrix_fp16.default",
+    "fractional_max_pool3d_backward.default",
+    "native_batch_norm_backward.out",
+    "quantized_lstm_cell.default",
+    "reflection_pad2d_backward.default",
+]
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_operators_that_change_the_process_or_crash_are_refused(name: str) -> None:
+    packet, overload = name.split(".")
+    assert hasattr(getattr(torch.ops.aten, packet), overload)
+    with pytest.raises(UnknownOperator, match="reaches beyond"):
+        operator_named(f"torch.ops.aten.{name}")

@@ -21,10 +21,27 @@ __all__ = ["UnknownOperator", "operator_named"]
 _OVERLOAD = re.compile(r"torch\.ops\.(aten|prims)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)", re.ASCII)
 _HIGHER_ORDER = re.compile(r"torch\.ops\.higher_order\.([a-z_]+)", re.ASCII)
 _FUNCTION = re.compile(r"(_operator|math|torch|torch\._functorch\.predispatch)\.(\w+)", re.ASCII)
-# those that write files, print, change the process, or trust sizes and indices that they are given
+# those that write files, print, change the process, or trust sizes, indices and pointers that they are given
 _FORBIDDEN = re.compile(
-    r"from_file|save|_print|_cufft_\w+|_test_\w+|_backward|_reshape_alias\w*|\w*_unsafe|_index_put_impl\w*"
-    r"|_nested_\w+|_make_per_\w+|_segment_reduce\w*|_pin_memory|pin_memory|_cslt_\w+|make_dual|print"
+    r"from_file|save|print|manual_seed|backward|set_data|make_dual|pin_memory|\w*_unsafe|to_padded_tensor"
+    r"|(sparse|to_sparse|fbgemm|quantized|cudnn|miopen|mps)(_\w+)?|\w+_mps|sspaddmm|hspmm|\w*_?jvp"
+)
+# of the operators that are private, or half of a backward pass, those that honest programs hold
+_INTERNAL = re.compile(r"_(?!_\w+__$)\w+|\w+_backward\w*")
+_KNOWN_INTERNAL = re.compile(
+    r"(?!.*backward)(_adaptive_avg_pool[23]d|_add_relu|_addmm_activation|_aminmax|_assert_\w+|_autocast_\w+|_cast_\w+"
+    r"|_cdist_forward|_conj(_copy|_physical)?|_convolution(_mode)?|_ctc_loss|_dim_arange|_efficientzerotensor"
+    r"|_efficient_attention_forward|_embedding_bag(_forward_only)?|_euclidean_dist|_fake_quantize_\w+"
+    r"|_fft_(c2c|c2r|r2c)|_flash_attention_forward|_foreach_\w+|_functional_\w+|_fused_moving_avg_obs_\w+"
+    r"|_fused_rms_norm|_grouped_mm|_int_mm|_is_a(ll|ny)_true|_linalg_\w+|_local_scalar_dense|_log_softmax"
+    r"|_logcumsumexp|_lu_with_info|_native_batch_norm_legit\w*|_native_multi_head_attention|_neg_view(_copy)?"
+    r"|_pack_padded_sequence|_pad_(circular|enum|packed_sequence)|_pdist_forward|_prelu_kernel|_reshape_copy"
+    r"|_safe_softmax|_sample_dirichlet|_scaled_dot_product_\w+|_scaled_(grouped_)?mm(_v2)?|_shape_as_tensor"
+    r"|_softmax|_standard_gamma|_thnn_fused_(gru|lstm)_cell|_to_copy|_to_cpu|_transformer_encoder_layer_fwd"
+    r"|_trilinear|_unique2?|_unsafe_\w+|_upsample_\w+|_weight_int[48]pack_mm\w*|_weight_norm(_interface)?)"
+    r"|(convolution|diagonal|elu|gelu|glu|hardsigmoid|hardswish|hardtanh|leaky_relu|log_sigmoid|logit|mish"
+    r"|native_dropout|select|sigmoid|silu|slice|softplus|tanh|threshold|native_layer_norm)_backward"
+    r"|_(log_)?softmax_backward_data"
 )
 _RAW = re.compile(r"Storage|Stream|__torch__|Any|Dict|Future")  # types of arguments
 # without while_loop, which need not end
@@ -90,7 +107,11 @@ def _overload(name: str, namespace: str, packet: str, overload: str) -> OpOverlo
         raise UnknownOperator(name, "is not in this version of PyTorch")
     arguments = found._schema.arguments
     raw = any(_RAW.search(str(a.type)) or a.name == "filename" for a in arguments)
-    if raw or _FORBIDDEN.fullmatch(packet):
+    internal = _INTERNAL.fullmatch(packet) and (
+        not _KNOWN_INTERNAL.fullmatch(packet) or any(a.is_out for a in arguments)
+    )
+    # without a kernel, it is a function of TorchScript on Python's values
+    if raw or internal or _FORBIDDEN.fullmatch(packet) or not torch._C._dispatch_has_kernel(found.name()):
         raise UnknownOperator(name, "may not be called from a file: it reaches beyond its tensors")
     return found
 

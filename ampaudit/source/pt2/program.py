@@ -163,6 +163,11 @@ def _example(archive: Archive, name: str) -> tuple[tuple[Any, ...], dict[str, An
     found = read_plain_data(inner)
     if found is None:
         return None
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+    args, kwargs = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    if not (
+        isinstance(args, tuple | list)
+        and isinstance(kwargs, dict)
+        and all(isinstance(k, str) for k in kwargs)
+    ):
         raise ValueError("its example inputs are not arguments and keyword arguments")
-    return tuple(found[0]), found[1]
+    return tuple(args), kwargs
