@@ -11,6 +11,7 @@ import torch
 
 from ampaudit.checkpoint.header import TORCH_NAMES, TensorEntry, read_header
 from ampaudit.core.errors import WeightsError
+from ampaudit.core.untrusted import describe, describe_path
 
 __all__ = ["PIECE", "RING", "InMemory", "Part", "SafetensorsFile", "dtype_of", "type_name"]
 
@@ -61,7 +62,9 @@ class SafetensorsFile:
                     _fill(stream, piece.numpy().data, self.path)
                     yield piece if dtype is None else piece.view(dtype)
         except OSError as error:
-            raise WeightsError(f"{self.path}: {error.strerror}", hint="check the disk") from error
+            raise WeightsError(
+                f"{describe_path(self.path)}: {error.strerror}", hint="check the disk"
+            ) from error
 
     def _buffer(self, size: int) -> torch.Tensor:
         """Return the next buffer of the ring, cut to a size."""
@@ -79,7 +82,9 @@ class InMemory:
         self.metadata = metadata
         self.tensors = tensors
         self.entries = {
-            name: TensorEntry(name, type_name(t.dtype, f"{label}: {name!r}"), tuple(t.shape))
+            name: TensorEntry(
+                name, type_name(t.dtype, f"{describe(label)}: {describe(name)!r}"), tuple(t.shape)
+            )
             for name, t in tensors.items()
         }
 
@@ -114,5 +119,5 @@ def _fill(stream: FileIO, view: memoryview, path: Path) -> None:
     while done < len(view):
         count = stream.readinto(view[done:])
         if not count:
-            raise WeightsError(f"{path}: was truncated while it was read", hint="try again")
+            raise WeightsError(f"{describe_path(path)}: was truncated while it was read", hint="try again")
         done += count

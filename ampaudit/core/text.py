@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 __all__ = [
@@ -14,17 +15,27 @@ __all__ = [
     "short_op",
 ]
 
+# what runners of GitHub, Azure and TeamCity carry out where they find it in a log; the first ones only at the
+# start of a line (actions/runner, ActionCommandManager.cs, lists their names)
+_COMMAND = re.compile(
+    r"::(?=(?:add-mask|add-matcher|add-path|debug|echo|endgroup|error|group|internal-set-repo-path|notice|"
+    r"remove-matcher|save-state|set-env|set-output|stop-commands|warning)\b)|##(?=\w*\[)",
+    re.IGNORECASE,
+)
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def escape_control(name: str) -> str:
-    """Escape control characters, marks of direction and line breaks, so that a name is safe to print."""
-    if name.isprintable():
-        return name
-    return "".join(
-        char if unicodedata.category(char) not in _UNPRINTABLE else char.encode("unicode_escape").decode()
-        for char in name
-    )
+    """Escape control characters, marks of direction, line breaks, and commands to what runs our output.
+
+    So a name is safe to print, wherever in a line it stands and wherever the line is broken.
+    """
+    safe = name if name.isprintable() else "".join(map(_escape, name))
+    return _COMMAND.sub(lambda found: f"{found[0][0]}\\x{ord(found[0][1]):x}", safe)
+
+
+def _escape(char: str) -> str:
+    return char if unicodedata.category(char) not in _UNPRINTABLE else char.encode("unicode_escape").decode()
 
 
 def short_op(op: str) -> str:

@@ -10,16 +10,14 @@ from pathlib import Path
 from torch import nn
 
 from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
-from ampaudit.core.errors import WeightsError
 from ampaudit.core.formats import low_precision_format
-from ampaudit.core.untrusted import read_table
 from ampaudit.export.storage import StorageDecision
+from ampaudit.source.model_config import CONFIG_FILE, read_raw_config
 from ampaudit.trace.storage import kept_by_author
 from ampaudit.trace.values import torch_dtype
 
 __all__ = ["copy_companions", "set_dtype"]
 
-CONFIG = "config.json"
 # weights in any format: those of the source would contradict ours
 _WEIGHTS = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pt2", ".gguf", ".ot"),
@@ -61,8 +59,8 @@ def set_dtype(
     Returns:
         What a user should know.
     """
-    path = directory / CONFIG
-    config = read_table(path, WeightsError)
+    path = directory / CONFIG_FILE
+    config = read_raw_config(directory)
     float32 = _in_float32(model, decisions, dtype)
     name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     config[name] = dtype if not float32 else "float32"

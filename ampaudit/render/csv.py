@@ -16,7 +16,8 @@ from ampaudit.report.documents import Document
 
 __all__ = ["to_csv"]
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run what begins so
+# a spreadsheet would run what begins so, also in the wide letters of East Asia
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")
 
 
 def to_csv(document: Document) -> str:

@@ -18,7 +18,7 @@ _POISONS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One message for the user. All its texts are safe to print: names have no control characters.
+    """One message for the user. All its texts are made safe to print; cause and advice may have lines.
 
     Attributes:
         code: of a check, or the name of a budget.
@@ -65,6 +65,19 @@ class Alert:
     fate: str = ""
     suppressed: str | None = None
     region: tuple[int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Escape what is not safe to print: names come from anywhere."""
+        for name in ("code", "title", "case", "site", "layer", "op", "evidence", "headroom", "fate"):
+            object.__setattr__(self, name, escape_control(getattr(self, name)))
+        for name in ("cause", "advice"):
+            object.__setattr__(self, name, _lines(getattr(self, name)))
+        for name in ("line", "source", "caller"):
+            object.__setattr__(self, name, safe_line(getattr(self, name)))
+        object.__setattr__(self, "path", tuple(map(escape_control, self.path)))
+        object.__setattr__(self, "trials", tuple(map(_safe_trial, self.trials)))
+        if self.suppressed is not None:
+            object.__setattr__(self, "suppressed", escape_control(self.suppressed))
 
     @property
     def poisons(self) -> str:
@@ -120,6 +133,16 @@ class Suite:
     errors: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Escape what is not safe to print."""
+        for name in ("name", "label", "tool_version"):
+            object.__setattr__(self, name, escape_control(getattr(self, name)))
+        object.__setattr__(self, "cases", tuple(map(escape_control, self.cases)))
+        errors = {escape_control(case): _lines(text) for case, text in self.errors.items()}
+        object.__setattr__(self, "errors", errors)
+        seconds = {escape_control(case): seconds for case, seconds in self.seconds.items()}
+        object.__setattr__(self, "seconds", seconds)
+
     @property
     def active(self) -> tuple[Alert, ...]:
         """Alerts that are not suppressed."""
@@ -142,19 +165,19 @@ def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Al
         level=finding.severity,
         fails=finding.severity.rank >= rank and finding.suppressed is None,
         case=case,
-        site=escape_control(finding.site),
+        site=finding.site,
         cause=escape_control(finding.cause),
         advice="" if finding.tried else escape_control(finding.advice),
         can_try=finding.severity is Severity.ERROR and finding.phase != "backward",
-        layer=escape_control(finding.layer or unnamed),
-        op=escape_control(short_op(finding.op)),
+        layer=finding.layer or unnamed,
+        op=short_op(finding.op),
         evidence=finding.evidence.in_words,
         headroom=f"{bits:+.1f} bits" if bits is not None else "",
-        path=tuple(map(escape_control, finding.poisons)),
-        trials=tuple(map(_safe_trial, finding.tried)),
+        path=finding.poisons,
+        trials=tuple(replace(trial, change=trial.in_words) for trial in finding.tried),
         line=safe_line(source.evident if source is not None else None),
         source=safe_line(source),
-        caller=safe_line(source.caller if source is not None else None),
+        caller=source.caller if source is not None else None,
         fate=finding.fate or "",
         suppressed=finding.suppressed,
     )
@@ -170,7 +193,7 @@ def safe_line(line: SourceLine | Source | None) -> SourceLine | None:
 def _safe_trial(trial: Trial) -> Trial:
     return replace(
         trial,
-        change=escape_control(trial.in_words),
+        change=escape_control(trial.change),
         paste=_lines(trial.paste),
         diff=_lines(trial.diff),
         before=escape_control(trial.before),

@@ -15,5 +15,8 @@ def relative_path(file: str) -> str:
     _, packages, inside = file.rpartition(INSTALLED)
     if packages:
         return inside
-    relative = os.path.relpath(file, Path.cwd())
+    try:
+        relative = os.path.relpath(file, Path.cwd())
+    except ValueError:  # an empty name, or another drive
+        return file
     return file if relative.startswith("..") else relative

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from ampaudit.core.formats import FORMATS
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.report.accuracy import OutputAccuracy
@@ -30,6 +34,12 @@ __all__ = [
 ]
 
 SCHEMA: Literal[1] = 1
+
+
+def _known_format(name: str) -> str:
+    if name not in FORMATS:
+        raise PydanticCustomError("dtype", "unknown dtype")
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ class RunInfo:
 
     device: str
     backend: str
-    dtype: str
+    dtype: Annotated[str, AfterValidator(_known_format)]
     policy: str
     batches: int
     seed: int

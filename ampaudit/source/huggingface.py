@@ -26,7 +26,7 @@ from ampaudit.core.text import format_bytes
 from ampaudit.core.untrusted import describe, describe_path, read_bounded, validate
 from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
-from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_config, read_table
+from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_config, read_raw_config
 from ampaudit.source.rehearsal import configured, empty_model, named_architecture, named_class
 from ampaudit.source.user_code import calling_user_code
 
@@ -101,7 +101,7 @@ def _check_size(path: Path, size: int, weights: Path) -> None:
 
 def _trusted(path: Path, options: SourceConfig) -> nn.Module:
     """Load the model as Transformers does, with the code in the directory."""
-    table = read_table(path)
+    table = read_raw_config(path)
     _check_installed()
     transformers = _transformers()
     print(f"ampaudit: --trust: transformers may run code of {describe_path(path)}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded
 
-__all__ = ["CONFIG_FILE", "MAX_CONFIG", "read_model_config", "read_table"]
+__all__ = ["CONFIG_FILE", "MAX_CONFIG", "read_model_config", "read_raw_config"]
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG = 16_000_000  # bytes
@@ -31,9 +31,9 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     """Read a configuration and check that everything in it is data.
 
     Raises:
-        SourceError: see ``read_table``; or it names code, a kernel, another file or a quantization.
+        SourceError: see ``read_raw_config``; or it names code, a kernel, another file or a quantization.
     """
-    table = read_table(directory)
+    table = read_raw_config(directory)
     if (directory / _ADAPTER).exists():
         raise SourceError(
             f"{describe_path(directory)} holds an adapter ({_ADAPTER}), which names its own base model",
@@ -44,7 +44,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     return cleaned
 
 
-def read_table(directory: Path) -> dict[str, Any]:
+def read_raw_config(directory: Path) -> dict[str, Any]:
     """Read a configuration as it is.
 
     Raises:

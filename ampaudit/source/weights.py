@@ -11,6 +11,7 @@ from torch import nn
 
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import WeightsError
+from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path
 
 __all__ = ["check_names", "load_weights", "model_names"]
 
@@ -53,10 +54,9 @@ def check_names(
     for what, names in (("missing", _untied(model, missing)), ("unexpected", extra), ("shape", shapes)):
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            raise WeightsError(
-                f"{path} does not match the model: {what}: {', '.join(names[:_SHOWN])}{more}",
-                hint="pass a checkpoint of this model",
-            )
+            start = f"{describe_path(path)} does not match the model: {what}: "
+            shown = describe(", ".join(names[:_SHOWN]), MAX_MESSAGE - len(start) - len(more))
+            raise WeightsError(f"{start}{shown}{more}", hint="pass a checkpoint of this model")
 
 
 def _untied(model: nn.Module, missing: list[str]) -> list[str]:

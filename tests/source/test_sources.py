@@ -15,6 +15,7 @@ from torch import nn
 from ampaudit import scan
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError, InputError, SourceError, WeightsError
+from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.source.open import open_source
 from tests.support.zoo import ZOO
 
@@ -137,6 +138,20 @@ def test_weights_from_both_kinds_of_checkpoint(model_file: Write, tmp_path: Path
     for name in ("w.safetensors", "w.pt", "wrapped.pt"):
         source = open_source(path, SourceConfig(weights=tmp_path / name))
         assert torch.equal(source.model.inner.weight, state["inner.weight"])
+
+
+def test_names_that_do_not_match_are_told_briefly(model_file: Write, tmp_path: Path) -> None:
+    strange = {f"\x1b[31m{index}{'x' * 500}": torch.ones(1) for index in range(9)}
+    save_file(strange, tmp_path / "w.safetensors")
+    state = {"inner.weight": torch.ones(4, 8), "inner.bias": torch.ones(4)}
+    save_file(state | strange, tmp_path / "v.safetensors")
+    torch.save({"inner.weight": torch.ones((2,) * 60 + (0,)), **strange}, tmp_path / "u.pt")
+    path = str(model_file(MODEL + INPUTS))
+    for name in ("w.safetensors", "v.safetensors", "u.pt"):
+        with pytest.raises(WeightsError, match="does not match the model") as caught:
+            open_source(path, SourceConfig(weights=tmp_path / name))
+        assert len(caught.value.args[0]) <= MAX_MESSAGE
+        assert caught.value.args[0].isprintable()
 
 
 class Hostile:

@@ -70,9 +70,14 @@ def _embedded(data: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
+def _printable(value: Any) -> Any:
+    """Escape what is not safe to print in a text; jinja2 then escapes what is not HTML."""
+    return "\n".join(map(escape_control, value.split("\n"))) if type(value) is str else value
+
+
 def _breakable(name: str) -> Markup:
     """Allow line breaks in a name after dots and slashes."""
-    return Markup(str(escape(name)).replace(".", ".<wbr>").replace("/", "/<wbr>"))
+    return Markup(str(escape(escape_control(name))).replace(".", ".<wbr>").replace("/", "/<wbr>"))
 
 
 def _pages(codes: Collection[str]) -> dict[str, Markup]:
@@ -97,11 +102,11 @@ def _environment() -> Environment:
         loader=FileSystemLoader(_HERE),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     made.filters |= {
-        "plain": escape_control,
         "number": format_number,
         "power": format_power,
         "scale": format_scale,
