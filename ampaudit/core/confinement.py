@@ -31,10 +31,11 @@ _CHANGE_DIRECTORY = sum(1 << bit for bit in range(4, 13))  # removes and makes e
 _TCP = 0b11  # bind, connect
 _SCOPES = 0b11  # abstract Unix sockets, signals
 # by machine: its name for seccomp, the call seccomp, and the calls that are denied: socket, execve, execveat,
-# ptrace, process_vm_writev, pidfd_send_signal, and io_uring_setup, which could do the same without them
+# ptrace, process_vm_writev, setpgid and setsid (which leave the group that is killed at the end),
+# pidfd_send_signal, and io_uring_setup, which could do the same without them
 _CALLS = {
-    "x86_64": (0xC000003E, 317, (41, 59, 322, 101, 311, 424, 425)),
-    "aarch64": (0xC00000B7, 277, (198, 221, 281, 117, 271, 424, 425)),
+    "x86_64": (0xC000003E, 317, (41, 59, 322, 101, 311, 109, 112, 424, 425)),
+    "aarch64": (0xC00000B7, 277, (198, 221, 281, 117, 271, 154, 157, 424, 425)),
 }
 _X32 = 0x40000000  # added to the numbers of x86-64's calls with 32-bit pointers
 _ALLOW, _DENY = 0x7FFF0000, 0x00050000 | 13  # EACCES

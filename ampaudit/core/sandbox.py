@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ampaudit.core.child import ChildLimits, ChildProcess, child_environment
-from ampaudit.core.errors import AuditError
+from ampaudit.core.errors import AuditError, CouldNotAudit
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, parse_json, read_bounded
 
@@ -60,17 +60,28 @@ class Sandbox:
     ) -> None:
         self._limits = limits
         self._resources = ExitStack()
-        self._folder = self._resources.enter_context(temporary_directory("ampaudit-sandbox-"))
+        try:
+            self._folder = self._resources.enter_context(temporary_directory("ampaudit-sandbox-"))
+            self._process = self._start(target, request, environment or {})
+        except OSError as error:
+            self._resources.close()
+            raise CouldNotAudit(
+                f"cannot start a sandbox in the temporary directory: {error.strerror or error}",
+                hint="free some space, or set TMPDIR to another directory",
+            ) from error
+        self._resources.callback(self._process.stop)
+
+    def _start(self, target: str, request: Any, environment: dict[str, str]) -> ChildProcess:
         scratch = self._folder / "scratch"
         scratch.mkdir()
-        order = {"target": target, "limits": asdict(limits), "request": request, "parent": os.getpid()}
+        order = {"target": target, "limits": asdict(self._limits), "request": request, "parent": os.getpid()}
         (self._folder / REQUEST).write_text(json.dumps(order), encoding="utf-8")
-        self._process = ChildProcess(
+        return ChildProcess(
             "ampaudit.core.sandboxed",
             str(self._folder / REQUEST),
             str(scratch),
             log=self._folder / "log",
-            environment=_environment(scratch) | (environment or {}),
+            environment=_environment(scratch) | environment,
             folder=scratch,
         )
 
@@ -83,7 +94,6 @@ class Sandbox:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.stop()
         self._resources.close()
 
     def answer(self, what: str, error: type[AuditError], hint: str) -> Any:

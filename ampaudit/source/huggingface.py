@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib.util
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.open import open_checkpoint, weights_in
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
+from ampaudit.core.files import temporary_directory
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from ampaudit.core.text import format_bytes
 from ampaudit.core.untrusted import describe, describe_path, read_bounded, validate
@@ -67,7 +67,8 @@ def _untrusted(path: Path, options: SourceConfig) -> nn.Module:
     _check_installed()
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with Sandbox("ampaudit.source.rehearsal:rehearse", table, _LIMITS, environment) as sandbox:
-        transformers = _transformers()  # while the sandbox does the same
+        transformers = _transformers()
+        named_class(table)  # imports it, as the sandbox does at the same time
         what = describe_path(path / CONFIG_FILE)
         answer = sandbox.answer(what, SourceError, "restore the file")
     name, size = validate(_ANSWER, answer, path / CONFIG_FILE, SourceError, "restore the file")
@@ -75,8 +76,8 @@ def _untrusted(path: Path, options: SourceConfig) -> nn.Module:
     _check_size(path, size, weights)
     table["architectures"] = [name]
     architecture = named_architecture(table)
-    with _loading(path), _offline(), tempfile.TemporaryDirectory() as folder:
-        config = configured(architecture, table, Path(folder))
+    with _loading(path), _offline(), temporary_directory("ampaudit-config-") as folder:
+        config = configured(architecture, table, folder)
         if options.stream:
             return empty_model(architecture, config).eval()
         # the method of the base class: some classes read further files

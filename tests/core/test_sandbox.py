@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ampaudit.core.errors import SourceError
+from ampaudit.core.errors import CouldNotAudit, SourceError
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from tests.support.paths import ROOT
 
@@ -130,6 +130,18 @@ def test_processes_that_it_leaves_are_killed() -> None:
     left = asked("leaves_a_process")
     time.sleep(0.2)
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CouldNotAudit, match=r"cannot start a sandbox in .*: No space left on device"):
+        asked("echo")
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(CouldNotAudit, match="cannot start a sandbox"):
+        asked("echo")
 
 
 @linux

@@ -281,3 +281,17 @@ def test_a_crafted_directory_ends_soon_in_little_memory(crafted: Callable[..., P
     assert process.returncode == 2
     assert time.perf_counter() - started < 40  # 20 on a machine that does nothing else
     assert peak < 1_000_000_000
+
+
+@pytest.mark.parametrize("name", ["mixtral", "t5"])
+def test_an_honest_directory_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    expected = ZOO[name]().model
+    expected.save_pretrained(tmp_path)
+    found = open_source(str(tmp_path), SourceConfig()).model
+    assert type(found) is type(expected)
+    for theirs, ours in (
+        (expected.named_parameters, found.named_parameters),
+        (expected.named_buffers, found.named_buffers),
+    ):
+        assert dict(theirs()).keys() == dict(ours()).keys()
+        assert all(torch.equal(dict(ours())[key], tensor) for key, tensor in theirs())

@@ -155,7 +155,9 @@ def leaves_a_process(_: Any) -> Callable[[], Any]:
     def work() -> int:
         child = libc.fork()
         if child == 0:
+            libc.setsid()
             time.sleep(600)
+        time.sleep(0.2)
         return int(child)
 
     return work
