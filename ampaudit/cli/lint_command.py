@@ -22,6 +22,8 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
+from ampaudit.core.errors import InputError
+from ampaudit.core.text import escape_control
 from ampaudit.linter.config import LintConfig, read_lint_config
 
 if TYPE_CHECKING:
@@ -73,6 +75,10 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     config = config_from(LintConfig, configured | given(options), exclude=exclude)
     linted = list(_linted(paths or (".",), config, options))
     fixed = sum(file.fixed for file in linted) if options["fix"] else 0
+    for file in linted:
+        if file.is_elsewhere and file.findings:
+            where = escape_control(file.path)
+            click.echo(f"{where}: not fixed: a link leads to it out of the given paths", err=True)
     report = lint_report(linted, config.fail_on, fixed=fixed)
     if options["diff"]:
         context.exit(_print_diff(linted, report))
@@ -92,12 +98,19 @@ def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any])
     if _STDIN in paths:
         if len(paths) > 1:
             raise click.UsageError("'-' cannot be combined with other paths")
-        return [lint_bytes(sys.stdin.buffer.read(), options["stdin_filename"], selection, fix=change)]
+        return [lint_bytes(_read_stdin(), options["stdin_filename"], selection, fix=change)]
     return lint_files(paths, selection, exclude=config.exclude, fix=change)
 
 
+def _read_stdin() -> bytes:
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        hint = "give it a script, or name a file"
+        raise InputError(f"cannot read standard input: {error.strerror}", hint=hint) from error
+
+
 def _print_diff(linted: list[LintedFile], report: LintReport) -> int:
-    from ampaudit.core.text import escape_control
     from ampaudit.linter.source_text import diff_lines
 
     changed = [file for file in linted if file.after != file.before]

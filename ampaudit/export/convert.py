@@ -21,6 +21,7 @@ from ampaudit.checkpoint.parts import InMemory
 from ampaudit.checkpoint.write import write_part
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import staged_directory
+from ampaudit.core.unchanged import check_unchanged, states_of
 from ampaudit.export.config import ConvertConfig, ConvertOptions
 from ampaudit.export.convert_weights import conversion_of
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
@@ -85,6 +86,7 @@ def convert(
     if source.kind == "converted":
         raise SourceError(f"{source.location} is converted already", hint="--to float32 undoes it")
     chosen = chosen.loaded()
+    read = (*source.files, *states_of([chosen.weights] if chosen.weights is not None else []))
     (audited,) = audit_policies(source, [chosen.rules], ScanConfig.of(chosen))
     if audited.report.exit_code:
         return audited.report, None
@@ -122,6 +124,7 @@ def convert(
             outputs=reference.outputs,
         )
         manifest = write_manifest(stage, manifest)
+        check_unchanged(read)
     made = conversion_of(output, checkpoint, files, manifest)
     casts = onnx.casts if onnx is not None else None
     return audited.report, replace(

@@ -10,6 +10,7 @@ from ampaudit.checkpoint.open import PICKLED, Checkpoint, open_checkpoint
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.unchanged import check_unchanged, states_of
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.manifest import Manifest, manifest_of, write_manifest
 from ampaudit.export.storage import decide_by_name
@@ -35,6 +36,7 @@ def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Convers
         raise UsageError(
             f"{path} has weights, but no graph", hint="convert the model for --mode train or --onnx"
         )
+    read = states_of([path])
     checkpoint = open_checkpoint(path)
     options = options.loaded()
     rules = options.rules
@@ -65,6 +67,7 @@ def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Convers
             notes=notes,
         )
         manifest = write_manifest(stage, manifest)
+        check_unchanged(read)
     made = conversion_of(output, checkpoint, files, manifest)
     return replace(made, exit_code=1 if made.overflow or made.broken else 0)
 

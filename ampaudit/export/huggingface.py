@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 from torch import nn
 
 from ampaudit.checkpoint.layout import MANIFEST, PLAN, REPORT
+from ampaudit.core.errors import SourceError
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.untrusted import open_regular
 from ampaudit.export.storage import StorageDecision
 from ampaudit.source.model_config import CONFIG_FILE, read_raw_config
 from ampaudit.trace.storage import kept_by_author
@@ -33,7 +36,13 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
         source: the model directory.
         target: where to.
         output: what is being written, which may lie within the source and is not copied into itself.
+
+    Raises:
+        SourceError: a link leads out of the source, so that its copy would publish another file.
     """
+    inside = [source.resolve()]
+    if inside[0].parent.name == "snapshots":  # the cache of Hugging Face, whose files are links
+        inside.append(inside[0].parent.parent / "blobs")
     for path in sorted(source.rglob("*")):
         if path.resolve().is_relative_to(output.resolve()):
             continue
@@ -44,8 +53,14 @@ def copy_companions(source: Path, target: Path, output: Path) -> None:
         if str(relative) in _NAMES:
             continue
         place = target / relative
+        if not any(path.resolve().is_relative_to(directory) for directory in inside):
+            raise SourceError(
+                f"{path} is a link to {path.resolve()}, outside of the model's directory",
+                hint="put the file itself there, or remove the link",
+            )
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, place)
+        with os.fdopen(open_regular(path, SourceError), "rb") as file, place.open("xb") as copy:
+            shutil.copyfileobj(file, copy)
 
 
 def set_dtype(

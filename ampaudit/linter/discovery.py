@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["find_files"]
+__all__ = ["find_files", "leaves_tree"]
 
 _SUFFIXES = (".py", ".pyi", ".ipynb", ".md", ".markdown")
 _SKIPPED_DIRECTORIES = frozenset(
@@ -18,8 +18,8 @@ _SKIPPED_DIRECTORIES = frozenset(
 def find_files(paths: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[Path]:
     """Yield every file once, in order, without following links to directories.
 
-    A file that is named itself is yielded whatever its suffix; so is a path that does not exist, which
-    reading it will report.
+    A file that is named itself is yielded whatever its suffix; so are a path that does not exist and a
+    directory that cannot be listed, which reading them will report.
 
     Args:
         paths: files, directories and globs.
@@ -28,7 +28,7 @@ def find_files(paths: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[Pa
     seen: set[str] = set()
     for text in paths:
         for path in _expand(text):
-            candidates: Iterable[Path] = _walk(path, exclude) if path.is_dir() else [path]
+            candidates: Iterable[Path] = _walk(path, exclude) if os.path.isdir(path) else [path]
             for candidate in candidates:
                 real = os.path.realpath(candidate)
                 if real not in seen and not _is_excluded(candidate, exclude):
@@ -48,8 +48,25 @@ def _expand(text: str) -> list[Path]:
     return [p for p in matches if not any(q.startswith(".") for q in p.relative_to(base).parts)] or [path]
 
 
+def leaves_tree(path: Path, paths: Sequence[str]) -> bool:
+    """Return whether a file was found through a link that leads out of the directories that were given."""
+    if str(path) in {str(Path(text)) for text in paths}:
+        return False  # the user named it
+    real = Path(os.path.realpath(path))
+    return not any(real.is_relative_to(os.path.realpath(_base_of(text))) for text in paths)
+
+
+def _base_of(text: str) -> Path:
+    """Return the directory in which a path, or a glob, is searched."""
+    path = Path(text)
+    while not os.path.isdir(path):
+        path = path.parent
+    return path
+
+
 def _walk(directory: Path, exclude: Sequence[str]) -> Iterator[Path]:
-    for parent, directories, names in os.walk(directory):
+    unreadable: list[OSError] = []
+    for parent, directories, names in os.walk(directory, onerror=unreadable.append):
         directories[:] = sorted(
             name
             for name in directories
@@ -58,6 +75,7 @@ def _walk(directory: Path, exclude: Sequence[str]) -> Iterator[Path]:
             and not _is_excluded(Path(parent) / name, exclude)
         )
         yield from (Path(parent) / name for name in sorted(names) if name.endswith(_SUFFIXES))
+    yield from (Path(error.filename) for error in unreadable)
 
 
 def _is_excluded(path: Path, exclude: Sequence[str]) -> bool:

@@ -11,8 +11,8 @@ from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.linter.code_blocks import CodeBlock, blank_cell, extract_code_blocks, replace_code_blocks
 from ampaudit.linter.diagnostic import Diagnostic
-from ampaudit.linter.discovery import find_files
-from ampaudit.linter.flow.script import is_worth_reading, parse, read_script
+from ampaudit.linter.discovery import find_files, leaves_tree
+from ampaudit.linter.flow.script import ScriptTooLong, is_worth_reading, parse, read_script
 from ampaudit.linter.flow.values import Value
 from ampaudit.linter.reporting import Suppressions, to_findings
 from ampaudit.linter.selection import RuleSelection
@@ -37,6 +37,7 @@ class LintedFile:
         after: text with fixes applied.
         encoding: encoding of the file.
         fixed: number of findings that were fixed.
+        is_elsewhere: whether it was not to be fixed, since a link leads to it out of the given directories.
     """
 
     path: str
@@ -46,14 +47,18 @@ class LintedFile:
     after: str = ""
     encoding: str = "utf-8"
     fixed: int = 0
+    is_elsewhere: bool = False
 
 
 def lint_files(
     paths: Sequence[str], selection: RuleSelection, *, exclude: Sequence[str] = (), fix: bool = False
 ) -> Iterator[LintedFile]:
-    """Lint every file that files, directories and globs name."""
+    """Lint every file that files, directories and globs name; fix none that a link finds elsewhere."""
     for path in find_files(paths, exclude):
-        yield lint_file(path, selection, fix=fix)
+        elsewhere = fix and leaves_tree(path, paths)
+        linted = lint_file(path, selection, fix=fix and not elsewhere)
+        linted.is_elsewhere = elsewhere
+        yield linted
 
 
 def lint_file(path: Path, selection: RuleSelection, *, fix: bool = False) -> LintedFile:
@@ -118,6 +123,9 @@ def _analyze(
             if cell is None or block.text == (rest := blank_cell(block, cell)).text:
                 return [], {}, block
             block = rest
+        except ScriptTooLong as error:
+            linted.unread.append(UnreadFile(linted.path, 1, str(error)))
+            return [], {}, block
         except Exception as error:  # a bug of ours must not hide what is found in other files
             reason = f"internal error: {type(error).__name__}: {first_line(error)}; please report it"
             linted.unread.append(UnreadFile(linted.path, 1, reason))
@@ -127,6 +135,8 @@ def _analyze(
     if not block.marks:  # a file that is not worth reading is still reported if it does not parse
         try:
             parse(block.text)
+        except ScriptTooLong as error:
+            linted.unread.append(UnreadFile(linted.path, 1, str(error)))
         except _PARSE_ERRORS as error:
             _record_parse_error(linted, block, error)
     return [], {}, block
@@ -175,11 +185,11 @@ def _apply_fixes(
             break
         try:
             fixed = apply_fixes(text, fixes)
-            script = read_script(fixed)
-        except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError):
+            analyzed = analyze(read_script(fixed), names)
+        except (libcst.ParserSyntaxError, SyntaxError, ValueError, RecursionError, ScriptTooLong):
             break
         if fixed in seen:  # no fix could be applied, or one undoes another
             break
         seen.add(fixed)
-        text, (diagnostics, _) = fixed, analyze(script, names)
+        text, (diagnostics, _) = fixed, analyzed
     return text, diagnostics, max(start - len(diagnostics), 0) if text != block.text else 0

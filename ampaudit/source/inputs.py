@@ -135,8 +135,6 @@ def with_inputs(source: ModelSource, path: Path) -> ModelSource:
     Raises:
         WeightsError: the file cannot be read.
         InputError: its tensors do not fit the model.
-        InputError: its tensors do not fit the model.
-        WeightsError: the file cannot be read.
     """
     given = map_checkpoint(path).tensors
     batch = source.batches[0]

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ampaudit.core.unchanged import FileState
+
 __all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource"]
 
 # inputs must differ from the random numbers of the weights
@@ -60,6 +62,7 @@ class ModelSource:
         dtype: the 16-bit format of a converted directory.
         release: frees the memory of a streamed weight until its next use.
         optimizer: the file's optimizer(params), for ``ampaudit train``.
+        files: its files as they were before they were read.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
     """
 
@@ -73,3 +76,4 @@ class ModelSource:
     optimizer: Callable[..., Any] | None = None
     release: Callable[[torch.Tensor], None] | None = None
     dtype: str | None = None
+    files: tuple[FileState, ...] = ()

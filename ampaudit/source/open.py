@@ -13,6 +13,7 @@ from ampaudit.checkpoint.open import weights_in
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.formats import LOW_PRECISION_NAMES
+from ampaudit.core.unchanged import states_of
 from ampaudit.core.untrusted import read_table
 from ampaudit.source.interface import ModelSource
 
@@ -30,6 +31,10 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
     Raises:
         SourceError, InputError, WeightsError: the model, its inputs or weights cannot be loaded.
     """
+    head, colon, _ = location.rpartition(":")
+    model = Path(head if colon and head.endswith(".py") else location)
+    read = [path for path in (model, options.weights, options.inputs) if path is not None]
+    files = states_of(read)
     saved = options.inputs if options.inputs is not None and options.inputs.suffix == ".safetensors" else None
     opened = options if saved is None else options.changed(inputs=None, batches=1)
     source = _streamed(location, opened) if options.stream else _open(location, opened)
@@ -42,7 +47,7 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
         from ampaudit.source.weights import load_weights
 
         load_weights(source.model, options.weights)
-    return source
+    return replace(source, files=files)
 
 
 def _converted_dtype(manifest: Path) -> str | None:

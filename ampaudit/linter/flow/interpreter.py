@@ -12,7 +12,7 @@ from typing import Any
 from ampaudit.linter.diagnostic import Diagnostic, Fix, position_of
 from ampaudit.linter.flow.events import Event, Guard
 from ampaudit.linter.flow.joining import item_of
-from ampaudit.linter.flow.script import Script, condition_of, dotted_name
+from ampaudit.linter.flow.script import Script, ScriptTooLong, condition_of, dotted_name
 from ampaudit.linter.flow.state import State
 from ampaudit.linter.flow.torch_names import CONVENTIONAL_NAMES
 from ampaudit.linter.flow.values import (
@@ -41,6 +41,8 @@ __all__ = ["NO_AUTOCAST", "UNKNOWN_AUTOCAST", "Interpreter", "LoopExits", "StepL
 NO_AUTOCAST = Autocast(False, None, "")
 UNKNOWN_AUTOCAST = Autocast(None, None, None, explicit=False)  # the context around is not known
 _MAX_STEPS = 60_000  # per entry point; the rest of a longer one is skipped
+_FACTS_PER_STEP = 16  # that cost as much as a step
+_MAX_WORK = 2_500_000  # per script, which is not read beyond it: some seconds
 _BUILTINS = frozenset(
     "abs all any bool dict enumerate float getattr hasattr int isinstance iter len list map max min next open"
     " print range repr reversed round set sorted str sum super tuple type zip".split()
@@ -104,7 +106,7 @@ class Interpreter:
         self.stack: list[FunctionInfo] = []
         self.managed = False
         self.repetitions = 0
-        self._steps = 0
+        self._steps = self._work = 0
 
     # results
 
@@ -190,9 +192,17 @@ class Interpreter:
         self._steps += 1
         if self._steps > _MAX_STEPS:
             raise StepLimitReached
+        self._work += 1 + self._state_size() // _FACTS_PER_STEP
+        if self._work > _MAX_WORK:
+            raise ScriptTooLong("too long to be analyzed: split it into several files")
         handler = self.expressions.get(type(node))
         value: Value = handler(self, node) if handler is not None else UNKNOWN
         return value
+
+    def _state_size(self) -> int:
+        """Return the number of facts and names, which each branch copies and joins."""
+        state = self.path_state
+        return 0 if state is None else len(state.facts) + len(state.scopes.get(self.frame, ()))
 
     @contextmanager
     def guarded(self, kind: str, node: ast.AST) -> Iterator[None]:

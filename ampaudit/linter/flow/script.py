@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ampaudit.linter.source_text import split_lines
 
 __all__ = [
     "Script",
+    "ScriptTooLong",
     "condition_of",
     "dotted_name",
     "enters_autocast",
@@ -36,6 +38,10 @@ _MENTIONS = re2.compile(
     r"autocast|GradScaler|unscale_|\bapex\b|half\(|float16|\.amp\b|import amp\b|masked_fill"
     r"|\.scale\(|scaler|-\d+(?:\.\d*)?[eE]\d|-\d{5,}|\d[eE]-|retain_graph|no_sync|autograd\.Function"
 )
+
+
+_MAX_TOKENS = 1_000_000  # 500 MB as a syntax tree
+_TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclass(slots=True)
@@ -67,14 +73,21 @@ class Script:
         return at < len(self.relevant_lines) and self.relevant_lines[at] <= (node.end_lineno or node.lineno)
 
 
+class ScriptTooLong(Exception):
+    """Raised for a script that would take too much time or memory; the message is one line."""
+
+
 def parse(text: str) -> ast.Module:
     """Parse a text.
 
     Raises:
+        ScriptTooLong: it has too many tokens.
         SyntaxError, ValueError, RecursionError, MemoryError: it cannot be parsed.
     """
     import warnings
 
+    if len(text) > _MAX_TOKENS and _TOKEN.subn("", text)[1] > _MAX_TOKENS:
+        raise ScriptTooLong(f"more than {_MAX_TOKENS:,} tokens: data rather than a script")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about invalid escapes
         return ast.parse(text)

@@ -106,22 +106,21 @@ def check_updates_and_checkpoints(interpreter: Interpreter, events_by_entry: lis
 def _check_updated(interpreter: Interpreter, events: list[Event]) -> None:
     updated = {e.data["scaler"] for e in events if e.kind == "scaler.update"}
     texts = {_last_component(interpreter.scalers[key].text) for key in updated if key in interpreter.scalers}
+    scaled = {e.data["scaler"] for e in of_kind(events, "scaler.scale")}
+    elsewhere = {
+        _last_component(text) for text, used in interpreter.script.usage.methods.items() if "update" in used
+    }
     for step in of_kind(events, "scaler.step"):
         key = step.data["scaler"]
         scaler = interpreter.scalers.get(key)
-        scaled = any(e.kind == "scaler.scale" and e.data["scaler"] == key for e in events)
         if (
             scaler is None
             or key in updated | interpreter.escaped
-            or not scaled
+            or key not in scaled
             or _last_component(scaler.text) in texts - {""}
         ):
             continue
-        elsewhere = any(
-            "update" in used and _last_component(text) == _last_component(scaler.text)
-            for text, used in interpreter.script.usage.methods.items()
-        )
-        if not elsewhere and ("name " not in key or not updated):
+        if _last_component(scaler.text) not in elsewhere and ("name " not in key or not updated):
             interpreter.report(
                 "AMP804",
                 step.node,
