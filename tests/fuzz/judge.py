@@ -168,7 +168,9 @@ def _outcome(read: Callable[[], tuple[str, int]]) -> Verdict:
     except BaseException as error:  # a SystemExit or a KeyboardInterrupt is none of ours either
         return Verdict("defect", f"{type(error).__name__} at {_place(error)}: {str(error)[:200]}")
     raw = _unprintable(printed.replace("\n", ""))
-    return Verdict("defect", f"printed {raw!r}") if raw else Verdict("accepted", exit_code=code)
+    if raw:
+        return Verdict("defect", f"printed {raw!r}")
+    return Verdict("accepted" if code < 2 else "refused", exit_code=code)
 
 
 def _place(error: BaseException | None) -> str:
