@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-fast test-slow test-portable lint check browser charts schema docs-site aten bench clean
+.PHONY: demo test test-fast test-slow test-portable lint check browser charts schema docs-site aten bench fuzz clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ampaudit scan examples/t5_feed_forward.py --policy torch-cuda --fail-on never
@@ -17,8 +17,8 @@ HEAVY := audit/test_advice audit/test_bad_input audit/test_cures audit/test_find
 	audit/test_quiet audit/test_silent audit/test_stress benchmarking/test_largest benchmarking/test_modes \
 	benchmarking/test_predict bounds/test_proof_examples ci/test_check ci/test_plugin cli/test_cli \
 	cli/test_terminal export/test_fold export/test_huggingface export/test_plan_file \
-	export/test_sentence_model export/test_verify linter/test_lint_cli linter/test_lint_oracle \
-	render/test_html render/test_outputs report/test_pages report/test_saved \
+	export/test_sentence_model export/test_verify fuzz/test_crafted fuzz/test_mutations \
+	linter/test_lint_cli linter/test_lint_oracle render/test_html render/test_outputs report/test_pages report/test_saved \
 	run/backward/test_custom_backward run/backward/test_gradients run/test_accuracy run/test_compare \
 	run/test_eager_agrees run/test_evidence run/test_fp32 run/test_run source/test_stream test_api \
 	test_docs_blocks test_examples trace/test_half trace/test_trace trace/test_traced_is_run \
@@ -64,6 +64,9 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/reports.py
 	$(BIN)/python benchmarks/linting.py
+
+fuzz: $(VENV)/.dev
+	$(BIN)/python benchmarks/fuzz.py --minutes 60 --keep dist/fuzz
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Mutated inputs by the hour: what becomes of them, per format, and every defect with how to repeat it.
 
 Each input is made from the name of its format and a number, so that ``--formats pt2 --first 71 --inputs 1``
-makes it again. Inputs run in forked processes, 500 in each; a process that dies or hangs is a defect of the
+makes it again. Inputs run in forked processes, 200 in each; a process that dies or hangs is a defect of the
 input that it was reading.
 
     python benchmarks/fuzz.py [--minutes 60 | --inputs 2000] [--formats pt2,report] [--first 0] [--jobs 2]
@@ -26,9 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests are not installed
 
 from tests.fuzz.formats import FORMATS, judged, mutated
-from tests.fuzz.judge import SECONDS, write_files
+from tests.fuzz.judge import PATIENCE, write_files
 
-BATCH = 500
+BATCH = 200
 Input = tuple[str, int]
 
 
@@ -57,7 +57,7 @@ def run_batch(batch: list[Input], pipe: int, keep: Path | None) -> None:
         verdict = judged(FORMATS[name], Random(f"{name}:{number}"), keep=place)
         seconds = time.perf_counter() - started
         os.write(pipe, (json.dumps([verdict.outcome, verdict.detail[:400], seconds]) + "\n").encode())
-        if verdict.detail.startswith("took"):  # of memory: later inputs would be blamed for it
+        if verdict.detail.endswith("MiB"):  # of memory: later inputs would be blamed for it
             break
 
 
@@ -74,7 +74,7 @@ def forked(batch: list[Input], keep: Path | None) -> list[tuple[str, str, float]
     os.close(theirs)
     text, hangs = b"", False
     while True:
-        if not select.select([mine], [], [], SECONDS + 20)[0]:
+        if not select.select([mine], [], [], PATIENCE + 20)[0]:
             hangs = True
             os.kill(child, signal.SIGKILL)
             break
@@ -85,7 +85,7 @@ def forked(batch: list[Input], keep: Path | None) -> list[tuple[str, str, float]
     os.close(mine)
     status = os.waitpid(child, 0)[1]
     found = [tuple(json.loads(line)) for line in text.decode().splitlines()]
-    if len(found) < len(batch) and not (found and found[-1][1].startswith("took")):
+    if len(found) < len(batch) and not (found and found[-1][1].endswith("MiB")):
         how = "hangs" if hangs else f"ended the process with {os.waitstatus_to_exitcode(status)}"
         found.append(("defect", how, 0.0))
         if keep is not None:
@@ -100,13 +100,15 @@ def work(job: int, options: argparse.Namespace, results: Any) -> None:
     left = options.inputs // options.jobs + (job < options.inputs % options.jobs)
     inputs = numbered(options.formats, options.first, job, options.jobs)
     waiting: list[Input] = []
-    while left > 0 and time.monotonic() < end:
-        waiting += [next(inputs) for _ in range(min(BATCH, left) - len(waiting))]
-        done = forked(waiting, options.keep)
-        results.put([(*item, *result) for item, result in zip(waiting, done, strict=False)])
-        waiting = waiting[len(done) :]
-        left -= len(done)
-    results.put(None)
+    try:
+        while left > 0 and time.monotonic() < end:
+            waiting += [next(inputs) for _ in range(min(BATCH, left) - len(waiting))]
+            done = forked(waiting, options.keep)
+            results.put([(*item, *result) for item, result in zip(waiting, done, strict=False)])
+            waiting = waiting[len(done) :]
+            left -= len(done)
+    finally:
+        results.put(None)
 
 
 def summary(results: Any, jobs: int) -> dict[str, Any]:

@@ -111,7 +111,7 @@ FORMATS = {
             honest.exported,
             folder({"*.pt2": _PT2}),
             (command("scan", "m.pt2"), command("plan", "m.pt2"), command("convert", "m.pt2", "-o", "out")),
-            300,
+            200,
         ),
         Format(
             "pt", honest.checkpoints, folder({"*.pt": _PT}), (command("convert", "m.pt", "-o", "out"),), 200
@@ -149,7 +149,7 @@ FORMATS = {
                 command("scan", "d"),
                 command("report", "d"),
             ),
-            200,
+            150,
         ),
         Format(
             "rules",
@@ -160,7 +160,7 @@ FORMATS = {
                 command("rules", "show", "rules.yaml"),
                 command("rules", "diff", "rules.yaml", "torch-cuda"),
             ),
-            200,
+            250,
         ),
         Format(
             "report",
@@ -179,7 +179,7 @@ FORMATS = {
             honest.configurations,
             folder({"*.toml": one_of((5, as_text(*_TOML)), (1, as_bytes))}),
             (command("lint", "train.py"), _check_options),
-            100,
+            150,
         ),
         Format(
             "script",
@@ -191,7 +191,7 @@ FORMATS = {
                 command("lint", ".", "--diff"),
                 command("lint", ".", "--format", "sarif"),
             ),
-            100,
+            150,
         ),
         Format(
             "notebook",

@@ -27,9 +27,10 @@ import click
 from ampaudit.core.errors import AuditError
 from tests.fuzz.mutators import CANARY, Files
 
-__all__ = ["MEMORY", "SECONDS", "Verdict", "judge", "write_files"]
+__all__ = ["MEMORY", "PATIENCE", "SECONDS", "Verdict", "judge", "write_files"]
 
-SECONDS = 20
+SECONDS = 20  # of the processor, so that a busy machine does not decide
+PATIENCE = 120  # seconds until what waits is called a hang
 MEMORY = 2 << 30
 _MESSAGE = 300  # characters
 _CHANGES = frozenset(
@@ -164,11 +165,13 @@ def _outcome(read: Callable[[], tuple[str, int]]) -> Verdict:
     except click.ClickException as error:
         return Verdict("refused", error.format_message(), error.exit_code)
     except _Hang:
-        return Verdict("defect", f"took more than {SECONDS} s at {_place(sys.exception())}")
+        return Verdict("defect", f"took more than {SECONDS} s, or waited, at {_place(sys.exception())}")
     except BaseException as error:  # a SystemExit or a KeyboardInterrupt is none of ours either
         return Verdict("defect", f"{type(error).__name__} at {_place(error)}: {str(error)[:200]}")
     raw = _unprintable(printed.replace("\n", ""))
-    return Verdict("defect", f"printed {raw!r}") if raw else Verdict("accepted", exit_code=code)
+    if raw:
+        return Verdict("defect", f"printed {raw!r}")
+    return Verdict("accepted" if code < 2 else "refused", exit_code=code)
 
 
 def _place(error: BaseException | None) -> str:
@@ -220,14 +223,17 @@ def _limits() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise _Hang
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, PATIENCE)}
+    before = {number: signal.signal(number, interrupt) for number in timers}
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2 * MEMORY, limits[1]))
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    for timer, seconds in timers.values():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (timer, _) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
         resource.setrlimit(resource.RLIMIT_AS, limits)
