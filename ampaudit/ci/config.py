@@ -19,6 +19,7 @@ from ampaudit.core.config import (
     Option,
     Seed,
     Texts,
+    Trust,
     silent,
 )
 from ampaudit.core.errors import UsageError
@@ -69,6 +70,7 @@ class CheckConfig(Config):
     batches: Annotated[int, Ge(1), Option("Number of batches to run.")] = 1
     seed: Seed = 0
     train: Annotated[bool, Option("Audit the models in training mode.")] = False
+    trust: Trust = False
     jobs: Annotated[int, Ge(1), Option("Number of targets to check in parallel.", flags=("-j",))] = 1
     timeout: Annotated[
         float | None, Gt(0), Option("Stop a target that takes longer than this.", metavar="SECONDS")
@@ -98,6 +100,7 @@ class CheckOptions(TypedDict, total=False):
     batches: int
     seed: int
     train: bool
+    trust: bool
     jobs: int
     timeout: float | None
     max_memory: str | None

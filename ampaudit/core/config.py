@@ -29,6 +29,7 @@ __all__ = [
     "Seed",
     "SourceConfig",
     "Texts",
+    "Trust",
     "UserFunction",
     "limits_of",
     "long_flag",
@@ -93,6 +94,8 @@ NOT_NAN = AfterValidator(_refuse_nan)
 DtypeName = Annotated[str, Option("float16 or bfloat16.")]
 DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Device to run on.")]
 Seed = Annotated[int, Option("Random seed.")]
+# never a key of a file: whoever wrote the model may have written the file
+Trust = Annotated[bool, Option("Run code that the model's files contain.", file=False)]
 OnProgress = Annotated[Progress, python_only("Called with the phase, the step, and the number of steps.")]
 
 
@@ -165,8 +168,7 @@ class SourceConfig(Config):
         False
     )
     stream: Annotated[bool, Option("Leave weights on disk until an op needs them.")] = False
-    # never a key of a file: whoever wrote the model may have written the file
-    trust: Annotated[bool, Option("Run code that the model's files contain.", file=False)] = False
+    trust: Trust = False
 
 
 def option_of(field: FieldInfo) -> Option | None:

@@ -194,6 +194,7 @@ def test_configuration(tmp_path: Path) -> None:
         ("[tool.ampaudit]\nmin-hedroom = 2", "min-hedroom: no such key", "did you mean 'min-headroom'"),
         ('[tool.ampaudit]\nmin-sqnr = "40"', "min-sqnr = '40'", "it must be a number"),
         ("[tool.ampaudit]\nmax-fp32-share = 50", "max-fp32-share = 50", "from 0 to 1"),
+        ("[tool.ampaudit]\ntrust = true", "trust: no such key", ""),
         ("[tool.ampaudit]\njobs = true", "jobs = True", "whole number"),
         ("[tool.ampaudit]\njobs = 0", "jobs = 0", "above 0"),
         ("[tool.ampaudit]\nmin-sqnr = nan", "min-sqnr = nan", "a number"),
