@@ -72,7 +72,12 @@ def _embedded(data: Any) -> Markup:
 
 def _printable(value: Any) -> Any:
     """Escape what is not safe to print in a text; jinja2 then escapes what is not HTML."""
-    return "\n".join(map(escape_control, value.split("\n"))) if type(value) is str else value
+    return escape_control(value) if type(value) is str else value
+
+
+def _lines(text: str) -> Markup:
+    """Keep the line breaks of a text."""
+    return Markup("\n").join(map(escape_control, text.split("\n")))
 
 
 def _breakable(name: str) -> Markup:
@@ -111,6 +116,7 @@ def _environment() -> Environment:
         "power": format_power,
         "scale": format_scale,
         "breakable": _breakable,
+        "lines": _lines,
         "relative": relative_path,
         "html": html_of,
     }
