@@ -68,7 +68,7 @@ def end_by_signal(
     after: float,
     again: float | None = None,
 ) -> Ended:
-    """Run the program in ``place``, and perhaps send it a signal some time after it has begun to handle them."""
+    """Run the program in ``place``; send it a signal some time after it has begun to handle them."""
     before, mark = snapshot(place), uuid.uuid4().hex
     temporary.mkdir(exist_ok=True)
     process = subprocess.Popen(
