@@ -10,6 +10,7 @@ import click
 
 from ampaudit.cli.terminal import bound_size, make_printable
 from ampaudit.core.errors import AuditError, first_line
+from ampaudit.core.interrupts import INTERRUPTED
 from ampaudit.core.text import escape_control
 from ampaudit.core.version import __version__
 
@@ -70,6 +71,11 @@ def run_command() -> int:
     try:
         code = main.main(standalone_mode=False)
         sys.stdout.flush()
+    except click.Abort as error:
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            return INTERRUPTED
+        click.echo("ampaudit: a question was asked, and standard input is at its end", err=True)
+        return 2
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -89,8 +95,6 @@ def _explained(error: Exception) -> tuple[str, int]:
     """Return the message and the exit code of an error."""
     if isinstance(error, AuditError):
         return str(error), error.exit_code
-    if isinstance(error, click.Abort):  # interrupts do not get here
-        return "a question was asked, and standard input is at its end", 2
     if isinstance(error, OSError):
         from ampaudit.core.untrusted import describe
 

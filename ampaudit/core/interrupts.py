@@ -147,11 +147,13 @@ def _is_pending() -> bool:
 def _handle(number: int, frame: FrameType | None) -> None:
     del frame
     first, _program.signal = _program.signal is None, _program.signal or number
-    if _program.deferred or _program.ending.locked():
+    if _program.ending.locked():
+        return
+    _mute()
+    if _program.deferred:
         return
     if not first or _program.finishing:
         _end()
-    _mute()
     raise KeyboardInterrupt
 
 
@@ -207,7 +209,8 @@ def _say_and_exit() -> NoReturn:
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     if "rich.live" in sys.modules and os.isatty(_program.stderr):
         line = f"\r\x1b[K\x1b[?25h{line}"  # remove the progress bar, and show the cursor that it hid
-    _tried(lambda: os.write(_program.stderr, f"{line}\n".encode(sys.stderr.encoding, "backslashreplace")))
+    encoding = getattr(sys.__stderr__, "encoding", None) or "utf-8"  # sys.stderr may be redirected
+    _tried(lambda: os.write(_program.stderr, f"{line}\n".encode(encoding, "backslashreplace")))
     os._exit(128 + number)
 
 

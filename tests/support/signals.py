@@ -33,6 +33,11 @@ class Ended:
     temporary: tuple[str, ...]
     children: tuple[str, ...]
 
+    @staticmethod
+    def word(number: signal.Signals) -> str:
+        """Return what a program says that such a signal ended."""
+        return WORDS[number]
+
     def faults(self) -> list[str]:
         """Everything that should not be."""
         found = [f"left in the temporary directory: {name}" for name in self.temporary]
@@ -59,11 +64,11 @@ def end_by_signal(
     arguments: Sequence[str],
     place: Path,
     temporary: Path,
-    number: signal.Signals,
+    number: signal.Signals | None,
     after: float,
     again: float | None = None,
 ) -> Ended:
-    """Run the program in ``place``, and send it a signal some time after it has begun to handle signals."""
+    """Run the program in ``place``; send it a signal some time after it has begun to handle them."""
     before, mark = snapshot(place), uuid.uuid4().hex
     temporary.mkdir(exist_ok=True)
     process = subprocess.Popen(
@@ -82,10 +87,10 @@ def end_by_signal(
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(after)
     start, sent = time.monotonic(), None
-    if process.poll() is None:
+    if process.poll() is None and number is not None:
         sent = number
         process.send_signal(number)
-    if again is not None:
+    if again is not None and number is not None:
         time.sleep(again)
         process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
