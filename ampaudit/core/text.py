@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 
 __all__ = [
     "escape_control",
+    "escape_json",
+    "escape_lines",
     "format_bytes",
     "format_number",
     "format_power",
@@ -36,6 +39,21 @@ def escape_control(name: str) -> str:
 
 def _escape(char: str) -> str:
     return char if unicodedata.category(char) not in _UNPRINTABLE else char.encode("unicode_escape").decode()
+
+
+def escape_lines(text: str) -> str:
+    """Escape each line of a text, whose line ends are meant."""
+    return "\n".join(map(escape_control, text.split("\n")))
+
+
+def escape_json(text: str) -> str:
+    """Escape what is not safe to print in a text of JSON, which reads as the same values afterwards."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(
+        json.dumps(char)[1:-1] if unicodedata.category(char) in _UNPRINTABLE and char != "\n" else char
+        for char in text
+    )
 
 
 def short_op(op: str) -> str:

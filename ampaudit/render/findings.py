@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.core.text import escape_control, plural, short_op
+from ampaudit.core.text import escape_control, escape_lines, plural, short_op
 from ampaudit.report.finding import Finding, Severity, Source, Trial
 from ampaudit.report.pages import title_of
 
@@ -71,7 +71,7 @@ class Alert:
         for name in ("code", "title", "case", "site", "layer", "op", "evidence", "headroom", "fate"):
             object.__setattr__(self, name, escape_control(getattr(self, name)))
         for name in ("cause", "advice"):
-            object.__setattr__(self, name, _lines(getattr(self, name)))
+            object.__setattr__(self, name, escape_lines(getattr(self, name)))
         for name in ("line", "source", "caller"):
             object.__setattr__(self, name, safe_line(getattr(self, name)))
         object.__setattr__(self, "path", tuple(map(escape_control, self.path)))
@@ -138,7 +138,7 @@ class Suite:
         for name in ("name", "label", "tool_version"):
             object.__setattr__(self, name, escape_control(getattr(self, name)))
         object.__setattr__(self, "cases", tuple(map(escape_control, self.cases)))
-        errors = {escape_control(case): _lines(text) for case, text in self.errors.items()}
+        errors = {escape_control(case): escape_lines(text) for case, text in self.errors.items()}
         object.__setattr__(self, "errors", errors)
         seconds = {escape_control(case): seconds for case, seconds in self.seconds.items()}
         object.__setattr__(self, "seconds", seconds)
@@ -194,12 +194,8 @@ def _safe_trial(trial: Trial) -> Trial:
     return replace(
         trial,
         change=escape_control(trial.change),
-        paste=_lines(trial.paste),
-        diff=_lines(trial.diff),
+        paste=escape_lines(trial.paste),
+        diff=escape_lines(trial.diff),
         before=escape_control(trial.before),
         after=escape_control(trial.after),
     )
-
-
-def _lines(text: str) -> str:
-    return "\n".join(map(escape_control, text.splitlines()))

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic_core import PydanticSerializationError
 
+from ampaudit.core.text import escape_json
 from ampaudit.report.documents import DOCUMENTS
 from ampaudit.report.model import Report
 
@@ -18,7 +19,7 @@ def to_json(value: Any) -> str:
     """Return indented JSON, with fields in the order of the dataclass and a final newline."""
     adapter = TypeAdapter(type(value))
     try:
-        return adapter.dump_json(value, indent=1).decode() + "\n"
+        return escape_json(adapter.dump_json(value, indent=1).decode()) + "\n"
     except PydanticSerializationError:  # half of a letter in a name: no UTF-8, but JSON can write it
         return json.dumps(adapter.dump_python(value, mode="json"), indent=1) + "\n"
 

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ampaudit.core.sites import SourceLine
+from ampaudit.core.text import escape_json
 from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.paths import relative_path
@@ -33,7 +34,7 @@ def to_sarif(document: Document) -> str:
     """Return one run per suite; suppressed findings are included and marked."""
     runs = [_run(suite) for suite in view_of(document).suites()]
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": runs}
-    return json.dumps(log, indent=1, ensure_ascii=False) + "\n"
+    return escape_json(json.dumps(log, indent=1, ensure_ascii=False)) + "\n"
 
 
 def _run(suite: Suite) -> dict[str, Any]:

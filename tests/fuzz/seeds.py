@@ -14,6 +14,7 @@ __all__ = ["SEEDS"]
 
 Edit = Callable[[Files], Files]
 LONG = "é" * 400
+SAMPLES = "data/sample_inputs/model.pt"
 HOSTILE = "\x1b[31m\n::error::\u202e"
 
 
@@ -63,6 +64,14 @@ def _member(name: str, member: str, data: bytes) -> Edit:
         return files | {name: zip_of(members)}
 
     return edit
+
+
+def _samples(files: Files, pickle: bytes) -> bytes:
+    """Return the example inputs of a program with another pickle."""
+    archive = files["m.pt2"]
+    assert isinstance(archive, bytes)
+    inner = next(data for info, data in members_of(archive) if info.filename.endswith(SAMPLES))
+    return zip_of([(i, pickle if i.filename.endswith("data.pkl") else old) for i, old in members_of(inner)])
 
 
 def _set(*path: Any) -> Callable[[Any], object]:
@@ -141,6 +150,11 @@ SEEDS: dict[str, tuple[str, int, Edit]] = {
     "pt2: a version with control characters": ("pt2", 0, _member("m.pt2", "archive_version", b"\x11\x10")),
     "pt2: sample inputs that are no tensors": (
         "pt2", 0, _member("m.pt2", "sample_inputs/model.pt", b"\x80\x02cos\nsystem\nq\0."),
+    ),
+    "pt2: sample inputs that are no arguments": (
+        "pt2",
+        0,
+        lambda files: _member("m.pt2", SAMPLES, _samples(files, b"\x80\x02K\x00}\x86."))(files),
     ),
     "huggingface: a long model type": (
         "huggingface", 0, _json("d/config.json", _set("model_type", LONG)),
