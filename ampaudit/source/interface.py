@@ -73,3 +73,8 @@ class ModelSource:
     optimizer: Callable[..., Any] | None = None
     release: Callable[[torch.Tensor], None] | None = None
     dtype: str | None = None
+
+    @property
+    def names_files(self) -> bool:
+        """Whether its file says which source files its ops come from; these must not be opened."""
+        return self.kind in ("pt2", "converted")
