@@ -119,7 +119,7 @@ class _Advisor:
             left=len(left),
             before_db=_decibels(context.record.outputs),
             after_db=_decibels(after.record.outputs),
-            diff=diff_of(proposal) if self.settings.diff else "",
+            diff=diff_of(proposal) if self.settings.diff and not self.source.names_files else "",
         )
 
     def _run(self, proposal: Proposal) -> CheckContext | None:

@@ -117,7 +117,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         if table is not None and not config.static and not contract.words:
             compare_with_run(context, source.batches)
         found = run_checks(context, ALL_CHECKS)
-        hiding = (*hidden, *comments_in(context.sites))
+        hiding = (*hidden, *comments_in(() if source.names_files else context.sites))
         shown = suppressed(found, hiding)
         if (config.advise or config.diff) and not config.ranges and not config.static:
             shown = advised(shown, source, plan, context, config, hiding)

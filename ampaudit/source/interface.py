@@ -77,3 +77,8 @@ class ModelSource:
     release: Callable[[torch.Tensor], None] | None = None
     dtype: str | None = None
     files: tuple[FileState, ...] = ()
+
+    @property
+    def names_files(self) -> bool:
+        """Whether its file says which source files its ops come from; these must not be opened."""
+        return self.kind in ("pt2", "converted")

@@ -12,7 +12,7 @@ from ampaudit.core.sites import SourceLine
 
 __all__ = ["code_line", "is_library", "is_tool_file", "source_lines"]
 
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>[0-9]{1,9}), in (?P<function>.+)$')
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 _NOT_A_MODEL = ("torch", "ampaudit")
 

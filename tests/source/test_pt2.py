@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ampaudit import scan
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError
 from ampaudit.source.exported import ExportedModel
@@ -446,3 +448,24 @@ def test_operators_that_change_the_process_or_crash_are_refused(name: str) -> No
     assert hasattr(getattr(torch.ops.aten, packet), overload)
     with pytest.raises(UnknownOperator, match="reaches beyond"):
         operator_named(f"torch.ops.aten.{name}")
+
+
+@pytest.mark.parametrize("line", ["3", "9" * 5_000, "٣"])
+def test_the_files_that_a_program_names_are_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    named = tmp_path / "named.py"
+    named.write_text("# ampaudit: ignore[AMP102] because\n" * 5)
+    opened: list[str] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(str(path)) or real(path, *rest))
+
+    def edit(table: dict[str, Any]) -> None:
+        for node in nodes(table):
+            node["metadata"]["stack_trace"] = f'  File "{named}", line {line}, in forward\n    y = x'
+
+    path = edited(tmp_path, edit)
+    report = scan(open_source(str(path), SourceConfig()), advise=True, diff=True)
+    assert str(path) in opened
+    assert str(named) not in opened
+    assert any(site.source is not None for site in report.sites) == (line == "3")
