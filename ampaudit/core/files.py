@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,8 +37,12 @@ def check_writable(path: Path, *, force: bool) -> None:
     Raises:
         OutputError: the file exists and ``force`` is not set, or its directory is missing.
     """
+    if _is_stream(path):
+        return
     if path.is_dir():
         raise OutputError(f"{path} is a directory", hint="give -o the path of a file")
+    if path.exists() and not path.is_file():
+        raise OutputError(f"{path} is a device or a socket", hint="give -o the path of a file")
     if path.exists() and not force:
         raise OutputError(f"{path} exists", hint="choose another path, or pass --force to replace it")
     _check_parent(path.resolve().parent)
@@ -67,9 +72,22 @@ def replace_bytes(path: Path, data: bytes) -> None:
     _replace(path, data, lambda target: target.stat().st_mode & 0o7777)
 
 
+def _is_stream(path: Path) -> bool:
+    """Return whether a path names a terminal, ``/dev/null`` or a pipe, which are written to, not replaced."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
+
+
 def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
     target = path.resolve()
     try:
+        if _is_stream(path):
+            with path.open("wb") as stream:
+                stream.write(data)
+            return
         mode = mode_of(target)
         with _temporary_beside(target) as temporary:
             with temporary.open("wb") as stream:

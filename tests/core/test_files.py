@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ampaudit.core.errors import OutputError
-from ampaudit.core.files import staged_directory
+from ampaudit.core.files import staged_directory, write_text
 
 OURS = "manifest.json"
 
@@ -48,6 +50,34 @@ def test_what_we_did_not_write_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="not written by ampaudit"):
         fill(out, "new")
     assert (out / "thesis.txt").read_text() == "years"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path, force: bool) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, tmp_path / "link"):
+        write_text(path, "text", force=force)
+        assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(os.devnull)
+    write_text(tmp_path / "link", "text", force=True)
+    assert Path(os.devnull).is_char_device()
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_socket_is_not_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(tmp_path / "socket"))
+        with pytest.raises(OutputError, match="a device or a socket"):
+            write_text(tmp_path / "socket", "text", force=True)
+        assert (tmp_path / "socket").is_socket()
 
 
 def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
@@ -126,7 +156,7 @@ def test_a_read_only_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 KILLED = """
     import sys, time
     from pathlib import Path
-    from ampaudit.core.files import staged_directory
+    from ampaudit.core.files import staged_directory, write_text
     with staged_directory(Path(sys.argv[1]), force=True, ours="manifest.json") as stage:
         (stage / "manifest.json").write_text("half")
         print("ready", flush=True)
