@@ -49,9 +49,11 @@ def _shares(names: list[str]) -> int:
     return sum(FORMATS[name].share for name in names)
 
 
-def run_batch(batch: list[Input], pipe: int, keep: Path | None) -> None:
+def run_batch(batch: list[Input], end: float, pipe: int, keep: Path | None) -> None:
     """Judge inputs and write a line for each, in a process of its own."""
     for name, number in batch:
+        if time.monotonic() > end:
+            break
         started = time.perf_counter()
         place = keep / f"{name}-{number}" if keep is not None else None
         verdict = judged(FORMATS[name], Random(f"{name}:{number}"), keep=place)
@@ -61,16 +63,17 @@ def run_batch(batch: list[Input], pipe: int, keep: Path | None) -> None:
             break
 
 
-def forked(batch: list[Input], keep: Path | None) -> list[tuple[str, str, float]]:
+def forked(batch: list[Input], end: float, keep: Path | None) -> list[tuple[str, str, float]]:
     """Results of the first inputs of a batch: all, or those up to one that ended the process."""
     mine, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
-            run_batch(batch, theirs, keep)
-        finally:
+            run_batch(batch, end, theirs, keep)
             os._exit(0)
+        finally:
+            os._exit(1)
     os.close(theirs)
     text, hangs = b"", False
     while True:
@@ -85,7 +88,7 @@ def forked(batch: list[Input], keep: Path | None) -> list[tuple[str, str, float]
     os.close(mine)
     status = os.waitpid(child, 0)[1]
     found = [tuple(json.loads(line)) for line in text.decode().splitlines()]
-    if len(found) < len(batch) and not (found and found[-1][1].endswith("MiB")):
+    if len(found) < len(batch) and status != 0:
         how = "hangs" if hangs else f"ended the process with {os.waitstatus_to_exitcode(status)}"
         found.append(("defect", how, 0.0))
         if keep is not None:
@@ -103,7 +106,7 @@ def work(job: int, options: argparse.Namespace, results: Any) -> None:
     try:
         while left > 0 and time.monotonic() < end:
             waiting += [next(inputs) for _ in range(min(BATCH, left) - len(waiting))]
-            done = forked(waiting, options.keep)
+            done = forked(waiting, end, options.keep)
             results.put([(*item, *result) for item, result in zip(waiting, done, strict=False)])
             waiting = waiting[len(done) :]
             left -= len(done)

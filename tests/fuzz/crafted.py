@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tests.fuzz import craft
+from tests.fuzz import craft, craft_exported
 from tests.fuzz.mutators import Special
 from tests.support.rule_file import GOOD
 from tests.support.saved import text_of
@@ -40,44 +40,54 @@ def _reads(
 
 
 _EXPORTED = {
-    "pt2: a member outside": craft.exported(craft.member("../../escaped", lambda _: b"x")),
-    "pt2: a member at an absolute path": craft.exported(craft.member("MARKER", lambda _: b"x")),
-    "pt2: links": craft.exported_zip(lambda data: craft.rezipped(data, craft.linked)),
-    "pt2: a bomb": craft.exported_zip(lambda data: craft.rezipped(data, craft.bombed)),
-    "pt2: overlapping members": craft.exported_zip(craft.overlapping),
-    "pt2: a compiled library": craft.exported(craft.compiled_library),
-    "pt2: a pickled weight": craft.exported_json(WEIGHTS, craft.tensor_meta(use_pickle=True)),
-    "pt2: a weight at another path": craft.exported_json(
-        WEIGHTS, craft.tensor_meta(path_name="../../escaped")
+    "pt2: a member outside": craft_exported.exported(craft_exported.member("../../escaped", lambda _: b"x")),
+    "pt2: a member at an absolute path": craft_exported.exported(
+        craft_exported.member("MARKER", lambda _: b"x")
     ),
-    "pt2: a weight that runs": craft.exported(craft.pickled_weight),
-    "pt2: a constant that runs": craft.exported(craft.pickled_constant, 1),
-    "pt2: a custom object": craft.exported(craft.custom_object, 1),
-    "pt2: an opaque object": craft.exported(craft.opaque_object, 1),
-    "pt2: inputs that run": craft.exported(craft.member(SAMPLES, craft.reduce_pickle)),
-    "pt2: inputs with a key of nested tuples": craft.exported(
-        craft.member(SAMPLES, lambda _: craft.nested_tuples())
+    "pt2: links": craft_exported.exported_zip(lambda data: craft.rezipped(data, craft.linked)),
+    "pt2: a bomb": craft_exported.exported_zip(lambda data: craft.rezipped(data, craft.bombed)),
+    "pt2: overlapping members": craft_exported.exported_zip(craft.overlapping),
+    "pt2: a compiled library": craft_exported.exported(craft_exported.compiled_library),
+    "pt2: a pickled weight": craft_exported.exported_json(
+        WEIGHTS, craft_exported.tensor_meta(use_pickle=True)
     ),
-    "pt2: a treespec that imports": craft.exported_json(GRAPH, craft.importing_treespec),
-    "pt2: a deep treespec": craft.exported_json(GRAPH, craft.deep_treespec),
-    "pt2: an op that opens a file": craft.exported_json(
+    "pt2: a weight at another path": craft_exported.exported_json(
+        WEIGHTS, craft_exported.tensor_meta(path_name="../../escaped")
+    ),
+    "pt2: a weight that runs": craft_exported.exported(craft_exported.pickled_weight),
+    "pt2: a constant that runs": craft_exported.exported(craft_exported.pickled_constant, 1),
+    "pt2: a custom object": craft_exported.exported(craft_exported.custom_object, 1),
+    "pt2: an opaque object": craft_exported.exported(craft_exported.opaque_object, 1),
+    "pt2: inputs that run": craft_exported.exported(craft_exported.member(SAMPLES, craft.reduce_pickle)),
+    "pt2: inputs with a key of nested tuples": craft_exported.exported(
+        craft_exported.member(SAMPLES, lambda _: craft.nested_tuples())
+    ),
+    "pt2: a treespec that imports": craft_exported.exported_json(GRAPH, craft_exported.importing_treespec),
+    "pt2: a deep treespec": craft_exported.exported_json(GRAPH, craft_exported.deep_treespec),
+    "pt2: an op that opens a file": craft_exported.exported_json(
         GRAPH,
-        craft.first_node(
+        craft_exported.first_node(
             "torch.ops.aten.from_file.default",
             {"name": "filename", "arg": {"as_string": "MARKER"}, "kind": 1},
             {"name": "shared", "arg": {"as_bool": True}, "kind": 1},
             {"name": "size", "arg": {"as_int": 4}, "kind": 1},
         ),
     ),
-    "pt2: an op that is a function": craft.exported_json(
+    "pt2: an op that is a function": craft_exported.exported_json(
         GRAPH,
-        craft.first_node("os.system", {"name": "command", "arg": {"as_string": "touch MARKER"}, "kind": 1}),
+        craft_exported.first_node(
+            "os.system", {"name": "command", "arg": {"as_string": "touch MARKER"}, "kind": 1}
+        ),
     ),
-    "pt2: 400,000 dimensions": craft.exported_json(
-        WEIGHTS, craft.tensor_meta(sizes=craft.sizes(1) * 400_000, strides=craft.sizes(1) * 400_000)
+    "pt2: 400,000 dimensions": craft_exported.exported_json(
+        WEIGHTS,
+        craft_exported.tensor_meta(
+            sizes=craft_exported.sizes(1) * 400_000, strides=craft_exported.sizes(1) * 400_000
+        ),
     ),
-    "pt2: 9 GB with stride 0": craft.exported_json(
-        WEIGHTS, craft.tensor_meta(sizes=craft.sizes(BIG // 4), strides=craft.sizes(0))
+    "pt2: 9 GB with stride 0": craft_exported.exported_json(
+        WEIGHTS,
+        craft_exported.tensor_meta(sizes=craft_exported.sizes(BIG // 4), strides=craft_exported.sizes(0)),
     ),
 }
 _PICKLED = {
@@ -161,7 +171,7 @@ CRAFTED = {
     ),
     **_reads(
         (("verify", "d"),),
-        {"converted: another program": craft.converted(craft.other_program)},
+        {"converted: another program": craft.converted(craft_exported.other_program)},
         1,
     ),
     **_reads(
@@ -177,9 +187,9 @@ CRAFTED = {
     **_reads(
         (("scan", "m.pt2"),),
         {
-            "pt2: an evaluated size": craft.exported_json(GRAPH, craft.evaluated_size, 1),
-            "pt2: evaluated guards": craft.exported_json(GRAPH, craft.evaluated_guards),
-            "pt2: markup in names": craft.exported_json(GRAPH, craft.markup_in_names),
+            "pt2: an evaluated size": craft_exported.exported_json(GRAPH, craft_exported.evaluated_size, 1),
+            "pt2: evaluated guards": craft_exported.exported_json(GRAPH, craft_exported.evaluated_guards),
+            "pt2: markup in names": craft_exported.exported_json(GRAPH, craft_exported.markup_in_names),
         },
         *(0, 1, 2),
     ),

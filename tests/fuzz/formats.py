@@ -114,7 +114,7 @@ FORMATS = {
             200,
         ),
         Format(
-            "pt", honest.checkpoints, folder({"*.pt": _PT}), (command("convert", "m.pt", "-o", "out"),), 200
+            "pt", honest.checkpoints, folder({"*.pt": _PT}), (command("convert", "m.pt", "-o", "out"),), 290
         ),
         Format(
             "safetensors",
@@ -135,7 +135,7 @@ FORMATS = {
             honest.huggingface,
             folder({"*.json": _JSON, "*.safetensors": as_safetensors}),
             (command("scan", "d"), command("scan", "d", "--stream")),
-            100,
+            10,  # a configuration is read in a process of its own, which takes seconds
         ),
         Format(
             "converted",
