@@ -430,6 +430,7 @@ UNSAFE = [
     "to_sparse.default",  # whose indices can be changed
     "_cholesky_solve_helper.out",  # this one and the following were seen to crash
     "_fft_c2c.out",
+    "_foreach_copy.default",
     "_new_zeros_with_same_feature_meta.default",
     "_nnpack_spatial_convolution.default",
     "_stack.default",
