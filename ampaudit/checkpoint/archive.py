@@ -26,6 +26,7 @@ _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ENCRYPTED, _DESCRIPTOR, _UTF8 = 1, 8, 0x800  # flags
 _COMPRESSED = "save it again; of a TorchScript program, torch.save its state_dict()"
+_MAX_FIELDS = 16  # after a member's name; torch writes two
 _IN_ZIP64 = 0xFFFFFFFF  # instead of a size or offset, which the member's zip64 field holds
 _NAME = re.compile(r"(?![A-Za-z]:)(?:(?!\.{1,2}/)[^/\\\0]+/)+(?!\.{1,2}$)[^/\\\0]+")
 
@@ -228,7 +229,7 @@ def _zip64(extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int,
     """Take those of three numbers from the zip64 field that the header has no room for."""
     numbers = [size, packed, offset]
     place = 0
-    while _IN_ZIP64 in numbers:
+    for _ in range(_MAX_FIELDS if _IN_ZIP64 in numbers else 0):
         kind, length = struct.unpack_from("<HH", extra, place)
         place += 4
         if kind == 1:
@@ -237,4 +238,7 @@ def _zip64(extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int,
                 place, length = place + 8, length - 8
             break
         place += length
+    else:
+        if place:
+            raise struct.error
     return numbers[0], numbers[1], numbers[2]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ampaudit.checkpoint.archive import Archive
+from ampaudit.checkpoint.archive import Archive, _zip64
 from ampaudit.core.errors import SourceError, WeightsError
 from ampaudit.core.untrusted import MAX_MESSAGE
 
@@ -193,3 +193,10 @@ def test_a_flipped_byte_is_refused_or_changes_no_member(
     except WeightsError:
         return
     assert after == before
+
+
+def test_a_size_is_not_looked_for_among_thousands_of_fields() -> None:
+    wide = struct.pack("<HHQ", 1, 8, 7)
+    assert _zip64(b"\5\0\0\0" * 3 + wide, 0xFFFFFFFF, 7, 0) == (7, 7, 0)
+    with pytest.raises(struct.error):
+        _zip64(b"\5\0\0\0" * 16_000 + wide, 0xFFFFFFFF, 7, 0)

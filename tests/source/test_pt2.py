@@ -413,6 +413,15 @@ def test_a_size_cannot_fill_the_memory(name: str) -> None:
         reduce(lambda value, _: square(value, value), range(64), 10**9)
 
 
+@pytest.mark.parametrize(
+    ("name", "left", "right"),
+    [("mod", "%999999d", 1), ("mul", [1], 2), ("mul", 2, "a"), ("add", [1], [1]), ("add", (1,), (1,))],
+)
+def test_text_and_lists_cannot_fill_the_memory(name: str, left: Any, right: Any) -> None:
+    with pytest.raises(SourceError, match="text or lists"):
+        operator_named(f"_operator.{name}")(left, right)
+
+
 def test_no_operator_that_takes_a_file_can_be_named() -> None:
     for schema in torch._C._jit_get_all_schemas():
         if any(a.name == "filename" or "Storage" in str(a.type) for a in schema.arguments):
@@ -430,6 +439,7 @@ UNSAFE = [
     "to_sparse.default",  # whose indices can be changed
     "_cholesky_solve_helper.out",  # this one and the following were seen to crash
     "_fft_c2c.out",
+    "_foreach_copy.default",
     "_new_zeros_with_same_feature_meta.default",
     "_nnpack_spatial_convolution.default",
     "_stack.default",

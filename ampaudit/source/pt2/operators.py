@@ -23,7 +23,7 @@ _HIGHER_ORDER = re.compile(r"torch\.ops\.higher_order\.([a-z_]+)", re.ASCII)
 _FUNCTION = re.compile(r"(_operator|math|torch|torch\._functorch\.predispatch)\.(\w+)", re.ASCII)
 # those that write files, print, change the process, or trust sizes, indices and pointers that they are given
 _FORBIDDEN = re.compile(
-    r"from_file|save|print|manual_seed|backward|set_data|make_dual|pin_memory|\w*_unsafe|to_padded_tensor"
+    r"from_file|_foreach_copy|save|print|manual_seed|backward|set_data|make_dual|pin_memory|\w*_unsafe|to_padded_tensor"
     r"|(sparse|to_sparse|fbgemm|quantized|cudnn|miopen|mps)(_\w+)?|\w+_mps|sspaddmm|hspmm|\w*_?jvp"
 )
 # of the operators that are private, or half of a backward pass, those that honest programs hold
@@ -74,7 +74,7 @@ _VMAP = frozenset(
     "lazy_load_decompositions _add_batch_dim _remove_batch_dim _vmap_increment_nesting "
     "_vmap_decrement_nesting".split()
 )
-_GROWING = frozenset({"add", "lshift", "mul", "pow", "sub"})
+_GROWING = frozenset({"add", "lshift", "mod", "mul", "pow", "sub"})
 _BITS = 64
 
 
@@ -142,6 +142,8 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
+        if any(isinstance(argument, str | list | tuple) for argument in args):
+            raise SourceError("the program computes with text or lists", hint="export the model again")
         found = None if _surely_large(function, args) else function(*args)
         if found is None or (type(found) is int and found.bit_length() > _BITS):
             raise SourceError("the program computes a size beyond 64 bits", hint="export the model again")
