@@ -183,12 +183,17 @@ CRAFTED = {
             ),
         },
     ),
-    # what is not read, or only odd
     **_reads(
         (("scan", "m.pt2"),),
         {
             "pt2: an evaluated size": craft_exported.exported_json(GRAPH, craft_exported.evaluated_size, 1),
             "pt2: evaluated guards": craft_exported.exported_json(GRAPH, craft_exported.evaluated_guards),
+        },
+    ),
+    # what is not read, or only odd
+    **_reads(
+        (("scan", "m.pt2"),),
+        {
             "pt2: markup in names": craft_exported.exported_json(GRAPH, craft_exported.markup_in_names),
         },
         *(0, 1, 2),

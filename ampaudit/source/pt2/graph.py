@@ -215,7 +215,8 @@ class _Builder:
         if plain not in self._inner_graphs and not hasattr(self.root, plain):
             self._inner_graphs[plain] = graph
             self.root.add_module(plain, _inner_module(graph, self._nodes))
-        if self._inner_graphs.get(plain) != graph:
+        known = self._inner_graphs.get(plain)
+        if known is None or any(known[part] != graph[part] for part in ("inputs", "nodes", "outputs")):
             raise ValueError(f"two inner graphs have the name {describe(name)!r}")
         return self._create("get_attr", plain, name=plain)
 

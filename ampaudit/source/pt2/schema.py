@@ -1,87 +1,88 @@
 """The JSON in an exported program, as far as it is read (torch/_export/serde/schema.py, version 8).
 
-Expressions, guards, ranges and the values of symbols are left out: a replayed graph computes its sizes
-from its inputs, so nothing needs to evaluate them.
+Expressions, guards and ranges are only checked: a replayed graph computes its sizes from its inputs, so
+nothing needs to evaluate them.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict
 
+from ampaudit.source.pt2.expressions import check_expression
+
 __all__ = [
-    "PAYLOADS",
     "PROGRAM_SCHEMA",
+    "STRICT",
+    "UNION",
     "Argument",
     "Graph",
     "InputSpec",
+    "Integer",
+    "Name",
     "Node",
     "OutputSpec",
-    "Payload",
     "ProgramFile",
     "Signature",
-    "Size",
-    "TensorMeta",
 ]
 
-_STRICT = ConfigDict(strict=True)
+STRICT = ConfigDict(strict=True)
 # a union is written as an object with the name of its only member
-_UNION = ConfigDict(strict=True, extra="forbid")
-MAX_DIMENSIONS = 64
+UNION = ConfigDict(strict=True, extra="forbid")
 
 Name = Annotated[str, Field(max_length=4_000)]
 Text = Annotated[str, Field(max_length=1_000_000)]
 Integer = Annotated[int, Field(ge=-(2**64), le=2**64)]
-Size = Annotated[int, Field(ge=0, le=2**62)]
 Number = float | Literal["Infinity", "-Infinity", "NaN"]
+Expression = Annotated[str, AfterValidator(check_expression)]
 Nothing = bool | list[Any]  # ``true``; older versions of torch wrote an empty list
 
 
 class Named(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     name: Name
 
 
 class Device(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     type: Literal["cpu", "cuda", "mps", "xpu", "hpu", "meta"]
     index: NotRequired[Annotated[int, Field(ge=0, le=1_000)] | None]
 
 
 class SymInt(TypedDict, total=False):
-    __pydantic_config__ = _UNION  # type: ignore[misc]
+    __pydantic_config__ = UNION  # type: ignore[misc]
     as_name: Name
     as_int: Integer
 
 
 class SymFloat(TypedDict, total=False):
-    __pydantic_config__ = _UNION  # type: ignore[misc]
+    __pydantic_config__ = UNION  # type: ignore[misc]
     as_name: Name
     as_float: Number
 
 
 class SymBool(TypedDict, total=False):
-    __pydantic_config__ = _UNION  # type: ignore[misc]
+    __pydantic_config__ = UNION  # type: ignore[misc]
     as_name: Name
     as_bool: bool
 
 
 class OptionalTensor(TypedDict, total=False):
-    __pydantic_config__ = _UNION  # type: ignore[misc]
+    __pydantic_config__ = UNION  # type: ignore[misc]
     as_tensor: Named
     as_none: Nothing
 
 
 class Complex(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     real: Number
     imag: Number
 
 
 class SubGraph(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     name: Name
     graph: Graph
 
@@ -89,7 +90,7 @@ class SubGraph(TypedDict):
 class Argument(TypedDict, total=False):
     """An argument of a call, or a value of the graph."""
 
-    __pydantic_config__ = _UNION  # type: ignore[misc]
+    __pydantic_config__ = UNION  # type: ignore[misc]
     as_none: Nothing
     as_tensor: Named
     as_tensors: list[Named]
@@ -126,7 +127,7 @@ class Argument(TypedDict, total=False):
 class NodeInput(TypedDict):
     """A named argument."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     name: Name
     arg: Argument
     kind: NotRequired[Literal[0, 1, 2] | None]
@@ -135,7 +136,7 @@ class NodeInput(TypedDict):
 class Node(TypedDict):
     """A call of an operator."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     target: Name
     inputs: list[NodeInput]
     outputs: list[Argument]
@@ -143,37 +144,58 @@ class Node(TypedDict):
     is_hop_single_tensor_return: NotRequired[bool | None]
 
 
+class SymbolicExpression(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    expr_str: Expression
+
+
+class SymbolicValue(TypedDict, total=False):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    as_expr: SymbolicExpression
+
+
+class ValueMeta(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    sizes: list[SymbolicValue]
+    strides: list[SymbolicValue]
+    storage_offset: SymbolicValue
+
+
 class Graph(TypedDict):
     """Inputs, calls and outputs."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     inputs: list[Argument]
     outputs: list[Argument]
     nodes: list[Node]
     is_single_tensor_return: NotRequired[bool]
+    tensor_values: NotRequired[dict[Name, ValueMeta]]
+    sym_int_values: NotRequired[dict[Name, SymbolicValue]]
+    sym_float_values: NotRequired[dict[Name, SymbolicValue]]
+    sym_bool_values: NotRequired[dict[Name, SymbolicValue]]
 
 
 class ParameterSpec(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     arg: Named
     parameter_name: Name
 
 
 class BufferSpec(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     arg: Named
     buffer_name: Name
     persistent: NotRequired[bool]
 
 
 class ConstantSpec(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     arg: Named
     tensor_constant_name: Name
 
 
 class InputMutation(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     arg: Named
     user_input_name: Name
 
@@ -181,7 +203,7 @@ class InputMutation(TypedDict):
 class InputSpec(TypedDict, total=False):
     """What an input of the graph is: the user's, or a stored tensor."""
 
-    __pydantic_config__ = _UNION  # type: ignore[misc]
+    __pydantic_config__ = UNION  # type: ignore[misc]
     user_input: Any
     constant_input: Any
     parameter: ParameterSpec
@@ -194,7 +216,7 @@ class InputSpec(TypedDict, total=False):
 class OutputSpec(TypedDict, total=False):
     """What an output of the graph is: the program's, or what it writes to a stored tensor or an input."""
 
-    __pydantic_config__ = _UNION  # type: ignore[misc]
+    __pydantic_config__ = UNION  # type: ignore[misc]
     user_output: Any
     buffer_mutation: BufferSpec
     parameter_mutation: ParameterSpec
@@ -208,30 +230,30 @@ class OutputSpec(TypedDict, total=False):
 class Signature(TypedDict):
     """What each input and output of the graph is."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     input_specs: list[InputSpec]
     output_specs: list[OutputSpec]
 
 
 class CallSignature(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     in_spec: Text
     out_spec: Text
 
 
 class CallEntry(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     fqn: Name
     signature: NotRequired[CallSignature | None]
 
 
 class FieldNames(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     field_names: list[Name]
 
 
 class GraphModule(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     graph: Graph
     signature: Signature
     module_call_graph: list[CallEntry]
@@ -239,7 +261,7 @@ class GraphModule(TypedDict):
 
 
 class Version(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     major: Integer
     minor: Integer
 
@@ -247,42 +269,11 @@ class Version(TypedDict):
 class ProgramFile(TypedDict):
     """A whole program without its weights."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    __pydantic_config__ = STRICT  # type: ignore[misc]
     graph_module: GraphModule
     schema_version: Version
-
-
-class ConcreteSize(TypedDict):
-    __pydantic_config__ = _UNION  # type: ignore[misc]
-    as_int: Size
-
-
-class TensorMeta(TypedDict):
-    """Dtype, sizes, strides and offset (in elements) of a stored tensor."""
-
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-    dtype: Integer
-    sizes: Annotated[list[ConcreteSize], Field(max_length=MAX_DIMENSIONS)]
-    strides: Annotated[list[ConcreteSize], Field(max_length=MAX_DIMENSIONS)]
-    storage_offset: ConcreteSize
-    requires_grad: bool
-    layout: Integer
-
-
-class Payload(TypedDict):
-    """Where a tensor's bytes are."""
-
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-    path_name: Name
-    is_param: bool
-    use_pickle: bool
-    tensor_meta: TensorMeta | None
-
-
-class PayloadTable(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-    config: dict[Name, Payload]
+    range_constraints: NotRequired[dict[Expression, Any]]
+    guards_code: NotRequired[list[Expression]]
 
 
 PROGRAM_SCHEMA = TypeAdapter(ProgramFile)
-PAYLOADS = TypeAdapter(PayloadTable)

@@ -6,17 +6,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field, TypeAdapter
 from torch import nn
+from typing_extensions import TypedDict
 
 from ampaudit.checkpoint.archive import Archive
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import describe, parse_json, validate
-from ampaudit.source.pt2.schema import PAYLOADS, Payload, TensorMeta
+from ampaudit.source.pt2.schema import STRICT, UNION, Integer, Name
 
 __all__ = ["SERIALIZED_DTYPES", "StoredTensors", "read_tensors"]
 
+_MAX_DIMENSIONS = 64
 _MAX_TABLE = 64_000_000  # bytes
 _MAX_EXPANDED = 1 << 20  # elements of a tensor that repeats its stored values
 _STRIDED = 7
@@ -44,6 +48,44 @@ SERIALIZED_DTYPES: Mapping[int, torch.dtype] = {
     34: torch.uint32,
     35: torch.uint64,
 }
+
+
+Size = Annotated[int, Field(ge=0, le=2**62)]
+
+
+class ConcreteSize(TypedDict):
+    __pydantic_config__ = UNION  # type: ignore[misc]
+    as_int: Size
+
+
+class TensorMeta(TypedDict):
+    """Dtype, sizes, strides and offset (in elements) of a stored tensor."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    dtype: Integer
+    sizes: Annotated[list[ConcreteSize], Field(max_length=_MAX_DIMENSIONS)]
+    strides: Annotated[list[ConcreteSize], Field(max_length=_MAX_DIMENSIONS)]
+    storage_offset: ConcreteSize
+    requires_grad: bool
+    layout: Integer
+
+
+class Payload(TypedDict):
+    """Where a tensor's bytes are."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    path_name: Name
+    is_param: bool
+    use_pickle: bool
+    tensor_meta: TensorMeta | None
+
+
+class PayloadTable(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    config: dict[Name, Payload]
+
+
+_PAYLOADS = TypeAdapter(PayloadTable)
 
 
 @dataclass(slots=True)
@@ -105,7 +147,7 @@ def read_tensors(archive: Archive, folder: str, table: str) -> dict[str, torch.T
     """
     text = archive.read(f"{folder}{table}", _MAX_TABLE)
     payloads = validate(
-        *(PAYLOADS, parse_json(text), Path(archive.path, table), SourceError),
+        *(_PAYLOADS, parse_json(text), Path(archive.path, table), SourceError),
         hint="save the program again with torch.export.save",
     )
     stored = StoredTensors(archive, folder)
