@@ -17,7 +17,7 @@ from ampaudit.report.documents import Document
 __all__ = ["to_csv"]
 
 # a spreadsheet would run what begins so, also in the wide letters of East Asia
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", *"\uff1d\uff0b\uff0d\uff20")
 
 
 def to_csv(document: Document) -> str:

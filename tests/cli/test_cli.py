@@ -93,7 +93,7 @@ def test_a_report_file_is_not_replaced_without_force(cli: Cli, model_file: Write
         (["good.py", "--policy", "bad.yaml"], ["bad.yaml:4:1: unknown key 'rulez'"]),
         (["good.py", "--dtype", "int8"], ["unknown dtype 'int8'"]),
         (["good.py", "--dtype", "float32"], ["not a 16-bit format"]),
-        (["good.py", "--weights", "none.pt"], ["no such file: none.pt"]),
+        (["good.py", "--weights", "none.pt"], ["none.pt: No such file"]),
         (["good.py", "-o", "nowhere/report.txt"], ["no such directory"]),
         (["syntax.py"], ["syntax.py:3: syntax error"]),
         (["nomodel.py"], ["no model in the file", "get_model"]),

@@ -90,7 +90,7 @@ def test_an_empty_entry_of_pythonpath_is_not_handed_on(
 ) -> None:
     monkeypatch.chdir(places["cwd"])
     monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{ROOT}{os.pathsep}")
-    (result,) = check(places["hf"])
+    (result,) = check(places["hf"]).targets
     assert result.exit_code == 0, result.error
 
 

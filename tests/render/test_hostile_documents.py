@@ -154,7 +154,9 @@ def hostile_document(kind: str, text: str) -> Document:
 
 
 # what GitHub's runner takes for a command: "::name" at the start of a line, and "##[name" anywhere in it
-COMMAND = re.compile(r"^\s*::([A-Za-z-]+)|##\w*\[", re.MULTILINE)
+# docs.github.com, "Workflow commands"; others are text to the runner
+COMMANDS = "add-mask|add-matcher|debug|echo|endgroup|error|group|notice|save-state|set-env|set-output|warning"
+COMMAND = re.compile(rf"^\s*::({COMMANDS})\b|##\w*\[", re.MULTILINE | re.IGNORECASE)
 
 
 def assert_printable(text: str) -> None:
