@@ -75,7 +75,9 @@ COMMANDS: dict[str, Callable[[dict[str, Path]], list[str | Path]]] = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.slow) if c == "check-hf" else c for c in COMMANDS]
+)
 def test_no_command_imports_what_it_finds(command: str, places: dict[str, Path]) -> None:
     # -P stands for the installed program, whose own folder Python would put first instead
     words = [sys.executable, "-P", "-m", "ampaudit", *map(str, COMMANDS[command](places))]

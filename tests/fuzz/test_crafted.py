@@ -10,6 +10,7 @@ import pytest
 from tests.fuzz.crafted import CRAFTED
 from tests.fuzz.formats import command
 from tests.fuzz.judge import MEMORY, PATIENCE, SECONDS, judge, write_files
+from tests.fuzz.slow import slow_directories
 from tests.support.paths import ROOT
 
 IN_A_PROCESS = (
@@ -19,7 +20,7 @@ IN_A_PROCESS = (
 )
 
 
-@pytest.mark.parametrize("title", CRAFTED)
+@pytest.mark.parametrize("title", slow_directories(CRAFTED))
 def test_a_crafted_file_is_refused_and_runs_nothing(title: str, tmp_path: Path) -> None:
     marker, case = tmp_path / "marker", CRAFTED[title]
     files = case.make(str(marker))

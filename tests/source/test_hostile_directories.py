@@ -283,7 +283,7 @@ def test_a_crafted_directory_ends_soon_in_little_memory(crafted: Callable[..., P
     assert peak < 1_000_000_000
 
 
-@pytest.mark.parametrize("name", ["mixtral", "t5"])
+@pytest.mark.parametrize("name", [pytest.param("mixtral", marks=pytest.mark.slow), "t5"])
 def test_an_honest_directory_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     expected = ZOO[name]().model
     expected.save_pretrained(tmp_path)
