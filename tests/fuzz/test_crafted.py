@@ -43,7 +43,8 @@ def test_the_program_refuses_it_in_time_and_memory(title: str, tmp_path: Path) -
         before = _tree(tmp_path)
         done, seconds, peak = _run(folder, words)
         assert done.returncode in case.codes, done.stderr[-1000:]
-        assert seconds < SECONDS
+        # importing Transformers, here and in the sandbox, takes most of it and differs most by machine
+        assert seconds < SECONDS * (1 + title.startswith("huggingface"))
         assert peak < MEMORY
         assert "Traceback" not in done.stderr
         assert {path for path in _tree(tmp_path) - before if "/out" not in path} == set()
