@@ -359,7 +359,10 @@ def ci_copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("scale", "code"), [("1.0", 0), ("1e6", 1)])
+SCALES = [pytest.param("1.0", 0, marks=pytest.mark.slow), ("1e6", 1)]
+
+
+@pytest.mark.parametrize(("scale", "code"), SCALES)
 def test_the_github_workflow_runs(tmp_path: Path, scale: str, code: int) -> None:
     workflow = yaml.safe_load((ROOT / "examples" / "ci" / "github-actions.yml").read_text())
     steps = [step["run"] for step in workflow["jobs"]["check"]["steps"] if "run" in step]
@@ -400,7 +403,7 @@ def test_the_github_workflow_runs(tmp_path: Path, scale: str, code: int) -> None
     assert (folder / "precision.xml").read_text().count("<failure") == code
 
 
-@pytest.mark.parametrize(("scale", "code"), [("1.0", 0), ("1e6", 1)])
+@pytest.mark.parametrize(("scale", "code"), SCALES)
 def test_the_pre_commit_hook_runs(tmp_path: Path, scale: str, code: int) -> None:
     """As pre-commit runs it, but for the environment: this one, instead of one that it would make."""
     hook = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())[0]

@@ -87,6 +87,7 @@ def test_no_command_imports_what_it_finds(command: str, places: dict[str, Path])
     assert done.returncode in (0, 1), done.stderr
 
 
+@pytest.mark.slow
 def test_an_empty_entry_of_pythonpath_is_not_handed_on(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ def graph_of(model: TracedModel) -> list[tuple[str, str, torch.dtype | None]]:
     return [(site.id, site.op, site.dtype) for site in model.sites]
 
 
-QUICK = ("ampaudit", "half", "modelopt", "torch-cuda", "torch-tensorrt")  # one of each kind of policy
+QUICK = ("ampaudit", "half", "modelopt", "torch-cuda")  # one of each kind of policy
 CASES: list[Any] = [
     pytest.param("t5", policy, marks=() if policy in QUICK else pytest.mark.slow) for policy in policy_names()
 ]

@@ -15,7 +15,6 @@ from tests.support.paths import ROOT
 
 IN_A_PROCESS = (
     "pt2: a weight that runs",
-    "huggingface: code of its own",
     "converted: another program",
 )
 

@@ -35,7 +35,7 @@ def source_of(model: nn.Module, *batches: Batch) -> ModelSource:
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet", "bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))]
+    "name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "gpt2", "t5"))]
 )
 def test_side_by_side_equals_one_by_one(name: str) -> None:
     zoo = ZOO[name]()

@@ -141,7 +141,10 @@ def test_what_is_not_a_configuration_is_refused(
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "nowhere"])
+@pytest.mark.parametrize(
+    "kind",
+    ["fifo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("device", "folder", "nowhere"))],
+)
 def test_what_is_no_file_is_refused(crafted: Callable[..., Path], name: str, kind: str) -> None:
     path = crafted() / name
     path.unlink()

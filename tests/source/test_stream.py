@@ -86,7 +86,9 @@ def test_ties_buffers_and_values_are_those_of_a_loaded_model(model: Path) -> Non
     assert torch.equal(streamed.scale, plain.scale)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "t5", "llama"])
+@pytest.mark.parametrize(
+    "architecture", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "llama"))]
+)
 def test_hugging_face_directories(tmp_path: Path, architecture: str) -> None:
     torch.manual_seed(0)
     zoo.ZOO[architecture]().model.save_pretrained(tmp_path)
@@ -201,6 +203,7 @@ def zeros(path: Path, rows: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with /proc")
 def test_converting_needs_no_more_memory_for_a_larger_file(tmp_path: Path) -> None:
     peaks = []
