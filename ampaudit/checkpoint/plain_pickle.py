@@ -164,15 +164,21 @@ def _text(reader: _Reader, value: Any) -> None:
     )
 
 
+def _unicode(reader: _Reader, value: str) -> None:
+    value.encode()  # fails for half of a surrogate pair, which pickles may hold and files may not
+    reader.push(value)
+
+
 _ACTIONS: dict[str, Callable[[_Reader, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda reader, _: None),
     **dict.fromkeys(
         (
-            *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
-            *("BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+            *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+            *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
         ),
         _Reader.push,
     ),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _unicode),
     **dict.fromkeys(("BINSTRING", "SHORT_BINSTRING"), _text),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Reader.put),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), _Reader.get),

@@ -74,6 +74,15 @@ def _samples(files: Files, pickle: bytes) -> bytes:
     return zip_of([(i, pickle if i.filename.endswith("data.pkl") else old) for i, old in members_of(inner)])
 
 
+def _renamed_tensor(files: Files) -> Files:
+    """Give a tensor of a pickle a name that no file can hold, of the same length."""
+    archive = files["m.pt"]
+    assert isinstance(archive, bytes)
+    pickle = next(data for info, data in members_of(archive) if info.filename.endswith("data.pkl"))
+    assert b"layer.bias" in pickle
+    return _member("m.pt", "data.pkl", pickle.replace(b"layer.bias", b"layer.b\xed\xa0\x80"))(files)
+
+
 def _set(*path: Any) -> Callable[[Any], object]:
     """Set the value at a path: the keys and indexes, then the value."""
     *way, last, value = path
@@ -147,6 +156,7 @@ SEEDS: dict[str, tuple[str, int, Edit]] = {
     ),
     "pt: not an archive": ("pt", 0, _replaced("m.pt", b"PK\x05\x06", b"PK\x05\x05")),
     "pt: a byte order with zeros": ("pt", 0, _member("m.pt", "byteorder", b"\0" * 6)),
+    "pt: half a character": ("pt", 0, _renamed_tensor),
     "pt2: a version with control characters": ("pt2", 0, _member("m.pt2", "archive_version", b"\x11\x10")),
     "pt2: sample inputs that are no tensors": (
         "pt2", 0, _member("m.pt2", "sample_inputs/model.pt", b"\x80\x02cos\nsystem\nq\0."),
