@@ -105,6 +105,7 @@ def compare(path: Path) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     assert list(ours.weights) == list(theirs.state_dict)
+    assert ours.graph.state_dict().keys() == theirs.module(check_guards=False).state_dict().keys()
     for name, tensor in theirs.state_dict.items():
         assert torch.equal(ours.weights[name], tensor)
         assert isinstance(ours.weights[name], nn.Parameter) == isinstance(tensor, nn.Parameter)

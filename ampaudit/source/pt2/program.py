@@ -94,6 +94,10 @@ def _read(archive: Archive) -> StoredProgram:
     )
     _check_structure(inputs, outputs, module["signature"])
     graph = build_graph(root, module["graph"], specs, module["signature"]["output_specs"])
+    for spec in specs:
+        stored = weight_of(spec)
+        if stored is not None and stored[1] not in weights:
+            _leave_out_of_state_dict(graph, stored[1])
     return StoredProgram(graph, inputs, outputs, _example(archive, name), weights)
 
 
@@ -153,6 +157,15 @@ def _hold(root: nn.Module, kind: str, path: str, tensor: torch.Tensor) -> None:
         owner.register_parameter(leaf, tensor)
     else:
         owner.register_buffer(leaf, tensor.detach())
+
+
+def _leave_out_of_state_dict(module: nn.Module, path: str) -> None:
+    """Make a buffer not persistent, as constants are; building a graph module makes all of them so."""
+    owner, _, leaf = path.rpartition(".")
+    place = module.get_submodule(owner)
+    tensor = place.get_buffer(leaf)
+    delattr(place, leaf)
+    place.register_buffer(leaf, tensor, persistent=False)
 
 
 def _example(archive: Archive, name: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
