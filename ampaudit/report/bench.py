@@ -132,6 +132,12 @@ class BenchReport(Shown):
     environment: Environment
     kind: Literal["bench"] = "bench"
 
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            times = (row.seconds, row.least, row.most)
+            if row.status == "ok" and not all(time is not None and time > 0 for time in times):
+                raise ValueError("a mode that ran needs its times")
+
     @property
     def exit_code(self) -> int:
         """0 if at least one mode ran, otherwise 3."""

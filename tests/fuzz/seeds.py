@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.fuzz.containers import members_of, zip_of
 from tests.fuzz.mutators import Files, Special
+from tests.support.saved import SAMPLES as KINDS
 
 __all__ = ["SEEDS"]
 
@@ -102,6 +103,8 @@ def _rename(old: str, new: str) -> Callable[[Any], object]:
 _ZERO, _FIFO = Special("link", "/dev/zero"), Special("fifo")
 
 # what the input shows: its format, the number of the honest input, the edit
+BENCH = [kind for kind in KINDS if kind != "comparison"].index("bench")
+
 SEEDS: dict[str, tuple[str, int, Edit]] = {
     "rules: a device": ("rules", 0, _file("rules.yaml", _ZERO)),
     "rules: a pipe": ("rules", 0, _file("rules.yaml", _FIFO)),
@@ -122,6 +125,12 @@ SEEDS: dict[str, tuple[str, int, Edit]] = {
     "report: a pipe": ("report", 0, _file("report.json", _FIFO)),
     "report: a hostile note of a difference": (
         "report", -1, _json("report.json", _set("pairs", 0, "notes", [HOSTILE])),
+    ),
+    "report: a mode without its times": (
+        "report", BENCH, _json("report.json", _set("rows", 0, "least", None)),
+    ),
+    "report: a mode that took no time": (
+        "report", BENCH, _json("report.json", _set("rows", 0, "seconds", 0.0)),
     ),
     "baseline: a device": ("baseline", 0, _file("report.json", _ZERO)),
     "pyproject: a device": ("pyproject", 0, _file("pyproject.toml", _ZERO)),
