@@ -23,6 +23,7 @@ from ampaudit.core.untrusted import describe, describe_path, open_regular, parse
 
 __all__ = [
     "FLOAT_TYPES",
+    "MAX_DIMENSIONS",
     "MAX_HEADER",
     "TORCH_NAMES",
     "Header",
@@ -62,7 +63,8 @@ def _known_type(name: str) -> str:
 
 TypeName = Annotated[str, AfterValidator(_known_type)]
 _Number = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
-Shape = Annotated[tuple[_Number, ...], Field(max_length=64)]  # as many dimensions as torch's tensors may have
+MAX_DIMENSIONS = 64  # of a tensor, in torch
+Shape = Annotated[tuple[_Number, ...], Field(max_length=MAX_DIMENSIONS)]
 
 
 class _Row(BaseModel):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +14,19 @@ from ampaudit.checkpoint.header import TORCH_NAMES, TensorEntry, read_header
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import describe, describe_path
 
-__all__ = ["PIECE", "RING", "InMemory", "Part", "SafetensorsFile", "dtype_of", "type_name"]
+__all__ = [
+    "PIECE",
+    "RING",
+    "InMemory",
+    "Part",
+    "SafetensorsFile",
+    "dtype_of",
+    "flat_tensor",
+    "misfit",
+    "type_name",
+]
+
+_MAX_EXPANDED = 1 << 20  # elements of a tensor with more than its storage
 
 PIECE = 1 << 19  # elements: 2 MiB of float32, which stay in the cache while they are cast and summed
 RING = 8  # buffers, used in turn
@@ -112,6 +125,29 @@ def type_name(dtype: torch.dtype, what: str) -> str:
     if name is None:
         raise WeightsError(f"{what} is {dtype}, which safetensors cannot hold", hint="convert or drop it")
     return name
+
+
+def flat_tensor(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bytes as a tensor that shares them; torch itself refuses none at all."""
+    return torch.frombuffer(view, dtype=dtype) if len(view) else torch.empty(0, dtype=dtype)
+
+
+def misfit(sizes: Sequence[int], strides: Sequence[int], offset: int, stored: int) -> str:
+    """Return why a tensor does not lie in its storage, or repeats it beyond reason; empty if it fits.
+
+    Args:
+        sizes: of the tensor; not negative.
+        strides: in elements, as many as sizes; not negative.
+        offset: of its first element.
+        stored: elements of the storage.
+    """
+    elements = math.prod(sizes)
+    last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if offset > stored or (elements and last >= stored):
+        return f"needs more than the {stored:,} values that are stored"
+    if elements > max(stored, _MAX_EXPANDED):
+        return f"claims {elements:,} values, of which {stored:,} are stored"
+    return ""
 
 
 def _fill(stream: FileIO, view: memoryview, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import struct
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 
 from ampaudit.checkpoint.archive import Archive, map_privately
+from ampaudit.checkpoint.header import MAX_DIMENSIONS
+from ampaudit.checkpoint.parts import flat_tensor, misfit
 from ampaudit.checkpoint.plain_pickle import MAX_PICKLE, RefusedPickle, interpret
 from ampaudit.checkpoint.stand_ins import GlobalName, Opaque, Pairs, StorageRecord, TensorRecord
 from ampaudit.core.errors import WeightsError
@@ -28,8 +29,6 @@ _STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
 }  # fmt: skip
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save before 1.6
-_MAX_DIMENSIONS = 64  # of a tensor, in torch
-_MAX_EXPANDED = 1 << 20  # elements of a tensor with more than its storage
 _MAX_SHARED = 100  # bytes of all tensors per byte of the file, as tensors may share theirs
 _MAX_SMALL = 64_000_000  # bytes of all tensors in any case
 _MAX_VALUES = 100_000  # beside tensors' elements
@@ -60,8 +59,7 @@ def read_plain_data(archive: Archive) -> Any:
         RefusedPickle: it holds anything else.
         AuditError: of the archive's type: it is damaged.
     """
-    value = interpret(io.BytesIO(archive.read("data.pkl", MAX_PICKLE)), [])
-    return _plain(value, Storages(lambda key: archive.mapped(f"data/{key}")), count(), 0)
+    return _plain(*_in_archive(archive), count(), 0)
 
 
 def _plain(value: Any, storages: Storages, counter: Iterator[int], depth: int) -> Any:
@@ -125,10 +123,7 @@ class Storages:
             raise RefusedPickle
         flat = self._found.get(storage.key)
         if flat is None:
-            view = self._bytes_of(storage.key)
-            flat = (
-                torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
-            )
+            flat = flat_tensor(self._bytes_of(storage.key), torch.uint8)
             if flat.data_ptr() % 16:
                 flat = flat.clone()  # kernels may want aligned values
             self._found[storage.key] = flat
@@ -143,15 +138,9 @@ def _fits(record: TensorRecord, available: int) -> bool:
     if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
         return False
     numbers = (record.offset, *size, *stride)
-    if len(size) > _MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+    if len(size) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
         return False
-    count = math.prod(size)
-    last = record.offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    return (
-        record.offset <= available
-        if not count
-        else last < available and count <= max(available, _MAX_EXPANDED)
-    )
+    return not misfit(size, stride, record.offset, available)
 
 
 def _resolved(tensor: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -170,8 +159,12 @@ def _read(path: Path) -> tuple[Any, Storages, int]:
     archive = Archive(path, WeightsError, data)
     if "constants.pkl" in archive.members:
         raise RefusedPickle("it is a TorchScript program", "torch.save the state_dict() of its model")
+    return *_in_archive(archive), len(data)
+
+
+def _in_archive(archive: Archive) -> tuple[Any, Storages]:
     value = interpret(io.BytesIO(archive.read("data.pkl", MAX_PICKLE)), [])
-    return value, Storages(lambda key: archive.mapped(f"data/{key}")), len(data)
+    return value, Storages(lambda key: archive.mapped(f"data/{key}"))
 
 
 def _legacy(data: memoryview) -> tuple[Any, Storages]:

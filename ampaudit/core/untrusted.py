@@ -115,14 +115,14 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
     return found
 
 
-def read_json(path: Path, limit: int, error: type[AuditError], hint: str) -> Any:
+def read_json(path: Path, limit: int, error: type[AuditError], hint: str, *, finite: bool = True) -> Any:
     """Read and parse a JSON file of at most ``limit`` bytes.
 
     Raises:
         AuditError: of the given type: see ``read_bounded`` and ``parse_json``.
     """
     try:
-        return parse_json(read_bounded(path, limit, error))
+        return parse_json(read_bounded(path, limit, error), finite=finite)
     except ValueError as cause:
         raise error(f"{describe_path(path)}: not valid JSON: {cause}", hint=hint) from cause
 

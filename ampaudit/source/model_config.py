@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ampaudit.core.errors import SourceError
-from ampaudit.core.untrusted import describe, describe_path, parse_json, read_bounded
+from ampaudit.core.untrusted import describe, describe_path, read_json
 
 __all__ = ["CONFIG_FILE", "MAX_CONFIG", "read_model_config", "read_raw_config"]
 
@@ -55,10 +55,7 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
         raise SourceError(
             f"{describe_path(directory)} has no {CONFIG_FILE}", hint="give a Hugging Face model directory"
         )
-    try:
-        table = parse_json(read_bounded(path, MAX_CONFIG, SourceError), finite=False)
-    except ValueError as error:
-        raise _refused(directory, f"not valid JSON: {error}", "restore the file") from error
+    table = read_json(path, MAX_CONFIG, SourceError, "restore the file", finite=False)
     if not isinstance(table, dict):
         raise _refused(directory, "not a JSON object", "restore the file")
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +13,14 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from ampaudit.checkpoint.archive import Archive
+from ampaudit.checkpoint.header import MAX_DIMENSIONS
+from ampaudit.checkpoint.parts import flat_tensor, misfit
 from ampaudit.core.errors import SourceError
-from ampaudit.core.untrusted import describe, parse_json, validate
+from ampaudit.core.untrusted import MAX_TABLE, describe, parse_json, validate
 from ampaudit.source.pt2.schema import STRICT, UNION, Integer, Name
 
 __all__ = ["SERIALIZED_DTYPES", "StoredTensors", "read_tensors"]
 
-_MAX_DIMENSIONS = 64
-_MAX_TABLE = 64_000_000  # bytes
-_MAX_EXPANDED = 1 << 20  # elements of a tensor that repeats its stored values
 _STRIDED = 7
 # numbers of torch/_export/serde/schema.py
 SERIALIZED_DTYPES: Mapping[int, torch.dtype] = {
@@ -63,8 +61,8 @@ class TensorMeta(TypedDict):
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     dtype: Integer
-    sizes: Annotated[list[ConcreteSize], Field(max_length=_MAX_DIMENSIONS)]
-    strides: Annotated[list[ConcreteSize], Field(max_length=_MAX_DIMENSIONS)]
+    sizes: Annotated[list[ConcreteSize], Field(max_length=MAX_DIMENSIONS)]
+    strides: Annotated[list[ConcreteSize], Field(max_length=MAX_DIMENSIONS)]
     storage_offset: ConcreteSize
     requires_grad: bool
     layout: Integer
@@ -121,7 +119,10 @@ class StoredTensors:
         )
         if key not in self._same:
             flat = self._flat(name, path, meta)
-            _check_extent(name, flat.numel(), sizes, strides, start)
+            if len(sizes) != len(strides):
+                raise ValueError(f"{describe(name)} has {len(sizes)} sizes and {len(strides)} strides")
+            if why := misfit(sizes, strides, start, flat.numel()):
+                raise ValueError(f"{describe(name)} {why}")
             tensor = flat.as_strided(sizes, strides, start)
             if payload["is_param"]:
                 tensor = nn.Parameter(tensor, requires_grad=meta["requires_grad"])
@@ -135,7 +136,7 @@ class StoredTensors:
         data = self.archive.mapped(f"{self.folder}{path}")
         if len(data) % dtype.itemsize:
             raise ValueError(f"{describe(name)} has {len(data):,} bytes of {dtype}")
-        return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+        return flat_tensor(data, dtype)
 
 
 def read_tensors(archive: Archive, folder: str, table: str) -> dict[str, torch.Tensor]:
@@ -145,7 +146,7 @@ def read_tensors(archive: Archive, folder: str, table: str) -> dict[str, torch.T
         SourceError: the table or a tensor cannot be read.
         ValueError: the table does not fit the bytes.
     """
-    text = archive.read(f"{folder}{table}", _MAX_TABLE)
+    text = archive.read(f"{folder}{table}", MAX_TABLE)
     payloads = validate(
         *(_PAYLOADS, parse_json(text), Path(archive.path, table), SourceError),
         hint="save the program again with torch.export.save",
@@ -154,17 +155,3 @@ def read_tensors(archive: Archive, folder: str, table: str) -> dict[str, torch.T
     for name, payload in payloads["config"].items():
         stored.add(name, payload)
     return stored.tensors
-
-
-def _check_extent(
-    name: str, stored: int, sizes: tuple[int, ...], strides: tuple[int, ...], start: int
-) -> None:
-    """Check that a tensor lies within its stored values, and does not repeat them beyond reason."""
-    count = math.prod(sizes)
-    if len(sizes) != len(strides):
-        raise ValueError(f"{describe(name)} has {len(sizes)} sizes and {len(strides)} strides")
-    last = start + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    if start > stored or (count and last >= stored):
-        raise ValueError(f"{describe(name)} needs more than the {stored:,} values that are stored")
-    if count > max(stored, _MAX_EXPANDED):
-        raise ValueError(f"{describe(name)} claims {count:,} values, of which {stored:,} are stored")
