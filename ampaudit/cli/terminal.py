@@ -75,7 +75,8 @@ def make_printable() -> None:
 
 def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
-        raise error
+        assert isinstance(error, UnicodeDecodeError)
+        return "\ufffd", error.end  # who captures a stream reads it with the stream's own handler
     text = error.object[error.start : error.end]
     plain = (_ASCII.get(letter, letter) for letter in text)
     return "".join(p.encode("ascii", "backslashreplace").decode() for p in plain), error.end

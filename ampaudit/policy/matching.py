@@ -118,8 +118,10 @@ def compiled(pattern: str) -> Any:
     """
     import re2
 
+    options = re2.Options()
+    options.log_errors = False  # RE2 writes them to file descriptor 2, cut inside a character
     try:
-        compile_pattern: Callable[[str], Any] = re2.compile
-        return compile_pattern(pattern)
+        compile_pattern: Callable[..., Any] = re2.compile
+        return compile_pattern(pattern, options)
     except re2.error as error:
         raise ValueError(str(error)) from error

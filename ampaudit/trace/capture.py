@@ -233,6 +233,10 @@ def _placeholders(
     for node in graph.find_nodes(op="placeholder"):
         spec = specs[node.name]
         slot = _SLOTS[spec.kind]
+        if slot is Slot.CONSTANT and not node.users:
+            # torch keeps what a composite op made while it was split (nn.LSTM), as a tensor without values
+            graph.erase_node(node)
+            continue
         name = layer_path(str(spec.target)) if spec.target else f"input[{count}]"
         count += slot is Slot.INPUT
         if slot is not Slot.INPUT:

@@ -251,10 +251,10 @@ def archive_of(folder: Path, data: bytes, storage: bytes = bytes(80), **more: by
 
 
 def refusal(path: Path) -> str:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(WeightsError) as caught:
         read_state_dict(path)
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
     message = str(caught.value.args[0])
     assert len(message) <= MAX_MESSAGE
     assert message.isprintable()

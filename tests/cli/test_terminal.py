@@ -91,6 +91,7 @@ def test_every_mark_of_ours_has_an_ascii_form() -> None:
     make_printable()
     for mark, plain in _ASCII.items():
         assert mark.encode("ascii", _HANDLER).decode() == plain
+    assert b"half of \xc3".decode("utf-8", _HANDLER) == "half of \ufffd"
     modules = sorted((ROOT / "ampaudit" / "render").rglob("*.py"))
     printed = "".join(path.read_text(encoding="utf-8") for path in modules)
     strings = re.findall(r'"[^"\n]*"', printed)

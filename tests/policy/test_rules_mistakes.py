@@ -172,9 +172,16 @@ def test_a_regex_that_would_backtrack_for_ever_does_not(tmp_path: Path) -> None:
 
     path = written(tmp_path, GOOD.replace('layer: ["head*"]', "layer_regex: ['^(a+)+$']"))
     rules = load_policy(str(path))
-    started = time.perf_counter()
+    started = time.process_time()
     assert rules.decide(OpFacts("relu", "a" * 5000 + "b", "float16")).rule is None
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
+
+
+def test_a_pattern_that_is_none_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, GOOD.replace('layer: ["head*"]', "layer_regex: ['(é']"))
+    with pytest.raises(PolicyError, match="missing"):
+        load_policy(str(path))
+    assert capfd.readouterr() == ("", "")  # RE2's own log goes past Python
 
 
 @pytest.mark.parametrize(
@@ -203,10 +210,10 @@ def test_a_regex_that_would_backtrack_for_ever_does_not(tmp_path: Path) -> None:
 )
 def test_hostile_files_are_refused_at_once(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, text)
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(PolicyError) as caught:
         load_policy(str(path))
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert len(caught.value.args[0]) <= MAX_MESSAGE
     assert caught.value.args[0].isprintable()
 

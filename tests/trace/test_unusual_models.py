@@ -136,11 +136,12 @@ def test_its_dtypes_are_those_of_a_half_model(name: str) -> None:
     assert len(whole) >= 1
 
 
-def test_recurrent_networks_are_taken_apart() -> None:
-    for kind in (nn.LSTM, nn.GRU):
-        report = scan(kind(8, 8, batch_first=True).eval(), torch.randn(2, 3, 8), policy="half")
-        assert report.findings == ()
-        assert report.coverage.sites > 10
+@pytest.mark.parametrize("policy", ["ampaudit", "half", "modelopt"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_are_taken_apart(kind: Callable[..., nn.Module], policy: str) -> None:
+    report = scan(kind(8, 8, batch_first=True).eval(), torch.randn(2, 3, 8), policy=policy)
+    assert report.verdict == "pass"
+    assert report.coverage.sites > 10
 
 
 def test_control_flow_operators_are_counted_as_not_covered() -> None:
