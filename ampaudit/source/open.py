@@ -16,6 +16,7 @@ from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.unchanged import states_of
 from ampaudit.core.untrusted import read_table
 from ampaudit.source.interface import ModelSource
+from ampaudit.source.other_kinds import not_a_model
 
 __all__ = ["open_source"]
 
@@ -100,9 +101,4 @@ def _open(location: str, options: SourceConfig) -> ModelSource:
         return from_python_file(Path(head), factory, options, location)
     if colon and head and factory.isidentifier():
         return from_import_path(head, factory, options, location)
-    if not path.exists():
-        raise SourceError(f"no such file or directory: {location}", hint="check the path of the model")
-    raise SourceError(
-        f"{location}: not a model format that ampaudit reads",
-        hint="give file.py, file.py:factory, package.module:factory, a model directory, or a .pt2 file",
-    )
+    raise not_a_model(location)
