@@ -35,7 +35,7 @@ def check_writable(path: Path, *, force: bool) -> None:
     """Check before a long run that a file can be written.
 
     Raises:
-        OutputError: the file exists and ``force`` is not set, or its directory is missing.
+        OutputError: the file exists and ``force`` is not set, or its directory is missing or read-only.
     """
     if _is_stream(path):
         return
@@ -45,7 +45,7 @@ def check_writable(path: Path, *, force: bool) -> None:
         raise OutputError(f"{path} is a device or a socket", hint="give -o the path of a file")
     if path.exists() and not force:
         raise OutputError(f"{path} exists", hint="choose another path, or pass --force to replace it")
-    _check_parent(path.resolve().parent)
+    _check_parent(path)
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
@@ -167,7 +167,7 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
             )
         if not force:
             raise OutputError(f"{path} exists", hint="choose another path, or pass --force to replace it")
-    _check_parent(path.resolve().parent)
+    _check_parent(path)
 
 
 @contextlib.contextmanager
@@ -219,9 +219,16 @@ def _cannot_write(path: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot write {path}: {what}; nothing was changed", hint=hint)
 
 
-def _check_parent(parent: Path) -> None:
-    if not parent.is_dir():
-        raise OutputError(f"no such directory: {parent}", hint="create it first")
+def _check_parent(path: Path) -> None:
+    """Make a temporary file where ``path`` will be, since permissions do not say whether one can."""
+    try:
+        target = path.resolve()
+        if not target.parent.is_dir():
+            raise OutputError(f"no such directory: {target.parent}", hint="create it first")
+        with _temporary_beside(target):
+            return
+    except (OSError, RuntimeError) as error:  # the latter for a circle of links
+        raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _swap(stage: Path, target: Path) -> None:

@@ -79,7 +79,7 @@ def convert(
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
     chosen, output = ConvertConfig.given(config, options), Path(output)
-    chosen.check(output)
+    chosen.check_output(output)
     source = as_source(model, inputs)
     if chosen.onnx and source.release is not None:
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
