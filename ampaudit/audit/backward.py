@@ -48,18 +48,8 @@ def _with_backward(plan: RunConfig, settings: ScanConfig) -> RunConfig:
 
 
 def _refuse_forward_only(settings: ScanConfig, source: ModelSource) -> None:
-    given = {
-        "--ranges": settings.ranges,
-        "--static": settings.static,
-        "--contract": bool(settings.contract),
-        "--stress": settings.stress > 0,
-        "--advise": settings.advise,
-        "--diff": settings.diff,
-        "--stream": source.release is not None,
-    }
-    for option, is_given in given.items():
-        if is_given:
-            raise UsageError(f"--backward cannot be combined with {option}", hint=f"leave out {option}")
+    if source.release is not None:
+        raise UsageError("--backward cannot be combined with --stream", hint="leave out --stream")
     if source.kind in ("pt2", "converted"):
         raise UsageError(
             f"--backward: {source.location} is an exported program, which has no loss",

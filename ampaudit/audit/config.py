@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from annotated_types import Ge, Gt
-from pydantic import InstanceOf
+from pydantic import AfterValidator, InstanceOf
 
+from ampaudit.core.assumptions import parse_assumption
 from ampaudit.core.config import (
     NOT_NAN,
     Config,
@@ -23,8 +24,10 @@ from ampaudit.core.config import (
     python_only,
     silent,
 )
+from ampaudit.core.errors import UsageError
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.finding import FailOn
+from ampaudit.report.pages import page_of
 
 if TYPE_CHECKING:  # both need torch
     from ampaudit.run.backends import Backend
@@ -45,18 +48,42 @@ __all__ = [
     "Rules",
     "ScanConfig",
     "ScanOptions",
+    "check_device",
     "rules_of",
 ]
+
+
+def _known_codes(ignored: tuple[str, ...]) -> tuple[str, ...]:
+    for text in ignored:
+        if code := text.partition(":")[0]:
+            page_of(code)
+    return ignored
+
 
 Rules = str | Path | InstanceOf[RuleSet]
 PolicyName = Annotated[Rules, Option("Policy name or rule file.")]
 FailOnLevel = Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")]
 Ignored = Annotated[
-    Texts, Option("Hide findings by code and layer glob (repeatable).", metavar="CODE[:LAYER]")
+    Texts,
+    AfterValidator(_known_codes),
+    Option("Hide findings by code and layer glob (repeatable).", metavar="CODE[:LAYER]"),
 ]
 MinHeadroom = Annotated[float, NOT_NAN, Option("Warn below this headroom.", metavar="BITS")]
 MinSqnr = Annotated[float, NOT_NAN, Option("Required accuracy of every output.", metavar="DB")]
 MIN_HEADROOM, MIN_SQNR = 1.0, 20.0  # what scan and convert ask for by default
+# options under which others would have no effect
+_EXCLUDES = {
+    "ranges": ("static", "prove", "contract", "stress", "advise", "diff"),
+    "static": ("stress", "advise", "diff"),
+    "backward": ("ranges", "static", "contract", "stress", "advise", "diff"),
+}
+
+
+def check_device(name: str) -> None:
+    """Raise for a device that this machine lacks."""
+    from ampaudit.run.device import pick_device
+
+    pick_device(name)
 
 
 def rules_of(policy: Rules) -> RuleSet:
@@ -76,6 +103,10 @@ class PlanConfig(Config):
     device: DeviceName = "auto"
     seed: Seed = 0
     on_progress: OnProgress = silent
+
+    def check(self) -> None:
+        """Raise early for a device that this machine lacks."""
+        check_device(self.device)
 
 
 class PlanOptions(TypedDict, total=False):
@@ -123,6 +154,23 @@ class ScanConfig(PlanConfig):
     keep_outputs: Annotated[
         KeepOutputs | None, python_only("Called with each batch's number and outputs, FP32's and 16-bit.")
     ] = None
+
+    def check(self) -> None:
+        """Raise early for options that are invalid, or that another one leaves without effect."""
+        from ampaudit.run.contract import parse_contract
+
+        for option, others in _EXCLUDES.items():
+            for other in others:
+                if getattr(self, option) and getattr(self, other):
+                    raise UsageError(
+                        f"--{option} cannot be combined with --{other}", hint=f"leave out --{other}"
+                    )
+        if self.loss_scale is not None and not self.backward:
+            raise UsageError("--loss-scale scales gradients", hint="add --backward, or leave it out")
+        super().check()
+        parse_contract(self.contract)
+        for text in self.assume:
+            parse_assumption(text)
 
 
 class ScanOptions(PlanOptions, total=False):

@@ -49,7 +49,9 @@ def plan(
     Raises:
         AuditError: see ``ampaudit.core.errors``.
     """
-    chosen, source = PlanConfig.given(config, options), as_source(model, inputs)
+    chosen = PlanConfig.given(config, options)
+    chosen.check()
+    source = as_source(model, inputs)
     form, where = low_precision_format(chosen.dtype), pick_device(chosen.device)
     rules = rules_of(chosen.policy).for_environment(environment_of(where))
     traced, notes = trace_under(source, rules, form, where, chosen.seed, chosen.on_progress)

@@ -17,7 +17,6 @@ from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.audit.stress import stressed
-from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.model import ModelInfo, Report, RunInfo
@@ -64,6 +63,7 @@ def scan(
         AuditError: see ``ampaudit.core.errors``.
     """
     chosen = ScanConfig.given(config, options)
+    chosen.check()
     return scan_policies(as_source(model, inputs, batches), [chosen.policy], chosen)[0]
 
 
@@ -75,8 +75,7 @@ def scan_policies(source: ModelSource, policies: Sequence[Rules], config: ScanCo
 @preserved()
 def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanConfig) -> list[Audited]:
     """Audit a loaded source under several policies, and return the audits with their reports."""
-    if config.ranges and (config.static or config.prove):
-        raise UsageError("--ranges runs FP32 alone", hint="leave out --static and --prove, or --ranges")
+    config.check()
     form, where = low_precision_format(config.dtype), pick_device(config.device)
     hidden = tuple(map(option, config.ignore))
     rule_sets = [rules_of(policy).for_environment(environment_of(where)) for policy in policies]

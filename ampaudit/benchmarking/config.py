@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypedDict
 from annotated_types import Ge
 from pydantic import AfterValidator, BeforeValidator, InstanceOf
 
-from ampaudit.audit.config import Rules
+from ampaudit.audit.config import Rules, check_device
 from ampaudit.benchmarking.devices.catalogue import Device, device_named
 from ampaudit.benchmarking.names import DEFAULT_MODES, parse_modes
 from ampaudit.core.config import (
@@ -89,6 +89,10 @@ class BenchConfig(Config):
         None
     )
     on_progress: OnProgress = silent
+
+    def check(self) -> None:
+        """Raise early for a device that this machine lacks."""
+        check_device(self.device)
 
 
 class BenchOptions(TypedDict, total=False):

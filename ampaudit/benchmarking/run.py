@@ -50,6 +50,7 @@ def bench(
         AuditError: the model has no loss to train with, or the device does not exist.
     """
     chosen = BenchConfig.given(config, options)
+    chosen.check()
     source = as_source(model, inputs, options=SourceConfig.of(chosen))
     source = replace(source, loss=chosen.loss or source.loss)
     setup = _setup(source, chosen)

@@ -11,10 +11,8 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     debug_option,
-    force_option,
-    output_option,
     plot_option,
-    report_format_option,
+    report_options,
 )
 from ampaudit.cli.output import deliver_document
 from ampaudit.core.config import SourceConfig
@@ -27,9 +25,7 @@ __all__ = ["bench_command"]
 @click.argument("model")
 @config_options(BenchConfig, SourceConfig, leave_out=("batches", "stream"))
 @plot_option("memory and speed")
-@report_format_option()
-@output_option
-@force_option
+@report_options("bench")
 @debug_option
 @click.pass_context
 def bench_command(context: click.Context, /, model: str, **options: Any) -> None:
@@ -38,15 +34,6 @@ def bench_command(context: click.Context, /, model: str, **options: Any) -> None
     MODEL is what ``ampaudit scan`` takes; --train needs what ``ampaudit train`` needs. A mode that the device
     lacks, or that runs out of memory, is a row of the table. Exit code 3 if none ran.
     """
-    from ampaudit.core.files import check_writable
-
-    for path in (options["output"], options["plot"]):
-        if path is not None:
-            check_writable(path, force=options["force"])
-    if options["plot"] is not None:
-        from ampaudit.render.training_plot import check_picture
-
-        check_picture(options["plot"])
     report = _measured(model, options)
     _deliver(report, options)
     context.exit(130 if report.interrupted else report.exit_code)
@@ -59,6 +46,7 @@ def _measured(location: str, options: dict[str, Any]) -> BenchReport:
     policy = load_policy(options["policy"])  # its mistakes show before torch is loaded
     with ProgressBar(location) as progress:
         config = config_from(BenchConfig, options, policy=policy, on_progress=progress.update)
+        config.check()
 
         from ampaudit.benchmarking.run import bench
         from ampaudit.source.open import open_source
@@ -67,9 +55,12 @@ def _measured(location: str, options: dict[str, Any]) -> BenchReport:
 
 
 def _deliver(report: BenchReport, options: dict[str, Any]) -> None:
+    from ampaudit.render.render import keeping
+
+    deliver_document(report, options)
     if options["plot"] is not None:
         from ampaudit.render.bench_plot import plot_bench
 
-        plot_bench(report, options["plot"], force=options["force"])
+        with keeping(report):
+            plot_bench(report, options["plot"], force=options["force"])
         click.echo(f"picture written to {options['plot']}", err=True)
-    deliver_document(report, options)

@@ -13,10 +13,8 @@ from ampaudit.cli.options import (
     config_options,
     configuration_option,
     debug_option,
-    force_option,
     given,
-    output_option,
-    report_format_option,
+    report_options,
 )
 from ampaudit.cli.output import deliver_document
 
@@ -27,9 +25,7 @@ __all__ = ["check_command"]
 @click.argument("targets", nargs=-1)
 @config_options(CheckConfig)
 @configuration_option
-@report_format_option()
-@output_option
-@force_option
+@report_options("check")
 @debug_option
 @click.pass_context
 def check_command(context: click.Context, /, targets: tuple[str, ...], **options: Any) -> None:
@@ -39,11 +35,8 @@ def check_command(context: click.Context, /, targets: tuple[str, ...], **options
     pyproject.toml. Exit codes: 0 all pass, 1 a budget is exceeded, 2 bad input, 3 not audited.
     """
     from ampaudit.cli.progress import ProgressBar
-    from ampaudit.core.files import check_writable
     from ampaudit.core.pyproject import find_config
 
-    if options["output"] is not None:
-        check_writable(options["output"], force=options["force"])
     path = options["config"] or find_config(Path.cwd())
     chosen = (read_config(path) if path is not None else {}) | given(options)
     wanted = targets or tuple(chosen.get("targets", ()))

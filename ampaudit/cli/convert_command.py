@@ -14,10 +14,13 @@ from ampaudit.cli.options import (
     config_options,
     debug_option,
     format_option,
+    given,
+    report_options,
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
 from ampaudit.core.config import SourceConfig
+from ampaudit.core.errors import UsageError
 from ampaudit.export.config import ConvertConfig, VerifyConfig
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ __all__ = ["convert_command", "verify_command"]
     type=click.Choice(["float32"]),
     help="Restore the FP32 weights of MODEL, a converted directory.",
 )
-@format_option
+@format_option("conversion")
 @debug_option
 @click.pass_context
 def convert_command(context: click.Context, /, model: str, output: Path, **options: Any) -> None:
@@ -56,10 +59,17 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
       manifest.json          SHA-256 of every file
     """  # noqa: D301  (click wants the character, not its escape)
     if options["target"] is not None:
+        unused = given(options).keys() - {"target", "force", "debug"}
+        for parameter in context.command.params:
+            if parameter.name in unused:
+                raise UsageError(
+                    f"--to float32 cannot be combined with {parameter.opts[-1]}",
+                    hint=f"leave out {parameter.opts[-1]}: what was stored is restored as it is",
+                )
         _restore(model, output, options)
         return
     config = config_from(ConvertConfig, options)
-    config.check(output)
+    config.check_output(output)
     made = _convert(model, output, config, options, context)
     deliver_document(made, options | {"output": None, "force": False})
     context.exit(made.exit_code)
@@ -99,7 +109,7 @@ def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
 @click.command("verify")
 @click.argument("directory", type=FILE)
 @config_options(VerifyConfig)
-@format_option
+@report_options("verification")
 @verbose_option("Show every problem.")
 @debug_option
 @click.pass_context

@@ -12,7 +12,7 @@ __all__ = ["devices_command"]
 
 @click.command("devices")
 @click.argument("name", required=False)
-@format_option
+@format_option()
 @debug_option
 def devices_command(name: str | None, form: str, debug: bool) -> None:
     """Show this machine and what each generation of accelerators supports; or one device, by NAME."""

@@ -14,11 +14,9 @@ from ampaudit.cli.options import (
     config_options,
     configuration_option,
     debug_option,
-    force_option,
     given,
-    output_option,
     quiet_option,
-    report_format_option,
+    report_options,
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
@@ -47,9 +45,7 @@ _STDIN = "-"
     help="File name assumed for standard input; its suffix selects the parser.",
 )
 @configuration_option
-@report_format_option()
-@output_option
-@force_option
+@report_options("lint")
 @quiet_option
 @verbose_option("Also print suppressed findings.")
 @debug_option
@@ -61,12 +57,9 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     script is executed. Options on the command line override [tool.ampaudit.lint] in pyproject.toml.
     Exit codes: 0 no findings, 1 findings (with --diff: changes), 2 usage error or unreadable file.
     """
-    from ampaudit.core.files import check_writable
     from ampaudit.core.pyproject import find_config
     from ampaudit.linter.lint import lint_report
 
-    if options["output"] is not None:
-        check_writable(options["output"], force=options["force"])
     if options["fix"] and options["diff"]:
         raise click.UsageError("--fix and --diff cannot be combined")
     path = options["config"] or find_config(Path.cwd())

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 from pydantic.fields import FieldInfo
 
 from ampaudit.core.config import COMMAND_LINE, Config, Option, limits_of, long_flag, option_of, value_type
-from ampaudit.render.formats import OUTPUT_FORMATS
+from ampaudit.core.errors import UsageError
+from ampaudit.core.untrusted import describe
+from ampaudit.render.formats import FORMAT_REGISTRY, OUTPUT_FORMATS, chosen_format
+from ampaudit.render.render import formats_of
 
 __all__ = [
     "FILE",
@@ -22,10 +26,9 @@ __all__ = [
     "force_option",
     "format_option",
     "given",
-    "output_option",
     "plot_option",
     "quiet_option",
-    "report_format_option",
+    "report_options",
     "verbose_option",
 ]
 
@@ -41,21 +44,60 @@ configuration_option = click.option(
 )
 debug_option = click.option("--debug", is_flag=True, help="Show Python tracebacks of errors.")
 force_option = click.option("--force", is_flag=True, help="Overwrite existing files.")
-format_option = click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
-)
-output_option = click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the report to FILE.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print only the verdict.")
 
 
-def report_format_option(*forms: str) -> Callable[[Command], Command]:
-    """Add ``--format`` with the given formats, by default all of a report."""
-    return click.option(
-        "--format",
-        "form",
-        type=click.Choice(forms or list(OUTPUT_FORMATS)),
-        help="Output format.  [default: by the suffix of --output, else text]",
-    )
+def report_options(kind: str | None) -> Callable[[Command], Command]:
+    """Add ``--format``, ``--output`` and ``--force``, and check all outputs before the command begins.
+
+    Args:
+        kind: of the document that the command makes, which decides its formats; ``None`` for any.
+    """
+    forms = formats_of(kind) if kind is not None else tuple(FORMAT_REGISTRY)
+    suffixes = ", ".join(OUTPUT_FORMATS[form][0] for form in forms if OUTPUT_FORMATS[form])
+    text = f"Write the report to FILE: {suffixes}."
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            options["form"] = chosen_format(options["form"], options["output"], forms)
+            _check_outputs(options)
+            return command(*arguments, **options)
+
+        written = click.option("-o", "--output", type=FILE, metavar="FILE", help=text)(force_option(checked))
+        how = "Output format.  [default: by the suffix of --output, else text]"
+        return cast(Command, click.option("--format", "form", type=click.Choice(forms), help=how)(written))
+
+    return decorate
+
+
+def format_option(kind: str | None = None) -> Callable[[Command], Command]:
+    """Add ``--format`` to a command that prints: all formats of a kind of document, else text and JSON."""
+    forms = formats_of(kind) if kind is not None else ("text", "json")
+    return click.option("--format", "form", type=click.Choice(forms), default="text", show_default=True)
+
+
+def _check_outputs(options: dict[str, Any]) -> None:
+    """Reject what could not be written after the work.
+
+    Raises:
+        UsageError, OutputError: see ``check_writable``, ``check_picture`` and ``check_summaries``.
+    """
+    from ampaudit.core.files import check_writable
+
+    output, plot, folder = (options.get(name) for name in ("output", "plot", "tensorboard"))
+    for path in filter(None, (output, plot)):
+        check_writable(path, force=options["force"])
+    if plot is not None:
+        from ampaudit.render.training_plot import check_picture
+
+        check_picture(plot)
+        if output is not None and plot.resolve() == output.resolve():
+            raise UsageError(f"--plot {describe(plot)}: the report goes there", hint="name another file")
+    if folder is not None:
+        from ampaudit.training.tensorboard import check_summaries
+
+        check_summaries(folder, force=options["force"])
 
 
 def plot_option(what: str) -> Callable[[Command], Command]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,19 +29,20 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
         document: any report.
         options: of the command: ``form``, ``output``, ``force``, ``quiet``, ``verbose``.
     """
-    from ampaudit.render.render import as_file, for_terminal
+    from ampaudit.render.render import as_file, for_terminal, keeping
 
     output: Path | None = options.get("output")
     verbosity = -1 if options.get("quiet") else int(options.get("verbose", 0))
     form = chosen_format(options["form"], output)
-    text = None if form == "text" else as_file(document, form)
-    deliver(
-        lambda console: console.print(for_terminal(document, verbosity), crop=False),
-        text,
-        output,
-        force=bool(options.get("force")),
-        verdict=lambda console: console.print(for_terminal(document, -1)),
-    )
+    with keeping(document):
+        deliver(
+            lambda console: console.print(for_terminal(document, verbosity), crop=False),
+            None if form == "text" else as_file(document, form),
+            output,
+            force=bool(options.get("force")),
+            verdict=lambda console: console.print(for_terminal(document, -1)),
+        )
+        sys.stdout.flush()
 
 
 def deliver(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,13 +12,14 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     debug_option,
-    force_option,
-    output_option,
-    report_format_option,
+    report_options,
     verbose_option,
 )
-from ampaudit.cli.output import deliver
+from ampaudit.cli.output import deliver_document
 from ampaudit.core.config import SourceConfig
+
+if TYPE_CHECKING:
+    from ampaudit.report.plan import PlanReport
 
 __all__ = ["plan_command"]
 
@@ -27,9 +28,7 @@ __all__ = ["plan_command"]
 @click.argument("model")
 @config_options(PlanConfig, SourceConfig)
 @click.option("--layer", metavar="GLOB", help="Show only matching layers, such as 'encoder.layer.0.*'.")
-@report_format_option("text", "json", "html", "markdown", "csv")
-@output_option
-@force_option
+@report_options("plan")
 @verbose_option("Show one row per site, including views.")
 @debug_option
 def plan_command(model: str, **options: Any) -> None:
@@ -39,40 +38,34 @@ def plan_command(model: str, **options: Any) -> None:
     one FP32 run.
     """
     from ampaudit.cli.progress import ProgressBar
-    from ampaudit.core.files import check_writable
     from ampaudit.policy import load_policy
 
-    if options["output"] is not None:
-        check_writable(options["output"], force=options["force"])
     rules = load_policy(options["policy"])  # its mistakes show before torch is loaded
     with ProgressBar(model) as progress:
         config = config_from(PlanConfig, options, policy=rules, on_progress=progress.update)
+        config.check()
         source = load_source(model, config_from(SourceConfig, options))
 
         from ampaudit.audit.plan import plan
 
         made = plan(source, config=config)
-    from ampaudit.render.documents.plan import PlanView
-    from ampaudit.render.formats import chosen_format
-    from ampaudit.render.render import as_file
-    from ampaudit.render.terminal import printable
-
-    layer = options["layer"]
-    if layer is not None and not made.matching(layer):
-        raise click.BadParameter(
-            _no_layer(layer, sorted({s.layer for s in made.sites})), param_hint="--layer"
-        )
-    form = chosen_format(options["form"], options["output"])
-    text = None if form == "text" else as_file(made, form)
-    shown = printable(PlanView(made, layer).sections(int(options["verbose"])))
-    deliver(lambda console: console.print(shown), text, options["output"], force=options["force"])
+    if (layer := options["layer"]) is not None:
+        made = _restricted(made, layer)
+    deliver_document(made, options)
 
 
-def _no_layer(glob: str, layers: list[str]) -> str:
+def _restricted(plan: PlanReport, glob: str) -> PlanReport:
+    """Return a plan of the layers that a glob matches."""
     import difflib
 
     from ampaudit.core.text import escape_control
+    from ampaudit.render.render import keeping
 
+    if found := plan.restricted(glob):
+        return found
+    layers = sorted({site.layer for site in plan.sites})
     near = difflib.get_close_matches(glob, layers, n=1, cutoff=0.3)
     meant = f"; there is {escape_control(near[0])!r}" if near else ""
-    return f"no layer matches {glob!r}{meant}; a star stands for any text"
+    with keeping(plan):
+        text = f"no layer matches {glob!r}{meant}; a star stands for any text"
+        raise click.BadParameter(text, param_hint="--layer")

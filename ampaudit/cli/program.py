@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterable
 from importlib import import_module
 
 import click
@@ -78,6 +79,7 @@ def run_command() -> int:
         return 2
     except click.ClickException as error:
         error.show()
+        _print_lines(getattr(error, "__notes__", ()))
         return error.exit_code
     except BrokenPipeError:
         return 1  # whoever reads the output has seen enough
@@ -85,10 +87,14 @@ def run_command() -> int:
         if "--debug" in sys.argv:
             traceback.print_exc()
         message, exit_code = _explained(error)
-        lines = f"ampaudit: {message}".splitlines()
-        click.echo("\n".join(escape_control(line) for line in lines), err=True)
+        _print_lines((*f"ampaudit: {message}".splitlines(), *getattr(error, "__notes__", ())))
         return exit_code
     return code if isinstance(code, int) else 0
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        click.echo(escape_control(line), err=True)
 
 
 def _explained(error: Exception) -> tuple[str, int]:

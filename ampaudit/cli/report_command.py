@@ -12,10 +12,8 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     debug_option,
-    force_option,
-    output_option,
     quiet_option,
-    report_format_option,
+    report_options,
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
@@ -26,9 +24,7 @@ __all__ = ["diff_command", "report_command"]
 
 @click.command("report")
 @click.argument("file", type=FILE)
-@report_format_option()
-@output_option
-@force_option
+@report_options(None)
 @quiet_option
 @verbose_option("Show notes and every site.")
 @debug_option
@@ -37,11 +33,8 @@ def report_command(file: Path, **options: Any) -> None:
 
     Nothing is run, and nothing in FILE is. The exit code is 0 whatever the report says.
     """
-    from ampaudit.core.files import check_writable
     from ampaudit.report.saved import read_document
 
-    if options["output"] is not None:
-        check_writable(options["output"], force=options["force"])
     deliver_document(read_document(file), options)
 
 
@@ -49,9 +42,7 @@ def report_command(file: Path, **options: Any) -> None:
 @click.argument("old", type=FILE)
 @click.argument("new", type=FILE)
 @config_options(DiffConfig)
-@report_format_option()
-@output_option
-@force_option
+@report_options("diff")
 @verbose_option("Show every layer and site.")
 @debug_option
 @click.pass_context
@@ -60,11 +51,8 @@ def diff_command(context: click.Context, /, old: Path, new: Path, **options: Any
 
     Exit codes: 0 nothing is worse, 1 something is, 2 bad input.
     """
-    from ampaudit.core.files import check_writable
     from ampaudit.report.saved import read_document
 
-    if options["output"] is not None:
-        check_writable(options["output"], force=options["force"])
     config = config_from(DiffConfig, options)
     found = differences(read_document(old), read_document(new), config)
     deliver_document(found, options)

@@ -22,7 +22,7 @@ def rules_group() -> None:
 
 
 @rules_group.command("list")
-@format_option
+@format_option()
 @debug_option
 def list_command(form: str, debug: bool) -> None:
     """List the shipped policies."""
@@ -34,7 +34,7 @@ def list_command(form: str, debug: bool) -> None:
 
 @rules_group.command("show")
 @click.argument("policy")
-@format_option
+@format_option()
 @debug_option
 def show_command(policy: str, form: str, debug: bool) -> None:
     """Show a policy's rules in order, including inherited ones: a shipped name or a rule file."""
@@ -67,7 +67,7 @@ def validate_command(file: str, debug: bool) -> None:
 @click.argument("second")
 @click.option("--model", metavar="MODEL", help="Compare on this model, as ``ampaudit scan`` takes it.")
 @config_options(PlanConfig, SourceConfig, leave_out=("policy", "device"))
-@format_option
+@format_option()
 @verbose_option("Show one row per site.")
 @debug_option
 def diff_command(first: str, second: str, model: str | None, form: str, **options: Any) -> None:
@@ -91,6 +91,7 @@ def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) 
 
     with ProgressBar(model) as progress:
         config = config_from(PlanConfig, options, on_progress=progress.update)
+        config.check()
         source = load_source(model, config_from(SourceConfig, options))
 
         from ampaudit.audit.plan import plan

@@ -13,11 +13,9 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     debug_option,
-    force_option,
     given,
-    output_option,
     quiet_option,
-    report_format_option,
+    report_options,
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
@@ -38,9 +36,7 @@ __all__ = ["scan_command"]
 @click.command("scan")
 @click.argument("model")
 @config_options(ScanConfig, SourceConfig)
-@report_format_option()
-@output_option
-@force_option
+@report_options("scan")
 @quiet_option
 @verbose_option("Show notes and every site.")
 @debug_option
@@ -57,10 +53,6 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
       file.pt2                 an exported program
       directory/               what ``ampaudit convert`` wrote: scanned as it is
     """  # noqa: D301  (click wants the character, not its escape)
-    from ampaudit.core.files import check_writable
-
-    if options["output"] is not None:
-        check_writable(options["output"], force=options["force"])
     reports, failures = _audit(model, options)
     document = _document(reports, compared=len(reports) + len(failures) > 1)
     deliver_document(document, options)
@@ -112,6 +104,7 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
     with ProgressBar(location) as progress:
         config = config_from(ScanConfig, options, on_progress=progress.update)
         config = config.changed(prove=config.prove or bool(config.assume))
+        config.check()
         source = load_source(location, loading)
         if source.kind == "converted":  # its casts are in its program
             policies = policies if "policy" in asked else [load_policy("as-is")]

@@ -11,11 +11,9 @@ from ampaudit.cli.options import (
     config_from,
     config_options,
     debug_option,
-    force_option,
-    output_option,
     plot_option,
     quiet_option,
-    report_format_option,
+    report_options,
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
@@ -29,11 +27,9 @@ __all__ = ["train_command"]
 @click.command("train")
 @click.argument("model")
 @config_options(TrainConfig, SourceConfig, leave_out=("batches", "train", "stream"))
-@report_format_option()
-@output_option
+@report_options("training")
 @plot_option("the curves")
 @click.option("--tensorboard", type=FILE, metavar="DIR", help="Write TensorBoard summaries to DIR.")
-@force_option
 @quiet_option
 @verbose_option("Show notes and every parameter.")
 @debug_option
@@ -48,15 +44,6 @@ def train_command(context: click.Context, /, model: str, **options: Any) -> None
       optimizer(params)                     else AdamW with a learning rate of 1e-3
       metric(output, batch)                 optional: larger is better
     """  # noqa: D301  (click wants the character, not its escape)
-    from ampaudit.core.files import check_writable
-
-    for path in (options["output"], options["plot"]):
-        if path is not None:
-            check_writable(path, force=options["force"])
-    if options["plot"] is not None:
-        from ampaudit.render.training_plot import check_picture
-
-        check_picture(options["plot"])
     report = _trained(model, options)
     _deliver(report, options)
     context.exit(report.exit_code)
@@ -69,6 +56,8 @@ def _trained(location: str, options: dict[str, Any]) -> TrainingReport:
     config = config_from(TrainConfig, options)
     config = config.changed(policies=[load_policy(str(name)) for name in config.policies])
     with ProgressBar(location) as progress:
+        config.check()
+
         from ampaudit.source.open import open_source
         from ampaudit.training.train import MAX_BATCHES, train
 
@@ -77,14 +66,18 @@ def _trained(location: str, options: dict[str, Any]) -> TrainingReport:
 
 
 def _deliver(report: TrainingReport, options: dict[str, Any]) -> None:
+    from ampaudit.render.render import keeping
+
+    deliver_document(report, options)
     if options["plot"] is not None:
         from ampaudit.render.training_plot import plot_training
 
-        plot_training(report, options["plot"], force=options["force"])
+        with keeping(report):
+            plot_training(report, options["plot"], force=options["force"])
         click.echo(f"picture written to {options['plot']}", err=True)
     if options["tensorboard"] is not None:
         from ampaudit.training.tensorboard import write_summaries
 
-        write_summaries(report, options["tensorboard"], force=options["force"])
+        with keeping(report):
+            write_summaries(report, options["tensorboard"], force=options["force"])
         click.echo(f"summaries written to {options['tensorboard']}", err=True)
-    deliver_document(report, options)

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 from pydantic.fields import FieldInfo
 
 from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.core.formats import low_precision_format
 from ampaudit.core.untrusted import describe
 
 __all__ = [
@@ -88,10 +89,15 @@ def _refuse_nan(value: float | None) -> float | None:
     return value
 
 
+def _known_dtype(name: str) -> str:
+    low_precision_format(name)
+    return name
+
+
 Texts = Annotated[Sequence[str], AfterValidator(tuple)]
 FilePath = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 NOT_NAN = AfterValidator(_refuse_nan)
-DtypeName = Annotated[str, Option("float16 or bfloat16.")]
+DtypeName = Annotated[str, AfterValidator(_known_dtype), Option("float16 or bfloat16.")]
 DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Device to run on.")]
 Seed = Annotated[int, Option("Random seed.")]
 # never a key of a file: whoever wrote the model may have written the file
@@ -146,6 +152,13 @@ class Config(BaseModel):
         if config is not None and not isinstance(config, cls):
             raise UsageError(f"config is of type {type(config).__name__}", hint=f"pass a {cls.__name__}")
         return cls(**options) if config is None else config.changed(**options)
+
+    def check(self) -> None:
+        """Raise early for what would fail only after a model is loaded.
+
+        Raises:
+            UsageError: an option does not fit this machine or another option.
+        """
 
     def changed(self, **values: Any) -> Self:
         """Return a copy with other values."""

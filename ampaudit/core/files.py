@@ -7,7 +7,6 @@ import ctypes
 import errno
 import os
 import shutil
-import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,17 +34,16 @@ def check_writable(path: Path, *, force: bool) -> None:
     """Check before a long run that a file can be written.
 
     Raises:
-        OutputError: the file exists and ``force`` is not set, or its directory is missing.
+        OutputError: the file exists and ``force`` is not set, or its directory is missing or read-only.
     """
     if _is_stream(path):
         return
-    if path.is_dir():
-        raise OutputError(f"{path} is a directory", hint="give -o the path of a file")
     if path.exists() and not path.is_file():
-        raise OutputError(f"{path} is a device or a socket", hint="give -o the path of a file")
+        what = "a directory" if path.is_dir() else "a device or a socket"
+        raise OutputError(f"{path} is {what}", hint="give -o the path of a file")
     if path.exists() and not force:
         raise OutputError(f"{path} exists", hint="choose another path, or pass --force to replace it")
-    _check_parent(path.resolve().parent)
+    _check_parent(path)
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
@@ -74,11 +72,7 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 def _is_stream(path: Path) -> bool:
     """Return whether a path names a terminal, ``/dev/null`` or a pipe, which are written to, not replaced."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return False
-    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
+    return path.is_char_device() or path.is_fifo()
 
 
 def _replace(path: Path, data: bytes, mode_of: Callable[[Path], int]) -> None:
@@ -167,7 +161,7 @@ def check_directory(path: Path, *, force: bool, ours: str) -> None:
             )
         if not force:
             raise OutputError(f"{path} exists", hint="choose another path, or pass --force to replace it")
-    _check_parent(path.resolve().parent)
+    _check_parent(path)
 
 
 @contextlib.contextmanager
@@ -175,8 +169,8 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
     """Fill a new directory beside the target while active, and move it into place at the end.
 
     The swap is one system call where Linux offers it, so that at any moment, also after a crash, the
-    target is the whole old directory or the whole new one. If anything fails, the new one is removed.
-    The next writer of the same target removes a staging directory left by a killed process.
+    target is the whole old directory or the whole new one. If filling fails, the new one is removed; if
+    only the swap fails, it is kept. The next writer removes a directory left by a killed process.
 
     Raises:
         OutputError: see ``check_directory``; or the disk is full or read-only.
@@ -190,9 +184,15 @@ def staged_directory(path: Path, *, force: bool, ours: str) -> Iterator[Path]:
             yield stage
             _flush(stage)
             stage.chmod(0o777 & ~_umask())
-            check_directory(path, force=force, ours=ours)  # it may have been created meanwhile
-            with interrupts.Committing(path):
-                _swap(stage, target)  # what is then there, the old one, is removed
+            try:
+                check_directory(path, force=force, ours=ours)  # it may have been created meanwhile
+                with interrupts.Committing(path):
+                    _swap(stage, target)  # what is then there, the old one, is removed
+            except (OSError, OutputError) as error:
+                place = stage.rename(stage.with_name(stage.name.removeprefix(".")))
+                refused = error if isinstance(error, OutputError) else _cannot_write(path, error)
+                refused.add_note(f"the result is kept in {place}")
+                raise refused from error.__cause__
     except OSError as error:
         if error.filename is not None and not Path(error.filename).is_relative_to(target.parent):
             raise  # about something that was read
@@ -219,9 +219,16 @@ def _cannot_write(path: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot write {path}: {what}; nothing was changed", hint=hint)
 
 
-def _check_parent(parent: Path) -> None:
-    if not parent.is_dir():
-        raise OutputError(f"no such directory: {parent}", hint="create it first")
+def _check_parent(path: Path) -> None:
+    """Make a temporary file where ``path`` will be, since permissions do not say whether one can."""
+    try:
+        target = path.resolve()
+        if not target.parent.is_dir():
+            raise OutputError(f"no such directory: {target.parent}", hint="create it first")
+        with _temporary_beside(target):
+            return
+    except (OSError, RuntimeError) as error:  # the latter for a circle of links
+        raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _swap(stage: Path, target: Path) -> None:
@@ -246,8 +253,8 @@ def _exchanged(first: Path, second: Path) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    code = rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
-    return bool(code == 0)
+    names = os.fsencode(first), os.fsencode(second)
+    return bool(rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
 
 
 def _flush(directory: Path) -> None:

@@ -51,12 +51,13 @@ class ConvertConfig(PlanConfig):
         FilePath | None, python_only("The checkpoint in the model, if tensors are to be read from there.")
     ] = None
 
-    def check(self, output: Path) -> None:
+    def check_output(self, output: Path) -> None:
         """Raise early for what would fail after a long run.
 
         Raises:
             UsageError, OutputError: options that contradict each other; an output that may not be written.
         """
+        self.check()
         check_directory(output, force=self.force, ours=MANIFEST)
         if self.mode == "train" and not self.masters:
             raise UsageError("--mode train trains the masters", hint="leave out --no-masters")

@@ -41,6 +41,7 @@ from ampaudit.export.reference import (
 from ampaudit.export.storage import decide_as_planned
 from ampaudit.export.weight_files import WeightFiles, write_weights
 from ampaudit.render.json import to_json
+from ampaudit.render.render import keeping
 from ampaudit.report.conversion import Conversion
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
@@ -79,7 +80,7 @@ def convert(
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
     chosen, output = ConvertConfig.given(config, options), Path(output)
-    chosen.check(output)
+    chosen.check_output(output)
     source = as_source(model, inputs)
     if chosen.onnx and source.release is not None:
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
@@ -96,7 +97,7 @@ def convert(
     checkpoint, names = _checkpoint(source, chosen)
     decisions = decide_as_planned(checkpoint, planned_dtypes(source.model, storage), names)
     notes: list[str] = list(converted.traced.notes)
-    with staged_directory(output, force=chosen.force, ours=MANIFEST) as stage:
+    with keeping(audited.report), staged_directory(output, force=chosen.force, ours=MANIFEST) as stage:
         if source.kind == "huggingface":
             copy_companions(Path(source.location), stage, output)
             notes += set_dtype(stage, source.model, decisions, chosen.dtype)

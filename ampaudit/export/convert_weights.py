@@ -31,7 +31,7 @@ def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Convers
     Raises:
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
-    options.check(output)
+    options.check_output(output)
     if options.mode == "train" or options.onnx:
         raise UsageError(
             f"{path} has weights, but no graph", hint="convert the model for --mode train or --onnx"

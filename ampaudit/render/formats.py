@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from ampaudit.core.errors import UsageError
+from ampaudit.core.untrusted import describe
 
 __all__ = ["FORMAT_REGISTRY", "OUTPUT_FORMATS", "Format", "chosen_format"]
 
@@ -24,7 +28,7 @@ class Format:
 
 
 FORMAT_REGISTRY = {
-    "text": Format("ampaudit.render.terminal:to_text", "sections"),
+    "text": Format("ampaudit.render.terminal:to_text", "sections", (".txt", ".log", "")),
     "json": Format("ampaudit.render.json:to_json", "document", (".json",)),
     "html": Format("ampaudit.render.html.page:to_html", "page", (".html", ".htm")),
     "markdown": Format("ampaudit.render.markdown:to_markdown", "digest", (".md", ".markdown")),
@@ -36,9 +40,20 @@ FORMAT_REGISTRY = {
 OUTPUT_FORMATS = {name: form.suffixes for name, form in FORMAT_REGISTRY.items()}
 
 
-def chosen_format(named: str | None, output: Path | None) -> str:
-    """Return the named format, else that of the file's suffix, else text."""
+def chosen_format(named: str | None, output: Path | None, offered: Iterable[str] = FORMAT_REGISTRY) -> str:
+    """Return the named format, else that of the file's suffix, else text.
+
+    Raises:
+        UsageError: the suffix belongs to none of the offered formats.
+    """
     if named is not None or output is None:
         return named or "text"
-    suffix = output.suffix.lower()
-    return next((name for name, suffixes in OUTPUT_FORMATS.items() if suffix in suffixes), "text")
+    suffix, forms = output.suffix.lower(), [name for name in offered if OUTPUT_FORMATS[name]]
+    for name in forms:
+        if suffix in OUTPUT_FORMATS[name]:
+            return name
+    *first, last = (OUTPUT_FORMATS[name][0] for name in forms)
+    raise UsageError(
+        f"-o {describe(output)}: this result has no format for {describe(suffix)} files",
+        hint=f"end the name in {', '.join(first)} or {last}, or name a format: --format text",
+    )

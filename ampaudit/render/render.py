@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampaudit.core.errors import UsageError
-from ampaudit.render.documents import view_of
-from ampaudit.render.formats import FORMAT_REGISTRY
+from ampaudit.core.files import write_text
+from ampaudit.render.documents import view_class, view_of
+from ampaudit.render.formats import FORMAT_REGISTRY, chosen_format
 from ampaudit.report.documents import Document
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["as_file", "for_terminal", "formats_of"]
+__all__ = ["as_file", "for_terminal", "formats_of", "keeping", "write_document"]
+
+_KEPT = "the result is"
 
 
 def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
@@ -23,9 +32,9 @@ def for_terminal(document: Document, verbosity: int = 0) -> RenderableType:
     return printable(view_of(document).sections(verbosity))
 
 
-def formats_of(document: Document) -> tuple[str, ...]:
-    """Return the names of the formats that a document supports."""
-    view = view_of(document)
+def formats_of(kind: str) -> tuple[str, ...]:
+    """Return the names of the formats that a kind of document supports."""
+    view = view_class(kind)
     return tuple(name for name, form in FORMAT_REGISTRY.items() if view.offers(form.needs))
 
 
@@ -39,7 +48,7 @@ def as_file(document: Document, form: str) -> str:
     Raises:
         UsageError: this kind of document has no such format; the message lists those that it has.
     """
-    known = formats_of(document)
+    known = formats_of(document.kind)
     if form not in known:
         raise UsageError(
             f"a document of kind {document.kind!r} has no format {form!r}",
@@ -48,3 +57,47 @@ def as_file(document: Document, form: str) -> str:
     module, _, function = FORMAT_REGISTRY[form].writer.partition(":")
     text: str = getattr(import_module(module), function)(document)
     return text
+
+
+def write_document(document: Document, path: Path, *, force: bool) -> None:
+    """Write a document in the format of the file's suffix.
+
+    Raises:
+        UsageError: this kind of document has no such format.
+        OutputError: it cannot be written; the document is kept elsewhere.
+    """
+    form = chosen_format(None, path, formats_of(document.kind))
+    with keeping(document):
+        write_text(path, as_file(document, form), force=force)
+
+
+@contextlib.contextmanager
+def keeping(document: Document) -> Iterator[None]:
+    """Keep a result as JSON in a temporary file if its delivery fails; a note of the error names the file."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # whoever reads the output has seen enough
+    except Exception as error:
+        if not any(note.startswith(_KEPT) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{_KEPT} {_keep(document)}")
+        raise
+
+
+def _keep(document: Document) -> str:
+    from ampaudit.render.json import to_json
+
+    text = to_json(document)
+    for folder in (tempfile.gettempdir, os.getcwd, Path.home):
+        with contextlib.suppress(OSError, RuntimeError):  # the latter if nobody's home is known
+            handle, name = tempfile.mkstemp(".json", f"ampaudit-{document.kind}-", folder())
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                    stream.write(text)
+            except OSError:
+                os.unlink(name)
+                raise
+            return f"kept in {name}: 'ampaudit report {name}' shows it"
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    return "printed as JSON, since no temporary file can be written"

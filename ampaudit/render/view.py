@@ -77,6 +77,7 @@ class View(ABC, Generic[D]):
         """Return the document's own HTML page; by default it is made of the sections."""
         return None
 
-    def offers(self, part: str) -> bool:
+    @classmethod
+    def offers(cls, part: str) -> bool:
         """Return whether this kind of document has ``suites`` or ``rows``."""
-        return part not in ("suites", "rows") or getattr(type(self), part) is not getattr(View, part)
+        return part not in ("suites", "rows") or getattr(cls, part) is not getattr(View, part)

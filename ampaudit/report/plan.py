@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -86,9 +86,11 @@ class PlanReport(Shown):
     schema: Literal[1] = 1
     kind: Literal["plan"] = "plan"
 
-    def matching(self, layer: str | None) -> tuple[PlannedSite, ...]:
-        """Return sites in the layers that a glob matches; all without a glob."""
-        return tuple(site for site in self.sites if layer is None or fnmatchcase(site.layer, layer))
+    def restricted(self, layer: str) -> PlanReport | None:
+        """Return the plan with the layers that a glob matches only; ``None`` if it matches none."""
+        sites = tuple(site for site in self.sites if fnmatchcase(site.layer, layer))
+        note = f"only the layers that {layer!r} matches are shown; the totals are the whole model's"
+        return replace(self, sites=sites, notes=(*self.notes, note)) if sites else None
 
     @property
     def headline(self) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypedDict
 from annotated_types import Ge
 from pydantic import AfterValidator, BeforeValidator, InstanceOf
 
-from ampaudit.audit.config import FailOnLevel, Rules
+from ampaudit.audit.config import FailOnLevel, Rules, check_device, rules_of
 from ampaudit.core.config import (
     Config,
     DeviceName,
@@ -24,6 +24,7 @@ from ampaudit.core.config import (
 )
 from ampaudit.core.errors import UsageError
 from ampaudit.policy import RuleSet
+from ampaudit.policy.scaling import profile
 from ampaudit.report.finding import FailOn
 
 __all__ = ["TrainConfig", "TrainOptions"]
@@ -75,6 +76,15 @@ class TrainConfig(Config):
     ] = None
     metric: Annotated[UserFunction | None, python_only("metric(output, batch): larger is better.")] = None
     on_progress: OnProgress = silent
+
+    def check(self) -> None:
+        """Raise early for what would fail after the model is loaded."""
+        names = [rules_of(policy).name for policy in self.policies]
+        if len(set(names)) < len(names):
+            raise UsageError("a policy is named twice", hint="name each once in --policy")
+        if isinstance(self.loss_scale, str):
+            profile(self.loss_scale)
+        check_device(self.device)
 
 
 class TrainOptions(TypedDict, total=False):

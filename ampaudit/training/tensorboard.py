@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampaudit.core.errors import OutputError, UsageError
+from ampaudit.core.files import check_writable
 from ampaudit.core.interrupts import Committing
 from ampaudit.core.text import escape_control
 from ampaudit.report.training import TrainingReport, Variant
@@ -15,7 +19,7 @@ from ampaudit.report.training import TrainingReport, Variant
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["write_summaries"]
+__all__ = ["check_summaries", "write_summaries"]
 
 
 def write_summaries(report: TrainingReport, directory: Path, *, force: bool = False) -> None:
@@ -30,23 +34,44 @@ def write_summaries(report: TrainingReport, directory: Path, *, force: bool = Fa
         UsageError: the package tensorboard is missing.
         OutputError: a folder holds events already, or cannot be written.
     """
+    names = [variant.name for variant in report.variants]
+    check_summaries(directory, force=force, runs=names)
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        hint = "pip install 'ampaudit[tensorboard]'"
-        raise UsageError("TensorBoard summaries need the package tensorboard", hint=hint) from error
-    folders = [directory / (re.sub(r"[^\w.-]+", "-", v.name).strip("-") or "run") for v in report.variants]
-    for folder in folders:
-        if not force and folder.is_dir() and any(folder.glob("events.out.tfevents.*")):
-            raise OutputError(
-                f"{folder} holds summaries already", hint="choose another folder, or pass --force"
-            )
+        raise _not_installed() from error
     try:
-        for variant, folder in zip(report.variants, folders, strict=True):
+        for variant, folder in zip(report.variants, _folders(directory, names), strict=True):
             with Committing(folder), SummaryWriter(str(folder)) as writer:
                 _write(variant, report, writer)
     except OSError as error:
         raise OutputError(f"cannot write {directory}: {error.strerror or error}") from error
+
+
+def check_summaries(directory: Path, *, force: bool, runs: Sequence[str] = ("fp32",)) -> None:
+    """Raise early for what would fail after a long run, which has at least the given variants.
+
+    Raises:
+        UsageError, OutputError: see ``write_summaries``.
+    """
+    if find_spec("tensorboard") is None:
+        raise _not_installed()
+    for folder in _folders(directory, runs):
+        if not force and folder.is_dir() and any(folder.glob("events.out.tfevents.*")):
+            raise OutputError(
+                f"{folder} holds summaries already", hint="choose another folder, or pass --force"
+            )
+        existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+        check_writable(existing / "events.out.tfevents", force=True)
+
+
+def _folders(directory: Path, names: Sequence[str]) -> list[Path]:
+    return [directory / (re.sub(r"[^\w.-]+", "-", name).strip("-") or "run") for name in names]
+
+
+def _not_installed() -> UsageError:
+    hint = "pip install 'ampaudit[tensorboard]'"
+    return UsageError("TensorBoard summaries need the package tensorboard", hint=hint)
 
 
 def _write(variant: Variant, report: TrainingReport, writer: SummaryWriter) -> None:

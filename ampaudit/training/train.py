@@ -51,6 +51,7 @@ def train(
         ReferenceBroken: the FP32 loss is not finite.
     """
     chosen = TrainConfig.given(config, options)
+    chosen.check()
     count = min(chosen.steps, MAX_BATCHES)
     source = as_source(model, None, batches, SourceConfig(batches=count, train=True, seed=chosen.seed))
     source = replace(

@@ -98,6 +98,7 @@ def test_every_key_of_pyproject(tmp_path: Path) -> None:
         "timeout": "1.5",
         "train": "true",
         "fail-on": '"note"',
+        "dtype": '"float16"',
     }
     values |= dict.fromkeys(("min-headroom", "min-sqnr", "max-metric-drop", "max-fp32-share"), "1.0")
     values |= dict.fromkeys(("allow", "ignore", "targets"), '["AMP101"]')

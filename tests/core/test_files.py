@@ -122,10 +122,12 @@ def write_while_a_rival_does(out: Path) -> None:
 
 def test_what_a_rival_wrote_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(OutputError, match="exists"):
+    with pytest.raises(OutputError, match="exists") as caught:
         write_while_a_rival_does(out)
     assert (out / OURS).read_text() == "rival"
-    assert names(tmp_path) == ["out"]
+    (kept,) = (path for path in tmp_path.iterdir() if path != out)
+    assert (kept / OURS).read_text() == "late"
+    assert caught.value.__notes__ == [f"the result is kept in {kept}"]
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ CHECKS = {
 
 
 def check(document: Document) -> None:
-    for form in formats_of(document):
+    for form in formats_of(document.kind):
         CHECKS[form](as_file(document, form))
 
 

@@ -86,17 +86,19 @@ def end_by_signal(
         time.sleep(0.001)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(after)
-    start, sent = time.monotonic(), None
+    start, sent, at_its_end = time.monotonic(), None, False
     if process.poll() is None and number is not None:
         sent = number
         process.send_signal(number)
+        at_its_end = _is_exiting(process.pid)
     if again is not None and number is not None:
-        time.sleep(again)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(again)
         process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     seconds = time.monotonic() - start
-    if sent is not None and process.returncode in (0, 1) and seconds < 0.03:
-        sent = None  # it was at its end already
+    if at_its_end:
+        sent = None
     return Ended(
         sent,
         process.returncode,
@@ -122,6 +124,15 @@ def _handles_signals(pid: int) -> bool:
         return False
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), "0")
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def _is_exiting(pid: int) -> bool:
+    """Return whether the system takes a process down already, which takes long if it has much memory."""
+    try:
+        flags = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]
+    except OSError:
+        return True
+    return bool(int(flags) & 4)  # PF_EXITING in <linux/sched.h>
 
 
 def _marked(mark: str) -> list[str]:

@@ -8,11 +8,15 @@ from typing import Any
 from ampaudit.render.view import View
 from ampaudit.report.documents import Document
 
-__all__ = ["view_of"]
+__all__ = ["view_class", "view_of"]
+
+
+def view_class(kind: str) -> type[View[Any]]:
+    """Return the view of a kind of document: ``ScanView`` of ``scan.py`` for ``scan``."""
+    found: type[View[Any]] = getattr(import_module(f"{__name__}.{kind}"), f"{kind.title()}View")
+    return found
 
 
 def view_of(document: Document) -> View[Any]:
-    """Return the view of a document: ``ScanView`` of ``scan.py`` for a scan."""
-    module = import_module(f"{__name__}.{document.kind}")
-    view: View[Any] = getattr(module, f"{document.kind.title()}View")(document)
-    return view
+    """Return the view of a document."""
+    return view_class(document.kind)(document)

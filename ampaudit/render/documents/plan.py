@@ -20,29 +20,24 @@ Item = TypeVar("Item")
 
 
 class PlanView(View[PlanReport]):
-    """A row per op; ``layer`` is a glob that selects layers for the sections."""
+    """A row per op."""
 
     about = "model"
-
-    def __init__(self, document: PlanReport, layer: str | None = None) -> None:
-        super().__init__(document)
-        self.layer = layer
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Return a heading, a row per op (merged over stacked layers), the rules and the totals."""
         plan, verbose = self.document, verbosity > 0
-        sites = plan.matching(self.layer)
-        shown = [s for s in sites if verbose or s.role not in _QUIET_ROLES or s.casts]
         how = f"policy {plan.policy}, {plan.dtype}; nothing was run in {plan.dtype}"
         yield Section((line(("plan  ", "bold"), f"{self.name}: {how}"),))
+        if verbosity < 0:
+            return
+        sites = plan.sites
+        shown = [s for s in sites if verbose or s.role not in _QUIET_ROLES or s.casts]
         blocks: list[Block] = [_site_table(shown, verbose)]
         if len(shown) < len(sites):
             hidden = len(sites) - len(shown)
             blocks.append(line(f"and {hidden} sites that only pass on values; -v shows them", style="dim"))
         yield Section(tuple(blocks))
-        if self.layer is not None:
-            below = "below, the rules of these layers and the totals of the whole model"
-            yield Section((line(below, style="dim"),))
         yield Section((_rule_table(plan, sites),))
         yield Section((facts(_totals(plan)),))
 

@@ -1,0 +1,252 @@
+"""Every command with every format and suffix: written, or refused before any work; and no result is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from ampaudit.cli.program import COMMANDS, main
+from ampaudit.core.errors import OutputError, UsageError
+from ampaudit.render.formats import FORMAT_REGISTRY
+from ampaudit.render.render import as_file, formats_of
+from ampaudit.report.documents import Document
+from ampaudit.report.saved import parse_document
+from tests.support.saved import sample, text_of
+
+STRANGE = (".pdf", ".docx", ".yaml", ".png", ".pt", ".gz")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A command line whose work is replaced by a saved result.
+
+    Attributes:
+        words: the command line.
+        kind: of the document that the command makes.
+        work: module and name of the function that does the work.
+        loads: the same of the one that imports the model.
+    """
+
+    words: str
+    kind: str
+    work: str
+    loads: str = ""
+
+
+CASES = {
+    "scan": Case(
+        "scan model.py", "scan", "ampaudit.audit.scan.scan_policies", "cli.scan_command.load_source"
+    ),
+    "plan": Case("plan model.py", "plan", "ampaudit.audit.plan.plan", "cli.plan_command.load_source"),
+    "train": Case("train model.py", "training", "ampaudit.training.train.train", "source.open.open_source"),
+    "bench": Case("bench model.py", "bench", "ampaudit.benchmarking.run.bench", "source.open.open_source"),
+    "check": Case("check model.py", "check", "ampaudit.ci.check.check"),
+    "verify": Case("verify out", "verification", "ampaudit.export.verify.verify"),
+    "lint": Case("lint model.py", "lint", "ampaudit.linter.lint.lint_report"),
+    "diff": Case("diff old.json new.json", "diff", "ampaudit.cli.report_command.differences"),
+    "report": Case("report old.json", "scan", "ampaudit.report.saved.read_document"),
+}
+WITHOUT_A_DOCUMENT = {"rules", "devices", "explain", "convert"}
+
+
+class Stage:
+    """A directory with the inputs of all commands, whose work is to return a saved document."""
+
+    def __init__(self, case: Case, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.case, self.place, self.worked = case, place, 0
+        self.document = sample(case.kind)
+        self.meanwhile: Callable[[], object] = lambda: None
+        for name in ("old.json", "new.json"):
+            (place / name).write_text(text_of("overflow"))
+        (place / "model.py").write_text("import torch\n")
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(case.work, self._work)
+        if case.loads:
+            monkeypatch.setattr(f"ampaudit.{case.loads}", lambda *_: SimpleNamespace(kind="python"))
+
+    def run(self, *words: str) -> Result:
+        self.worked = 0
+        return CliRunner(env={"COLUMNS": "160"}).invoke(main, [*self.case.words.split(), *words])
+
+    def _work(self, *_: object, **__: object) -> Document | list[Document]:
+        self.worked += 1
+        self.meanwhile()
+        return [self.document] if self.case.words.startswith("scan") else self.document
+
+
+@pytest.fixture
+def stage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    (tmp_path / "place").mkdir()
+    return Stage(CASES[request.param], tmp_path / "place", monkeypatch)
+
+
+every_command = pytest.mark.parametrize("stage", CASES, indirect=True)
+
+
+def listed(command: str) -> tuple[str, ...]:
+    """The formats that a command's ``--help`` lists."""
+    found = main.get_command(click.Context(main), command)
+    assert found is not None
+    (option,) = (parameter for parameter in found.params if parameter.name == "form")
+    assert isinstance(option.type, click.Choice)
+    return tuple(option.type.choices)
+
+
+def refused_early(result: Result, stage: Stage) -> bool:
+    usage = result.exit_code == 2 or isinstance(result.exception, UsageError | OutputError)
+    return usage and stage.worked == 0 and not result.stdout
+
+
+def test_every_command_is_here() -> None:
+    assert CASES.keys() | WITHOUT_A_DOCUMENT == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", [*CASES, "convert"])
+def test_help_lists_the_formats_of_the_document(command: str) -> None:
+    kind = CASES[command].kind if command in CASES else "conversion"
+    assert listed(command) == formats_of(kind)
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(main, [command, "--help"]).stdout
+    for form in listed(command):
+        suffixes = FORMAT_REGISTRY[form].suffixes
+        assert form in shown
+        assert not suffixes or suffixes[0] in shown or command == "convert"
+
+
+@every_command
+def test_every_format_is_printed_or_refused_before_the_work(stage: Stage) -> None:
+    offered = listed(stage.case.words.split()[0])
+    for form in FORMAT_REGISTRY:
+        result = stage.run("--format", form)
+        if form not in offered:
+            assert refused_early(result, stage), (form, result.output)
+            continue
+        assert result.exception is None or isinstance(result.exception, SystemExit), form
+        assert stage.worked == 1
+        assert form == "text" or result.stdout == as_file(stage.document, form), form
+        assert result.stdout.strip()
+
+
+@every_command
+def test_every_suffix_gets_its_format_or_is_refused_before_the_work(stage: Stage) -> None:
+    offered = listed(stage.case.words.split()[0])
+    forms = {suffix: name for name, form in FORMAT_REGISTRY.items() for suffix in form.suffixes}
+    for suffix in (*forms, *map(str.upper, forms), *STRANGE):
+        path, form = stage.place / f"result{suffix}", forms.get(suffix.lower())
+        result = stage.run("-o", path.name)
+        if form not in offered:
+            assert refused_early(result, stage), (suffix, result.output)
+            assert f"result{suffix}" in str(result.exception)
+            assert "end the name in .txt, .json, .html" in str(result.exception)
+            assert not path.exists()
+            continue
+        assert result.exception is None or isinstance(result.exception, SystemExit), suffix
+        assert f"written to {path.name}" in result.stderr
+        written = path.read_text(encoding="utf-8")
+        assert written == as_file(stage.document, form) if form != "text" else written.strip()
+        path.unlink()
+    named = stage.run("-o", "result.pdf", "--format", "text")
+    assert "written to result.pdf" in named.stderr
+
+
+@every_command
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(stage: Stage) -> None:
+    (stage.place / "there.json").write_text("{}")
+    (stage.place / "directory.json").mkdir()
+    (stage.place / "loop.json").symlink_to("loop.json")
+    impossible = ["there.json", "directory.json", "missing/x.json", "there.json/x.json", "loop.json"]
+    impossible += [f"{'x' * 252}.json"]
+    impossible += ["/proc/x.json"] * sys.platform.startswith("linux")  # refuses root as well
+    for path in impossible:
+        result = stage.run("-o", path)
+        failure = result.exception
+        assert stage.worked == 0, path
+        assert isinstance(failure, OutputError | OSError), (path, result.output)
+        assert sorted(p.name for p in stage.place.iterdir()) == sorted(
+            ["old.json", "new.json", "model.py", "there.json", "directory.json", "loop.json"]
+        )
+    assert "written to there.json" in stage.run("-o", "there.json", "--force").stderr
+
+
+def kept_in(failure: BaseException | None) -> Path:
+    """The file that an error says to have kept the result in."""
+    (note,) = getattr(failure, "__notes__", ())
+    found = re.fullmatch(r"the result is kept in (\S+): 'ampaudit report \1' shows it", note)
+    assert found is not None, note
+    return Path(found[1])
+
+
+@every_command
+def test_a_directory_removed_meanwhile_loses_nothing(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (stage.place / "gone").mkdir()
+    stage.meanwhile = lambda: shutil.rmtree("gone")
+    result = stage.run("-o", "gone/result.html")
+    assert isinstance(result.exception, OutputError)
+    kept = kept_in(result.exception)
+    assert kept.parent == tmp_path
+    assert parse_document(kept.read_text(encoding="utf-8"), "kept") == stage.document
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no limits of a process")
+@every_command
+def test_where_no_file_can_be_written_the_result_is_printed(stage: Stage) -> None:
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    stage.meanwhile = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        result = stage.run("-o", "result.html")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert isinstance(result.exception, OutputError)
+    assert "File too large" in str(result.exception)
+    assert result.exception.__notes__ == [
+        "the result is printed as JSON, since no temporary file can be written"
+    ]
+    assert parse_document(result.stdout, "printed") == stage.document
+
+
+@every_command
+def test_a_page_that_cannot_be_drawn_loses_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(_: object) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("ampaudit.render.html.page.to_html", broken)
+    result = stage.run("-o", "result.html")
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert parse_document(kept_in(result.exception).read_text(encoding="utf-8"), "kept") == stage.document
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is full")
+def test_a_full_standard_output_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "saved.json").write_text(text_of("plan"))
+    command = f"{sys.executable} -m ampaudit report saved.json --format csv > /dev/full"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        cwd=tmp_path,
+        env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "cannot write to standard output: No space left on device" in done.stderr
+    (kept,) = tmp_path.glob("ampaudit-plan-*.json")
+    assert f"the result is kept in {kept}" in done.stderr
+    assert json.loads(kept.read_text()) == json.loads(text_of("plan"))
