@@ -18,6 +18,7 @@ from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.audit import RunConfig, measure
 from ampaudit.source import Batch
 from ampaudit.trace import TracedModel, trace
+from ampaudit.trace.backward.patches import CHECKPOINT
 from ampaudit.trace.entry import OutputStructure, layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot
@@ -27,8 +28,9 @@ from ampaudit.trace.values import LOW_PRECISION_DTYPES, torch_dtype
 from ampaudit.training.executable import Executable, emulated, native
 from ampaudit.training.model_proxy import ModelProxy, in_float32
 
-__all__ = ["MixedModule", "ModuleConfig"]
+__all__ = ["KEEPS_ACTIVATIONS", "MixedModule", "ModuleConfig"]
 
+KEEPS_ACTIVATIONS = "activations that the model's code recomputes are kept: the same values, in more memory"
 _MAX_RETRACES = 3  # from then on it is no value that is worked out once
 
 
@@ -80,8 +82,13 @@ class MixedModule(ModelProxy):
         super().__init__(model)
         self._ampaudit_config = config
         self._ampaudit_compiled: TraceCache[_Compiled] = TraceCache()
-        self._ampaudit_retraced, self._ampaudit_stored = 0, False
+        self._ampaudit_retraced, self._ampaudit_stored, self._ampaudit_keeps = 0, False, False
         self._ampaudit_measured: Mapping[SiteId, Measurement] | None = None
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether a graph keeps activations that the model's code recomputes."""
+        return self._ampaudit_keeps
 
     def mixed(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph for these inputs, and return its outputs as float32."""
@@ -117,6 +124,9 @@ class MixedModule(ModelProxy):
                 stacklevel=5,
             )
         self._ampaudit_stored |= bool(stored)
+        if CHECKPOINT in traced.custom_functions and not self._ampaudit_keeps:
+            warnings.warn(f"{KEEPS_ACTIVATIONS}; how='autocast' recomputes them", stacklevel=5)
+            self._ampaudit_keeps = True
         if self._ampaudit_retraced == _MAX_RETRACES:
             warnings.warn(
                 f"{'; '.join(traced.notes)}: how='autocast' is faster for such a model", stacklevel=5
@@ -130,10 +140,10 @@ class MixedModule(ModelProxy):
         measured = self._ampaudit_measured
         gradients = torch.is_grad_enabled()
         traced = trace(self.original, args, kwargs, *setting, measured, differentiated=gradients)
-        if traced.custom_functions:
+        own = [name for name in traced.custom_functions if name != CHECKPOINT]
+        if own:
             raise UsageError(
-                f"the model defines its own backward ({', '.join(traced.custom_functions)}), "
-                "which a graph cannot contain",
+                f"the model defines its own backward ({', '.join(own)}), which a graph cannot contain",
                 hint="use ampaudit.prepare(..., how='autocast')",
             )
         if traced.structure is None:

@@ -13,18 +13,29 @@ from torch import nn
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import NumberFormat, low_precision_format
+from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.scaling import loss_scale_for, profile
 from ampaudit.policy.schema import LossScale
 from ampaudit.trace.storage import stored_dtypes
 from ampaudit.training.master_free import cast_parameters, round_parameters
-from ampaudit.training.model_proxy import AutocastModule
+from ampaudit.training.model_proxy import AutocastModule, ModelProxy
 from ampaudit.training.module import MixedModule, ModuleConfig
 from ampaudit.training.scaler import LossScaler
 
 __all__ = ["How", "Prepared", "is_master_free", "prepare"]
 
 How = Literal["graph", "autocast"]
+_SHARD = "prepared = ampaudit.prepare(model, group=True); fully_shard(prepared.model)"
+_WRAP = (
+    "prepared = ampaudit.prepare(model.module, optimizer); model = DistributedDataParallel(prepared.model)"
+)
+_WRAPPERS = {  # by name, since torch.distributed.fsdp takes a second to import
+    "DataParallel": _WRAP,
+    "DistributedDataParallel": _WRAP,
+    "FullyShardedDataParallel": _SHARD,
+    "FSDPModule": _SHARD,
+}
 _AUTOCAST = {"torch-cuda": "cuda", "torch-cpu": "cpu"}
 
 
@@ -106,7 +117,7 @@ def prepare(
         dtype: ``float16`` or ``bfloat16``.
         loss_scale: name of a profile, or a fixed scale; by default the policy's own, none in bfloat16.
         how: ``graph`` traces the model; ``autocast`` runs its own code under ``torch.autocast``, for models
-            with custom autograd functions or recomputed activations.
+            with custom autograd functions, or to recompute activations (a graph keeps them).
         emulate: compute in float32 and round to 16 bits, for devices without 16-bit kernels.
         group: processes that must skip steps together, if their gradients differ;
             ``True`` for all of them.
@@ -115,11 +126,12 @@ def prepare(
         The model, optimizer and scaler to train with.
 
     Raises:
-        UsageError: the policy does not support this kind of training.
+        UsageError: the policy does not support this kind of training, or the model is wrapped already.
         PolicyError: no such policy or profile.
     """
     if how not in get_args(How):
         raise UsageError(f"how={how!r}", hint=f"one of: {', '.join(get_args(How))}")
+    _refuse_wrapped(model)
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
     form = low_precision_format(dtype)
     config = ModuleConfig(rules, load_policy("torch-cuda"), form, emulate)
@@ -139,6 +151,22 @@ def prepare(
         prepared = MixedModule(model, config)
     rule = _loss_scale(loss_scale, rules, form)
     return Prepared(prepared, optimizer, LossScaler(rule, device, group=group))
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise for a model that is prepared, parallel or sharded already: a graph cannot contain that."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"prepare takes a torch.nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        place = f" (its submodule {describe(name)})" if name else ""
+        if isinstance(module, ModelProxy):
+            raise UsageError(f"the model is prepared already{place}", hint="pass the model itself")
+        kind = next((base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+        if kind is not None:
+            raise UsageError(
+                f"the model is wrapped in {kind} already{place}",
+                hint=f"prepare first, wrap after: {_WRAPPERS[kind]}",
+            )
 
 
 def is_master_free(rules: RuleSet) -> bool:

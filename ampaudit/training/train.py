@@ -66,7 +66,7 @@ def train(
         raise InputError("there is no batch to train on", hint="make batches() yield at least one batch")
     device = pick_device(chosen.device)
     specs = _specs(chosen, device)
-    variants, optimizer = train_variants(
+    variants, optimizer, notes = train_variants(
         source,
         specs,
         steps=chosen.steps,
@@ -75,7 +75,6 @@ def train(
         device=device,
         progress=chosen.on_progress,
     )
-    notes = []
     if len(source.batches) < chosen.steps:
         notes.append(f"{len(source.batches)} batches for {chosen.steps} steps: they were used again")
     return training_report(

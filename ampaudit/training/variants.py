@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.structure import structural_copy
 from ampaudit.training.divergence import diverged_at, smoothed_end
+from ampaudit.training.module import KEEPS_ACTIVATIONS, MixedModule
 from ampaudit.training.prepare import How, is_master_free
 from ampaudit.training.step import (
     TrainingStep,
@@ -132,6 +134,12 @@ class _VariantRun:
             t.numel() * (2 if low_precision and t.is_floating_point() else t.element_size()) for t in tensors
         )
 
+    @property
+    def keeps_activations(self) -> bool:
+        """Return whether this run keeps activations that the model's code recomputes."""
+        model = self.training.model
+        return isinstance(model, MixedModule) and model.keeps_activations
+
     def result(self, health: Health, metric: float | None, reference: Sequence[float | None]) -> Variant:
         """Compare the run with the losses of FP32."""
         losses = [record.loss for record in health.steps]
@@ -158,11 +166,11 @@ def train_variants(
     seed: int,
     device: torch.device,
     progress: Progress,
-) -> tuple[list[Variant], str]:
+) -> tuple[list[Variant], str, list[str]]:
     """Train each variant; the first is FP32.
 
     Returns:
-        The variants, and the optimizer's name.
+        The variants, the optimizer's name, and notes.
 
     Raises:
         ReferenceBroken: FP32's loss is not finite.
@@ -174,7 +182,8 @@ def train_variants(
         for spec in specs:
             torch.manual_seed(seed)
             runs.append(_VariantRun(spec, source, device, every))
-        with ExitStack() as watching:
+        with ExitStack() as watching, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", KEEPS_ACTIVATIONS)  # a note of the report
             for run in runs:
                 watching.enter_context(run.monitor)
             for number in range(steps):
@@ -189,7 +198,9 @@ def train_variants(
         run.result(health, metric, reference)
         for run, health, metric in zip(runs, healths, metrics, strict=True)
     ]
-    return variants, type(runs[0].training.optimizer).__name__
+    keeping = [run.spec.name for run in runs if run.keeps_activations]
+    notes = [f"{', '.join(keeping)}: {KEEPS_ACTIVATIONS}"] if keeping else []
+    return variants, type(runs[0].training.optimizer).__name__, notes
 
 
 def _metric(run: _VariantRun, source: ModelSource, batches: Sequence[Batch]) -> float | None:

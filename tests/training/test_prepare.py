@@ -265,6 +265,33 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any]) -> None:
         ampaudit.prepare(nn.Linear(4, 4), None, **options)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_wrapped_model_is_refused_with_the_line_to_write(nested: bool) -> None:
+    """Wrappers are known by the names of their classes: making real ones needs a process group."""
+
+    def wrapped(kind: str, model: nn.Module) -> nn.Module:
+        inner = nn.Module.__new__(type(kind, (nn.Module,), {}))
+        nn.Module.__init__(inner)
+        inner.module = model
+        return nn.Sequential(inner) if nested else inner
+
+    place = r" \(its submodule 0\)\n" if nested else r"\n"
+    for kind, line in {
+        "DistributedDataParallel": "prepare(model.module, optimizer); model = DistributedDataParallel(prep",
+        "DataParallel": "prepare(model.module, optimizer); model = DistributedDataParallel(prep",
+        "FullyShardedDataParallel": "prepare(model, group=True); fully_shard(prepared.model)",
+        "FSDPModule": "prepare(model, group=True); fully_shard(prepared.model)",
+    }.items():
+        with pytest.raises(UsageError, match=f"wrapped in {kind} already{place}") as caught:
+            ampaudit.prepare(wrapped(kind, Stack()))
+        assert line in caught.value.hint
+    twice = ampaudit.prepare(Stack(), emulate=True).model
+    with pytest.raises(UsageError, match=f"prepared already{place}"):
+        ampaudit.prepare(nn.Sequential(twice) if nested else twice)
+    with pytest.raises(UsageError, match=r"takes a torch\.nn\.Module, not Prepared"):
+        ampaudit.prepare(ampaudit.prepare(Stack()))  # type: ignore[arg-type]
+
+
 def test_mistakes_are_one_line() -> None:
     model, other = Stack(), Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

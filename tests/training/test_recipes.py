@@ -30,6 +30,9 @@ RECIPES = {
 }
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"recipe_{name}", PLACE / f"{name}.py")
     assert spec is not None
@@ -61,18 +64,21 @@ def test_accumulation_is_one_large_batch() -> None:
     assert recipe.train("torch-cuda", parts=4) == pytest.approx(recipe.train("apex-o0", parts=1), rel=2e-3)
 
 
-def run(script: str, *arguments: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, *arguments: str, launcher: tuple[str, ...] = (), timeout: int = 120
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, script, *arguments],
+        [sys.executable, *launcher, script, *arguments],
         capture_output=True, text=True, timeout=timeout, check=False, env=environment,
     )  # fmt: skip
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["alone", "torchrun"])
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_two_processes_follow_fp32(name: str) -> None:
-    done = run(str(PLACE / f"{name}.py"), "apex-o0", "torch-cuda", "apex-o2")
+def test_two_processes_follow_fp32(name: str, launcher: tuple[str, ...]) -> None:
+    done = run(str(PLACE / f"{name}.py"), "apex-o0", "torch-cuda", "apex-o2", launcher=launcher)
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(losses) == 3

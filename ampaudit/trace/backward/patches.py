@@ -27,9 +27,9 @@ from ampaudit.trace.internals import (
 )
 from ampaudit.trace.stack import is_tool_file
 
-__all__ = ["AFTER_ACCUMULATION", "CustomCode", "watch_custom_backwards"]
+__all__ = ["AFTER_ACCUMULATION", "CHECKPOINT", "CustomCode", "watch_custom_backwards"]
 
-_CHECKPOINT = "checkpoint"
+CHECKPOINT = "checkpoint"
 HOOK = "a hook on a tensor"
 ON_NODES = "hooks of autograd's own nodes, such as grad_fn.register_hook, are not followed"
 TWICE = "a hook inside a checkpoint runs once here; autograd may register it again when it recomputes"
@@ -87,7 +87,7 @@ class _Watch:
             return self._call(cls, function_apply.__get__(None, cls), args, kwargs)
 
         def recomputed(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            self.seen.names[_CHECKPOINT] = None
+            self.seen.names[CHECKPOINT] = None
             with self._checkpoint():
                 yield from recompute(*args, **kwargs)
 
@@ -95,17 +95,17 @@ class _Watch:
         yield Replacement(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", recomputed)
 
     def _call(self, cls: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.seen.names[_CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
+        self.seen.names[CHECKPOINT if cls is CheckpointFunction else cls.__name__] = None
         tracer = self._tracer
         needs_gradient = torch.is_grad_enabled() and any(
             isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
         )
-        if tracer is None or tracer.tracing or not needs_gradient:
-            return self._run(None, call, args, kwargs)
-        if cls is CheckpointFunction:
+        if cls is CheckpointFunction and needs_gradient and not (tracer is not None and tracer.tracing):
             run, _preserve, *given = args
             with self._checkpoint():
                 return run(*given)  # recomputing gives the same values
+        if tracer is None or tracer.tracing or not needs_gradient:
+            return self._run(None, call, args, kwargs)
         application = tracer.enter(cls, args, self._layer())
         result = self._run(application, call, args, kwargs)
         tracer.leave(application, result)
