@@ -33,7 +33,7 @@ class Alert:
         layer: the module; something to name it by where there is none.
         op: the ATen op.
         evidence: its numbers in words.
-        headroom: in bits.
+        measure: the number that says how bad it is.
         path: later sites that it poisons.
         trials: changes that cure or fix it.
         line: where to show it, in the user's own code if possible.
@@ -56,7 +56,7 @@ class Alert:
     layer: str = ""
     op: str = ""
     evidence: str = ""
-    headroom: str = ""
+    measure: str = ""
     path: tuple[str, ...] = ()
     trials: tuple[Trial, ...] = ()
     line: SourceLine | None = None
@@ -68,7 +68,7 @@ class Alert:
 
     def __post_init__(self) -> None:
         """Escape what is not safe to print: names come from anywhere."""
-        for name in ("code", "title", "case", "site", "layer", "op", "evidence", "headroom", "fate"):
+        for name in ("code", "title", "case", "site", "layer", "op", "evidence", "measure", "fate"):
             object.__setattr__(self, name, escape_control(getattr(self, name)))
         for name in ("cause", "advice"):
             object.__setattr__(self, name, escape_lines(getattr(self, name)))
@@ -158,7 +158,7 @@ def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Al
         rank: of the severity from which it fails.
         unnamed: stands for its layer where it has none.
     """
-    source, bits = finding.source, finding.evidence.headroom_bits
+    source = finding.source
     return Alert(
         code=finding.code,
         title=title_of(finding.code, finding.kind),
@@ -172,7 +172,7 @@ def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Al
         layer=finding.layer or unnamed,
         op=short_op(finding.op),
         evidence=finding.evidence.in_words,
-        headroom=f"{bits:+.1f} bits" if bits is not None else "",
+        measure=finding.key_number,
         path=finding.poisons,
         trials=tuple(replace(trial, change=trial.in_words) for trial in finding.tried),
         line=safe_line(source.evident if source is not None else None),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.core.text import escape_control, plural, short_op
+from ampaudit.core.text import escape_control, format_scale, plural, short_op
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
@@ -58,6 +58,9 @@ def _broken(report: Report) -> Iterator[str]:
 def _sound(report: Report) -> Iterator[str]:
     """Return the evidence for a pass."""
     yield f"nothing breaks in {report.run.dtype}"
+    if report.backward is not None and any(f.phase == "backward" and f.origin for f in report.active):
+        scale = format_scale(report.backward.loss_scale)
+        yield f"gradients overflow until the scaler lowers the loss scale {scale}"
     if report.run.level == "scan":
         yield from _accuracy(report)
     nearest = report.least_headroom

@@ -82,6 +82,7 @@ class Evidence:
         max_error: largest absolute error among the sampled elements.
         flushed: share of the sampled elements that is zero in 16 bits only.
         subnormal: elements, or their share, that are subnormal in 16 bits.
+        about: what was measured: ``gradient of head.weight``; empty for the values of the finding's site.
     """
 
     peak: float | None = None
@@ -95,6 +96,7 @@ class Evidence:
     max_error: float | None = None
     flushed: float | None = None
     subnormal: float | None = None
+    about: str = ""
 
     @property
     def in_words(self) -> str:
@@ -107,7 +109,8 @@ class Evidence:
         for count, name in ((self.inf, "inf"), (self.nan, "NaN")):
             if count:
                 parts.append(f"{count} of {self.elements} elements became {name}")
-        return "; ".join(parts)
+        about = f"{self.about}: " if self.about and parts else ""
+        return f"{about}{'; '.join(parts)}"
 
 
 TrialKind = Literal["rewrite", "rescale", "rule", "dtype"]
@@ -186,3 +189,17 @@ class Finding:
     def finite(self) -> bool:
         """Whether the values are finite but wrong."""
         return self.kind == "precision" and not self.origin
+
+    @property
+    def key_number(self) -> str:
+        """The number that says how bad it is: headroom, elements lost, or accuracy; empty without one."""
+        seen, backward = self.evidence, self.phase == "backward"
+        bits = seen.headroom_bits
+        if bits is None or bits >= 0:
+            if seen.nan or seen.inf:
+                return f"{seen.nan:,} NaN" if seen.nan else f"{seen.inf:,} inf"
+            if backward and seen.flushed is not None and seen.flushed >= 0.5:
+                return f"{seen.flushed:.0%} flushed"
+            if (backward or self.kind == "precision") and seen.sqnr_db is not None:
+                return f"{seen.sqnr_db:.0f} dB"
+        return f"{bits:+.1f} bits" if bits is not None else ""

@@ -37,6 +37,11 @@ class Gradient:
     exponents: dict[int, int]
     cancelled: bool
 
+    @property
+    def low_precision(self) -> bool:
+        """Whether it is held in 16 bits."""
+        return self.precision == "16 bits"
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterGradient:

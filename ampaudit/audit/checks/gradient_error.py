@@ -36,7 +36,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
             f"the gradient of {name} has {sqnr:.0f} dB against FP32; {context.min_sqnr:.0f} dB are required"
         )
         advice = "look for a sum in the backward pass that cancels, or keep the layers after it in float32"
-        yield gradient_finding(context, site, "AMP704", stats, cause, advice)
+        yield gradient_finding(context, site, "AMP704", stats, cause, advice, name=name)
 
 
 CHECK = Check("AMP704", find)

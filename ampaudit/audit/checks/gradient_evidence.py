@@ -39,13 +39,14 @@ def gradient_finding(
     cause: str,
     advice: str,
     *,
+    name: str = "",
     severity: Severity | None = None,
 ) -> Finding:
-    """Return a finding about the backward of the op at a site."""
+    """Return a finding about the backward of the op at a site; ``name`` is whose gradient was measured."""
     made = finding_about(code, site.id, site.layer, cause, advice, severity=severity)
     evidence = Evidence()
     if stats is not None:
         measured = evidence_of(stats.values, context.number_format)
         # of gradients no elements are sampled
-        evidence = replace(measured, flushed=stats.flushed_share, subnormal=None)
+        evidence = replace(measured, flushed=stats.flushed_share, subnormal=None, about=f"gradient of {name}")
     return replace(made, phase="backward", op=site.op, source=finding_source(site), evidence=evidence)

@@ -76,7 +76,7 @@ def _finding(context: CheckContext, record: GradientRecord, origin: GradientOrig
     else:
         cause = f"{what} becomes NaN or infinite, although in FP32 it only reaches {reaches}{scaled}"
         advice = "keep this op in float32: no loss scale cures it"
-    made = gradient_finding(context, site, "AMP701", stats, cause, advice, severity=severity)
+    made = gradient_finding(context, site, "AMP701", stats, cause, advice, name=name, severity=severity)
     if origin.source is not None:
         made = replace(made, source=finding_source(replace(site, source=origin.source, caller=None)))
     return replace(made, origin=True)

@@ -78,7 +78,7 @@ def _made(
     sqnr = stats.values.sqnr_db
     severity = Severity.ERROR if sqnr is not None and sqnr < _NOTHING_LEFT_DB else Severity.WARNING
     made = gradient_finding(
-        context, site, "AMP702", stats, cause, _advice(context, record), severity=severity
+        context, site, "AMP702", stats, cause, _advice(context, record), name=name, severity=severity
     )
     return replace(made, poisons=others)
 

@@ -43,11 +43,19 @@ def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any
     codes = report.codes_by_site
     worst: dict[str, str] = {}
     wrong: dict[str, set[str]] = {"forward": set(), "backward": set()}
+    evidence: dict[str, list[list[str]]] = {}
     for finding in report.active:
+        if finding.evidence.in_words:
+            said = [finding.code, escape_control(finding.evidence.in_words)]
+            for name in dict.fromkeys((finding.site, finding.evidence.about.removeprefix("gradient of "))):
+                evidence.setdefault(name, []).append(said)
         if finding.severity is not Severity.NOTE:  # the gravest come first
             worst.setdefault(finding.site, finding.severity.value)
         if finding.severity is Severity.ERROR:
-            wrong["backward" if finding.phase == "backward" else "forward"].add(finding.site)
+            if finding.phase == "backward":
+                wrong["backward"] |= {finding.site, *finding.poisons}
+            else:
+                wrong["forward"].add(finding.site)
     for site in sites:
         line = site.source.evident if site.source is not None else None
         yield {
@@ -62,6 +70,7 @@ def _rows(report: Report, sites: Sequence[SiteReport]) -> Iterable[dict[str, Any
             "file": escape_control(relative_path(line.file)) if line is not None else "",
             "line": line.line if line is not None else 0,
             "findings": " ".join(dict.fromkeys(codes[site.site])),
+            "evidence": evidence.get(site.site, []),
             "worst": worst.get(site.site, ""),
             "bad": int(site.site in wrong["forward"]),
             "gbad": int(site.site in wrong["backward"]),
@@ -93,6 +102,9 @@ def _gradient(site: SiteReport) -> dict[str, Any]:
     return {
         "gpeak": _short(seen.peak if seen else None),
         "ghead": _short(seen.headroom_bits if seen else None),
+        "glower": int(seen is not None and seen.low_precision),
+        "gbroke": seen.inf + seen.nan if seen else 0,
+        "gcount": seen.elements if seen else 0,
         "gflushed": _short(seen.flushed if seen else None),
         "gbins": _bins(seen.exponents) if seen else [],
     }
@@ -142,5 +154,7 @@ def _scales(backward: BackwardReport) -> dict[str, Any] | None:
 
 
 def _short(value: float | None) -> float | None:
-    """Round to four digits, the resolution of a picture."""
-    return None if value is None else float(f"{value:.4g}")
+    """Round to four digits, the resolution of a picture, except what ``format_number`` shows in full."""
+    if value is None or (float(value).is_integer() and abs(value) < 1e5):
+        return value
+    return float(f"{value:.4g}")

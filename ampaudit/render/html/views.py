@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampaudit.core.text import escape_control, plural
+from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.gradients import scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
@@ -85,8 +85,12 @@ def _tiles(report: Report) -> Iterator[Tile]:
     least = next(iter(report.by_headroom), None) if level == "ranges" else report.least_headroom
     if least is not None and least.headroom_bits is not None:
         bits = least.headroom_bits
-        tone = "bad" if bits < 0 else "" if bits < 1 else "good"
+        tone = "bad" if bits < 0 else "" if bits < 1 or errors else "good"
         yield Tile("Least headroom", f"{bits:.1f} bits", escape_control(least.site), tone)
+    elif level == "scan":
+        yield Tile("Least headroom", "none", "no site is held in 16 bits")
+    if report.backward is not None:
+        yield _gradients(report, report.backward.loss_scale)
     if level == "scan":
         yield _accuracy(report)
     if level == "static" and proofs is not None:
@@ -99,6 +103,23 @@ def _tiles(report: Report) -> Iterator[Tile]:
         promoted = f"; {len(report.promoted)} promoted" if report.promoted else ""
         note = f"of {len(report.sites)}; {cover.casts} casts{promoted}"
         yield Tile("In 16 bits", plural(len(report.low_precision_sites), "site"), note)
+
+
+def _gradients(report: Report, scale: float) -> Tile:
+    """Return the gravest finding about gradients, or else the gradient with the least headroom."""
+    under = f"times the loss scale {format_scale(scale)}"
+    found = next((f for f in report.active if f.phase == "backward" and f.key_number), None)
+    if found is not None:
+        tone = "bad" if found.severity is Severity.ERROR else "warn"
+        about = escape_control(found.evidence.about or found.site)
+        return Tile("Gradients", found.key_number, f"{about}, {under}", tone)
+    held = (
+        (s.gradient.headroom_bits, s.site) for s in report.sites if s.gradient and s.gradient.low_precision
+    )
+    least = min(((bits, site) for bits, site in held if bits is not None), default=None)
+    if least is None:
+        return Tile("Gradients", "float32", "no gradient is held in 16 bits")
+    return Tile("Gradients", f"{least[0]:.1f} bits", f"{escape_control(least[1])}, {under}", "good")
 
 
 def _share(part: int, whole: int) -> str:

@@ -167,14 +167,14 @@ class RepairingObserver(GradientObserver):
     def summed(self, node: fx.Node, pair: GradientPair) -> torch.Tensor:
         """Check the sum: that of finite shares may be infinite, as may the scaled loss itself."""
         wrong = _wrong(*pair)
-        value = pair[1]
         if wrong is not None:
             if node not in self._beyond:
                 self._note(node, node)
             self._repair(node, pair, wrong)
             self._followed.add(node)
-            value = self._following(node, pair)
-        return value
+        # repaired shares are clamped, so that two of opposite sign would add up to zero
+        followed = node in self._followed and pair[0].shape == pair[1].shape
+        return self._following(node, pair) if followed else pair[1]
 
     def complete(self, node: fx.Node, dtype: torch.dtype | None, pair: GradientPair) -> torch.Tensor:
         """Measure what it is after the repairs."""

@@ -360,6 +360,29 @@ def test_a_sum_of_repaired_gradients_is_no_fault_of_its_own() -> None:
     assert {f.site for f in report.findings if f.code == "AMP701"} == {"(top)/mul", "(top)/mul#2"}
 
 
+class Normed(nn.Module):
+    """The gradient of ``h`` is the difference of two that overflow where ``h`` is near zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        made: torch.Tensor = self.last(h / (h.abs() * 1e-4 + 1e-6).sqrt())
+        return made
+
+
+def test_repaired_gradients_of_opposite_sign_do_not_vanish() -> None:
+    torch.manual_seed(0)
+    model = Normed().train()
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    x[0] = 0
+    report = ampaudit.scan(model, x, backward=True, loss=lambda out: (out**2).mean())
+    assert "AMP701" in {f.code for f in report.findings}
+    assert "AMP702" not in {f.code for f in report.findings}
+
+
 def test_a_policy_that_gives_float32_outputs_gives_them_to_the_loss() -> None:
     """Apex O2 casts what the model returns, and the loss outside is computed in FP32."""
     case = HEALTHY[0]()

@@ -26,7 +26,7 @@ function siteFacts(site, room) {
     ["Smallest", number(site.low)], ["Proved below", number(site.bound)],
     ["Accuracy", site.sqnr === null ? "" : `${site.sqnr.toFixed(0)} dB`],
     ["Alone", site.alone === null ? "" : `${site.alone.toFixed(0)} dB`],
-    ["Gradient", site.gpeak === null ? "" : `peak ${number(site.gpeak)}, ${(100 * site.gflushed).toFixed(1)}% flushed`],
+    ["Gradient", gradientText(site)], ...site.evidence,
     ["Rule", site.rule], ["Why", site.why], ["Line", site.file && `${site.file}:${site.line}`],
   ];
 }
@@ -34,10 +34,25 @@ function siteFacts(site, room) {
 function layerFacts(row, room) {
   return [
     ["Held in", row.lower ? row.sites[0].precision : [...new Set(row.sites.map((s) => s.precision))].join(", ")],
-    ["Peak", row.peak === null ? "" : number(2 ** row.peak)], [room, row.head === null ? "" : bits(row.head)],
-    ["Proved below", row.bound === null ? "" : number(2 ** row.bound)],
+    ["Peak", greatest(row.sites, "peak")], [room, row.head === null ? "" : bits(row.head)],
+    ["Proved below", greatest(row.sites, "bound")], ["Gradient", greatest([...row.sites, ...row.weights], "gpeak")],
     ["Findings", [...new Set(row.sites.flatMap((s) => s.findings.split(" ")).filter(Boolean))].join(" ")],
+    ...row.sites.flatMap((site) => site.evidence),
   ];
+}
+
+// The largest of the sites' numbers; not of the rows' logarithms, which round it.
+function greatest(sites, name) {
+  const known = sites.map((site) => site[name]).filter((value) => value !== null);
+  return known.length ? number(Math.max(...known)) : "";
+}
+
+function gradientText(site) {
+  if (site.gpeak === null) return "";
+  const broke = site.gbroke ? `, ${number(site.gbroke)} of ${number(site.gcount)} infinite or NaN` : "";
+  const room = site.glower && site.ghead !== null ? `, ${bits(site.ghead)}` : "";
+  const gone = site.gflushed ? `, ${(100 * site.gflushed).toFixed(1)}% flushed` : "";
+  return `peak ${number(site.gpeak)}${room}${broke}${gone}`;
 }
 
 function siteList(row, onSite) {
@@ -52,7 +67,7 @@ function siteList(row, onSite) {
 
 function histogram(report, row) {
   const values = together(row.sites.map((site) => site.bins));
-  const slopes = together(row.sites.map((site) => site.gbins));
+  const slopes = together([...row.sites, ...row.weights].map((site) => site.gbins));
   if (!values.length && !slopes.length) return element("p", { class: "hint" }, report.level === "static" ? "Nothing was run." : "No values but zeros.");
   const all = [...values, ...slopes].map((bin) => bin.exponent);
   const domain = [Math.min(...all) - 2, Math.max(...all, Math.log2(report.max) < 64 ? Math.log2(report.max) + 2 : -99) + 2];
@@ -65,7 +80,7 @@ function histogram(report, row) {
     marks: [
       ...bands(report, domain, 0, top),
       Plot.axisX(ticks(domain, 260), { tickFormat: power }), Plot.axisY({ ticks: 3, tickFormat: (v) => `${Math.round(100 * v)}%` }),
-      bars(values, row.broken ? "var(--broken)" : "var(--lower)", 0.9), bars(slopes, "var(--gradient)", 0.6),
+      bars(values, row.broken ? "var(--broken)" : "var(--lower)", 0.9), bars(slopes, row.gbroken ? "var(--broken)" : "var(--gradient)", 0.6),
       Plot.ruleY([0], { stroke: "var(--soft)" }),
     ],
   });

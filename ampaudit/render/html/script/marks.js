@@ -42,6 +42,7 @@ function rowMarks(rows, [left, right]) {
   const proved = at.filter((row) => row.bound !== null && row.peak !== null && row.bound >= row.peak);
   const never = at.filter((row) => row.bound !== null && row.peak === null);  // proofs alone
   const slopes = at.filter((row) => row.g2 !== null && row.g1 !== null);
+  const slope = (row) => (row.gbroken ? "var(--broken)" : "var(--gradient)");
   return [
     Plot.ruleY(thin, { y: "y", x1: "from", x2: "peak", stroke: "fill", strokeWidth: 1.5, strokeOpacity: "faint" }),
     Plot.ruleY(thick, { y: "y", x1: "q1", x2: "q2", stroke: "fill", strokeWidth: 7, strokeOpacity: (d) => 0.85 * d.faint }),
@@ -52,7 +53,9 @@ function rowMarks(rows, [left, right]) {
     Plot.ruleX([...proved, ...never].filter((row) => row.bound <= right), { x: "bound", y1: (d) => d.y - 0.28, y2: (d) => d.y + 0.28, stroke: "var(--proof)", strokeWidth: 2.5 }),
     Plot.text(beyond, { x: () => right, y: "y", text: () => "▸", fill: "var(--ink)", dx: -5, fontSize: 15 }),
     Plot.text(below, { x: () => left, y: "y", text: () => "◂", fill: "var(--ink)", dx: 5, fontSize: 15 }),
-    Plot.ruleY(slopes, { y: (d) => d.y + 0.33, x1: "g1", x2: "g2", stroke: (d) => (d.gbroken ? "var(--broken)" : "var(--gradient)"), strokeWidth: 3, strokeLinecap: "round" }),
+    Plot.ruleY(slopes, { y: (d) => d.y + 0.33, x1: "g1", x2: "g2", stroke: slope, strokeWidth: 3, strokeLinecap: "round" }),
+    Plot.text(slopes.filter((row) => row.g2 < left), { x: () => left, y: (d) => d.y + 0.33, text: () => "◂", fill: slope, dx: 5, fontSize: 13 }),
+    Plot.text(slopes.filter((row) => row.g2 > right), { x: () => right, y: (d) => d.y + 0.33, text: () => "▸", fill: slope, dx: -5, fontSize: 13 }),
   ];
 }
 

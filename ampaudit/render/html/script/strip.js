@@ -7,21 +7,34 @@ const heat = (head) => STEPS.find(([limit]) => head < limit)[1];
 
 function showStrip(report, rows, onRow) {
   const held = rows.filter((row) => row.lower && !row.design && row.head !== null && !row.sites[0].weight);
-  byId("strip").hidden = held.length < 2;
-  if (held.length < 2) return;
-  const width = Math.max(byId("strip-plot").clientWidth, 300);
+  const slopes = rows.filter((row) => row.ghead !== null);
+  byId("strip").hidden = held.length < 2 && !slopes.length;
+  byId("slopes").hidden = !slopes.length;
+  if (byId("strip").hidden) return;
+  const nearest = drawStrip("strip", held.map((row) => ({ row, head: row.head, broken: row.broken })), onRow);
+  byId("strip-text").textContent = nearest ? `Least: ${bits(nearest.head)} at ${nearest.row.name}.` : "";
+  const worst = drawStrip("slopes", slopes.map((row) => ({ row, head: row.ghead, broken: row.gbroken })), onRow);
+  if (worst) byId("slopes-text").textContent = `The worst, ${worst.row.name}: ${gradientText(worst.row.sites[0])}; times the loss scale ${number(report.lossScale)}.`;
+  byId("strip-key").replaceChildren(...STEPS.map(([, fill, text]) => keyOf(fill, text)));
+}
+
+// Draw one strip; return the worst of its rows.
+function drawStrip(id, held, onRow) {
+  if (!held.length) return byId(`${id}-plot`).replaceChildren();
+  const rank = (cell) => cell.head - (cell.broken ? 1e6 : 0);
+  const worst = (part) => part.reduce((a, b) => (rank(b) < rank(a) ? b : a));
+  const width = Math.max(byId(`${id}-plot`).clientWidth, 300);
   const count = Math.min(held.length, Math.floor(width / 3));
   const cells = [];
   for (let i = 0; i < count; i++) {
-    const part = held.slice(Math.floor((i * held.length) / count), Math.floor(((i + 1) * held.length) / count));
-    const worst = part.reduce((a, b) => (b.head < a.head ? b : a));
-    cells.push({ i, row: worst, fill: worst.broken ? STEPS[0][1] : heat(worst.head) });
+    const cell = worst(held.slice(Math.floor((i * held.length) / count), Math.floor(((i + 1) * held.length) / count)));
+    cells.push({ ...cell, i, fill: cell.broken ? STEPS[0][1] : heat(cell.head) });
   }
   const plot = Plot.plot({
     width, height: 34, margin: 0, axis: null, x: { domain: [0, count], range: [0, width] },
     y: { domain: [0, 1], range: [34, 0] },
     marks: [Plot.rectX(cells, { x1: "i", x2: (d) => d.i + 1, y1: 0, y2: 1, fill: "fill", insetRight: count > 200 ? 0 : 1,
-      title: (d) => `${d.row.name}: ${bits(d.row.head)}` })],
+      title: (d) => `${d.row.name}: ${bits(d.head)}` })],
   });
   plot.setAttribute("aria-hidden", "true");
   plot.style.cursor = "pointer";
@@ -30,8 +43,6 @@ function showStrip(report, rows, onRow) {
     const at = Math.floor(((event.clientX - box.left) / box.width) * count);
     onRow(cells[Math.min(Math.max(at, 0), count - 1)].row.name);
   });
-  byId("strip-plot").replaceChildren(plot);
-  const worst = held.reduce((a, b) => (b.head < a.head ? b : a));
-  byId("strip-text").textContent = `Least: ${bits(worst.head)} at ${worst.name}.`;
-  byId("strip-key").replaceChildren(...STEPS.map(([, fill, text]) => keyOf(fill, text)));
+  byId(`${id}-plot`).replaceChildren(plot);
+  return worst(held);
 }

@@ -42,7 +42,8 @@ function siteRow(site, report) {
     head: site.head, low: log2(site.low), peak: log2(site.peak), bound: log2(site.bound),
     q1: quantile(bins, 0.05), q2: quantile(bins, 0.95),
     broken: !!site.bad || site.inf + site.nan > 0 || site.verdict === "overflows" || (ranges && site.peak > report.max),
-    gbroken: !!site.gbad, g1: quantile(site.gbins, 0.02), g2: log2(site.gpeak), index: site.index,
+    gbroken: !!site.gbad || site.gbroke > 0, ghead: site.glower ? site.ghead : null, weights: [],
+    g1: quantile(site.gbins, 0.02), g2: log2(site.gpeak), index: site.index,
   };
 }
 
@@ -63,9 +64,18 @@ function layerRows(rows) {
     }
     known.sites.push(site);
     if (RANK[row.worst] > RANK[known.worst]) known.worst = row.worst;
-    for (const name of ["low", "head", "q1", "g1"]) known[name] = least(known[name], row[name]);
+    for (const name of ["low", "head", "q1", "g1", "ghead"]) known[name] = least(known[name], row[name]);
     for (const name of ["peak", "bound", "q2", "g2"]) known[name] = most(known[name], row[name]);
     known.broken = known.broken || row.broken;
+    known.gbroken = known.gbroken || row.gbroken;
+  }
+  for (const row of rows) {  // of a weight only the gradient is the layer's, and a bias's may cancel to nothing
+    const known = row.sites[0].weight && found.get(`${row.sites[0].layer}\n${row.lower}\nfalse`);
+    if (!known) continue;
+    known.weights.push(row.sites[0]);
+    known.g1 = known.g1 ?? row.g1;
+    known.g2 = most(known.g2, row.g2);
+    known.ghead = least(known.ghead, row.ghead);
     known.gbroken = known.gbroken || row.gbroken;
   }
   return [...found.values()];
@@ -80,13 +90,14 @@ function together(histograms) {
   return [...sums.entries()].sort((a, b) => a[0] - b[0]).map(([exponent, n]) => ({ exponent, share: n / total }));
 }
 
+// As in every other format: four digits, whole numbers below 100,000 in full.
 function number(value) {
   if (value === null || value === undefined) return "";
-  const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e5) return value.toLocaleString("en-US");
-  if (size >= 1e3 && size < 1e7) return Number(value.toPrecision(4)).toLocaleString("en-US");
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(1);
-  return String(Number(value.toPrecision(4)));
+  const rounded = Number(value.toPrecision(4)), size = Math.abs(rounded);
+  if (Math.abs(value) >= 1e3 && Math.abs(value) < 1e7)
+    return (Number.isInteger(value) && size < 1e5 ? value : rounded).toLocaleString("en-US");
+  if (size !== 0 && (size < 1e-4 || size >= 1e4)) return rounded.toExponential().replace(/e([+-])(\d)$/, "e$10$2");
+  return String(rounded);
 }
 
 const SUPER = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
