@@ -13,6 +13,7 @@ from torch import nn
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError
 from ampaudit.source import Batch, ModelSource
+from ampaudit.source.interface import unwrapped
 from ampaudit.source.open import open_source
 from ampaudit.trace.isolation import preserved
 
@@ -47,6 +48,7 @@ def as_source(
     if isinstance(model, nn.Module):
         if given is None:
             raise InputError("give either inputs or batches", hint=_HOW)
+        model = unwrapped(model)
         model = ModelSource(type(model).__name__, "object", model, ())
     elif not isinstance(model, ModelSource | str | Path):
         raise InputError(f"the model is of type {type(model).__name__}", hint="pass a module or a path")

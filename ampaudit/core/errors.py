@@ -4,7 +4,7 @@
 
     AuditError
       UsageError        2  an option that cannot be honoured
-      SourceError       2  the model file, import path, directory or archive
+      SourceError       2  the model file, import path, directory or archive; or what the model raises
       InputError        2  example inputs that do not fit the model
       WeightsError      2  a checkpoint that is corrupt, hostile or does not match
       PolicyError       2  a rule file or policy name
@@ -70,7 +70,7 @@ class UsageError(AuditError):
 
 
 class SourceError(AuditError):
-    """Raised if the model cannot be loaded."""
+    """Raised if the model cannot be loaded, or fails by itself."""
 
     default_hint = (
         "the model file needs get_model() and example_inputs(); see docs/scanning.md, 'Model files'"

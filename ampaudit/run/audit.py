@@ -14,7 +14,7 @@ from ampaudit.core.errors import InputError
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.config import RunConfig
-from ampaudit.run.eager import EagerModel
+from ampaudit.run.eager import EagerModel, telling_own_failures
 from ampaudit.run.guards import guarded
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Runner
@@ -99,10 +99,11 @@ def _run_all(
     ]
     for number, batch in enumerate(batches):
         progress(phase, number, len(batches))
-        if len(runners) == 1:
-            runners[0].run(batch, number)
-        else:
-            _run_together(runners, configs[0], batch, number)
+        with telling_own_failures(model, batch):
+            if len(runners) == 1:
+                runners[0].run(batch, number)
+            else:
+                _run_together(runners, configs[0], batch, number)
     progress(phase, len(batches), len(batches))
     return runners
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -11,13 +14,34 @@ from ampaudit.run.guards import guarded
 from ampaudit.source.interface import Batch
 from ampaudit.trace.capture import quiet
 from ampaudit.trace.converted import Release
+from ampaudit.trace.eager_call import attempt_in_fp32, fp32_copy, writable
 from ampaudit.trace.entry import flatten_outputs
-from ampaudit.trace.fake_model import named_tensors, without_cache
+from ampaudit.trace.failure import model_failure
+from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.isolation import seeded
-from ampaudit.trace.structure import structural_copy
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["EagerModel"]
+__all__ = ["EagerModel", "telling_own_failures"]
+
+
+@contextmanager
+def telling_own_failures(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """If a converted model cannot be run, say so of the user's model where that fails as well.
+
+    Kernels are stricter than shapes: torch.export traces a product of two dtypes that no kernel computes.
+
+    Raises:
+        SourceError: the model itself fails.
+    """
+    try:
+        yield
+    except RunFailed as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError) or "out of memory" in str(error):
+            raise
+        attempt = attempt_in_fp32(model, batch.args, batch.kwargs)
+        if attempt.error is None:
+            raise
+        raise model_failure(attempt.error, model, batch.args, batch.kwargs) from attempt.error
 
 
 class EagerModel:
@@ -42,8 +66,13 @@ class EagerModel:
         """Return the model's outputs for a batch, by the names that a trace uses."""
         if self._last is None or self._last[0] != number:
             self._last = None
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self._own, (batch.args, batch.kwargs))
-            copied = self._copy(model)
+            low = (tensor.dtype in LOW_PRECISION_DTYPES for tensor in named_tensors(model).values())
+            if self._release is not None and any(low):
+                raise RunFailed("streamed 16-bit weights cannot be held in FP32")
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda tensor: writable(tensor, self._device), (batch.args, batch.kwargs)
+            )
+            copied = fp32_copy(model, self._device)
             with quiet(), guarded(self._device, batch), seeded(self._seed + number):
                 found = flatten_outputs(copied(*args, **kwargs))
             self._last = number, dict(found)
@@ -51,30 +80,3 @@ class EagerModel:
                 for tensor in named_tensors(model).values():
                     self._release(tensor)
         return self._last[1]
-
-    def _copy(self, model: nn.Module) -> nn.Module:
-        tensors: dict[int, torch.Tensor] = {}
-        for tensor in named_tensors(model).values():
-            if self._release is not None and tensor.dtype in LOW_PRECISION_DTYPES:
-                raise RunFailed("streamed 16-bit weights cannot be held in FP32")
-            if isinstance(tensor, nn.Parameter):
-                tensors[id(tensor)] = nn.Parameter(self._wide(tensor), False)
-            else:
-                tensors[id(tensor)] = self._own(tensor)
-        for module in model.modules():
-            for value in vars(module).values():
-                if isinstance(value, torch.Tensor):
-                    tensors.setdefault(id(value), self._own(value))
-        made = structural_copy(model, tensors)
-        without_cache(made)
-        return made
-
-    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the device, widened from 16 bits; without a copy if possible."""
-        found = tensor.detach().to(self._device)
-        return found.float() if found.dtype in LOW_PRECISION_DTYPES else found
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Like ``_wide``, but in memory that the model may write to."""
-        found = self._wide(tensor)
-        return found.clone() if found.data_ptr() == tensor.data_ptr() else found

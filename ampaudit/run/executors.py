@@ -91,7 +91,7 @@ class ExecutorCache:
         if not traced.outputs:
             raise InputError(
                 f"{type(self.model).__name__} returns no tensor: there is nothing to compare",
-                hint="return the tensors that are used",
+                hint="return the tensors that are used; None, generators and numbers have no dtype to audit",
             )
         traced = functionalized(traced) if differentiated else traced
         converted = attach_weights(traced, config.release)

@@ -109,6 +109,11 @@ def _memory_errors(device: torch.device) -> Iterator[None]:
         if "allocate memory" in text:
             raise RunFailed(f"out of memory: {text}", hint="use a smaller batch, or --ranges") from error
         where = _noted_line(error)
+        if "FakeTensor" in text:
+            raise RunFailed(
+                f"{where}the model computes values that torch.export does not record",
+                hint="audit the model without torch.autograd.grad in its forward, or the part before it",
+            ) from error
         raise RunFailed(f"{where}the converted model could not be run on {device}: {text}") from error
 
 

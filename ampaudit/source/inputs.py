@@ -30,6 +30,11 @@ __all__ = [
 ]
 
 _MISSING = object()
+_HINTS = {
+    "NoneType": "return the inputs; for a model that takes none, return ()",
+    "generator": "name the function batches() if it yields batches",
+    "ndarray": "return a tensor: torch.from_numpy(...)",
+}
 
 
 def has_inputs(module: ModuleType) -> bool:
@@ -126,7 +131,7 @@ def _inputs(value: Any, kwargs: Mapping[str, Any], what: str) -> Batch:
         return Batch((), {**kwargs, **{str(key): item for key, item in value.items()}})
     if isinstance(value, tuple | list):
         return Batch(tuple(value), dict(kwargs))
-    raise InputError(f"{what} gave {type(value).__name__}")
+    raise InputError(f"{what} gave {type(value).__name__}", hint=_HINTS.get(type(value).__name__))
 
 
 def with_inputs(source: ModelSource, path: Path) -> ModelSource:

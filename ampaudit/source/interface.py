@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.unchanged import FileState
 
-__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource"]
+__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "unwrapped"]
 
 # inputs must differ from the random numbers of the weights
 INPUT_SEED_OFFSET = 1_000_003
@@ -82,3 +82,11 @@ class ModelSource:
     def names_files(self) -> bool:
         """Whether its file says which source files its ops come from; these must not be opened."""
         return self.kind in ("pt2", "converted")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile and the data-parallel wrappers, which compute the same."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = model.module
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model

@@ -13,7 +13,7 @@ from torch import nn
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError
 from ampaudit.source.inputs import batches_of, functions_of, has_inputs
-from ampaudit.source.interface import ModelSource
+from ampaudit.source.interface import ModelSource, unwrapped
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 
 __all__ = ["from_import_path", "from_python_file"]
@@ -67,16 +67,17 @@ def _model(module: ModuleType, factory: str | None, location: str) -> nn.Module:
     if made is None:
         raise SourceError(f"{location}: {factory!r} is not defined", hint="check the name after the colon")
     if isinstance(made, nn.Module):
-        return made
+        return unwrapped(made)
     if not callable(made):
         raise SourceError(f"{location}: {factory or 'get_model'} is not callable")
     with calling_user_code(f"{location}: {factory or 'get_model'}()"):
         model = made()
     if not isinstance(model, nn.Module):
         raise SourceError(
-            f"{location}: {factory or 'get_model'}() returned {type(model).__name__}, not an nn.Module"
+            f"{location}: {factory or 'get_model'}() returned {type(model).__name__}, not an nn.Module",
+            hint="return the module; for a state_dict, build the module and pass the file with --weights",
         )
-    return model
+    return unwrapped(model)
 
 
 def _only_module_class(module: ModuleType, location: str) -> type[nn.Module]:

@@ -6,14 +6,15 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Iterator
-from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from ampaudit.core.errors import AuditError, SourceError
+from ampaudit.core.errors import AuditError, SourceError, first_line
+from ampaudit.trace.failure import failing_lines
+
+_NO_DEVICE = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "HIP GPUs", "XPU", "MPS backend")
 
 __all__ = ["calling_user_code", "import_module_named", "module_from_file"]
 
@@ -100,11 +101,13 @@ def calling_user_code(what: str) -> Iterator[None]:
 
 
 def _raise_located(what: str, error: Exception) -> NoReturn:
-    frames = traceback.extract_tb(error.__traceback__)
-    inner = dropwhile(lambda f: "/ampaudit/" not in f.filename, frames)
-    own = [f for f in inner if "/ampaudit/" not in f.filename and not f.filename.startswith("<")]
-    where = f"{own[-1].filename}:{own[-1].lineno}: " if own else f"{what}: "
+    own, _ = failing_lines(error.__traceback__)
+    where = f"{own.file}:{own.line}: " if own else f"{what}: "
     hint = "run the file with Python to see the full traceback, or pass --debug"
     if isinstance(error, ModuleNotFoundError):
         hint = f"install {error.name!r} in the environment that runs ampaudit"
-    raise SourceError(f"{where}{type(error).__name__}: {error}", hint=hint) from error
+    elif own is None and isinstance(error, TypeError):
+        hint = f"{what} is called as it stands here; give its parameters defaults"
+    elif any(words in str(error) for words in _NO_DEVICE):
+        hint = "this machine has no such device: create models and inputs on the CPU; --device moves them"
+    raise SourceError(f"{where}{type(error).__name__}: {first_line(error)}", hint=hint) from error

@@ -127,10 +127,10 @@ def capture(
             program = torch.export.export(entry, inputs, strict=False)
     except AuditError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if tracer is not None and tracer.follow and tracer.found:
             return capture(model, args, kwargs, replace(config, follow_backward=False))
-        raise trace_failure(error, type(model).__name__, config.rules.name) from error
+        raise trace_failure(error, model, args, kwargs, config.rules.name) from error
     notes = storage_notes(model, file.weights, low_dtype)
     made = _assemble(program, entry, model, config, input_signature(args, kwargs), notes)
     reads.lines += [] if convert is None else conversions_of(model)

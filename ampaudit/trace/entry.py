@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ampaudit.trace.isolation import host_state
@@ -26,6 +27,7 @@ __all__ = [
     "flatten_outputs",
     "layer_of",
     "layer_path",
+    "named_inputs",
     "placed",
     "tensor_leaves",
 ]
@@ -33,6 +35,8 @@ __all__ = [
 ENTRY_NAME = "audited_model"
 _EXPORT_ROOT = "_export_root"  # torch.export's own wrapper, while it traces
 _MAX_DEPTH = 12
+_NUMBERS = (int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
+_LEAVES = (str, bytes, *_NUMBERS, nn.Module, type)
 Around = Callable[[], AbstractContextManager[None]]
 
 
@@ -182,6 +186,18 @@ def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
+def named_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Name each leaf of a batch: ``input[0]``, ``input[1]['mask']``, or by keyword."""
+    places = {f"input[{index}]": value for index, value in enumerate(args)} | kwargs
+    return [
+        (f"{name}{pytree.keystr(path)}", leaf)
+        for name, value in places.items()
+        for path, leaf in pytree.tree_flatten_with_path(
+            value, is_leaf=lambda item: isinstance(item, PackedSequence)
+        )[0]
+    ]
+
+
 def layer_path(path: str) -> str:
     """Return the path of a module in the user's model: ``audited_model.encoder`` is ``encoder``."""
     first, _, rest = path.partition(".")
@@ -229,7 +245,7 @@ def _collect(
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
-    if value is None or isinstance(value, str | bytes | int | float | bool | complex | nn.Module | type):
+    if value is None or isinstance(value, _LEAVES):
         return []
     if isinstance(value, Mapping):
         return [(f".{key}", child) for key, child in value.items()]

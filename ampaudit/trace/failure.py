@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from itertools import dropwhile
 from types import TracebackType
+from typing import Any
 
-from ampaudit.core.errors import TraceFailed, first_line
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ampaudit.core.errors import AuditError, SourceError, TraceFailed, did_you_mean, first_line
 from ampaudit.core.sites import SourceLine
+from ampaudit.core.untrusted import describe
 from ampaudit.policy.load import PLAIN_FP32
-from ampaudit.trace.stack import is_tool_file
+from ampaudit.trace.eager_call import attempt_in_fp32
+from ampaudit.trace.entry import named_inputs
+from ampaudit.trace.stack import is_library, is_tool_file, library_path
 
-__all__ = ["failing_line", "plain_reason", "trace_failure"]
+__all__ = ["failing_line", "failing_lines", "model_failure", "plain_reason", "trace_failure"]
 
+_ONE_DEVICE = "keep every tensor on the input's device: pass device=x.device where tensors are made"
+_MAX_LISTED = 6  # inputs or parameters
+_MAX_REASON, _MAX_CODE = 300, 120  # characters
 # (words in the error's type or text, our message, the remedy); the first match decides
 _REMEDIES: tuple[tuple[tuple[str, ...], str | None, str], ...] = (
     (
@@ -21,34 +33,54 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str | None, str], ...] = (
         "use torch.where or torch.cond there, or wrap the branch in 'if not torch.compiler.is_exporting():'",
     ),
     (
+        ("sparsetensor", "sparse tensor", "sparsecpu", "sparse_"),
+        "torch.export does not trace sparse tensors",
+        "compute with dense tensors or with index_add and scatter_reduce, or audit the part without them",
+    ),
+    (
+        ("nestedtensor", "nested tensor", "nestedint"),
+        "torch.export does not trace nested tensors here",
+        "pad the sequences to one length and pass a mask",
+    ),
+    (
+        ("no fake impl", "register_fake", "unsupported operator"),
+        None,
+        "tell torch the shape of that operator's result with @torch.library.register_fake",
+    ),
+    (
         (".numpy()", "numpy", "can't convert"),
         None,
         "values leave torch here (numpy, .tolist()); compute with tensors, or precompute it in __init__",
     ),
     (
-        ("two different devices", "fake device", "same device", "cuda devices"),
+        ("two different devices", "fake device", "same device", "cuda devices", "not compiled with cuda"),
         None,
-        "keep every tensor on the input's device: pass device=x.device where tensors are made",
-    ),
-    (
-        ("shape", "size", "broadcast", "mat1 and mat2"),
-        None,
-        "the inputs do not fit the model; see example_inputs()",
+        _ONE_DEVICE,
     ),
 )
+_PACKED = (
+    "torch.export does not trace packed sequences",
+    "pass the padded batch to the recurrent layer, without pack_padded_sequence, while you audit it",
+)
+_GENERATE = "generate() runs the model in a loop: return the output of one forward, model(input_ids), instead"
 # errors of kernels whose inputs a policy cast only in part
 _MIXED = ("same dtype", "expected scalar type", "have the same type", "same data type", "match weight dtype")
 _FALLBACK = (
-    "simplify that line so that torch.export(strict=False) accepts it; --debug shows torch's own report"
+    "rewrite that line so that torch.export(strict=False) accepts it; --debug shows torch's own report"
 )
 
 
-def trace_failure(error: BaseException, model: str, policy: str) -> TraceFailed:
-    """Describe an error of torch.export, with the model's line at which tracing stopped."""
-    place = failing_line(error.__traceback__)
-    where = f"{place.file}:{place.line}: " if place else f"{model}: "
-    code = f" at '{place.code}'" if place and place.code else ""
-    summary = f"{type(error).__name__}: {first_line(error)}"
+def trace_failure(
+    error: BaseException, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], policy: str
+) -> AuditError:
+    """Describe an error of torch.export, with the user's line at which tracing stopped.
+
+    Returns:
+        ``SourceError`` if the model fails without torch.export as well; otherwise ``TraceFailed``.
+    """
+    attempt = attempt_in_fp32(model, args, kwargs)
+    if attempt.error is not None:
+        return model_failure(attempt.error, model, args, kwargs)
     plainer, hint = _known(error)
     text = str(error).lower()
     if policy != PLAIN_FP32 and any(words in text for words in _MIXED):
@@ -56,7 +88,94 @@ def trace_failure(error: BaseException, model: str, policy: str) -> TraceFailed:
             f"policy {policy} leaves this op's inputs in different dtypes; extend the policy with a rule "
             "for the op that says 'cast: widest' or 'cast: lower'"
         )
-    return TraceFailed(f"{where}cannot be exported{code}: {plainer or summary}", hint=hint)
+    own, library = failing_lines(error.__traceback__)
+    reason = plainer or _summary(error)
+    if library is not None:
+        reason += f", in {library_path(library.file)}:{library.line}"
+        hint = _hint_for_library(library, own)
+    elif attempt.ran and hint is _FALLBACK:
+        hint = f"the model runs without torch.export; {hint}"
+    where, code = _located(own, type(model).__name__)
+    return TraceFailed(f"{where}cannot be exported{code}: {reason}", hint=hint)
+
+
+def model_failure(
+    error: BaseException, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> SourceError:
+    """Describe an error that the model raises by itself, in FP32."""
+    own, library = failing_lines(error.__traceback__)
+    where, code = _located(own, type(model).__name__)
+    inside = f", in {library_path(library.file)}:{library.line}" if library else ""
+    return SourceError(
+        f"{where}the model itself fails in FP32{code}: {_summary(error)}{inside}",
+        hint=_misfit(model, args, kwargs) or _hint_for_model(error, args, kwargs),
+    )
+
+
+def _hint_for_model(error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    if isinstance(error, NotImplementedError) and 'required "forward"' in str(error):
+        return "give the module a forward(), or return the module that calls it"
+    if _known(error)[1] is _ONE_DEVICE:
+        return _ONE_DEVICE
+    given = _listed([_in_words(*item) for item in named_inputs(args, kwargs)]) or "none"
+    return f"correct the model or its inputs; it was given {given}"
+
+
+def _misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Say how a call differs from the signature of the model's forward; ``None`` if it does not."""
+    problem = None
+    try:
+        signature = inspect.signature(model.forward)
+        signature.bind(*args, **kwargs)
+    except ValueError:
+        return None
+    except TypeError as error:
+        problem = str(error)
+    known = list(signature.parameters)
+    forward = f"forward({_listed(known)})"
+    unknown = next((name for name in kwargs if name not in known), None)
+    if unknown is None:
+        return problem and f"the inputs do not fit {forward}: {problem}"
+    if problem and len(known) == 1 and not args:
+        return (
+            f"a dict gives keyword arguments, and {forward} has no {describe(unknown)!r}: rename it, or "
+            "return a tuple with the dict in it"
+        )
+    near = did_you_mean(unknown, known)  # **kwargs may have taken it
+    return f"{near}{forward} has no {describe(unknown)!r}" if near or problem else None
+
+
+def _in_words(name: str, value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{describe(name)}: {type(value).__name__}"
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{describe(name)}: {dtype}{list(value.shape)} on {value.device}"
+
+
+def _listed(names: list[str]) -> str:
+    more = ["..."] if len(names) > _MAX_LISTED else []
+    return ", ".join(names[:_MAX_LISTED] + more)
+
+
+def _summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {describe(first_line(error), _MAX_REASON)}"
+
+
+def _located(place: SourceLine | None, otherwise: str) -> tuple[str, str]:
+    """Return how a message begins, and how it quotes the line."""
+    if place is None:
+        return f"{otherwise}: ", ""
+    return f"{place.file}:{place.line}: ", f" at '{describe(place.code, _MAX_CODE)}'" if place.code else ""
+
+
+def _hint_for_library(library: SourceLine, own: SourceLine | None) -> str:
+    package = library_path(library.file).partition("/")[0]
+    if "/generation/" in library.file:
+        return _GENERATE
+    does = f"the code of {package} does this, not yours"
+    if own is None:
+        return f"{does}: try another version or configuration of the model; --debug shows torch's own report"
+    return f"{does}: call something else on your line, or audit a part of the model that does without it"
 
 
 def plain_reason(error: BaseException) -> str:
@@ -66,13 +185,37 @@ def plain_reason(error: BaseException) -> str:
 
 def _known(error: BaseException) -> tuple[str | None, str]:
     """Return our message and remedy for a known error, if there is one."""
+    if _met_packed_sequence(error.__traceback__):
+        return _PACKED
     text = f"{type(error).__name__} {error}".lower()
     known = next((entry for entry in _REMEDIES if any(word in text for word in entry[0])), None)
     return (known[1], known[2]) if known is not None else (None, _FALLBACK)
 
 
+def _met_packed_sequence(trace: TracebackType | None) -> bool:
+    """Return whether a function that the error passed through held a packed sequence."""
+    frames = (frame for frame, _ in traceback.walk_tb(trace))
+    return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
+
+
 def failing_line(trace: TracebackType | None) -> SourceLine | None:
     """Find the innermost line of the model's code in a traceback."""
+    own, library = failing_lines(trace)
+    return library or own
+
+
+def failing_lines(trace: TracebackType | None) -> tuple[SourceLine | None, SourceLine | None]:
+    """Find the innermost line of the user's code in a traceback, and that of a library which it called.
+
+    Python's own library counts for neither: its lines say nothing about the model.
+    """
     below_us = dropwhile(lambda f: "ampaudit" not in f.filename, traceback.extract_tb(trace))
     frames = [f for f in below_us if not is_tool_file(f.filename) and not f.filename.startswith("<")]
-    return SourceLine(frames[-1].filename, frames[-1].lineno or 0, frames[-1].line or "") if frames else None
+    own = [index for index, f in enumerate(frames) if not is_library(f.filename)]
+    last = own[-1] if own else -1
+    called = [f for f in frames[last + 1 :] if "/site-packages/" in f.filename]
+
+    def line(frame: traceback.FrameSummary) -> SourceLine:
+        return SourceLine(frame.filename, frame.lineno or 0, frame.line or "")
+
+    return line(frames[last]) if own else None, line(called[-1]) if called else None

@@ -47,9 +47,11 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     first: dict[int, int] = {}
-    found = []
+    found: list[Any] = []
     for number, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+            found.append(_Identity(leaf))  # no trace can follow it
+        elif isinstance(leaf, torch.Tensor):
             same = first.setdefault(id(leaf), number)
             found.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, same))
         else:

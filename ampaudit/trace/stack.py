@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ampaudit.core.sites import SourceLine
 
-__all__ = ["code_line", "is_library", "is_tool_file", "source_lines"]
+__all__ = ["code_line", "is_library", "is_tool_file", "library_path", "source_lines"]
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>[0-9]{1,9}), in (?P<function>.+)$')
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
@@ -62,3 +62,8 @@ def is_library(file: str) -> bool:
     """Return whether a file belongs to an installed library or Python."""
     standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return "/site-packages/" in file or any(file.startswith(place) for place in standard if place)
+
+
+def library_path(file: str) -> str:
+    """Return the path of a library's file within the place where libraries are installed."""
+    return file.replace("\\", "/").rpartition("/site-packages/")[2]

@@ -20,6 +20,7 @@ from ampaudit.trace.entry import layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot, TracedModel
 from ampaudit.trace.replay import REPLAYED, Replayer
+from ampaudit.trace.unsupported import refuse_unsupported
 from ampaudit.trace.values import float_value
 
 __all__ = ["trace"]
@@ -60,7 +61,10 @@ def trace(
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
+        SourceError: the model itself fails, or is of a kind that cannot be traced.
+        InputError: an input is of such a kind.
     """
+    refuse_unsupported(model, args, kwargs)
     config = TraceConfig(
         *(rules, author_rules, number_format, measured or {}),
         edits=edits or {},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ampaudit
-from ampaudit.core.errors import InputError, RunFailed, SourceError
+from ampaudit.core.errors import InputError, SourceError
 
 Write = Callable[[str], Path]
 
@@ -81,7 +81,7 @@ def test_an_index_of_the_model_is_no_input_error(model_file: Write) -> None:
     path = model_file(
         TOKENS.replace("LOOKUP", lookup).replace("torch.tensor([[1, 30522]])", "torch.randn(2, 8)")
     )
-    with pytest.raises(RunFailed, match="index out of range"):
+    with pytest.raises(SourceError, match=r"\.py:\d+: the model itself fails.* index out of range"):
         ampaudit.scan(str(path))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampaudit.core.errors import TraceFailed
+from ampaudit.core.errors import SourceError, TraceFailed
 from ampaudit.core.formats import BFLOAT16, FLOAT16, NumberFormat
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.source import Batch
@@ -266,7 +266,7 @@ def test_a_data_dependent_branch_names_the_line_and_the_remedy() -> None:
 
 
 def test_inputs_that_do_not_fit_name_the_line() -> None:
-    with pytest.raises(TraceFailed, match=r"test_trace\.py:\d+: .*self\.first\(x\)"):
+    with pytest.raises(SourceError, match=r"test_trace\.py:\d+: the model itself fails.*self\.first\(x\)"):
         traced(Author().eval(), Batch((torch.randn(4, 9),)))
 
 

@@ -1,0 +1,104 @@
+"""Calls the user's own model in FP32 on a copy, to learn whether it runs without torch.export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ampaudit.trace.fake_model import named_tensors, without_cache
+from ampaudit.trace.internals import FakeTensor
+from ampaudit.trace.isolation import seeded
+from ampaudit.trace.structure import structural_copy
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
+
+__all__ = ["Attempt", "attempt_in_fp32", "fp32_copy", "in_float32", "writable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Whether the model ran by itself; ``error`` is what it raised, ``None`` if it ran or was not called."""
+
+    ran: bool
+    error: BaseException | None = None
+
+
+def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
+    """Call a copy of the model, and fail only if it fails in every way in which its user may call it.
+
+    These are in FP32 without and with gradients, and in the dtypes of its 16-bit weights. A model without
+    values is not called, and neither is one that may not fit into memory twice.
+    """
+    tensors = [*named_tensors(model).values(), *_tensors((args, kwargs))]
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+        return Attempt(ran=False)
+    low_precision = [tensor for tensor in tensors if tensor.dtype in LOW_PRECISION_DTYPES]
+    if sum(4 * tensor.numel() for tensor in low_precision) > psutil.virtual_memory().available // 2:
+        return Attempt(ran=False)
+    first: BaseException | None = None
+    for wide, grad in ((True, False), (True, True), *([(False, False)] if low_precision else [])):
+        try:
+            copied, given, named = _copied(model, args, kwargs, wide=wide)
+        except Exception:
+            return Attempt(ran=False)  # what cannot be copied says nothing about the model
+        try:
+            with seeded(0), torch.set_grad_enabled(grad):
+                copied(*given, **named)
+        except (Exception, SystemExit) as error:
+            first = first or error
+        else:
+            return Attempt(ran=True)
+    return Attempt(ran=False, error=first)
+
+
+def _copied(model: nn.Module, args: Any, kwargs: Any, *, wide: bool) -> tuple[nn.Module, Any, Any]:
+    """Copy a model and its inputs, in FP32 or as they are."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return writable(tensor, None) if wide else tensor.clone()
+
+    given, named = pytree.tree_map_only(torch.Tensor, own, (args, kwargs))
+    if wide:
+        return fp32_copy(model, None), given, named
+    return structural_copy(model, {id(p): p for p in model.parameters()}), given, named
+
+
+def fp32_copy(model: nn.Module, device: torch.device | None) -> nn.Module:
+    """Copy a model for one call in FP32 on a device, sharing the weights that are FP32 there already.
+
+    ``None`` leaves each tensor where it is.
+    """
+    tensors: dict[int, torch.Tensor] = {}
+    for tensor in named_tensors(model).values():
+        if isinstance(tensor, nn.Parameter):
+            wide = in_float32(tensor, device)
+            tensors[id(tensor)] = nn.Parameter(wide, tensor.requires_grad and wide.is_floating_point())
+        else:
+            tensors[id(tensor)] = writable(tensor, device)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor):
+                tensors.setdefault(id(value), writable(value, device))
+    made = structural_copy(model, tensors)
+    without_cache(made)
+    return made
+
+
+def in_float32(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Return the tensor on the device, in float32 if it has 16 bits; without a copy if possible."""
+    found = tensor.detach().to(device or tensor.device)
+    return found.float() if found.dtype in LOW_PRECISION_DTYPES else found
+
+
+def writable(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Like ``in_float32``, but in memory that the model may write to."""
+    found = in_float32(tensor, device)
+    return found.clone() if found.data_ptr() == tensor.data_ptr() else found
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
