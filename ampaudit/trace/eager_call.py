@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from ampaudit.trace.isolation import seeded
 from ampaudit.trace.structure import structural_copy
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["Attempt", "attempt_in_fp32", "fp32_copy", "in_float32", "writable"]
+__all__ = ["Attempt", "attempt_in_fp32", "fp32_copy", "writable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Call a copy of the model, and fail only if it fails in every way in which its user may call it.
 
     These are in FP32 without and with gradients, and in the dtypes of its 16-bit weights. A model without
-    values is not called, and neither is one that may not fit into memory twice.
+    values is not called, and neither is one that may not fit into memory twice. What it prints was printed
+    by the trace before.
     """
     tensors = [*named_tensors(model).values(), *_tensors((args, kwargs))]
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
@@ -46,7 +49,7 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         except Exception:
             return Attempt(ran=False)  # what cannot be copied says nothing about the model
         try:
-            with seeded(0), torch.set_grad_enabled(grad):
+            with seeded(0), torch.set_grad_enabled(grad), redirect_stdout(io.StringIO()):
                 copied(*given, **named)
         except (Exception, SystemExit) as error:
             first = first or error
@@ -75,7 +78,7 @@ def fp32_copy(model: nn.Module, device: torch.device | None) -> nn.Module:
     tensors: dict[int, torch.Tensor] = {}
     for tensor in named_tensors(model).values():
         if isinstance(tensor, nn.Parameter):
-            wide = in_float32(tensor, device)
+            wide = _float32_of(tensor, device)
             tensors[id(tensor)] = nn.Parameter(wide, tensor.requires_grad and wide.is_floating_point())
         else:
             tensors[id(tensor)] = writable(tensor, device)
@@ -88,15 +91,15 @@ def fp32_copy(model: nn.Module, device: torch.device | None) -> nn.Module:
     return made
 
 
-def in_float32(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def _float32_of(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Return the tensor on the device, in float32 if it has 16 bits; without a copy if possible."""
     found = tensor.detach().to(device or tensor.device)
     return found.float() if found.dtype in LOW_PRECISION_DTYPES else found
 
 
 def writable(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Like ``in_float32``, but in memory that the model may write to."""
-    found = in_float32(tensor, device)
+    """Like ``_float32_of``, but in memory that the model may write to."""
+    found = _float32_of(tensor, device)
     return found.clone() if found.data_ptr() == tensor.data_ptr() else found
 
 
