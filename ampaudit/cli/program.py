@@ -10,7 +10,7 @@ from importlib import import_module
 import click
 
 from ampaudit.cli.terminal import bound_size, make_printable
-from ampaudit.core.errors import AuditError, first_line
+from ampaudit.core.errors import AuditError, did_you_mean, first_line
 from ampaudit.core.interrupts import INTERRUPTED
 from ampaudit.core.text import escape_control
 from ampaudit.core.version import __version__
@@ -45,6 +45,8 @@ class Program(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command."""
         if cmd_name not in COMMANDS:
+            if near := did_you_mean(cmd_name, COMMANDS):
+                ctx.fail(f"No such command '{cmd_name}': {near.strip()}")
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(import_module(f"ampaudit.cli.{module}"), name)

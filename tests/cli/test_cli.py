@@ -120,6 +120,13 @@ def test_what_cannot_be_audited_is_exit_code_three(cli: Cli, model_file: Write) 
     )
 
 
+def test_a_mistyped_command_is_named(cli: Cli) -> None:
+    done = cli("chekc")
+    assert done.returncode == 2
+    assert "Error: No such command 'chekc': did you mean 'check'?" in done.stderr
+    assert cli("zzz").stderr.endswith("Error: No such command 'zzz'.\n")
+
+
 def test_debug_shows_the_traceback(cli: Cli) -> None:
     assert "Traceback" in cli("scan", "none.py", "--debug").stderr
 
