@@ -30,7 +30,7 @@ from ampaudit.export.manifest import manifest_of, write_manifest
 from ampaudit.export.onnx_export import OnnxFile, names_of_inputs, write_onnx
 from ampaudit.export.onnx_metadata import metadata_of
 from ampaudit.export.plan_file import plan_rules
-from ampaudit.export.program import export_program
+from ampaudit.export.program import export_program, save_program
 from ampaudit.export.reference import (
     Call,
     ReferenceOutputs,
@@ -185,7 +185,7 @@ def _write_program(
     batch, names = source.batches[0], traced.outputs
     train = options.mode == "train"
     program = export_program(graph, weights, names, batch.args, batch.kwargs, train=train)
-    torch.export.save(program, stage / PROGRAM)
+    save_program(program, stage / PROGRAM)
     if source.release is not None:
         return ReferenceOutputs(
             {}, (), "its weights were streamed, so the program was written and not run"

@@ -14,13 +14,16 @@ from types import SimpleNamespace
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
+import ampaudit
 from ampaudit.cli.program import COMMANDS, main
 from ampaudit.core.errors import AuditError, OutputError, UsageError
 from ampaudit.render.formats import FORMAT_REGISTRY
 from ampaudit.render.render import as_file, formats_of
 from ampaudit.report.documents import Document
+from ampaudit.report.model import Report
 from ampaudit.report.saved import parse_document
 from tests.support.saved import sample, text_of
 
@@ -304,3 +307,43 @@ def test_a_full_standard_output_loses_nothing(tmp_path: Path) -> None:
     (kept,) = tmp_path.glob("ampaudit-plan-*.json")
     assert f"the result is kept in {kept}" in done.stderr
     assert json.loads(kept.read_text()) == json.loads(text_of("plan"))
+
+
+def test_a_dash_is_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "saved.json").write_text(text_of("plan"))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["report", "saved.json", "-o", "-", "--format", "CSV"])
+    assert result.stdout == as_file(sample("plan"), "csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved.json"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no limits of a process")
+@pytest.mark.parametrize("failure", ["removed", "full"])
+def test_a_conversion_that_cannot_be_written_keeps_its_audit(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "place").mkdir()
+
+    def meanwhile(phase: str, done: int, total: int) -> None:
+        if failure == "removed" and phase == "auditing" and done == total:
+            shutil.rmtree(tmp_path / "place")
+        if failure == "full" and phase == "exporting the program":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (7_000, limits[1]))
+
+    model, inputs, out = torch.nn.Linear(8, 8).eval(), torch.ones(2, 8), tmp_path / "place" / "out"
+    expected = ampaudit.scan(model, inputs, policy="half")
+    try:
+        with pytest.raises(OutputError) as caught:
+            ampaudit.convert(model, inputs, out, policy="half", on_progress=meanwhile)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    reason = {"removed": "no such directory: ", "full": f"cannot write {out}: File too large"}[failure]
+    assert str(caught.value).startswith(reason)
+    assert not out.exists()
+    kept = parse_document(kept_in(caught.value).read_text(encoding="utf-8"), "kept")
+    assert isinstance(kept, Report)
+    assert kept.sites == expected.sites
