@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,7 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     configured = read_lint_config(path) if path is not None else {}
     exclude = [*options["exclude"], *configured.get("exclude", ())]
     config = config_from(LintConfig, configured | given(options), exclude=exclude)
-    linted = list(_linted(paths or (".",), config, options))
+    linted = _linted(paths or (".",), config, options)
     fixed = sum(file.fixed for file in linted) if options["fix"] else 0
     for file in linted:
         if file.is_elsewhere and file.findings:
@@ -90,7 +89,8 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     context.exit(code)
 
 
-def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> Iterable[LintedFile]:
+def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> list[LintedFile]:
+    from ampaudit.cli.progress import ProgressBar
     from ampaudit.linter.linting import RuleSelection, lint_bytes, lint_files
 
     change, selection = options["fix"] or options["diff"], RuleSelection.parse(config.select, config.ignore)
@@ -98,7 +98,9 @@ def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any])
         if len(paths) > 1:
             raise click.UsageError("'-' cannot be combined with other paths")
         return [lint_bytes(_read_stdin(), options["stdin_filename"], selection, fix=change)]
-    return lint_files(paths, selection, exclude=config.exclude, fix=change)
+    with ProgressBar(" ".join(paths)) as progress:
+        files = lint_files(paths, selection, exclude=config.exclude, fix=change, on_progress=progress.update)
+        return list(files)
 
 
 def _read_stdin() -> bytes:
