@@ -14,6 +14,7 @@ from ampaudit.audit.checks.mixed_dtypes import refused_sites
 from ampaudit.audit.checks.suppress import Suppression, suppressed
 from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.context import context_of
+from ampaudit.core.config import silent
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
@@ -51,7 +52,10 @@ def advised(
         return tuple(findings)
     refused = refused_sites(context)
     advisor = _Advisor(subject, source, plan, settings, _errors(findings), refused, tuple(hiding))
-    tried = {id(f): advisor.trials(f) for f in errors}
+    tried: dict[int, tuple[Trial, ...]] = {}
+    for number, finding in enumerate(errors):
+        settings.on_progress(f"trying changes for {finding.site}", number, len(errors))
+        tried[id(finding)] = advisor.trials(finding)
     return tuple(replace(f, tried=tried[id(f)]) if id(f) in tried else f for f in findings)
 
 
@@ -82,12 +86,11 @@ class _Advisor:
     def trials(self, finding: Finding) -> tuple[Trial, ...]:
         """Return the smallest change that removes a finding, and one of another kind; cures come first."""
         found: list[Trial] = []
-        for index, alternatives in enumerate(proposals(self.subject, finding)):
+        for alternatives in proposals(self.subject, finding):
             if sum(trial.outcome == "cure" for trial in found) == KEPT:
                 break
             if any(trial.kind == alternatives[0].kind for trial in found):
                 continue
-            self.settings.on_progress(f"trying a cure for {finding.site}", index, index + 1)
             best = _best([trial for p in alternatives if (trial := self._tried(p, finding)) is not None])
             found += [best] if best is not None else []
         found.sort(key=lambda trial: trial.outcome != "cure")
@@ -138,7 +141,7 @@ class _Advisor:
         try:
             if proposal.model is not None and not _same_function(self.source, proposal):
                 return None
-            (audit,) = run_audits(model, self.source.batches, [changed], self.settings.on_progress)
+            (audit,) = run_audits(model, self.source.batches, [changed], silent)
         except AuditError:
             return None
         return context_of(audit, form, self.settings.changed(prove=False, static=False))

@@ -39,8 +39,9 @@ def stressed(
     batch = source.batches[0]
     start = tensor_leaves(batch.args, batch.kwargs)
     found: list[Stressed] = []
-    for number, site in enumerate(_targets(context, table)):
-        settings.on_progress(f"stressing {site.id}", number, SITES)
+    targets = list(_targets(context, table))
+    for number, site in enumerate(targets):
+        settings.on_progress(f"stressing {site.id}", number, len(targets))
         best = search.ascend(site.id, start, settings.stress, settings.seed + number)
         seen = context.observed(site.id).ref_peak
         over = best.peak >= context.number_format.overflow_at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from ampaudit.checkpoint.header import TORCH_NAMES, TensorEntry, read_header
+from ampaudit.core.config import Progress
 from ampaudit.core.errors import WeightsError
 from ampaudit.core.untrusted import describe, describe_path
 
@@ -20,6 +21,8 @@ __all__ = [
     "InMemory",
     "Part",
     "SafetensorsFile",
+    "WatchedPart",
+    "count_megabytes",
     "dtype_of",
     "flat_tensor",
     "misfit",
@@ -42,6 +45,32 @@ class Part(Protocol):
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the tensor's values in flat pieces; each is valid until ``RING`` more were requested."""
+
+
+class WatchedPart:
+    """A part that tells how many bytes are read from it."""
+
+    def __init__(self, part: Part, on_read: Callable[[int], None]) -> None:
+        self.label, self.metadata, self.entries = part.label, part.metadata, part.entries
+        self._part, self._on_read = part, on_read
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the pieces of the part."""
+        for piece in self._part.pieces(name):
+            yield piece
+            self._on_read(piece.nbytes)
+
+
+def count_megabytes(phase: str, total: int, on_progress: Progress) -> Callable[[int], None]:
+    """Return a function that adds up bytes and reports them in megabytes."""
+    done = 0
+
+    def on_read(size: int) -> None:
+        nonlocal done
+        done = min(done + size, total)  # a tensor may be read again
+        on_progress(phase, done // 10**6, total // 10**6)
+
+    return on_read
 
 
 class SafetensorsFile:

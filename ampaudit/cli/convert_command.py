@@ -68,27 +68,25 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
                 )
         _restore(model, output, options)
         return
-    config = config_from(ConvertConfig, options)
-    config.check_output(output)
-    made = _convert(model, output, config, options, context)
+    made = _convert(model, output, options, context)
     deliver_document(made, options | {"output": None, "force": False})
     context.exit(made.exit_code)
 
 
-def _convert(
-    model: str, output: Path, config: ConvertConfig, options: dict[str, Any], context: click.Context
-) -> Conversion:
+def _convert(model: str, output: Path, options: dict[str, Any], context: click.Context) -> Conversion:
     from ampaudit.cli.progress import ProgressBar
     from ampaudit.export.convert_weights import convert_weights, is_checkpoint
 
     with ProgressBar(model) as progress:
+        config = config_from(ConvertConfig, options, on_progress=progress.update)
+        config.check_output(output)
         if is_checkpoint(model):
             return convert_weights(Path(model), output, config)
 
         from ampaudit.export.convert import convert
 
         source = load_source(model, config_from(SourceConfig, options))
-        report, made = convert(source, None, output, config=config, on_progress=progress.update)
+        report, made = convert(source, None, output, config=config)
     if made is None:
         # the output is the directory, which was not written
         deliver_document(report, {"form": options["form"]})
@@ -98,10 +96,12 @@ def _convert(
 
 
 def _restore(model: str, output: Path, options: dict[str, Any]) -> None:
+    from ampaudit.cli.progress import ProgressBar
     from ampaudit.core.text import format_bytes
     from ampaudit.export.restore import restore
 
-    made = restore(Path(model), output, force=options["force"])
+    with ProgressBar(model) as progress:
+        made = restore(Path(model), output, force=options["force"], on_progress=progress.update)
     size = format_bytes(sum(record.size for record in made.files.values()))
     click.echo(f"restored {len(made.tensors)} tensors ({size}) to {output}, bit for bit")
 
@@ -122,7 +122,8 @@ def verify_command(context: click.Context, /, directory: Path, **options: Any) -
     from ampaudit.cli.progress import ProgressBar
     from ampaudit.export.verify import verify
 
-    with ProgressBar(str(directory)):
-        found = verify(directory, config=config_from(VerifyConfig, options))
+    with ProgressBar(str(directory)) as progress:
+        config = config_from(VerifyConfig, options, on_progress=progress.update)
+        found = verify(directory, config=config)
     deliver_document(found, options)
     context.exit(found.exit_code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,32 +58,39 @@ def lint_command(context: click.Context, /, paths: tuple[str, ...], **options: A
     """
     from ampaudit.core.pyproject import find_config
     from ampaudit.linter.lint import lint_report
+    from ampaudit.render.render import keeping
 
     if options["fix"] and options["diff"]:
         raise click.UsageError("--fix and --diff cannot be combined")
+    prints_code = options["diff"] or (options["fix"] and _STDIN in paths)
+    if prints_code and "form" in given(options) and options["output"] is None:
+        raise click.UsageError("--format has no effect where code or a diff is printed; add -o FILE")
     path = options["config"] or find_config(Path.cwd())
     configured = read_lint_config(path) if path is not None else {}
     exclude = [*options["exclude"], *configured.get("exclude", ())]
     config = config_from(LintConfig, configured | given(options), exclude=exclude)
-    linted = list(_linted(paths or (".",), config, options))
+    linted = _linted(paths or (".",), config, options)
     fixed = sum(file.fixed for file in linted) if options["fix"] else 0
     for file in linted:
         if file.is_elsewhere and file.findings:
             where = escape_control(file.path)
             click.echo(f"{where}: not fixed: a link leads to it out of the given paths", err=True)
     report = lint_report(linted, config.fail_on, fixed=fixed)
-    if options["diff"]:
-        context.exit(_print_diff(linted, report))
-    if options["fix"] and _STDIN in paths:
-        click.echo(linted[0].after.encode(linted[0].encoding), nl=False)
-        context.exit(report.exit_code)
-    if options["fix"]:
-        _write(linted)
-    deliver_document(report, options)
-    context.exit(report.exit_code)
+    code = report.exit_code
+    with keeping(report):
+        if options["diff"]:
+            code = _print_diff(linted, report)
+        elif prints_code:
+            click.echo(linted[0].after.encode(linted[0].encoding), nl=False)
+        elif options["fix"]:
+            _write(linted)
+    if options["output"] is not None or not prints_code:
+        deliver_document(report, options)
+    context.exit(code)
 
 
-def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> Iterable[LintedFile]:
+def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any]) -> list[LintedFile]:
+    from ampaudit.cli.progress import ProgressBar
     from ampaudit.linter.linting import RuleSelection, lint_bytes, lint_files
 
     change, selection = options["fix"] or options["diff"], RuleSelection.parse(config.select, config.ignore)
@@ -92,7 +98,9 @@ def _linted(paths: tuple[str, ...], config: LintConfig, options: dict[str, Any])
         if len(paths) > 1:
             raise click.UsageError("'-' cannot be combined with other paths")
         return [lint_bytes(_read_stdin(), options["stdin_filename"], selection, fix=change)]
-    return lint_files(paths, selection, exclude=config.exclude, fix=change)
+    with ProgressBar(" ".join(paths)) as progress:
+        files = lint_files(paths, selection, exclude=config.exclude, fix=change, on_progress=progress.update)
+        return list(files)
 
 
 def _read_stdin() -> bytes:

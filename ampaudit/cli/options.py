@@ -60,13 +60,20 @@ def report_options(kind: str | None) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         @wraps(command)
         def checked(*arguments: Any, **options: Any) -> Any:
+            if options["output"] == Path("-"):  # standard output, as in other programs
+                options["output"] = None
             options["form"] = chosen_format(options["form"], options["output"], forms)
             _check_outputs(options)
             return command(*arguments, **options)
 
         written = click.option("-o", "--output", type=FILE, metavar="FILE", help=text)(force_option(checked))
         how = "Output format.  [default: by the suffix of --output, else text]"
-        return cast(Command, click.option("--format", "form", type=click.Choice(forms), help=how)(written))
+        return cast(
+            Command,
+            click.option("--format", "form", type=click.Choice(forms, case_sensitive=False), help=how)(
+                written
+            ),
+        )
 
     return decorate
 
@@ -74,7 +81,9 @@ def report_options(kind: str | None) -> Callable[[Command], Command]:
 def format_option(kind: str | None = None) -> Callable[[Command], Command]:
     """Add ``--format`` to a command that prints: all formats of a kind of document, else text and JSON."""
     forms = formats_of(kind) if kind is not None else ("text", "json")
-    return click.option("--format", "form", type=click.Choice(forms), default="text", show_default=True)
+    return click.option(
+        "--format", "form", type=click.Choice(forms, case_sensitive=False), default="text", show_default=True
+    )
 
 
 def _check_outputs(options: dict[str, Any]) -> None:

@@ -29,11 +29,12 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
         document: any report.
         options: of the command: ``form``, ``output``, ``force``, ``quiet``, ``verbose``.
     """
-    from ampaudit.render.render import as_file, for_terminal, keeping
+    from ampaudit.render.render import as_file, check_format, for_terminal, keeping
 
     output: Path | None = options.get("output")
     verbosity = -1 if options.get("quiet") else int(options.get("verbose", 0))
     form = chosen_format(options["form"], output)
+    check_format(document.kind, form)
     with keeping(document):
         deliver(
             lambda console: console.print(for_terminal(document, verbosity), crop=False),

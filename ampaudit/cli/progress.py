@@ -1,4 +1,4 @@
-"""Shows progress on stderr after two seconds: a bar on a terminal, lines in a log."""
+"""Shows progress on stderr after two seconds: a bar with the time left on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ampaudit.core.text import escape_control
 
@@ -18,6 +18,7 @@ __all__ = ["ProgressBar"]
 
 PATIENCE_SECONDS = 2.0
 LOG_SECONDS = 5.0
+_ALL_STEPS = 1e6  # seconds back over which the speed is averaged: a step may take minutes
 
 
 class ProgressBar:
@@ -51,24 +52,18 @@ class ProgressBar:
         """Record that step ``done`` of ``total`` is about to run, or that all are done."""
         what = f"{phase} {self._what}: batch" if phase.startswith(("auditing", "measuring")) else f"{phase}:"
         with self._lock:
+            kind = phase.partition(" ")[0]  # the other words say what it works on
+            is_new, self._phase = kind != self._phase or done < self._done, kind
             self._message, self._done, self._total = escape_control(what), done, total
             if not self._shown:
                 return
             if self._bar is not None:
-                self._draw()
-            elif done < total and self._due(phase):
+                self._draw(is_new=is_new)
+            elif done < total and (is_new or time.monotonic() - self._written >= LOG_SECONDS):
                 self._log()
 
-    def _due(self, phase: str) -> bool:
-        """Return whether to print now: in a log, once per phase and then every few seconds."""
-        now = time.monotonic()
-        if phase != self._phase or now - self._written >= LOG_SECONDS:
-            self._phase, self._written = phase, now
-            return True
-        return False
-
     def _show(self) -> None:
-        bar = _bar() if sys.stderr.isatty() else None  # rich is imported before the lock is taken
+        bar = make_bar() if sys.stderr.isatty() else None  # rich is imported before the lock is taken
         with self._lock:
             if self._ended:
                 return
@@ -76,28 +71,48 @@ class ProgressBar:
             if bar is None:
                 self._log()
                 return
-            self._bar, self._task = bar, bar.add_task(self._message, total=None)
-            self._draw()
+            self._bar = bar
+            self._draw(is_new=True)
             bar.start()
 
-    def _draw(self) -> None:
+    def _draw(self, *, is_new: bool) -> None:
         assert self._bar is not None
-        assert self._task is not None
-        total = self._total or None
-        self._bar.update(self._task, description=self._message, completed=self._done, total=total)
+        total, left = self._total or None, "left" if self._total else ""
+        if is_new or self._task is None:  # how fast the last phase was says nothing about this one
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(self._message, total=total, completed=self._done, left=left)
+            self._bar.advance(self._task, 0)  # from now on its time is measured
+        else:
+            self._bar.update(self._task, description=self._message, completed=self._done, total=total)
 
     def _log(self) -> None:
         count = f" {min(self._done + 1, self._total)} of {self._total}" if self._total else ""
+        self._written = time.monotonic()
         sys.stderr.write(f"{self._message}{count} ...\n")
         sys.stderr.flush()
 
 
-def _bar() -> Bar:
+def make_bar(**options: Any) -> Bar:
+    """Return a bar that shows steps, and the time that they took and will take."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bar
 
     name = TextColumn("{task.description}", markup=False)  # a path may look like markup
-    columns = (SpinnerColumn("line"), name, BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-    target = Console(stderr=True)
-    return Bar(*columns, console=target, transient=True, redirect_stdout=False, redirect_stderr=False)
+    left = (TimeRemainingColumn(compact=True), TextColumn("{task.fields[left]}"))
+    return Bar(
+        *(SpinnerColumn("line"), name, BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), *left),
+        **({"console": Console(stderr=True)} | options),
+        speed_estimate_period=_ALL_STEPS,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )

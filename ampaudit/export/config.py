@@ -19,7 +19,7 @@ from ampaudit.audit.config import (
     rules_of,
 )
 from ampaudit.checkpoint.layout import MANIFEST
-from ampaudit.core.config import NOT_NAN, Config, FilePath, Option, python_only
+from ampaudit.core.config import NOT_NAN, Config, FilePath, OnProgress, Option, python_only, silent
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_directory
 from ampaudit.policy import RuleSet
@@ -106,6 +106,7 @@ class VerifyConfig(Config):
             flags=("--tolerance",),
         ),
     ] = None
+    on_progress: OnProgress = silent
 
 
 class VerifyOptions(TypedDict, total=False):
@@ -113,6 +114,7 @@ class VerifyOptions(TypedDict, total=False):
 
     run: bool
     tolerance_db: float | None
+    on_progress: OnProgress
 
 
 def _check_onnx_installed() -> None:

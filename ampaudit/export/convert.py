@@ -30,7 +30,7 @@ from ampaudit.export.manifest import manifest_of, write_manifest
 from ampaudit.export.onnx_export import OnnxFile, names_of_inputs, write_onnx
 from ampaudit.export.onnx_metadata import metadata_of
 from ampaudit.export.plan_file import plan_rules
-from ampaudit.export.program import export_program
+from ampaudit.export.program import export_program, save_program
 from ampaudit.export.reference import (
     Call,
     ReferenceOutputs,
@@ -102,11 +102,15 @@ def convert(
             copy_companions(Path(source.location), stage, output)
             notes += set_dtype(stage, source.model, decisions, chosen.dtype)
         clip = converted.traced.clip
-        files = write_weights(checkpoint, decisions, stage, masters=chosen.masters, clip=clip)
+        progress = chosen.on_progress
+        files = write_weights(
+            checkpoint, decisions, stage, masters=chosen.masters, clip=clip, on_progress=progress
+        )
         (stage / PLAN).write_text(plan_rules(converted.traced, audited.rules, source.location), "utf-8")
         (stage / REPORT).write_text(to_json(audited.report), "utf-8")
         mapped, ready = _map_written(source, graph, stage, files) if source.release else (None, {})
         weights = folded_weights(converted, graph, ready)
+        progress("exporting the program", 0, 0)
         with mapped.dropping() if mapped is not None else nullcontext():
             reference, onnx = _write_program(stage, source, audited, graph, weights, chosen)
         onnx_error = onnx.max_error(reference) if onnx is not None and not source.model.training else None
@@ -181,7 +185,7 @@ def _write_program(
     batch, names = source.batches[0], traced.outputs
     train = options.mode == "train"
     program = export_program(graph, weights, names, batch.args, batch.kwargs, train=train)
-    torch.export.save(program, stage / PROGRAM)
+    save_program(program, stage / PROGRAM)
     if source.release is not None:
         return ReferenceOutputs(
             {}, (), "its weights were streamed, so the program was written and not run"

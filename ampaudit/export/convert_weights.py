@@ -55,6 +55,7 @@ def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Convers
             clip=policy.clip,
             measure=form,
             keep_overflowing=policy.storage == "float32",
+            on_progress=options.on_progress,
         )
         manifest = manifest_of(
             options,

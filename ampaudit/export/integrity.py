@@ -13,6 +13,7 @@ import torch
 from ampaudit.checkpoint.header import FLOAT_TYPES
 from ampaudit.checkpoint.layout import MANIFEST
 from ampaudit.checkpoint.parts import SafetensorsFile, dtype_of
+from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import AuditError, first_line
 from ampaudit.core.untrusted import describe_path
 from ampaudit.export.manifest import FileRecord, Manifest, digest_of
@@ -23,9 +24,12 @@ from ampaudit.trace.converted import clipped
 __all__ = ["check_files", "check_rounding", "file_problem", "is_own_file"]
 
 
-def check_files(directory: Path, manifest: Manifest) -> Iterator[Problem]:
+def check_files(directory: Path, manifest: Manifest, on_progress: Progress = silent) -> Iterator[Problem]:
     """Find missing, truncated, changed and extra files, and name the tensors that differ."""
+    done, total = 0, sum(record.size for record in manifest.files.values())
     for name, record in manifest.files.items():
+        on_progress("hashing MB of files", done // 10**6, total // 10**6)
+        done += record.size
         problem = file_problem(directory, name, record)
         if problem is None:
             continue
@@ -112,7 +116,7 @@ def _crc32(part: SafetensorsFile, name: str) -> int:
     return value
 
 
-def check_rounding(directory: Path, manifest: Manifest) -> Iterator[Problem]:
+def check_rounding(directory: Path, manifest: Manifest, on_progress: Progress = silent) -> Iterator[Problem]:
     """Find working weights that are not their rounded masters."""
     parts: dict[str, SafetensorsFile] = {}
     readable = cache(partial(is_own_file, directory))
@@ -122,7 +126,8 @@ def check_rounding(directory: Path, manifest: Manifest) -> Iterator[Problem]:
             parts[name] = SafetensorsFile(directory / name, name)
         return parts[name]
 
-    for name, stored in manifest.tensors.items():
+    for number, (name, stored) in enumerate(manifest.tensors.items()):
+        on_progress("comparing tensors with their masters", number, len(manifest.tensors))
         if stored.master is None or not all(map(readable, (stored.file, stored.master))):
             continue  # links and missing files are reported already
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,34 @@ from ampaudit.trace.converted import identity
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder, Slot
 
-__all__ = ["GraphModel", "as_structure", "export_program", "same_nodes"]
+__all__ = ["GraphModel", "as_structure", "export_program", "same_nodes", "save_program"]
 
 _ITEM = re.compile(r"^output\[(\d+)\]$")
+
+
+class _PatientFile(io.BufferedWriter):
+    """A file that tells its failure at the end: torch's writer of zip files would abort the process."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            super().write(data)
+        except OSError as error:
+            self.failure = error
+        return memoryview(data).nbytes
+
+
+def save_program(program: ExportedProgram, path: Path) -> None:
+    """Write an exported program.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    with _PatientFile(io.FileIO(path, "wb")) as stream:
+        torch.export.save(program, stream)
+        if stream.failure is not None:
+            raise stream.failure
 
 
 class GraphModel(nn.Module):

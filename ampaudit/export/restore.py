@@ -14,8 +14,9 @@ import torch
 from ampaudit.checkpoint.header import FLOAT_TYPES, TORCH_NAMES, TensorEntry
 from ampaudit.checkpoint.layout import BESIDE_WEIGHTS, MANIFEST, MASTER
 from ampaudit.checkpoint.open import INDEX_SUFFIX
-from ampaudit.checkpoint.parts import Part, SafetensorsFile
+from ampaudit.checkpoint.parts import Part, SafetensorsFile, WatchedPart, count_megabytes
 from ampaudit.checkpoint.write import write_safetensors
+from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import UsageError, WeightsError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.untrusted import describe, describe_path, read_table
@@ -27,7 +28,7 @@ from ampaudit.source.model_config import CONFIG_FILE, read_raw_config
 __all__ = ["restore"]
 
 
-def restore(directory: Path, output: Path, *, force: bool) -> Manifest:
+def restore(directory: Path, output: Path, *, force: bool, on_progress: Progress = silent) -> Manifest:
     """Restore every tensor bit for bit to its state before rounding, and verify it.
 
     Names, shards, metadata and the files beside the weights are those of the converted directory.
@@ -48,7 +49,9 @@ def restore(directory: Path, output: Path, *, force: bool) -> Manifest:
             hint="convert again without --no-masters",
         )
     with staged_directory(output, force=force, ours=MANIFEST) as stage:
-        parts = {name: _part(directory, name) for name in _weight_files(manifest)}
+        total = sum(TensorEntry(n, t.original_dtype, t.shape).size for n, t in manifest.tensors.items())
+        on_read = count_megabytes("restoring MB of weights", total, on_progress)
+        parts = {name: WatchedPart(_part(directory, name), on_read) for name in _weight_files(manifest)}
         files: dict[str, FileRecord] = {}
         tensors: dict[str, StoredTensor] = {}
         for label in dict.fromkeys(t.file for t in manifest.tensors.values()):
@@ -70,7 +73,7 @@ def _weight_files(manifest: Manifest) -> set[str]:
 
 
 def _restore_file(
-    label: str, manifest: Manifest, parts: dict[str, SafetensorsFile], path: Path
+    label: str, manifest: Manifest, parts: dict[str, WatchedPart], path: Path
 ) -> tuple[FileRecord, dict[str, StoredTensor]]:
     """Restore one file, with its tensors in the order of the converted one."""
     working = parts[label]

@@ -44,13 +44,14 @@ def verify(
     """
     chosen, directory = VerifyConfig.given(config, options), Path(directory)
     manifest = read_manifest(directory)
-    damaged = list(check_files(directory, manifest))
-    problems = [*damaged, *check_rounding(directory, manifest)]
+    damaged = list(check_files(directory, manifest, chosen.on_progress))
+    problems = [*damaged, *check_rounding(directory, manifest, chosen.on_progress)]
     lines: list[str] = []
     recorded = PROGRAM in manifest.files and bool(manifest.outputs)
     if chosen.run and recorded and not (unfit := _unfit(manifest, damaged)):
         asked = chosen.tolerance_db
         asked = _TOLERANCE_DB.get(manifest.dtype, 40.0) if asked is None else asked
+        chosen.on_progress("running the program", 0, 0)
         more, lines = _in_sandbox(directory, asked)
         problems += more
     elif chosen.run and recorded:

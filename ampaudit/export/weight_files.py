@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,8 +13,9 @@ import torch
 from ampaudit.checkpoint.header import Shape, TensorEntry, TypeName
 from ampaudit.checkpoint.layout import MASTER, SINGLE
 from ampaudit.checkpoint.open import INDEX_SUFFIX, Checkpoint
-from ampaudit.checkpoint.parts import Part, dtype_of
+from ampaudit.checkpoint.parts import Part, WatchedPart, count_megabytes, dtype_of
 from ampaudit.checkpoint.write import Written, write_part, write_safetensors
+from ampaudit.core.config import Progress, silent
 from ampaudit.core.formats import NumberFormat
 from ampaudit.export.storage import CASTABLE_TYPES, StorageDecision
 from ampaudit.policy.schema import Constants
@@ -122,6 +123,7 @@ def write_weights(
     clip: Constants | None,
     measure: NumberFormat | None = None,
     keep_overflowing: bool = False,
+    on_progress: Progress = silent,
 ) -> WeightFiles:
     """Write working weights, and masters of the rounded ones, into a directory.
 
@@ -133,12 +135,14 @@ def write_weights(
         clip: limits that values are moved into before they are rounded.
         measure: the format to compare values with while they are copied.
         keep_overflowing: store a tensor with measured overflow as it is.
+        on_progress: called with the megabytes that are read and those that will be.
 
     Raises:
         OSError: the disk is full, say.
         WeightsError: the checkpoint cannot be read.
     """
     result = WeightFiles({}, {}, {})
+    checkpoint = _watched(checkpoint, decisions, masters, on_progress)
     for part in checkpoint.parts:
         label = SINGLE if checkpoint.index is None else part.label
         chosen = {name: decisions[name] for name in part.entries}
@@ -156,6 +160,17 @@ def write_weights(
     if checkpoint.index is not None:
         _write_indexes(checkpoint, directory, result)
     return result
+
+
+def _watched(
+    checkpoint: Checkpoint, decisions: Mapping[str, StorageDecision], masters: bool, on_progress: Progress
+) -> Checkpoint:
+    """Return the checkpoint with parts that report each piece that is read."""
+    entries = checkpoint.entries.values()
+    rounded = (entry.size for entry in entries if masters and decisions[entry.name].dtype != entry.dtype)
+    total = sum(entry.size for entry in entries) + sum(rounded)
+    on_read = count_megabytes("writing MB of weights", total, on_progress)
+    return replace(checkpoint, parts=tuple(WatchedPart(part, on_read) for part in checkpoint.parts))
 
 
 def _stored(

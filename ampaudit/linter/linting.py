@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ampaudit.core.config import Progress, silent
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe_path, read_bounded
 from ampaudit.linter.code_blocks import CodeBlock, blank_cell, extract_code_blocks, replace_code_blocks
@@ -51,10 +52,17 @@ class LintedFile:
 
 
 def lint_files(
-    paths: Sequence[str], selection: RuleSelection, *, exclude: Sequence[str] = (), fix: bool = False
+    paths: Sequence[str],
+    selection: RuleSelection,
+    *,
+    exclude: Sequence[str] = (),
+    fix: bool = False,
+    on_progress: Progress = silent,
 ) -> Iterator[LintedFile]:
     """Lint every file that files, directories and globs name; fix none that a link finds elsewhere."""
-    for path in find_files(paths, exclude):
+    found = list(find_files(paths, exclude))
+    for number, path in enumerate(found):
+        on_progress("linting", number, len(found))
         elsewhere = fix and leaves_tree(path, paths)
         linted = lint_file(path, selection, fix=fix and not elsewhere)
         linted.is_elsewhere = elsewhere

@@ -22,12 +22,11 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", *"\uff1d\uff0b\uff0d\uff20")
 
 def to_csv(document: Document) -> str:
     """Return the rows of a document, after a row of column names."""
-    rows = list(view_of(document).rows())
-    stream = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    view = view_of(document)
+    rows, stream = list(view.rows()), io.StringIO()
+    writer = csv.DictWriter(stream, list(rows[0]) if rows else view.columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     return stream.getvalue()
 
 

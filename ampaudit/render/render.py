@@ -20,7 +20,7 @@ from ampaudit.report.documents import Document
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["as_file", "for_terminal", "formats_of", "keeping", "write_document"]
+__all__ = ["as_file", "check_format", "for_terminal", "formats_of", "keeping", "write_document"]
 
 _KEPT = "the result is"
 
@@ -38,6 +38,20 @@ def formats_of(kind: str) -> tuple[str, ...]:
     return tuple(name for name, form in FORMAT_REGISTRY.items() if view.offers(form.needs))
 
 
+def check_format(kind: str, form: str) -> None:
+    """Reject a format that a kind of document does not support.
+
+    Raises:
+        UsageError: the message lists those that it supports.
+    """
+    *first, last = known = formats_of(kind)
+    if form not in known:
+        raise UsageError(
+            f"a document of kind {kind!r} has no format {form!r}",
+            hint=f"use --format {', '.join(first)} or {last}",
+        )
+
+
 def as_file(document: Document, form: str) -> str:
     """Return the document in a format.
 
@@ -46,14 +60,9 @@ def as_file(document: Document, form: str) -> str:
         form: a name of ``FORMAT_REGISTRY``.
 
     Raises:
-        UsageError: this kind of document has no such format; the message lists those that it has.
+        UsageError: see ``check_format``.
     """
-    known = formats_of(document.kind)
-    if form not in known:
-        raise UsageError(
-            f"a document of kind {document.kind!r} has no format {form!r}",
-            hint=f"use --format {', '.join(known[:-1])} or {known[-1]}",
-        )
+    check_format(document.kind, form)
     module, _, function = FORMAT_REGISTRY[form].writer.partition(":")
     text: str = getattr(import_module(module), function)(document)
     return text

@@ -42,10 +42,12 @@ class View(ABC, Generic[D]):
 
     Attributes:
         about: path of the field that names what the document is about.
+        columns: names of the rows' cells, for a kind that may have no row.
         document: the value.
     """
 
     about: ClassVar[str] = ""
+    columns: ClassVar[Sequence[str]] = ()
 
     def __init__(self, document: D) -> None:
         self.document = document

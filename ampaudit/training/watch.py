@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ampaudit.core.errors import UsageError
-from ampaudit.core.files import write_text
 from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.report.training import Health, StepRecord
 from ampaudit.trace.entry import layer_path
@@ -149,11 +148,15 @@ class TrainingMonitor:
         return number if math.isfinite(number) else None
 
     def save(self, path: Path | str, *, force: bool = False) -> None:
-        """Write the report of this loop as JSON."""
-        from ampaudit.render.json import to_json
+        """Write the report of this loop in the format of the file's suffix, such as .json or .html.
+
+        Raises:
+            OutputError: it cannot be written; the report is kept in a file that a note names.
+        """
+        from ampaudit.render.render import write_document
         from ampaudit.training.findings import watched_report
 
-        write_text(Path(path), to_json(watched_report(self.health())), force=force)
+        write_document(watched_report(self.health()), Path(path), force=force)
 
     def tensorboard(self, directory: Path | str, *, force: bool = False) -> None:
         """Write this loop's TensorBoard summaries to a folder; see ``training.tensorboard``."""

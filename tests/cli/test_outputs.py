@@ -14,13 +14,16 @@ from types import SimpleNamespace
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
+import ampaudit
 from ampaudit.cli.program import COMMANDS, main
-from ampaudit.core.errors import OutputError, UsageError
+from ampaudit.core.errors import AuditError, OutputError, UsageError
 from ampaudit.render.formats import FORMAT_REGISTRY
 from ampaudit.render.render import as_file, formats_of
 from ampaudit.report.documents import Document
+from ampaudit.report.model import Report
 from ampaudit.report.saved import parse_document
 from tests.support.saved import sample, text_of
 
@@ -64,7 +67,7 @@ class Stage:
     """A directory with the inputs of all commands, whose work is to return a saved document."""
 
     def __init__(self, case: Case, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.case, self.place, self.worked = case, place, 0
+        self.case, self.place, self.worked, self.loaded = case, place, 0, 0
         self.document = sample(case.kind)
         self.meanwhile: Callable[[], object] = lambda: None
         for name in ("old.json", "new.json"):
@@ -73,11 +76,15 @@ class Stage:
         monkeypatch.chdir(place)
         monkeypatch.setattr(case.work, self._work)
         if case.loads:
-            monkeypatch.setattr(f"ampaudit.{case.loads}", lambda *_: SimpleNamespace(kind="python"))
+            monkeypatch.setattr(f"ampaudit.{case.loads}", self._load)
 
     def run(self, *words: str) -> Result:
-        self.worked = 0
+        self.worked = self.loaded = 0
         return CliRunner(env={"COLUMNS": "160"}).invoke(main, [*self.case.words.split(), *words])
+
+    def _load(self, *_: object) -> SimpleNamespace:
+        self.loaded += 1
+        return SimpleNamespace(kind="python")
 
     def _work(self, *_: object, **__: object) -> Document | list[Document]:
         self.worked += 1
@@ -178,6 +185,56 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(stage: Stag
     assert "written to there.json" in stage.run("-o", "there.json", "--force").stderr
 
 
+EVERYWHERE = ("--dtype int8", "--device cuda")
+MISTAKES = {
+    "scan": (
+        *EVERYWHERE,
+        *("--contract wrong", "--ignore AMP1", "--assume wrong", "--assume input=3", "--policy wrong"),
+        *("--ranges --static", "--ranges --prove", "--ranges --advise", "--ranges --stress 3"),
+        *("--static --diff", "--static --stress 3", "--backward --contract saturate", "--loss-scale 8"),
+    ),
+    "plan": (*EVERYWHERE, "--policy wrong"),
+    "train": (
+        *EVERYWHERE,
+        "--loss-scale wrong",
+        "--policy half,half",
+        "--plot x.gif",
+        "--tensorboard old.json",
+    ),
+    "bench": (
+        *EVERYWHERE,
+        "--modes wrong",
+        "--plot x.gif",
+        "--for wrong",
+        "--plot x.svg -o x.svg --format json",
+    ),
+    "check": ("--dtype int8", "--ignore AMP1"),
+    "lint": ("--diff --format json", "--fix --diff"),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [(command, words) for command, lines in MISTAKES.items() for words in lines],
+    indirect=["stage"],
+)
+def test_a_mistake_is_told_before_the_model_is_loaded(
+    stage: Stage, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = stage.run(*words.split())
+    assert result.exit_code == 2 or isinstance(result.exception, AuditError), result.output
+    assert (stage.loaded, stage.worked) == (0, 0)
+    right = stage.run()
+    assert (stage.loaded, stage.worked) == (bool(stage.case.loads), 1), right.output
+
+
+def test_restoring_takes_no_option_of_a_conversion() -> None:
+    words = ["convert", "out", "-o", "back", "--to", "float32", "--onnx"]
+    failure = CliRunner().invoke(main, words).exception
+    assert str(failure).startswith("--to float32 cannot be combined with --onnx\n")
+
+
 def kept_in(failure: BaseException | None) -> Path:
     """The file that an error says to have kept the result in."""
     (note,) = getattr(failure, "__notes__", ())
@@ -250,3 +307,43 @@ def test_a_full_standard_output_loses_nothing(tmp_path: Path) -> None:
     (kept,) = tmp_path.glob("ampaudit-plan-*.json")
     assert f"the result is kept in {kept}" in done.stderr
     assert json.loads(kept.read_text()) == json.loads(text_of("plan"))
+
+
+def test_a_dash_is_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "saved.json").write_text(text_of("plan"))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["report", "saved.json", "-o", "-", "--format", "CSV"])
+    assert result.stdout == as_file(sample("plan"), "csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved.json"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no limits of a process")
+@pytest.mark.parametrize("failure", ["removed", "full"])
+def test_a_conversion_that_cannot_be_written_keeps_its_audit(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "place").mkdir()
+
+    def meanwhile(phase: str, done: int, total: int) -> None:
+        if failure == "removed" and phase == "auditing" and done == total:
+            shutil.rmtree(tmp_path / "place")
+        if failure == "full" and phase == "exporting the program":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (7_000, limits[1]))
+
+    model, inputs, out = torch.nn.Linear(8, 8).eval(), torch.ones(2, 8), tmp_path / "place" / "out"
+    expected = ampaudit.scan(model, inputs, policy="half")
+    try:
+        with pytest.raises(OutputError) as caught:
+            ampaudit.convert(model, inputs, out, policy="half", on_progress=meanwhile)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    reason = {"removed": "no such directory: ", "full": f"cannot write {out}: File too large"}[failure]
+    assert str(caught.value).startswith(reason)
+    assert not out.exists()
+    kept = parse_document(kept_in(caught.value).read_text(encoding="utf-8"), "kept")
+    assert isinstance(kept, Report)
+    assert kept.sites == expected.sites

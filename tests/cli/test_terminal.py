@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -9,12 +10,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+import ampaudit.cli.progress as progress_module
 from ampaudit.cli.progress import ProgressBar
 from ampaudit.cli.terminal import _ASCII, _HANDLER, make_printable
+from ampaudit.render.plaintext import as_text
 from tests.support.paths import ROOT
 from tests.support.saved import PLACE
 
@@ -150,6 +155,51 @@ def test_a_log_gets_lines_and_a_short_run_none(monkeypatch: pytest.MonkeyPatch) 
     ]
     progress.update("auditing", 2, 3)  # after its end it is silent
     assert len(recorder.lines) == 3
+
+
+class Clock:
+    """A terminal whose bar is drawn at moments that the test chooses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.stream = 0.0, io.StringIO()
+        monkeypatch.setattr(self.stream, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stderr", self.stream)
+        monkeypatch.setattr("ampaudit.cli.progress.PATIENCE_SECONDS", 1000)
+        console = Console(file=self.stream, force_terminal=True, width=100, _environ={})
+        make = progress_module.make_bar
+        bar = partial(make, console=console, get_time=lambda: self.now, auto_refresh=False)
+        monkeypatch.setattr(progress_module, "make_bar", bar)
+
+
+def drawn(progress: ProgressBar) -> str:
+    """The bar as it is now."""
+    bar = progress._bar
+    assert bar is not None
+    bar.columns[-2]._renderable_cache.clear()  # it is computed twice a second at most
+    return as_text(lambda console: console.print(bar.get_renderable()), 100)
+
+
+def test_a_terminal_shows_the_time_left_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    with ProgressBar("model.py") as progress:
+        progress._show()
+        assert "left" not in drawn(progress)  # nothing is known while the model is loaded
+        progress.update("auditing", 0, 5)
+        clock.now += 60  # a step takes longer than rich looks back by default
+        progress.update("auditing", 1, 5)
+        assert "1/5 0:01:00 04:00 left" in drawn(progress)
+        clock.now += 60
+        progress.update("auditing", 2, 5)
+        assert "2/5 0:02:00 03:00 left" in drawn(progress)
+        progress.update("stressing one", 0, 3)  # the speed of the last phase says nothing about this one
+        assert "0/3 0:00:00 --:-- left" in drawn(progress)
+        clock.now += 7
+        progress.update("stressing another", 1, 3)
+        assert "stressing another: " in drawn(progress)
+        assert "1/3 0:00:07 00:14 left" in drawn(progress)
+        progress.update("exporting", 0, 0)
+        assert "left" not in drawn(progress)
+        assert "exporting:" in drawn(progress)
 
 
 @pytest.mark.parametrize("columns", ["0", "000", "-1", "abc", "", " ", "1", "5", "²", "9" * 10, "9" * 5000])

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -74,6 +75,15 @@ def test_a_document_is_written_or_refused_with_what_it_can_be(kind: str, form: s
         assert json.loads(text)["runs"]
     else:
         assert text.strip()
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [("lint", "findings"), ("verification", "problems"), ("diff", "pairs")]
+)
+def test_a_table_without_rows_has_its_head(kind: str, field: str) -> None:
+    full = sample(kind)
+    empty = replace(full, **{field: ()})  # type: ignore[arg-type]
+    assert as_file(empty, "csv") == as_file(full, "csv").splitlines(keepends=True)[0]
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)

@@ -20,6 +20,8 @@ _STYLES = {"worse": "bold red", "better": "bold green", "other": "bold"}
 class DiffView(View[Differences]):
     """A row per change."""
 
+    columns = ("policy", "dtype", "direction", "layer", "site", "what", "before", "after")
+
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Return per policy the verdicts, then what got worse, better or different, by layer."""
         for pair in self.document.pairs:
@@ -80,16 +82,9 @@ class DiffView(View[Differences]):
         """Return a row per change."""
         for pair in self.document.pairs:
             for change in pair.changes:
-                yield {
-                    "policy": pair.new.policy,
-                    "dtype": pair.new.dtype,
-                    "direction": change.way,
-                    "layer": change.layer,
-                    "site": change.site,
-                    "what": change.what,
-                    "before": change.before,
-                    "after": change.after,
-                }
+                place = (pair.new.policy, pair.new.dtype, change.way, change.layer, change.site)
+                cells = (*place, change.what, change.before, change.after)
+                yield dict(zip(self.columns, cells, strict=True))
 
 
 def _by_layer(changes: Sequence[SiteChange], verbose: bool) -> Iterator[Block]:

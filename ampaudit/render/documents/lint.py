@@ -23,6 +23,11 @@ _WIDEST = 100
 class LintView(View[LintReport]):
     """A suite with a case per file that has findings; a row per finding."""
 
+    columns = (
+        *("file", "cell", "line", "column", "code", "severity", "function", "cause", "advice"),
+        *("suppressed", "fixable"),
+    )
+
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Render the findings and a summary; the summary alone if ``verbosity`` is -1."""
         report = self.document
@@ -51,13 +56,9 @@ class LintView(View[LintReport]):
 
     def rows(self) -> Iterator[Row]:
         """Return a row per finding."""
-        names = ("file", "cell", "line", "column", "code", "severity", "function", "cause", "advice")
         for finding in self.document.findings:
-            yield {
-                **{name: getattr(finding, name) for name in names},
-                "suppressed": finding.suppressed,
-                "fixable": int(finding.fixable),
-            }
+            cells = {name: getattr(finding, name) for name in self.columns}
+            yield {**cells, "fixable": int(finding.fixable)}
 
 
 def _finding(finding: LintFinding) -> Iterator[Line]:

@@ -18,6 +18,7 @@ class VerificationView(View[Verification]):
     """A row per problem."""
 
     about = "directory"
+    columns = ("kind", "where", "what")
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Return the verdict, the problems, and the checks made."""
@@ -47,4 +48,4 @@ class VerificationView(View[Verification]):
     def rows(self) -> Iterator[Row]:
         """Return a row per problem."""
         for problem in self.document.problems:
-            yield {"kind": problem.kind, "where": problem.where, "what": problem.what}
+            yield {name: getattr(problem, name) for name in self.columns}
