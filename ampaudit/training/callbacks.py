@@ -33,13 +33,11 @@ class HealthRecorder:
 
     def _start(self, model: nn.Module, optimizer: Any, scaler: Any) -> None:
         """Watch the trainer's optimizer."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)
         self._monitor = watch(model, optimizer, scaler, every=self._every, dtype=self._dtype)
-        self._monitor.__enter__()
 
     def _stop(self, *, save: bool) -> None:
         """Remove the hooks, and write the report if requested."""
         if self._monitor is not None:
-            self._monitor.__exit__(None, None, None)
+            self._monitor.close()
             if save and self._path is not None:
                 self._monitor.save(self._path, force=True)

@@ -52,7 +52,8 @@ def write_summaries(report: TrainingReport, directory: Path, *, force: bool = Fa
 def _write(variant: Variant, report: TrainingReport, writer: SummaryWriter) -> None:
     health = variant.health
     for record in health.steps:
-        _scalar(writer, "loss", record.loss, record.step)
+        if record.recorded:
+            _scalar(writer, "loss", record.loss, record.step)
         _scalar(writer, "loss scale", record.scale, record.step)
         _scalar(writer, "skipped", float(record.skipped), record.step)
     for parameter in health.parameters:
