@@ -63,16 +63,23 @@ class TrainingMonitor:
             step: its step, if it is known.
             optimizer: the one whose loss this is, if several are watched; by default that of all.
         """
-        chosen = [m for m in self._optimizers if optimizer is None or m.optimizer is _unwrapped(optimizer)]
-        if not chosen:
-            raise UsageError("this optimizer is not watched", hint="pass it to ampaudit.watch")
-        for monitor in chosen:
+        for monitor in self._optimizers if optimizer is None else [self._of(optimizer)]:
             monitor.record_loss(value, step)
 
     @property
     def step(self) -> int:
         """The number of the current step, from 0, of the first optimizer."""
         return self._optimizers[0].losses.step
+
+    def step_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the number of an optimizer's current step, from 0."""
+        return self._of(optimizer).losses.step
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> OptimizerMonitor:
+        for monitor in self._optimizers:
+            if monitor.optimizer is _unwrapped(optimizer):
+                return monitor
+        raise UsageError("this optimizer is not watched", hint="pass it to ampaudit.watch")
 
     def latest(self) -> dict[str, float | torch.Tensor]:
         """Return the numbers of the last watched step, on the device, for a logger."""
