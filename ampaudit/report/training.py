@@ -21,12 +21,19 @@ class StepRecord:
         loss: without the scale; null if it is not finite or not recorded.
         scale: the loss scale during the step.
         skipped: whether the scaler left the optimizer out.
+        recorded: whether the loop recorded a loss.
     """
 
     step: int
     loss: float | None
     scale: float
     skipped: bool
+    recorded: bool = True
+
+    @property
+    def broken(self) -> bool:
+        """Whether a loss was recorded that is not finite."""
+        return self.recorded and self.loss is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,7 @@ class Health:
         eps: the optimizer's eps, if it has one.
         eps_held: eps in 16 bits; 0 where it is lost.
         storage: how the optimizer's parameters are held: ``float32``, ``float16`` or ``bfloat16``.
+        left_out: losses that are not finite beside finite ones of the same step: batches the loop left out.
     """
 
     dtype: str
@@ -84,6 +92,17 @@ class Health:
     eps: float | None
     eps_held: float | None
     storage: str
+    left_out: int = 0
+
+    @property
+    def recorded(self) -> tuple[StepRecord, ...]:
+        """The steps with a loss."""
+        return tuple(step for step in self.steps if step.recorded)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a loss scale was in use."""
+        return any(step.scale != 1.0 for step in self.steps)
 
     @property
     def skipped(self) -> int:
@@ -100,10 +119,10 @@ class Variant:
         how: what was run, for readers.
         health: its loop's.
         diverged: number of the step from which its loss stays away from FP32's; null if it does not.
-        final_loss: mean over the last tenth of the steps; null if that is not finite.
+        final_loss: mean over the last tenth of the steps; null if that is not finite, or not measured.
         metric: mean of the model file's metric after training, if it has one.
-        seconds: median time of a step.
-        bytes_held: of parameters, gradients and optimizer state.
+        seconds: median time of a step; null if not measured.
+        bytes_held: of parameters, gradients and optimizer state; null if not measured.
         peak_bytes: allocated at most, on a GPU.
     """
 
@@ -113,14 +132,19 @@ class Variant:
     diverged: int | None
     final_loss: float | None
     metric: float | None
-    seconds: float
-    bytes_held: int
+    seconds: float | None
+    bytes_held: int | None
     peak_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainingReport(Shown):
-    """Training runs with the same start and batches (``ampaudit train``), or one watched loop."""
+    """Training runs with the same start and batches (``ampaudit train``), or a watched loop.
+
+    Attributes:
+        seed: of the runs; null for a watched loop.
+        optimizer: its class.
+    """
 
     schema: Literal[1]
     tool: ToolInfo
@@ -128,7 +152,7 @@ class TrainingReport(Shown):
     device: str
     dtype: str
     steps: int
-    seed: int
+    seed: int | None
     optimizer: str
     verdict: Literal["pass", "fail"]
     findings: tuple[Finding, ...]
@@ -136,6 +160,11 @@ class TrainingReport(Shown):
     notes: tuple[str, ...]
     environment: Environment
     kind: Literal["training"] = "training"
+
+    @property
+    def reference(self) -> Variant | None:
+        """The FP32 run, if there was one."""
+        return next((variant for variant in self.variants if variant.name == "fp32"), None)
 
     @property
     def exit_code(self) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from ampaudit.report.training import Health
+from ampaudit.report.training import Health, TrainingReport
 from ampaudit.training.watch import TrainingMonitor, watch
 
 __all__ = ["HealthRecorder"]
@@ -28,18 +29,26 @@ class HealthRecorder:
 
     @property
     def health(self) -> Health | None:
-        """The record so far."""
+        """The record so far, of the first optimizer."""
         return None if self._monitor is None else self._monitor.health()
 
-    def _start(self, model: nn.Module, optimizer: Any, scaler: Any) -> None:
-        """Watch the trainer's optimizer."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._monitor = watch(model, optimizer, scaler, every=self._every, dtype=self._dtype)
-        self._monitor.__enter__()
+    @property
+    def report(self) -> TrainingReport | None:
+        """The report so far, with a variant per optimizer."""
+        return None if self._monitor is None else self._monitor.report()
+
+    def _start(self, model: nn.Module, optimizers: Any, scaler: Any) -> None:
+        """Watch the trainer's optimizers."""
+        self._monitor = watch(model, optimizers, scaler, every=self._every, dtype=self._dtype)
+
+    def _latest(self) -> dict[str, float | torch.Tensor]:
+        """Return the numbers of the last watched step for the trainer's loggers."""
+        latest = {} if self._monitor is None else self._monitor.latest()
+        return {f"ampaudit/{name}": value for name, value in latest.items()}
 
     def _stop(self, *, save: bool) -> None:
         """Remove the hooks, and write the report if requested."""
         if self._monitor is not None:
-            self._monitor.__exit__(None, None, None)
+            self._monitor.close()
             if save and self._path is not None:
                 self._monitor.save(self._path, force=True)

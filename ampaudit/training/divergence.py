@@ -31,9 +31,9 @@ def diverged_at(losses: Sequence[float | None], reference: Sequence[float | None
 
 
 def smoothed_end(losses: Sequence[float | None]) -> float | None:
-    """Return the mean of the last tenth; ``None`` if one of them is not finite."""
+    """Return the mean of the last tenth; ``None`` if one of them is not finite, or there is none."""
     last = losses[-max(len(losses) // 10, 1) :]
-    if any(value is None for value in last):
+    if not last or any(value is None for value in last):
         return None
     mean = sum(value for value in last if value is not None) / len(last)
     return mean if math.isfinite(mean) else None

@@ -7,13 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import torch
+from torch import nn
+
 from ampaudit.audit.checks.interface import finding_about
 from ampaudit.audit.scan_report import THIS_TOOL, this_environment
 from ampaudit.core.sites import SiteId
-from ampaudit.core.text import format_number, format_scale
+from ampaudit.core.text import format_number, format_scale, plural
 from ampaudit.report.finding import FailOn, Finding, Severity, threshold
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import Health, ParameterHealth, TrainingReport, Variant
+from ampaudit.training.divergence import smoothed_end
 
 __all__ = ["findings_of", "training_report", "watched_report"]
 
@@ -50,7 +54,7 @@ def _finding(
 def _diverged(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
     steps = len(variant.health.steps)
     exact = reference.metric if reference is not None else None
-    reasons = []
+    reasons = [] if reference is not None else list(_broken(variant.health))
     if variant.diverged is not None:
         end = format_number(variant.final_loss) if variant.final_loss is not None else "NaN or infinite"
         reasons.append(
@@ -64,7 +68,21 @@ def _diverged(variant: Variant, reference: Variant | None) -> Iterator[Finding]:
     if reasons:
         cause = f"{variant.name}: {'; '.join(reasons)}"
         advice = "see the other findings about this run; keep FP32 masters and a loss scale"
+        if reference is None:
+            advice = "find the first op that overflows with ampaudit scan --backward"
         yield _finding(variant, "AMP711", "", cause, advice, None)
+
+
+def _broken(health: Health) -> Iterator[str]:
+    """Say where a loop without an FP32 run to compare with broke; a skipped step does no harm."""
+    broken = [step for step in health.recorded if step.broken]
+    if broken and (not all(step.skipped for step in broken) or broken[-1] is health.recorded[-1]):
+        share = f"{len(broken)} of {plural(len(health.recorded), 'recorded step')}"
+        yield f"the loss is NaN or infinite in {share}, first in step {broken[0].step}"
+    stepped = sum(not health.steps[number].skipped for number in health.watched)
+    count = max((p.broken for p in health.parameters), default=0) - (len(health.watched) - stepped)
+    if count > 0:
+        yield f"a gradient is NaN or infinite in {count} of {plural(stepped, 'measured step')}"
 
 
 def _skipped(variant: Variant) -> Iterator[Finding]:
@@ -145,7 +163,7 @@ def training_report(
     dtype: str,
     variants: Sequence[Variant],
     *,
-    seed: int,
+    seed: int | None,
     optimizer: str,
     fail_on: FailOn,
     judged: Sequence[str] | None = None,
@@ -176,8 +194,42 @@ def training_report(
     )
 
 
-def watched_report(health: Health) -> TrainingReport:
-    """Build the report of one watched loop."""
-    variant = Variant("watched", "a loop of the user's", health, None, None, None, 0.0, 0, None)
-    info = ModelInfo("watched", "object", None)
-    return training_report(info, "", health.dtype, [variant], seed=0, optimizer="", fail_on="error")
+def watched_report(model: nn.Module, loops: Sequence[tuple[torch.optim.Optimizer, Health]]) -> TrainingReport:
+    """Build the report of one watched loop, with a variant per optimizer."""
+    several = len(loops) > 1
+    kinds = [type(optimizer).__name__ for optimizer, _ in loops]
+    variants = [
+        Variant(
+            name=f"optimizer {index} ({kind})" if several else "watched",
+            how="a loop of the user's",
+            health=health,
+            diverged=None,
+            final_loss=smoothed_end([step.loss for step in health.recorded]),
+            metric=None,
+            seconds=None,
+            bytes_held=None,
+            peak_bytes=None,
+        )
+        for index, (kind, (_, health)) in enumerate(zip(kinds, loops, strict=True))
+    ]
+    healths = [health for _, health in loops]
+    device = loops[0][0].param_groups[0]["params"][0].device.type
+    return training_report(
+        ModelInfo(type(model).__name__, "object", None),
+        device,
+        healths[0].dtype,
+        variants,
+        seed=None,
+        optimizer=", ".join(dict.fromkeys(kinds)),
+        fail_on="error",
+        notes=tuple(_watched_notes(healths)),
+    )
+
+
+def _watched_notes(healths: Sequence[Health]) -> Iterator[str]:
+    """Say what was not recorded."""
+    if any(health.steps for health in healths) and not any(health.recorded for health in healths):
+        yield "no loss was recorded: call loss(value) of the monitor in the loop"
+    left_out = sum(health.left_out for health in healths)
+    if left_out:
+        yield f"{plural(left_out, 'loss')} in batches without a step: NaN or infinite"

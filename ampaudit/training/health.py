@@ -43,23 +43,28 @@ class StepMeter:
         self.steps: list[list[tuple[str, torch.Tensor]]] = []  # names, and their ``_FIELDS`` on the device
 
     @torch.no_grad()
-    def before(self, scale: float | torch.Tensor, remaining: torch.Tensor | None = None) -> None:
-        """Measure the gradients, and copy a sample of the weights.
+    def copy_weights(self) -> None:
+        """Copy a sample of the weights that a step begins with."""
+        self._gradients.clear()
+        self._before = {
+            index: _sample(_local(parameter)).float().clone()
+            for index, parameter in enumerate(self._parameters)
+            if _local(parameter).numel()
+        }
+
+    @torch.no_grad()
+    def measure_gradients(self, scale: float | torch.Tensor, remaining: torch.Tensor | None = None) -> None:
+        """Measure the gradients of the step.
 
         Args:
             scale: the loss scale of the step.
             remaining: the scale that the gradients still have; fused optimizers divide by it themselves.
         """
-        self._before.clear()
-        self._gradients.clear()
-        for index, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
+        for index in self._before:
+            gradient = self._parameters[index].grad
             if gradient is None:
                 continue
             gradient = gradient.to_dense() if gradient.is_sparse else _local(gradient)
-            if gradient.numel() == 0:
-                continue
-            self._before[index] = _sample(_local(parameter)).float().clone()
             self._active[index] = _sample(gradient) != 0
             self._gradients[index] = self._gradient(
                 gradient if remaining is None else gradient / remaining, scale
@@ -77,11 +82,11 @@ class StepMeter:
         return torch.stack([peak, zero, lost, (~peak.isfinite()).float()])
 
     @torch.no_grad()
-    def after(self, optimizer: torch.optim.Optimizer) -> None:
+    def measure_updates(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure the step's effect on the weights, and the optimizer's second moments."""
         rows: list[tuple[str, torch.Tensor]] = []
-        for index, old in self._before.items():
-            parameter = self._parameters[index]
+        for index, gradient in self._gradients.items():
+            parameter, old = self._parameters[index], self._before[index]
             update = _sample(_local(parameter)).float() - old
             rounded = old.to(self._dtype)
             intended = self._active[index] | (update != 0)  # in 16 bits, what is lost has not moved at all
@@ -89,7 +94,7 @@ class StepMeter:
             second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
             share = lost.sum() / intended.sum().clamp(min=1)
             measured = torch.stack([update.norm(), old.norm(), share, self._state(second, old)])
-            rows.append((self._names[index], torch.cat([self._gradients[index], measured])))
+            rows.append((self._names[index], torch.cat([gradient, measured])))
         self.steps.append(rows)
         self._before.clear()
         self._gradients.clear()
@@ -100,6 +105,20 @@ class StepMeter:
         values = _sample(_local(second)).float()
         positive = values > 0
         return (positive & (values <= self._flush)).sum() / positive.sum().clamp(min=1)
+
+    def latest(self) -> dict[str, torch.Tensor]:
+        """Return the numbers of the last watched step over all parameters, on the device."""
+        rows = [row for _, row in self.steps[-1]] if self.steps else []
+        if not rows:
+            return {}
+        peak, zero, flushed, _, update, weight, lost, _ = torch.stack(rows).unbind(1)
+        return {
+            "gradient_peak": peak.amax(),
+            "gradient_zero": zero.mean(),
+            "gradient_flushed": flushed.mean(),
+            "update_ratio": (update / weight.clamp(min=torch.finfo(weight.dtype).tiny)).median(),
+            "update_lost": lost.mean(),
+        }
 
     def fetched(self) -> list[list[tuple[str, dict[str, float]]]]:
         """Fetch all measurements by step."""

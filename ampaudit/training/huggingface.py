@@ -15,11 +15,16 @@ __all__ = ["TransformersHealthCallback"]
 class TransformersHealthCallback(HealthRecorder, TrainerCallback):
     """Records the health of a run: ``Trainer(callbacks=[TransformersHealthCallback("health.json")])``.
 
+    A callback does not know its trainer. With ``trainer.add_callback(TransformersHealthCallback(...,
+    trainer=trainer))``, the trainer logs the numbers of the last watched step as ``ampaudit/...`` with its
+    own, so they reach whatever ``report_to`` names.
+
     Args:
         path: of the JSON report; ``None`` writes none.
         every: measure one step in this many.
         dtype: the 16-bit format that is asked about.
-        scaler: Accelerate's, ``trainer.accelerator.scaler``, if there is one: then skipped steps are seen.
+        scaler: the loss scaler; by default Accelerate's, if there is one.
+        trainer: the trainer that logs.
     """
 
     def __init__(
@@ -29,19 +34,28 @@ class TransformersHealthCallback(HealthRecorder, TrainerCallback):
         every: int = 10,
         dtype: str = "float16",
         scaler: Any = None,
+        trainer: Any = None,
     ) -> None:
         super().__init__(path, every=every, dtype=dtype)
-        self._scaler = scaler
+        self._scaler, self._trainer = scaler, trainer
+        self._first_step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start recording with the Trainer's model and optimizer."""
+        self._first_step = state.global_step  # of a resumed run
         self._start(kwargs["model"], kwargs["optimizer"], self._scaler)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop, collect the logged losses, and write the report."""
-        if self._monitor is None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the Trainer's loss, and log our numbers beside it."""
+        logs = kwargs.get("logs") or {}
+        step = state.global_step - 1 - self._first_step
+        if self._monitor is None or "loss" not in logs or step < 0:
             return
-        for entry in state.log_history:
-            if "loss" in entry:
-                self._monitor.loss(float(entry["loss"]), step=int(entry["step"]) - 1)
+        self._monitor.loss(float(logs["loss"]), step=step)
+        latest = {name: float(value) for name, value in self._latest().items()}
+        if self._trainer is not None and latest:
+            self._trainer.log(latest)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop, and write the report."""
         self._stop(save=state.is_world_process_zero)

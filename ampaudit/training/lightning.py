@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,20 +13,44 @@ __all__ = ["LightningHealthCallback"]
 
 
 class LightningHealthCallback(HealthRecorder, Callback):
-    """Records the health of a run: ``Trainer(callbacks=[LightningHealthCallback("health.json")])``."""
+    """Records the health of a run: ``Trainer(callbacks=[LightningHealthCallback("health.json")])``.
+
+    It watches every optimizer of the module, in automatic and manual optimization; the loss of a step is
+    what was backpropagated for it. The numbers of the last watched step are logged by the module's own
+    ``log`` as ``ampaudit/...``, so they reach the trainer's loggers and callbacks.
+    """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start recording with the first optimizer and the precision plugin's scaler."""
-        self._start(pl_module, trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None))
+        """Start recording with the optimizers and the precision plugin's scaler."""
+        self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        self._backpropagated: list[torch.Tensor] = []
+        self._stepped = False
+        self._start(pl_module, trainer.optimizers, self._scaler)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        """Add a loss to those of the next step."""
+        del trainer, pl_module
+        if self._stepped:
+            self._backpropagated.clear()
+            self._stepped = False
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        loss = loss.detach()
+        self._backpropagated.append(loss / self._scaler._scale if scaled else loss.clone())
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Record the loss of a step that is about to be taken."""
+        del trainer, pl_module
+        if self._monitor is not None and self._backpropagated:
+            loss = torch.stack([loss.reshape(()) for loss in self._backpropagated]).sum()
+            self._monitor.loss(loss, step=self._monitor.step_of(optimizer), optimizer=optimizer)
+        self._stepped = True
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the loss of the step that has just ended."""
-        del trainer, pl_module, batch, batch_idx
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self._monitor is not None and self._monitor.step and isinstance(loss, torch.Tensor):
-            self._monitor.loss(loss, step=self._monitor.step - 1)
+        """Log the numbers of the last watched step."""
+        del trainer, outputs, batch, batch_idx
+        pl_module.log_dict(self._latest(), batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop, and write the report."""
@@ -35,6 +58,6 @@ class LightningHealthCallback(HealthRecorder, Callback):
         self._stop(save=trainer.is_global_zero)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop without a report."""
-        del trainer, pl_module, exception
-        self._stop(save=False)
+        """Stop, and write what was recorded until then."""
+        del pl_module, exception
+        self._stop(save=trainer.is_global_zero)

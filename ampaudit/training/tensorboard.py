@@ -77,7 +77,8 @@ def _not_installed() -> UsageError:
 def _write(variant: Variant, report: TrainingReport, writer: SummaryWriter) -> None:
     health = variant.health
     for record in health.steps:
-        _scalar(writer, "loss", record.loss, record.step)
+        if record.recorded:
+            _scalar(writer, "loss", record.loss, record.step)
         _scalar(writer, "loss scale", record.scale, record.step)
         _scalar(writer, "skipped", float(record.skipped), record.step)
     for parameter in health.parameters:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,7 +90,6 @@ class _VariantRun:
         self.monitor = watch(
             self.inner, self.training.optimizer, self.training.scaler, every=every, dtype=spec.dtype
         )
-        self.monitor.storage = spec.storage
         self.random_state = _random_state(device)
         self.seconds: list[float] = []
         self.peak: int | None = None
@@ -192,7 +191,7 @@ def train_variants(
                     run.step(batches[number % len(batches)], number)
         progress("training", steps, steps)
         metrics = [_metric(run, source, batches) for run in runs]
-    healths = [run.monitor.health() for run in runs]
+    healths = [replace(run.monitor.health(), storage=run.spec.storage) for run in runs]
     reference = [record.loss for record in healths[0].steps]
     variants = [
         run.result(health, metric, reference)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,140 +11,94 @@ import torch
 from torch import nn
 
 from ampaudit.core.errors import UsageError
-from ampaudit.core.formats import NumberFormat, low_precision_format
-from ampaudit.report.training import Health, StepRecord
+from ampaudit.core.formats import low_precision_format
+from ampaudit.report.training import Health, TrainingReport
 from ampaudit.trace.entry import layer_path
-from ampaudit.trace.values import dtype_name, torch_dtype
-from ampaudit.training.health import StepMeter, summarize
+from ampaudit.training.optimizer_monitor import OptimizerMonitor
 
 __all__ = ["TrainingMonitor", "watch"]
 
 
 class TrainingMonitor:
-    """Records the health of a training loop.
+    """Records the health of a training loop, from ``watch`` to ``close`` or the end of the ``with`` block.
 
     It records the scale of each step and whether it was skipped, and on every k-th step also gradients,
     updates and states. The loop is not changed: hooks of the optimizer see each step, and the scaler's
-    ``update`` is wrapped. Numbers stay on the device until ``health``.
-
-    Attributes:
-        storage: the dtype of the optimizer's parameters.
+    ``step`` is wrapped. Numbers stay on the device until ``health``.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, every: int, form: NumberFormat
-    ) -> None:
-        inner = getattr(model, "module", model)  # DDP's, and others' that wrap
-        inner = inner if isinstance(inner, nn.Module) else model
-        names = {id(p): layer_path(name) for name, p in inner.named_parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(p) in names for p in held):
-            raise UsageError(
-                "the optimizer holds no parameter of the model", hint="pass the model that it was made from"
-            )
-        self._names = [names.get(id(p), f"parameter[{index}]") for index, p in enumerate(held)]
-        self._elements = {name: p.numel() for name, p in zip(self._names, held, strict=True)}
-        self.storage = dtype_name(held[0].dtype)
-        self._optimizer, self._scaler = optimizer, scaler
-        self._every, self._form = every, form
-        self._meter = StepMeter(self._names, held, form)
-        self._watched: list[int] = []
-        self._scales: list[float | torch.Tensor] = []
-        self._losses: dict[int, torch.Tensor | float] = {}
-        self._skipped: list[bool | torch.Tensor] = []
-        self._step = 0
-        self._stepped: bool | torch.Tensor = False
-        self._undo: list[Callable[[], None]] = []
+    def __init__(self, model: nn.Module, optimizers: Sequence[OptimizerMonitor]) -> None:
+        self._model, self._optimizers = model, optimizers
 
     def __enter__(self) -> TrainingMonitor:
-        """Start watching."""
-        before = self._optimizer.register_step_pre_hook(self._before)
-        after = self._optimizer.register_step_post_hook(self._after)
-        self._undo += [before.remove, after.remove]
-        if self._scaler is not None and self._scaler.is_enabled():
-            self._undo.append(self._wrap_update())
+        """Go on watching."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop watching; the record stays."""
-        while self._undo:
-            self._undo.pop()()
+        self.close()
 
-    def loss(self, value: torch.Tensor | float, *, step: int | None = None) -> None:
-        """Record the unscaled loss of a step, by default the current one."""
-        step = self._step if step is None else step
-        self._losses[step] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    def close(self) -> None:
+        """Stop watching; the record stays."""
+        for monitor in reversed(self._optimizers):
+            monitor.close()
+
+    def loss(
+        self,
+        value: torch.Tensor | float,
+        *,
+        step: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Record the unscaled loss of a step, at any place in the loop.
+
+        A tensor is booked to the step that follows its forward pass. A number has no graph: record it before
+        the next forward pass. Several losses of one step, as in accumulation, are averaged.
+
+        Args:
+            value: the loss.
+            step: its step, if it is known.
+            optimizer: the one whose loss this is, if several are watched; by default that of all.
+        """
+        for monitor in self._optimizers if optimizer is None else [self._of(optimizer)]:
+            monitor.record_loss(value, step)
 
     @property
     def step(self) -> int:
-        """The number of the current step, from 0."""
-        return self._step
+        """The number of the current step, from 0, of the first optimizer."""
+        return self._optimizers[0].losses.step
 
-    def _wrap_update(self) -> Callable[[], None]:
-        """Treat the scaler's update as the end of a step, skipped or not."""
-        scaler, original = self._scaler, self._scaler.update
+    def step_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the number of an optimizer's current step, from 0."""
+        return self._of(optimizer).losses.step
 
-        def update(*args: Any, **kwargs: Any) -> None:
-            scale = scaler._scale
-            self._scales.append(scale.detach().clone() if isinstance(scale, torch.Tensor) else 1.0)
-            stepped = self._stepped
-            self._skipped.append(~stepped if isinstance(stepped, torch.Tensor) else not stepped)
-            original(*args, **kwargs)
-            self._step += 1
-            self._stepped = False
+    def _of(self, optimizer: torch.optim.Optimizer) -> OptimizerMonitor:
+        for monitor in self._optimizers:
+            if monitor.optimizer is _unwrapped(optimizer):
+                return monitor
+        raise UsageError("this optimizer is not watched", hint="pass it to ampaudit.watch")
 
-        def undo() -> None:
-            vars(scaler).pop("update", None)
+    def latest(self) -> dict[str, float | torch.Tensor]:
+        """Return the numbers of the last watched step, on the device, for a logger."""
+        if len(self._optimizers) == 1:
+            return self._optimizers[0].latest()
+        return {
+            f"{name}/{index}": value
+            for index, monitor in enumerate(self._optimizers)
+            for name, value in monitor.latest().items()
+        }
 
-        scaler.update = update
-        return undo
+    def health(self, optimizer: int = 0) -> Health:
+        """Fetch the record of one optimizer."""
+        return self._optimizers[optimizer].health()
 
-    @property
-    def _due(self) -> bool:
-        return self._step % self._every == 0
+    def report(self) -> TrainingReport:
+        """Build the report of this loop."""
+        from ampaudit.training.findings import watched_report
 
-    def _before(self, *_: Any) -> None:
-        if self._due:
-            scale = self._scaler._scale if self._scaler is not None and self._scaler.is_enabled() else None
-            remaining = getattr(self._optimizer, "grad_scale", None)
-            self._meter.before(scale if isinstance(scale, torch.Tensor) else 1.0, remaining)
-
-    def _after(self, *_: Any) -> None:
-        # a fused optimizer is called in any case, and leaves its weights alone where this is not 0
-        found_inf = getattr(self._optimizer, "found_inf", None)
-        self._stepped = True if found_inf is None else found_inf == 0
-        if self._due:
-            self._meter.after(self._optimizer)
-            self._watched.append(self._step)
-        if self._scaler is None or not self._scaler.is_enabled():
-            self._scales.append(1.0)
-            self._skipped.append(False)
-            self._step += 1
-
-    def health(self) -> Health:
-        """Fetch the record."""
-        eps = next((g["eps"] for g in self._optimizer.param_groups if "eps" in g), None)
-        dtype = torch_dtype(self._form)
-        return Health(
-            dtype=self._form.name,
-            every=self._every,
-            watched=tuple(self._watched),
-            steps=tuple(
-                StepRecord(step, self._loss(step), float(scale), bool(skipped))
-                for step, (scale, skipped) in enumerate(zip(self._scales, self._skipped, strict=True))
-            ),
-            parameters=summarize(self._meter.fetched(), self._elements),
-            eps=None if eps is None else float(eps),
-            eps_held=None if eps is None else float(torch.tensor(float(eps)).to(dtype)),
-            storage=self.storage,
-        )
-
-    def _loss(self, step: int) -> float | None:
-        value = self._losses.get(step)
-        number = math.nan if value is None else float(value)
-        return number if math.isfinite(number) else None
+        return watched_report(self._model, [(m.optimizer, m.health()) for m in self._optimizers])
 
     def save(self, path: Path | str, *, force: bool = False) -> None:
         """Write the report of this loop in the format of the file's suffix, such as .json or .html.
@@ -154,21 +107,19 @@ class TrainingMonitor:
             OutputError: it cannot be written; the report is kept in a file that a note names.
         """
         from ampaudit.render.render import write_document
-        from ampaudit.training.findings import watched_report
 
-        write_document(watched_report(self.health()), Path(path), force=force)
+        write_document(self.report(), Path(path), force=force)
 
     def tensorboard(self, directory: Path | str, *, force: bool = False) -> None:
         """Write this loop's TensorBoard summaries to a folder; see ``training.tensorboard``."""
-        from ampaudit.training.findings import watched_report
         from ampaudit.training.tensorboard import write_summaries
 
-        write_summaries(watched_report(self.health()), Path(directory), force=force)
+        write_summaries(self.report(), Path(directory), force=force)
 
 
 def watch(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     scaler: Any = None,
     *,
     every: int = 10,
@@ -176,9 +127,11 @@ def watch(
 ) -> TrainingMonitor:
     """Watch a training loop: ``with ampaudit.watch(model, optimizer, scaler) as monitor: ...``.
 
+    Without ``with``, call the monitor's ``close`` when the loop has ended.
+
     Args:
-        model: the model, for the names of its parameters; it may be wrapped by DDP.
-        optimizer: the optimizer that the loop steps.
+        model: the model, for the names of its parameters; it may be wrapped by DDP or compiled.
+        optimizer: the optimizer that the loop steps, or several.
         scaler: the loop's GradScaler, if it has one.
         every: measure one step in this many; the others cost nothing.
         dtype: the 16-bit format to judge weights, gradients and states by.
@@ -191,4 +144,53 @@ def watch(
     """
     if every < 1:
         raise UsageError("every must be at least 1")
-    return TrainingMonitor(model, optimizer, scaler, every, low_precision_format(dtype))
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"watch takes a torch.nn.Module first, not {type(model).__name__}",
+            hint="watch(model, optimizer, scaler)",
+        )
+    inner = _inner(model)
+    names = {id(p): layer_path(name) for name, p in inner.named_parameters()}
+    given = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
+    for one in given:
+        _check_optimizer(_unwrapped(one), names)
+    if not given:
+        raise UsageError("there is no optimizer to watch")
+    form = low_precision_format(dtype)
+    return TrainingMonitor(
+        inner, [OptimizerMonitor(_unwrapped(o), _scaler(scaler, o), names, every, form) for o in given]
+    )
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP, ``torch.compile`` and others that wrap."""
+    inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+    return _inner(inner) if isinstance(inner, nn.Module) else model
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return torch's optimizer inside Accelerate's, Lightning's, and others that wrap."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _check_optimizer(optimizer: Any, names: dict[int, str]) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise UsageError(f"{kind} is no torch optimizer", hint="make the optimizer first, and pass it")
+    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+        raise UsageError(
+            "the optimizer holds no parameter of the model", hint="pass the model that it was made from"
+        )
+
+
+def _scaler(scaler: Any, optimizer: Any) -> Any:
+    """Return the scaler that steps an optimizer, by default Accelerate's; ``None`` if it does nothing."""
+    scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
+    if scaler is None:
+        return None
+    if not hasattr(scaler, "is_enabled") or not hasattr(scaler, "step"):
+        raise UsageError(
+            f"{type(scaler).__name__} is no GradScaler of torch", hint="pass the GradScaler inside it"
+        )
+    return scaler if scaler.is_enabled() else None

@@ -187,68 +187,6 @@ def test_sparse_gradients_and_unused_parameters_are_watched() -> None:
     assert found["0.weight"].zero == pytest.approx(18 / 20)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_lightning_run_is_watched(tmp_path: Path) -> None:
-    import lightning.pytorch as lightning
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from ampaudit.training.lightning import LightningHealthCallback
-
-    losses: list[float] = []
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 1)
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            loss = (self.inner(batch[0]) - batch[0][:, :1]).square().mean()
-            losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-    callback = LightningHealthCallback(tmp_path / "health.json", every=4)
-    trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback],
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(80, 8)), batch_size=8))
-    health = callback.health
-    assert health is not None
-    assert health.watched == (0, 4, 8)
-    assert [step.loss for step in health.steps] == pytest.approx(losses)
-    assert (tmp_path / "health.json").is_file()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_transformers_trainer_is_watched(tmp_path: Path) -> None:
-    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-    from ampaudit.training.huggingface import TransformersHealthCallback
-
-    config = BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    data = [{"input_ids": torch.randint(0, 50, (6,)), "labels": torch.tensor(i % 2)} for i in range(32)]
-    callback = TransformersHealthCallback(tmp_path / "health.json", every=4)
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=6, per_device_train_batch_size=8, logging_steps=1, report_to=[],
-        use_cpu=True,
-        save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    Trainer(
-        BertForSequenceClassification(config), arguments, train_dataset=data, callbacks=[callback]
-    ).train()  # type: ignore[arg-type]
-    health = callback.health
-    assert health is not None
-    assert health.watched == (0, 4)
-    assert len([step for step in health.steps if step.loss]) == 6
-    assert health.parameters[0].name.startswith("bert.embeddings")
-    assert (tmp_path / "health.json").is_file()
-
-
 def test_divergence_is_judged_on_smoothed_curves() -> None:
     reference = [1.0 / (1 + step / 10) for step in range(100)]
     assert diverged_at(reference, reference) is None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ampaudit.core.text import escape_control, format_bytes, format_number, format_scale, plural
-from ampaudit.render.blocks import Block, Line, Section, facts, headline, line, tabulate
+from ampaudit.render.blocks import Block, Line, Section, Table, facts, headline, line, tabulate
 from ampaudit.render.finding_blocks import finding_sections
 from ampaudit.render.findings import Alert, Suite, alert_of
 from ampaudit.render.view import Row, View
@@ -30,14 +30,15 @@ class TrainingView(View[TrainingReport]):
         if verbosity < 0:
             yield verdict
             return
-        what = f"{report.steps} steps of {report.optimizer} on {report.device}"
-        yield headline(report.tool.version, f"{self.name}: {what}")
+        yield headline(report.tool.version, f"{self.name}: {_extent(report)}")
         yield verdict
         alerts = self._alerts()
         shown = [alert for alert in alerts if verbosity > 0 or alert.level is not Severity.NOTE]
         yield from finding_sections(shown)
-        yield from _curves(report.variants)
-        for variant in report.variants[1:] or report.variants:
+        yield from _curves(report)
+        for variant in report.variants[1:] if report.reference is not None else report.variants:
+            if not variant.health.parameters:
+                continue
             yield _health(variant, len(variant.health.parameters) if verbosity > 0 else _PARAMETERS)
         yield Section((facts(_summary(report, len(alerts) - len(shown))),))
 
@@ -72,13 +73,13 @@ class TrainingView(View[TrainingReport]):
         rows = [
             (
                 line((escape_control(v.name), "code")),
-                _shown(v.final_loss),
-                "" if v.metric is None else _shown(v.metric),
-                str(v.health.skipped),
+                _shown(v.final_loss) if v.health.recorded else None,
+                None if v.metric is None else _shown(v.metric),
+                _skips(v),
             )
             for v in self.document.variants
         ]
-        yield Section((tabulate(("run", "last loss", "metric", "skipped steps"), rows),))
+        yield Section((_filled(("run", "last loss", "metric", "skipped steps"), rows),))
 
     def _alerts(self) -> tuple[Alert, ...]:
         report = self.document
@@ -90,32 +91,69 @@ class TrainingView(View[TrainingReport]):
 
     def _verdict(self) -> Line:
         report = self.document
+        errors = plural(sum(f.severity is Severity.ERROR for f in report.findings), "finding")
+        seen = plural(report.steps, "watched step")
         if report.verdict == "fail":
-            errors = sum(f.severity is Severity.ERROR for f in report.findings)
-            what = f"{report.dtype} training deviates from FP32 ({plural(errors, 'finding')})"
+            deviates = f"{report.dtype} training deviates from FP32 ({errors})"
+            what = f"{errors} in {seen}" if report.reference is None else deviates
             return line(("FAIL", "bold red"), f"  {what}")
+        if report.steps == 0:
+            return line(("WARN", "bold yellow"), "  no step was watched: the optimizer was never stepped")
+        if report.reference is None:
+            return line(("PASS", "bold green"), f"  no error in {seen}")
         others = ", ".join(v.name for v in report.variants if v.name != "fp32")
         return line(("PASS", "bold green"), f"  {others}: the loss follows FP32's")
 
 
-def _curves(variants: Sequence[Variant]) -> Iterator[Section]:
-    metric = ("metric",) if any(v.metric is not None for v in variants) else ()
+def _extent(report: TrainingReport) -> str:
+    """Say what was run, as far as it is known."""
+    optimizer = f" of {escape_control(report.optimizer)}" if report.optimizer else ""
+    device = f" on {escape_control(report.device)}" if report.device else ""
+    return f"{plural(report.steps, 'step')}{optimizer}{device}"
+
+
+def _curves(report: TrainingReport) -> Iterator[Section]:
+    """Return losses and costs; what no run has measured gets no column."""
+    variants = report.variants
     low, high = _range(variants)
-    curves, costs = [], []
-    for variant in variants:
-        name, losses = escape_control(variant.name), [step.loss for step in variant.health.steps]
-        last = variant.final_loss if variant.final_loss is not None else (losses[-1] if losses else None)
-        ends = (_shown(losses[0] if losses else None), _shown(last))
-        scored = (_shown(variant.metric),) if metric else ()
-        curves.append((name, sparkline(losses, low, high), *ends, *scored))
-        held = variant.peak_bytes if variant.peak_bytes is not None else variant.bytes_held
-        step = f"{variant.seconds * 1e3:.3g} ms"
-        costs.append((name, str(variant.health.skipped), _scale(variant), step, format_bytes(held)))
-    heads = ("run", "curve", "first", "last", *metric)
-    title = "Loss, from the same start on the same batches"
-    yield Section((tabulate(heads, curves, left=("curve",)),), title)
-    heads = ("run", "skipped", "loss scale", "step", "memory")
-    yield Section((tabulate(heads, costs, left=("loss scale",)),))
+    scored = any(variant.metric is not None for variant in variants)
+    curves = [_curve(variant, low, high, scored) for variant in variants if variant.health.recorded]
+    if curves:
+        together = ", from the same start on the same batches" if report.reference is not None else ""
+        yield Section(
+            (_filled(("run", "curve", "first", "last", "metric"), curves, ("curve",)),), f"Loss{together}"
+        )
+    if report.steps:
+        costs = [_cost(variant) for variant in variants]
+        yield Section((_filled(("run", "skipped", "loss scale", "step", "memory"), costs, ("loss scale",)),))
+
+
+def _filled(
+    heads: Sequence[str], rows: Sequence[Sequence[str | Line | None]], left: Collection[str] = ()
+) -> Table:
+    """Lay out the columns in which some row has a value."""
+    kept = [index for index in range(len(heads)) if any(row[index] is not None for row in rows)]
+    cells = [[row[index] or "" for index in kept] for row in rows]
+    return tabulate([heads[index] for index in kept], cells, left=left)
+
+
+def _curve(variant: Variant, low: float, high: float, scored: bool) -> tuple[str | None, ...]:
+    recorded = variant.health.recorded
+    last = variant.final_loss if variant.final_loss is not None else recorded[-1].loss
+    metric = _shown(variant.metric) if scored else None
+    curve = sparkline([step.loss for step in recorded], low, high)
+    return escape_control(variant.name), curve, _shown(recorded[0].loss), _shown(last), metric
+
+
+def _cost(variant: Variant) -> tuple[str | None, ...]:
+    held = variant.peak_bytes if variant.peak_bytes is not None else variant.bytes_held
+    return (
+        escape_control(variant.name),
+        _skips(variant),
+        _scale(variant) or None,
+        None if variant.seconds is None else f"{variant.seconds * 1e3:.3g} ms",
+        None if held is None else format_bytes(held),
+    )
 
 
 def _range(variants: Sequence[Variant]) -> tuple[float, float]:
@@ -139,6 +177,11 @@ def sparkline(values: Sequence[float | None], low: float, high: float, width: in
     return "".join(found)
 
 
+def _skips(variant: Variant) -> str | None:
+    health = variant.health
+    return str(health.skipped) if health.scaled or health.skipped else None
+
+
 def _scale(variant: Variant) -> str:
     scales = [step.scale for step in variant.health.steps]
     if not scales or set(scales) == {1.0}:
@@ -159,7 +202,8 @@ def _health(variant: Variant, rows: int) -> Section:
     blocks: list[Block] = [tabulate(heads, map(_parameter, parameters[:rows]), left=("over steps",))]
     if len(parameters) > rows:
         blocks.append(line(f"and {len(parameters) - rows} more; -v lists all", style="dim"))
-    return Section(tuple(blocks), f"{run}: gradients and updates, every {health.every} steps")
+    often = "every step" if health.every == 1 else f"every {health.every} steps"
+    return Section(tuple(blocks), f"{run}: gradients and updates, {often}")
 
 
 def _parameter(parameter: ParameterHealth) -> tuple[str, ...]:
@@ -179,11 +223,13 @@ def _parameter(parameter: ParameterHealth) -> tuple[str, ...]:
 def _summary(report: TrainingReport, hidden: int) -> Iterator[tuple[str, str]]:
     gpu = any(v.peak_bytes is not None for v in report.variants)
     held = "of parameters, gradients and the optimizer's state; a CPU's step times say nothing about a GPU's"
-    yield "Memory", "allocated at most" if gpu else held
-    yield "Zero", "share of gradient elements that are zero, for whatever reason"
-    yield "Flushed", f"share of gradient elements below what {report.dtype} holds under the step's scale"
-    yield "Update", "norm of the update over that of the weights, median over steps"
-    yield "Lost", f"share of updates that {report.dtype} weights would lose: less than half an ulp"
+    if gpu or any(v.bytes_held is not None for v in report.variants):
+        yield "Memory", "allocated at most" if gpu else held
+    if any(v.health.parameters for v in report.variants):
+        yield "Zero", "share of gradient elements that are zero, for whatever reason"
+        yield "Flushed", f"share of gradient elements below what {report.dtype} holds under the step's scale"
+        yield "Update", "norm of the update over that of the weights, median over steps"
+        yield "Lost", f"share of updates that {report.dtype} weights would lose: less than half an ulp"
     for note in report.notes:
         yield "Note", escape_control(note)
     if hidden:

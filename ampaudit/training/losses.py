@@ -1,0 +1,116 @@
+"""Books recorded losses to the steps that their forward passes belong to."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ampaudit.core.errors import UsageError
+
+__all__ = ["LossBook"]
+
+
+class LossBook:
+    """Holds the losses of a loop by step.
+
+    A loop may record a loss before or after its backward pass, its step, or its scaler's update. A loss
+    belongs to the step that ends next after its forward pass, and autograd numbers its nodes in the order in
+    which it creates them: the numbers at the ends of steps tell where a forward pass lies. A number without a
+    graph belongs to the step that has just ended, if autograd has recorded nothing since.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, list[torch.Tensor | float]] = {}
+        self._ends: list[int] = []  # autograd's count at the end of each step
+        self._mark = _count()  # its count when nothing but this class had created a node since the end
+        self._inside = -1  # step whose loss a closure has recorded
+
+    @property
+    def step(self) -> int:
+        """The number of the current step, from 0."""
+        return len(self._ends)
+
+    def end_step(self) -> None:
+        """Begin the next step."""
+        self._mark = _count()
+        self._ends.append(self._mark)
+
+    @property
+    def idle(self) -> bool:
+        """Whether autograd has recorded nothing since the last step."""
+        count = _count()
+        if count == self._mark + 1:
+            self._mark = count
+            return True
+        return False
+
+    def record(self, value: Any, step: int | None, *, in_closure: bool) -> None:
+        """Record a loss.
+
+        Args:
+            value: a number, or a tensor with one element.
+            step: of the loss; ``None`` to find it.
+            in_closure: whether the optimizer is calling it: the first loss is that of the step's weights.
+
+        Raises:
+            UsageError: the loss is not one number, or the step's number is negative.
+        """
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise UsageError(f"the loss has the shape {tuple(value.shape)}", hint="record loss.mean()")
+        if step is not None and step < 0:
+            raise UsageError(f"step={step}", hint="steps are numbered from 0")
+        step = self._step_of(value) if step is None else step
+        if in_closure:
+            if self._inside == step:
+                return
+            self._inside = step
+        held = value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
+        self._values.setdefault(step, []).append(held)
+
+    def _step_of(self, value: Any) -> int:
+        node = value.grad_fn if isinstance(value, torch.Tensor) else None
+        if node is None:
+            return max(self.step - 1, 0) if self.idle else self.step
+        step = bisect_left(self._ends, node._sequence_nr())
+        # what was computed from a loss after its step is newer than its forward pass
+        while step > 0 and not _uses_leaf(node, self._ends[step - 1]):
+            step -= 1
+        return step
+
+    def losses(self, skipped: list[bool]) -> Iterator[tuple[bool, float | None, int]]:
+        """Yield for each step whether a loss was recorded, the mean, and how many losses were left out.
+
+        One that is not finite beside others that are is left out, unless the step was skipped: a step on it
+        would have no finite gradient.
+        """
+        for step, left_out in enumerate(skipped):
+            values = [float(value) for value in self._values.get(step, ())]
+            finite = [value for value in values if math.isfinite(value)]
+            stepped_on = values if left_out else (finite or values)
+            mean = sum(stepped_on) / len(stepped_on) if stepped_on else math.nan
+            yield bool(values), mean if math.isfinite(mean) else None, len(values) - len(stepped_on)
+
+
+def _count() -> int:
+    """Return the number of a new node: autograd counts those of a thread."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
+    return int(node._sequence_nr())
+
+
+def _uses_leaf(node: Any, after: int) -> bool:
+    """Return whether a graph reaches a parameter through nodes that are newer than a count."""
+    pending, seen = [node], {node}
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):
+            return True
+        if node._sequence_nr() > after:
+            following = {inner for inner, _ in node.next_functions if inner is not None} - seen
+            seen |= following
+            pending += following
+    return False

@@ -1,0 +1,209 @@
+"""Records the steps of one optimizer through its hooks, and its scaler's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ampaudit.core.formats import NumberFormat
+from ampaudit.report.training import Health, StepRecord
+from ampaudit.trace.values import dtype_name, torch_dtype
+from ampaudit.training.health import StepMeter, summarize
+from ampaudit.training.losses import LossBook
+
+__all__ = ["OptimizerMonitor"]
+
+
+class OptimizerMonitor:
+    """Records scales, skipped steps and losses, and on every k-th step gradients, updates and states.
+
+    A step ends when the optimizer has stepped, or the scaler has left it out. Numbers stay on the device
+    until ``health``.
+
+    Args:
+        optimizer: torch's, without wrappers.
+        scaler: the loop's, if it has an enabled one.
+        names: of the model's parameters, by identity.
+        every: measure one step in this many.
+        form: the 16-bit format that is asked about.
+
+    Attributes:
+        storage: the dtype of the optimizer's parameters.
+        losses: by step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any,
+        names: Mapping[int, str],
+        every: int,
+        form: NumberFormat,
+    ) -> None:
+        self.optimizer, self._scaler = optimizer, scaler
+        self._every, self._form, self._all_names = every, form, names
+        self._names: list[str] = []
+        self._parameters: list[torch.Tensor] = []
+        self._find_parameters()
+        self.storage = dtype_name(self._parameters[0].dtype)
+        self.losses = LossBook()
+        self._meter = StepMeter(self._names, self._parameters, form)
+        self._watched: list[int] = []
+        self._scales: list[float | torch.Tensor] = []
+        self._skipped: list[bool | torch.Tensor] = []
+        self._skip_count: int | torch.Tensor = 0
+        self._scale: torch.Tensor | None = None  # while the scaler steps
+        self._depth = 0  # a subclass's step may call its base's, and both run the hooks
+        self._undo: list[Callable[[], None]] = [
+            optimizer.register_step_pre_hook(self._before).remove,
+            optimizer.register_step_post_hook(self._after).remove,
+        ]
+        if scaler is not None:
+            self._undo.append(_wrap_step(scaler, self._scaler_steps))
+
+    def close(self) -> None:
+        """Stop recording; the record stays."""
+        while self._undo:
+            self._undo.pop()()
+
+    def record_loss(self, value: Any, step: int | None) -> None:
+        """Record a loss of the loop."""
+        self.losses.record(value, step, in_closure=self._depth > 0)
+
+    def _find_parameters(self) -> None:
+        """Add the optimizer's parameters that are not known yet; groups may be added later."""
+        known = {id(p) for p in self._parameters}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    name = self._all_names.get(id(parameter), f"parameter[{len(self._parameters)}]")
+                    self._names.append(name)
+                    self._parameters.append(parameter)
+
+    def _scaler_steps(self, step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note a step that the scaler leaves out."""
+        if optimizer is not self.optimizer:
+            return step(optimizer, *args, **kwargs)
+        number = self.losses.step
+        scale = self._scaler._scale
+        self._scale = scale.detach().clone() if isinstance(scale, torch.Tensor) else None
+        try:
+            result = step(optimizer, *args, **kwargs)
+            if self.losses.step == number:
+                self._end(skipped=True)
+        finally:
+            self._scale = None
+        return result
+
+    @property
+    def _due(self) -> bool:
+        return self.losses.step % self._every == 0
+
+    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # after an exception in a step there was no post hook, and a forward pass since
+        self._depth = self._depth + 1 if self._depth and self.losses.idle else 1
+        if self._depth > 1 or not self._due:
+            return None
+        self._find_parameters()
+        self._meter.copy_weights()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+        if closure is None:
+            self._measure()
+            return None
+        first = True
+
+        def measured() -> Any:
+            nonlocal first
+            loss = closure()
+            if first:  # at the weights that the step begins with
+                self._measure()
+            first = False
+            return loss
+
+        if len(args) > 1:
+            return (args[0], measured, *args[2:]), kwargs
+        return args, {**kwargs, "closure": measured}
+
+    def _measure(self) -> None:
+        scale = 1.0 if self._scale is None else self._scale
+        self._meter.measure_gradients(scale, getattr(self.optimizer, "grad_scale", None))
+
+    def _after(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            self._depth = max(self._depth, 0)
+            return
+        # a fused optimizer is called in any case, and leaves its weights alone where this is not 0
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        if self._due:
+            self._meter.measure_updates(self.optimizer)
+            self._watched.append(self.losses.step)
+        self._end(skipped=False if found_inf is None else found_inf != 0)
+
+    def _end(self, *, skipped: bool | torch.Tensor) -> None:
+        self._scales.append(1.0 if self._scale is None else self._scale)
+        self._skipped.append(skipped)
+        self._skip_count = self._skip_count + skipped
+        self.losses.end_step()
+
+    def latest(self) -> dict[str, float | torch.Tensor]:
+        """Return the numbers of the last watched step, on the device."""
+        found: dict[str, float | torch.Tensor] = {**self._meter.latest()}
+        if self._scaler is not None and self._scales:
+            found["loss_scale"] = self._scales[-1]
+            found["skipped_steps"] = self._skip_count
+        return found
+
+    def health(self) -> Health:
+        """Fetch the record."""
+        eps = next((g["eps"] for g in self.optimizer.param_groups if "eps" in g), None)
+        skipped = [bool(value) for value in self._skipped]
+        scales = [float(value) for value in self._scales]
+        losses = list(self.losses.losses(skipped))
+        return Health(
+            dtype=self._form.name,
+            every=self._every,
+            watched=tuple(self._watched),
+            steps=tuple(
+                StepRecord(step, loss, scale, skip, recorded)
+                for step, ((recorded, loss, _), scale, skip) in enumerate(
+                    zip(losses, scales, skipped, strict=True)
+                )
+            ),
+            parameters=summarize(
+                self._meter.fetched(),
+                {name: p.numel() for name, p in zip(self._names, self._parameters, strict=True)},
+            ),
+            eps=None if eps is None else float(eps),
+            eps_held=None if eps is None else float(torch.tensor(float(eps)).to(torch_dtype(self._form))),
+            storage=self.storage,
+            left_out=sum(left_out for _, _, left_out in losses),
+        )
+
+
+def _wrap_step(scaler: Any, monitor: Callable[..., Any]) -> Callable[[], None]:
+    """Let a monitor call the scaler's step; several share one wrapper. Return what undoes it."""
+    wrapper = vars(scaler).get("step")
+    monitors: list[Callable[..., Any]] | None = getattr(wrapper, "monitors", None)
+    if monitors is None:
+        monitors, original = [], scaler.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            call = original
+            for each in monitors:
+                call = partial(each, call)
+            return call(*args, **kwargs)
+
+        vars(step)["monitors"] = monitors
+        scaler.step = step
+    monitors.append(monitor)
+
+    def undo() -> None:
+        monitors.remove(monitor)
+        if not monitors:
+            del scaler.step
+
+    return undo

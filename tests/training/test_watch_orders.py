@@ -1,0 +1,406 @@
+"""A loss is booked to its own step wherever a loop records it; an oracle is the loop's own list."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampaudit
+from ampaudit.core.errors import UsageError
+from ampaudit.render.render import for_terminal
+from ampaudit.report.training import TrainingReport
+
+STEPS = 7
+PLACES = ("before backward", "after backward", "after step", "after update", "after zero_grad", "later")
+Forms: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda loss: loss,
+    "detached": lambda loss: loss.detach(),
+    "number": lambda loss: loss.item(),
+    "derived": lambda loss: loss * 1.0,
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+
+
+def objective(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(net(x), x[:, :1])
+
+
+def text_of(report: TrainingReport) -> str:
+    from rich.console import Console
+
+    stream = io.StringIO()
+    Console(width=120, file=stream).print(for_terminal(report, 1))
+    return stream.getvalue()
+
+
+def booked(monitor: ampaudit.TrainingMonitor) -> list[float | None]:
+    return [step.loss for step in monitor.health().steps]
+
+
+def check(monitor: ampaudit.TrainingMonitor, expected: list[float], skipped: list[int] | None = None) -> None:
+    """Compare the record and all that is said about it with the loop's own list."""
+    health = monitor.health()
+    assert len(health.steps) == len(expected)
+    for step, loss in zip(health.steps, expected, strict=True):
+        assert step.recorded
+        assert step.broken is not math.isfinite(loss)
+        assert step.loss == (pytest.approx(loss) if math.isfinite(loss) else None)
+    assert [step.step for step in health.steps if step.skipped] == (skipped or [])
+    report = monitor.report()
+    text = text_of(report)
+    assert "FP32" not in text
+    assert f"{len(expected)} steps of {report.optimizer} on cpu" in text
+    for unmeasured in ("0 ms", "0 B", " of  on", "Memory", "metric"):
+        assert unmeasured not in text
+    healthy = all(map(math.isfinite, expected))
+    assert ("not finite" in text) is not healthy
+    assert report.verdict == ("pass" if healthy else "fail")
+    assert text.splitlines()[2].startswith("PASS" if healthy else "FAIL")
+
+
+@contextmanager
+def watching(closes: bool, *args: Any, **options: Any) -> Iterator[ampaudit.TrainingMonitor]:
+    if closes:
+        monitor = ampaudit.watch(*args, **options)
+        yield monitor
+        monitor.close()
+    else:
+        with ampaudit.watch(*args, **options) as monitor:
+            yield monitor
+
+
+@pytest.mark.parametrize("scaler", ["", "torch", "ours"])
+@pytest.mark.parametrize("form", Forms)
+@pytest.mark.parametrize("place", PLACES)
+def test_any_order(place: str, form: str, scaler: str) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    made = {"": None, "torch": torch.amp.GradScaler("cpu"), "ours": ampaudit.scaler("torch", "cpu")}[scaler]
+    if place == "later" and form in ("detached", "number"):
+        form = "tensor"  # a number has no graph that would tell
+    own: list[float] = []
+    late: list[torch.Tensor] = []
+    with watching(form == "number", net, optimizer, made, every=2) as monitor:
+        for step in range(STEPS):
+            loss = objective(net, batch(step))
+            own.append(loss.item())
+
+            def at(here: str, loss: torch.Tensor = loss) -> None:
+                if here == place:
+                    monitor.loss(Forms[form](loss))
+
+            at("before backward")
+            (made.scale(loss) if made else loss).backward()
+            at("after backward")
+            made.step(optimizer) if made else optimizer.step()
+            at("after step")
+            if made:
+                made.update()
+            at("after update")
+            optimizer.zero_grad()
+            at("after zero_grad")
+            late.append(loss)
+        if place == "later":
+            for loss in late:
+                monitor.loss(Forms[form](loss))
+    check(monitor, own)
+
+
+@pytest.mark.parametrize("place", ["each", "after step"])
+@pytest.mark.parametrize("form", ["tensor", "number"])
+def test_accumulation(place: str, form: str) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own: list[float] = []
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        parts: list[float] = []
+        for index in range(12):
+            loss = objective(net, batch(index))
+            (loss / 3).backward()
+            parts.append(loss.item())
+            if place == "each":
+                monitor.loss(Forms[form](loss))
+            if index % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                own.append(sum(parts) / 3)
+                parts.clear()
+            if place == "after step":
+                monitor.loss(Forms[form](loss))
+    check(monitor, own)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_closures(inside: bool) -> None:
+    """The loss of a step is that of the weights it begins with, and so are its gradients."""
+    net = model()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4)
+    own, peaks = [], []
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for step in range(4):
+            twin = model()
+            twin.load_state_dict(net.state_dict())
+            objective(twin, batch(step)).backward()
+            peaks.append(twin[0].weight.grad.abs().max().item())  # type: ignore[union-attr, operator]
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = objective(net, batch(step))
+                if inside:
+                    monitor.loss(loss)
+                loss.backward()
+                return loss
+
+            first = optimizer.step(closure)  # type: ignore[arg-type]
+            own.append(first.item())
+            if not inside:
+                monitor.loss(first)
+    check(monitor, own)
+    weight = {p.name: p for p in monitor.health().parameters}["0.weight"]
+    assert weight.gradient_peaks == pytest.approx(tuple(peaks))
+
+
+@pytest.mark.parametrize("form", ["tensor", "number"])
+def test_a_loop_that_leaves_batches_out(form: str) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = []
+    with ampaudit.watch(net, optimizer, every=2) as monitor:
+        for step in range(STEPS):
+            x = batch(step)
+            loss = objective(net, x * math.nan if step in (0, 3) else x)
+            monitor.loss(Forms[form](loss))
+            if not loss.isfinite():
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            own.append(loss.item())
+    check(monitor, own)
+    assert monitor.report().notes == ("2 losses in batches without a step: NaN or infinite",)
+
+
+def test_a_loop_that_breaks() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = []
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for step in range(STEPS):
+            loss = objective(net, batch(step) * (math.inf if step == 4 else 1.0))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            monitor.loss(loss)
+            own.append(loss.item())
+    check(monitor, own)
+    (cause,) = {f.cause for f in monitor.report().findings}
+    assert "NaN or infinite in 3 of 7 recorded steps, first in step 4" in cause
+    assert "a gradient is NaN or infinite in 3 of 7 measured steps" in cause
+
+
+def test_a_skipped_step_is_no_broken_run() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with ampaudit.watch(net, optimizer, scaler, every=1) as monitor:
+        for step in range(STEPS):
+            loss = objective(net, batch(step) * (math.inf if step == 0 else 1.0))
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            monitor.loss(loss)
+    steps = monitor.health().steps
+    assert [step.step for step in steps if step.skipped] == [0]
+    assert [step.step for step in steps if step.broken] == [0]
+    assert monitor.report().verdict == "pass" or {f.code for f in monitor.report().findings} == {"AMP712"}
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_several_optimizers(together: bool) -> None:
+    """Two networks with losses of their own and one scaler: an update for both steps, or after each."""
+    nets = [model(), nn.Linear(4, 1)]
+    both = nn.ModuleList(nets)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2) for net in nets]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    own: list[list[float]] = [[], []]
+    with ampaudit.watch(both, optimizers, scaler, every=1) as monitor:
+        for step in range(STEPS):
+            for index, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+                optimizer.zero_grad()
+                loss = objective(net, batch(step))
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                monitor.loss(loss, optimizer=optimizer)
+                own[index].append(loss.item())
+                if not together:
+                    scaler.update()
+            if together:
+                scaler.update()
+    for index in range(2):
+        health = monitor.health(index)
+        assert [step.loss for step in health.steps] == pytest.approx(own[index])
+        assert not health.skipped
+        assert {step.scale for step in health.steps} == {1024.0}
+    names = [variant.name for variant in monitor.report().variants]
+    assert names == ["optimizer 0 (Adam)", "optimizer 1 (Adam)"]
+    assert {p.name for p in monitor.health(1).parameters} == {"1.weight", "1.bias"}
+    with pytest.raises(UsageError, match="not watched"):
+        monitor.loss(1.0, optimizer=torch.optim.SGD(both.parameters(), lr=0.1))
+
+
+def test_monitors_of_one_scaler_close_in_any_order() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step() -> None:
+        scaler.scale(objective(net, batch(0))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    first, second = (ampaudit.watch(net, optimizer, scaler) for _ in range(2))
+    step()
+    first.close()
+    step()
+    second.close()
+    step()
+    assert [first.step, second.step] == [1, 2]
+    third = ampaudit.watch(net, optimizer, scaler)
+    third.close()
+    assert not {name for name in vars(scaler) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_accelerate(given: bool) -> None:
+    """Its optimizer and scaler are found inside its wrappers."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    net = model()
+    raw = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net, optimizer = accelerator.prepare(net, raw)
+    own = []
+    with ampaudit.watch(net, optimizer, accelerator.scaler if given else None, every=2) as monitor:
+        for step in range(STEPS):
+            with accelerator.accumulate(net):
+                loss = objective(net, batch(step))
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            monitor.loss(loss.item())
+            own.append(loss.item())
+    check(monitor, own)
+
+
+def test_a_step_that_calls_its_base_and_one_that_fails() -> None:
+    class Clipped(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise ZeroDivisionError
+            return super().step(closure)
+
+    torch.optim.SGD(model().parameters(), lr=0.1)  # torch puts its hooks around SGD.step as well
+    net = model()
+    optimizer = Clipped(net.parameters(), lr=0.1)
+    own = []
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for step in range(STEPS):
+            loss = objective(net, batch(step))
+            loss.backward()
+            optimizer.fails = step == 2
+            try:
+                optimizer.step()
+            except ZeroDivisionError:
+                continue
+            finally:
+                optimizer.zero_grad()
+            monitor.loss(loss)
+            own.append(loss.item())
+    check(monitor, own)
+
+
+def test_parameters_that_join_later() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)  # type: ignore[index]
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for step in range(2):
+            loss = objective(net, batch(step))
+            loss.backward()
+            optimizer.step()
+            if step == 0:
+                optimizer.add_param_group({"params": net[2].parameters()})  # type: ignore[index]
+    found = {p.name: len(p.gradient_peaks) for p in monitor.health().parameters}
+    assert found == {"0.weight": 2, "0.bias": 2, "2.weight": 1, "2.bias": 1}
+
+
+def test_a_compiled_model_keeps_its_names() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    wrapped = torch.compile(net, backend="eager")
+    own = []
+    with ampaudit.watch(wrapped, optimizer, every=1) as monitor:  # type: ignore[arg-type]
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = objective(wrapped, batch(step))  # type: ignore[arg-type]
+            loss.backward()
+            optimizer.step()
+            monitor.loss(loss)
+            own.append(loss.item())
+    check(monitor, own)
+    assert {p.name for p in monitor.health().parameters} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ampaudit.watch(net, optimizer) as monitor:
+        nothing = text_of(monitor.report())
+        objective(net, batch(0)).backward()
+        optimizer.step()
+    text = text_of(monitor.report())
+    assert "WARN  no step was watched" in nothing
+    assert "PASS  no error in 1 watched step" in text
+    assert "Sequential: 1 step of SGD on cpu" in text
+    assert "no loss was recorded" in text
+    for word in ("FP32", "not finite", "curve", " ms", " B", "first", "skipped", "Memory"):
+        assert word not in text + nothing, word
+    variant = monitor.report().variants[0]
+    assert (variant.seconds, variant.bytes_held, variant.final_loss) == (None, None, None)
+    assert monitor.report().seed is None
+
+
+def test_mistakes_are_said() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for arguments, message in (
+        ((optimizer, net), "takes a torch.nn.Module first, not SGD"),
+        ((net, torch.optim.SGD), "SGD is no torch optimizer"),
+        ((net, []), "no optimizer to watch"),
+        ((net, optimizer, object()), "object is no GradScaler"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            ampaudit.watch(*arguments)  # type: ignore[arg-type]
+    with ampaudit.watch(net, optimizer) as monitor:
+        with pytest.raises(UsageError, match=r"the loss has the shape \(2,\)"):
+            monitor.loss(torch.ones(2))
+        with pytest.raises(UsageError, match="step=-1"):
+            monitor.loss(1.0, step=-1)
