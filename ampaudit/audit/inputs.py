@@ -12,6 +12,7 @@ from torch import nn
 
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError
+from ampaudit.report.inputs import GIVEN
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.open import open_source
 from ampaudit.trace.isolation import preserved
@@ -53,7 +54,9 @@ def as_source(
     elif not isinstance(model, ModelSource):
         with preserved():
             model = open_source(str(model), options or SourceConfig())
-    return model if given is None else replace(model, batches=tuple(map(_batch, given)))
+    if given is None:
+        return model
+    return replace(model, batches=tuple(map(_batch, given)), inputs=GIVEN)
 
 
 def _batch(item: Any) -> Batch:

@@ -162,7 +162,14 @@ class SourceConfig(Config):
         FilePath | None,
         Option("Python file with example_inputs() or batches(), and loss(); or safetensors.", metavar="FILE"),
     ] = None
-    batches: Annotated[int, Ge(1), Option("Number of batches to run.")] = 1
+    text: Annotated[
+        FilePath | None, Option("Texts or chats for the tokenizer beside the model.", metavar="FILE")
+    ] = None
+    images: Annotated[FilePath | None, Option("Images for its processor.", metavar="DIR")] = None
+    audio: Annotated[FilePath | None, Option("Recordings for its processor.", metavar="DIR")] = None
+    batches: Annotated[
+        int | None, Ge(1), Option("Number of batches to run; by default 1, or up to 16 of sample files.")
+    ] = None
     seed: Seed = 0
     train: Annotated[bool, Option("The model's mode; --eval is the default.", flags=("--train/--eval",))] = (
         False

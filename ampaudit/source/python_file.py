@@ -56,7 +56,7 @@ def _source(
             f"{location} has no example_inputs()",
             hint="add example_inputs() to the file, or pass --inputs FILE with a file that has it",
         )
-    batches = batches_of(inputs, options.batches, options.seed)
+    batches = batches_of(inputs, options.batches or 1, options.seed)
     return ModelSource(location, kind, model, batches, digest, **functions_of(inputs, module))
 
 
