@@ -32,7 +32,7 @@ def fuses_images(config: Any) -> bool:
 def text_config(config: Any, *, decoder: bool = False) -> Any:
     """Return the part of a configuration that describes the text."""
     parts = (getattr(config, name, None) for name in ("text_config", "decoder" if decoder else "encoder"))
-    found = next((part for part in parts if hasattr(part, "vocab_size")), config)
+    found: Any = next((part for part in parts if hasattr(part, "vocab_size")), config)
     if not hasattr(found, "vocab_size") and callable(getattr(found, "get_text_config", None)):
         found = found.get_text_config()
     return found
