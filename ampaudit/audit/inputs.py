@@ -15,6 +15,7 @@ from ampaudit.core.errors import InputError
 from ampaudit.report.inputs import GIVEN
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.open import open_source
+from ampaudit.source.training_step import runnable
 from ampaudit.trace.isolation import preserved
 
 __all__ = ["Inputs", "ModelLike", "as_source"]
@@ -56,7 +57,8 @@ def as_source(
             model = open_source(str(model), options or SourceConfig())
     if given is None:
         return model
-    return replace(model, batches=tuple(map(_batch, given)), inputs=GIVEN)
+    made = runnable(model.model, model.location)
+    return replace(model, model=made, batches=tuple(map(_batch, given)), inputs=GIVEN)
 
 
 def _batch(item: Any) -> Batch:

@@ -28,7 +28,7 @@ from ampaudit.source.inputs import functions_of, inputs_from
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs, read_inputs
 from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_config, read_raw_config
-from ampaudit.source.processor import KINDS, has_processor
+from ampaudit.source.processor import KINDS, has_processor, processor_directory
 from ampaudit.source.rehearsal import (
     INPUTS_FILE,
     Rehearsed,
@@ -83,8 +83,9 @@ def _untrusted(path: Path, options: SourceConfig) -> tuple[nn.Module, MadeInputs
     """
     table = read_model_config(path)
     _check_installed()
-    request = {"table": table, "directory": str(path.resolve()), "inputs": _request(options)}
-    limits = _LIMITS if request["inputs"] is None or not has_processor(path) else _PROCESSING_LIMITS
+    beside = processor_directory(path.resolve())
+    request = {"table": table, "directory": str(beside), "inputs": _request(options)}
+    limits = _LIMITS if request["inputs"] is None or not has_processor(beside) else _PROCESSING_LIMITS
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with Sandbox("ampaudit.source.rehearsal:rehearse", request, limits, environment) as sandbox:
         transformers = _transformers()

@@ -17,6 +17,7 @@ from ampaudit.core.unchanged import states_of
 from ampaudit.core.untrusted import read_table
 from ampaudit.source.interface import ModelSource
 from ampaudit.source.model_config import CONFIG_FILE
+from ampaudit.source.packaging import check_packaging
 
 __all__ = ["open_source"]
 
@@ -95,6 +96,7 @@ def _open(location: str, options: SourceConfig) -> ModelSource:
 
         source = from_exported(path / PROGRAM, options, location)
         return replace(source, kind="converted", dtype=_converted_dtype(path / MANIFEST))
+    check_packaging(path)
     if path.is_dir():
         from ampaudit.source.huggingface import from_directory
 

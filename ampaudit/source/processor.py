@@ -14,9 +14,10 @@ from torch import Tensor
 from ampaudit.core.errors import InputError, first_line
 from ampaudit.core.untrusted import describe, read_bounded
 from ampaudit.source.model_config import CONFIG_FILE
+from ampaudit.source.packaging import PIPELINE
 from ampaudit.source.random_inputs import fuses_images, text_config
 
-__all__ = ["KINDS", "Processor", "copy_processor", "has_processor"]
+__all__ = ["KINDS", "Processor", "copy_processor", "has_processor", "processor_directory"]
 
 KINDS = ("text", "images", "audio")
 _MAX_FILE, _MAX_FILES = 128_000_000, 64
@@ -47,6 +48,16 @@ def _files(directory: Path) -> list[Path]:
 def has_processor(directory: Path) -> bool:
     """Return whether a directory has files of a tokenizer or processor."""
     return any(file.name.startswith(_NAMES) for file in _files(directory))
+
+
+def processor_directory(directory: Path) -> Path:
+    """Return where a model's processor is: beside it, or in the directory of its own in a pipeline."""
+    parts = (directory.name.replace("text_encoder", "tokenizer"), "feature_extractor")
+    if (directory.parent / PIPELINE).is_file() and not has_processor(directory):
+        for part in (directory.parent / name for name in parts):
+            if part.is_dir() and has_processor(part):
+                return part
+    return directory
 
 
 def copy_processor(directory: Path, folder: Path) -> None:
