@@ -12,9 +12,11 @@ from torch import nn
 
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError
+from ampaudit.report.inputs import GIVEN
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import unwrapped
 from ampaudit.source.open import open_source
+from ampaudit.source.training_step import runnable
 from ampaudit.trace.isolation import preserved
 
 __all__ = ["Inputs", "ModelLike", "as_source"]
@@ -55,7 +57,10 @@ def as_source(
     elif not isinstance(model, ModelSource):
         with preserved():
             model = open_source(str(model), options or SourceConfig())
-    return model if given is None else replace(model, batches=tuple(map(_batch, given)))
+    if given is None:
+        return model
+    made = runnable(model.model, model.location)
+    return replace(model, model=made, batches=tuple(map(_batch, given)), inputs=GIVEN)
 
 
 def _batch(item: Any) -> Batch:

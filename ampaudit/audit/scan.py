@@ -154,6 +154,7 @@ def _report(
         level=level,
         contract=_contract(audit, config),
         mode="train" if source.model.training else "eval",
+        inputs=source.inputs,
     )
     model = ModelInfo(source.location, source.kind, source.sha256)
     return build_report(

@@ -11,13 +11,17 @@ from pydantic import AllowInfNan
 
 from ampaudit.audit.config import Ignored
 from ampaudit.core.config import (
+    AudioDirectory,
+    BatchCount,
     Config,
     DeviceName,
     DtypeName,
     FilePath,
+    ImageDirectory,
     OnProgress,
     Option,
     Seed,
+    TextFile,
     Texts,
     Trust,
     silent,
@@ -67,7 +71,10 @@ class CheckConfig(Config):
         FilePath | None,
         Option("Python file with example_inputs(), batches() or metric().", metavar="FILE"),
     ] = None
-    batches: Annotated[int, Ge(1), Option("Number of batches to run.")] = 1
+    text: TextFile = None
+    images: ImageDirectory = None
+    audio: AudioDirectory = None
+    batches: BatchCount = None
     seed: Seed = 0
     train: Annotated[bool, Option("Audit the models in training mode.")] = False
     trust: Trust = False
@@ -97,7 +104,10 @@ class CheckOptions(TypedDict, total=False):
     baseline: str | Path | None
     weights: str | Path | None
     inputs: str | Path | None
-    batches: int
+    text: str | Path | None
+    images: str | Path | None
+    audio: str | Path | None
+    batches: int | None
     seed: int
     train: bool
     trust: bool

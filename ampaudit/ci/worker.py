@@ -51,6 +51,8 @@ def check_target(request: Request) -> TargetResult:
     if source.metric is not None:
         config = config.changed(keep_outputs=outputs.__setitem__)
     report = scan(source, config=config)
+    if report.run.made_up:
+        notes.append(f"audited on {report.run.made_up}")
     measured = with_metric(measured_in(report), source, outputs)
     if source.kind == "converted":
         measured = _with_recorded(measured, Path(request.target))

@@ -20,15 +20,19 @@ from ampaudit.core.untrusted import describe
 __all__ = [
     "COMMAND_LINE",
     "NOT_NAN",
+    "AudioDirectory",
+    "BatchCount",
     "Config",
     "DeviceName",
     "DtypeName",
     "FilePath",
+    "ImageDirectory",
     "OnProgress",
     "Option",
     "Progress",
     "Seed",
     "SourceConfig",
+    "TextFile",
     "Texts",
     "Trust",
     "UserFunction",
@@ -100,6 +104,14 @@ NOT_NAN = AfterValidator(_refuse_nan)
 DtypeName = Annotated[str, AfterValidator(_known_dtype), Option("float16 or bfloat16.")]
 DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Device to run on.")]
 Seed = Annotated[int, Option("Random seed.")]
+BatchCount = Annotated[
+    int | None, Ge(1), Option("Batches to run; by default 1, or up to 16 of sample files.")
+]
+TextFile = Annotated[
+    FilePath | None, Option("Texts or chats for the tokenizer beside the model.", metavar="FILE")
+]
+ImageDirectory = Annotated[FilePath | None, Option("Images for its image processor.", metavar="DIR")]
+AudioDirectory = Annotated[FilePath | None, Option("Recordings for its feature extractor.", metavar="DIR")]
 # never a key of a file: whoever wrote the model may have written the file
 Trust = Annotated[bool, Option("Run code that the model's files contain.", file=False)]
 OnProgress = Annotated[Progress, python_only("Called with the phase, the step, and the number of steps.")]
@@ -175,7 +187,10 @@ class SourceConfig(Config):
         FilePath | None,
         Option("Python file with example_inputs() or batches(), and loss(); or safetensors.", metavar="FILE"),
     ] = None
-    batches: Annotated[int, Ge(1), Option("Number of batches to run.")] = 1
+    text: TextFile = None
+    images: ImageDirectory = None
+    audio: AudioDirectory = None
+    batches: BatchCount = None
     seed: Seed = 0
     train: Annotated[bool, Option("The model's mode; --eval is the default.", flags=("--train/--eval",))] = (
         False

@@ -72,7 +72,7 @@ class Sandbox:
         self._resources.callback(self._process.stop)
 
     def _start(self, target: str, request: Any, environment: dict[str, str]) -> ChildProcess:
-        scratch = self._folder / "scratch"
+        scratch = self.folder
         scratch.mkdir()
         order = {"target": target, "limits": asdict(self._limits), "request": request, "parent": os.getpid()}
         (self._folder / REQUEST).write_text(json.dumps(order), encoding="utf-8")
@@ -84,6 +84,11 @@ class Sandbox:
             environment=_environment(scratch) | environment,
             folder=scratch,
         )
+
+    @property
+    def folder(self) -> Path:
+        """Where the process may write, until the context is left."""
+        return self._folder / "scratch"
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +120,7 @@ class Sandbox:
             if exceeded is not None:
                 raise error(_message(what, f"its reader was {exceeded[1]}"), hint=hint)
         self._process.stop()  # with processes that it left behind
-        path = self._folder / "scratch" / ANSWER
+        path = self.folder / ANSWER
         if not path.exists():
             raise error(_message(what, self._ended()), hint=hint)
         try:

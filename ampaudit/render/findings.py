@@ -122,6 +122,7 @@ class Suite:
         tool_version: of the ampaudit that audited.
         errors: cases that could not be audited, and why.
         seconds: of the audit; per case where that is known.
+        inputs: what inputs are called that nobody chose.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Suite:
     tool_version: str
     errors: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    inputs: str = ""
 
     def __post_init__(self) -> None:
         """Escape what is not safe to print."""

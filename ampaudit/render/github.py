@@ -32,7 +32,8 @@ def _lines(suite: Suite) -> Iterable[str]:
         if len(alerts) > _SHOWN:
             yield f"{len(alerts) - _SHOWN} more of level {command} are in the report of {suite.name}"
     verdict = "PASS" if suite.passed else "FAIL"
-    yield f"ampaudit: {verdict} {suite.name} ({suite.label}), {plural(len(suite.alerts), 'finding')}"
+    inputs = f"; inputs: {suite.inputs}" if suite.inputs else ""
+    yield f"ampaudit: {verdict} {suite.name} ({suite.label}), {plural(len(suite.alerts), 'finding')}{inputs}"
 
 
 def _annotation(suite: Suite, alert: Alert, command: str) -> str:

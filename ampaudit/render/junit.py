@@ -42,6 +42,9 @@ def _element(suite: Suite) -> ElementTree.Element:
         skipped="0",
         time=f"{sum(suite.seconds.values()):.3f}",
     )
+    if suite.inputs:
+        properties = ElementTree.SubElement(element, "properties")
+        ElementTree.SubElement(properties, "property", name="inputs", value=suite.inputs)
     for case in suite.cases:
         seconds = f"{suite.seconds.get(case, 0.0):.3f}"
         attributes = {"classname": _legal(suite.name), "name": _legal(case), "time": seconds}

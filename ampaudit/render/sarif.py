@@ -63,6 +63,7 @@ def _run(suite: Suite) -> dict[str, Any]:
         ],
         "results": [_result(suite, alert, codes.index(alert.code)) for alert in alerts],
         "columnKind": "unicodeCodePoints",
+        **({"properties": {"inputs": suite.inputs}} if suite.inputs else {}),
     }
 
 

@@ -17,6 +17,8 @@ _OUTPUTS = 4
 def summary_rows(report: Report, hidden: int) -> Iterator[tuple[str, str]]:
     """Return pairs of a label and a text; ``hidden`` counts the notes that are not shown."""
     cover, run = report.coverage, report.run
+    if run.inputs is not None and run.inputs.detail:
+        yield "Inputs", escape_control(run.inputs.detail)
     if run.level != "static":
         measured = f"({cover.measured} measured, the others pass values on)"
         gaps = f"{plural(len(cover.uncovered_ops), 'op')} not covered; "

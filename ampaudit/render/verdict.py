@@ -32,7 +32,8 @@ def verdict_words(report: Report) -> tuple[str, str]:
         what = f"{plural(warnings, 'site')} would overflow in {report.run.dtype}"
     else:
         what = "; ".join((*_sound(report), *_gaps(report)))
-    return word, f"{what}{extra}"
+    made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
+    return word, f"{what}{extra}{made_up}"
 
 
 def _broken(report: Report) -> Iterator[str]:

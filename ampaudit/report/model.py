@@ -21,6 +21,7 @@ from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, Finding, Severity
 from ampaudit.report.gradients import BackwardReport
+from ampaudit.report.inputs import InputsInfo
 from ampaudit.report.site import SiteReport
 
 __all__ = [
@@ -66,6 +67,7 @@ class RunInfo:
     Attributes:
         level: ``scan``, ``ranges`` or ``static``.
         contract: what was taken for granted about kernels, where 16 bits are emulated.
+        inputs: where the batches come from; ``None`` in reports that do not say.
     """
 
     device: str
@@ -77,13 +79,20 @@ class RunInfo:
     level: Literal["scan", "ranges", "static"]
     mode: Literal["eval", "train"]
     contract: str = ""
+    inputs: InputsInfo | None = None
+
+    @property
+    def made_up(self) -> str:
+        """What inputs are called that nobody chose; empty for the others, and where nothing was run."""
+        return "" if self.inputs is None or self.level == "static" else self.inputs.made_up
 
     @property
     def extent(self) -> str:
         """The number of batches and the device, or that nothing was run."""
         if self.level == "static":
             return "nothing was run"
-        return f"{plural(self.batches, 'batch')} on {self.device} ({self.backend})"
+        what = f" of {self.made_up}" if self.made_up else ""
+        return f"{plural(self.batches, 'batch')}{what} on {self.device} ({self.backend})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +252,8 @@ class Report(Shown):
         errors, warnings = (self.count(severity) for severity in (Severity.ERROR, Severity.WARNING))
         found = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
         how = f"in {self.run.dtype} under {self.run.policy}"
-        return f"{self.verdict.upper()} {self.model.source} {how}: {found}"
+        on = f" on {self.run.made_up}" if self.run.made_up else ""
+        return f"{self.verdict.upper()} {self.model.source} {how}{on}: {found}"
 
     def card_rows(self) -> CardRows:
         """Return the findings."""

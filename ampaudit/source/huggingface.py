@@ -8,10 +8,9 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import Ge, Le
 from pydantic import TypeAdapter
 from torch import nn
 
@@ -23,20 +22,29 @@ from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from ampaudit.core.text import format_bytes
-from ampaudit.core.untrusted import describe, describe_path, read_bounded, validate
+from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, read_bounded, validate
+from ampaudit.report.inputs import GIVEN, InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
+from ampaudit.source.interface import Batch, ModelSource
+from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs, read_inputs
 from ampaudit.source.model_config import CONFIG_FILE, MAX_CONFIG, read_model_config, read_raw_config
-from ampaudit.source.rehearsal import configured, empty_model, named_architecture, named_class
+from ampaudit.source.processor import KINDS, has_processor, processor_directory
+from ampaudit.source.rehearsal import (
+    INPUTS_FILE,
+    Rehearsed,
+    configured,
+    empty_model,
+    named_architecture,
+    named_class,
+)
 from ampaudit.source.user_code import calling_user_code
 
 __all__ = ["from_directory"]
 
-_BATCH, _LENGTH = 2, 32
-_MAX_PIXELS = 1 << 26  # values of a batch of random images
 _SLACK = 256_000_000  # bytes of a head without weights, or of tables that the model computes
-_ANSWER = TypeAdapter(tuple[str, Annotated[int, Ge(0), Le(1 << 80)]])
+_ANSWER = TypeAdapter(Rehearsed)
 _LIMITS = SandboxLimits(seconds=120, memory=500_000_000, processor_seconds=5)
+_PROCESSING_LIMITS = SandboxLimits(seconds=120, memory=2_000_000_000, processor_seconds=30)
 
 
 def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSource:
@@ -47,45 +55,67 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
         InputError: the kind of input is unknown; pass --inputs.
         WeightsError: see ``open_checkpoint``.
     """
-    model = _trusted(path, options) if options.trust else _untrusted(path, options)
-    functions = functions_of()
-    if options.inputs:
-        batches, functions = inputs_from(options.inputs, options.batches, options.seed)
+    model, made = _trusted(path, options) if options.trust else _untrusted(path, options)
+    functions, info = functions_of(), GIVEN
+    if made is not None:
+        batches = tuple(Batch((), tensors) for tensors in made["batches"])
+        info = InputsInfo(made["origin"], made["detail"])
     else:
-        torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
-        batches = tuple(_random_batch(model) for _ in range(options.batches))
+        assert options.inputs is not None
+        batches, functions = inputs_from(options.inputs, options.batches or 1, options.seed)
     digest = hashlib.sha256(read_bounded(path / CONFIG_FILE, MAX_CONFIG, SourceError)).hexdigest()
-    return ModelSource(location, "huggingface", model, batches, digest, **functions)
+    return ModelSource(location, "huggingface", model, batches, digest, inputs=info, **functions)
 
 
-def _untrusted(path: Path, options: SourceConfig) -> nn.Module:
+def _request(options: SourceConfig) -> InputRequest | None:
+    """Return what inputs to make, if none are given."""
+    if options.inputs is not None:
+        return None
+    files = {kind: getattr(options, kind) for kind in KINDS}
+    given = {kind: str(file.resolve()) for kind, file in files.items() if file is not None}
+    return InputRequest(files=given, batches=options.batches, seed=options.seed)
+
+
+def _untrusted(path: Path, options: SourceConfig) -> tuple[nn.Module, MadeInputs | None]:
     """Build the model from a checked configuration, once a sandbox could, and give it checked weights.
 
     Transformers never sees the directory itself.
     """
     table = read_model_config(path)
     _check_installed()
-    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    with Sandbox("ampaudit.source.rehearsal:rehearse", table, _LIMITS, environment) as sandbox:
+    beside = processor_directory(path.resolve())
+    request = {"table": table, "directory": str(beside), "inputs": _request(options)}
+    limits = _LIMITS if request["inputs"] is None or not has_processor(beside) else _PROCESSING_LIMITS
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with Sandbox("ampaudit.source.rehearsal:rehearse", request, limits, environment) as sandbox:
         transformers = _transformers()
         named_class(table)  # imports it, as the sandbox does at the same time
         what = describe_path(path / CONFIG_FILE)
         answer = sandbox.answer(what, SourceError, "restore the file")
-    name, size = validate(_ANSWER, answer, path / CONFIG_FILE, SourceError, "restore the file")
+        found = validate(_ANSWER, answer, path / CONFIG_FILE, SourceError, "restore the file")
+        made = None if request["inputs"] is None else _made(found, sandbox.folder / INPUTS_FILE)
     weights = options.weights if options.stream and options.weights is not None else weights_in(path)
-    _check_size(path, size, weights)
-    table["architectures"] = [name]
+    _check_size(path, found["size"], weights)
+    table["architectures"] = [found["name"]]
     architecture = named_architecture(table)
     with _loading(path), _offline(), temporary_directory("ampaudit-config-") as folder:
         config = configured(architecture, table, folder)
         if options.stream:
-            return empty_model(architecture, config).eval()
+            return empty_model(architecture, config).eval(), made
         # the method of the base class: some classes read further files
         load = transformers.PreTrainedModel.from_pretrained.__func__
         tensors = map_checkpoint(weights).tensors
         model = load(architecture, None, config=config, state_dict=tensors, dtype=torch.float32)
     assert isinstance(model, nn.Module)
-    return model
+    check_ids(model, made["batches"] if made is not None else ())
+    return model, made
+
+
+def _made(found: Rehearsed, file: Path) -> MadeInputs:
+    """Return the inputs that the sandbox made."""
+    if not found["origin"]:
+        raise InputError(describe(found["detail"], MAX_MESSAGE), hint=describe(found["hint"], MAX_MESSAGE))
+    return MadeInputs(batches=read_inputs(file), origin=found["origin"], detail=found["detail"])
 
 
 def _check_size(path: Path, size: int, weights: Path) -> None:
@@ -100,7 +130,7 @@ def _check_size(path: Path, size: int, weights: Path) -> None:
         )
 
 
-def _trusted(path: Path, options: SourceConfig) -> nn.Module:
+def _trusted(path: Path, options: SourceConfig) -> tuple[nn.Module, MadeInputs | None]:
     """Load the model as Transformers does, with the code in the directory."""
     table = read_raw_config(path)
     _check_installed()
@@ -108,16 +138,16 @@ def _trusted(path: Path, options: SourceConfig) -> nn.Module:
     print(f"ampaudit: --trust: transformers may run code of {describe_path(path)}", file=sys.stderr)
     with calling_user_code(f"{path}"):
         architecture = _own_class(table, transformers)
+        local = {"local_files_only": True, "trust_remote_code": True}
         if options.stream:
-            config = transformers.AutoConfig.from_pretrained(
-                path, local_files_only=True, trust_remote_code=True
-            )
-            return empty_model(architecture, config, trust=True).eval()
-        model = architecture.from_pretrained(
-            path, local_files_only=True, trust_remote_code=True, dtype=torch.float32, use_safetensors=True
-        )
+            config = transformers.AutoConfig.from_pretrained(path, **local)
+            model = empty_model(architecture, config, trust=True).eval()
+        else:
+            model = architecture.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **local)
+        request = _request(options)
+        made = None if request is None else make_inputs(model, request, path, trust=True)
     assert isinstance(model, nn.Module)
-    return model
+    return model, made
 
 
 def _own_class(table: dict[str, Any], transformers: Any) -> Any:
@@ -175,41 +205,3 @@ def _offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def _random_batch(model: Any) -> Batch:
-    """Return random token ids or pixels of the configured sizes."""
-    config, name = model.config, getattr(model, "main_input_name", "input_ids")
-    if name == "input_ids":
-        vocabulary = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size
-        longest = getattr(config, "max_position_embeddings", None) or _LENGTH
-        _check_sizes(vocab_size=vocabulary, max_position_embeddings=longest)
-        ids = torch.randint(0, vocabulary, (_BATCH, min(_LENGTH, longest)))
-        kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if getattr(config, "is_encoder_decoder", False):
-            kwargs["decoder_input_ids"] = ids.clone()
-        return Batch((), kwargs)
-    if name == "pixel_values":
-        size: Any = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
-        channels = getattr(config, "num_channels", 3)
-        _check_sizes(image_size=height, width=width, num_channels=channels)
-        if _BATCH * channels * height * width > _MAX_PIXELS:
-            raise InputError(
-                f"example inputs of {channels} x {height} x {width} pixels are too large",
-                hint="pass --inputs FILE.py with example_inputs()",
-            )
-        return Batch((), {"pixel_values": torch.randn(_BATCH, channels, height, width)})
-    raise InputError(
-        f"cannot make example inputs for main input {name!r}",
-        hint="pass --inputs FILE.py with example_inputs()",
-    )
-
-
-def _check_sizes(**sizes: Any) -> None:
-    for name, size in sizes.items():
-        if type(size) is not int or not 0 < size < 1 << 31:
-            raise InputError(
-                f"{CONFIG_FILE}: {name} is {describe(size)}, not a size",
-                hint="restore the file, or pass --inputs FILE.py with example_inputs()",
-            )

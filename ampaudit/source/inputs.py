@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe
+from ampaudit.report.inputs import GIVEN
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code, module_from_file
 
@@ -155,7 +156,8 @@ def with_inputs(source: ModelSource, path: Path) -> ModelSource:
         if given[name].dtype != tensor.dtype:
             hint = f"{name} must be {tensor.dtype}"
             raise InputError(f"{path}: {name} is {given[name].dtype}", hint=hint)
-    return replace(source, batches=(with_tensors(batch, [given[name] for name in names]),))
+    batches = (with_tensors(batch, [given[name] for name in names]),)
+    return replace(source, batches=batches, inputs=GIVEN)
 
 
 def with_tensors(batch: Batch, tensors: list[torch.Tensor]) -> Batch:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampaudit.core.unchanged import FileState
+from ampaudit.report.inputs import GIVEN, InputsInfo
 
 __all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "unwrapped"]
 
@@ -63,6 +64,7 @@ class ModelSource:
         release: frees the memory of a streamed weight until its next use.
         optimizer: the file's optimizer(params), for ``ampaudit train``.
         files: its files as they were before they were read.
+        inputs: where the batches come from.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
     """
 
@@ -77,6 +79,7 @@ class ModelSource:
     release: Callable[[torch.Tensor], None] | None = None
     dtype: str | None = None
     files: tuple[FileState, ...] = ()
+    inputs: InputsInfo = GIVEN
 
     @property
     def names_files(self) -> bool:

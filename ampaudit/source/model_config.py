@@ -10,11 +10,11 @@ from typing import Any
 from ampaudit.core.errors import SourceError
 from ampaudit.core.untrusted import describe, describe_path, read_json
 
-__all__ = ["CONFIG_FILE", "MAX_CONFIG", "read_model_config", "read_raw_config"]
+__all__ = ["ADAPTER", "CONFIG_FILE", "MAX_CONFIG", "read_model_config", "read_raw_config"]
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG = 16_000_000  # bytes
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _MAX_ARCHITECTURES = 16
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9_]{0,99}")
@@ -34,9 +34,9 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         SourceError: see ``read_raw_config``; or it names code, a kernel, another file or a quantization.
     """
     table = read_raw_config(directory)
-    if (directory / _ADAPTER).exists():
+    if (directory / ADAPTER).exists():
         raise SourceError(
-            f"{describe_path(directory)} holds an adapter ({_ADAPTER}), which names its own base model",
+            f"{describe_path(directory)} holds an adapter ({ADAPTER}), which names its own base model",
             hint="merge the adapter into the model with PEFT's merge_and_unload, or pass --trust",
         )
     _check_architectures(directory, table)

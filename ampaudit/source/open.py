@@ -16,7 +16,9 @@ from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.unchanged import states_of
 from ampaudit.core.untrusted import read_table
 from ampaudit.source.interface import ModelSource
+from ampaudit.source.model_config import CONFIG_FILE
 from ampaudit.source.other_kinds import not_a_model
+from ampaudit.source.packaging import check_packaging
 
 __all__ = ["open_source"]
 
@@ -34,7 +36,9 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
     """
     head, colon, _ = location.rpartition(":")
     model = Path(head if colon and head.endswith(".py") else location)
-    read = [path for path in (model, options.weights, options.inputs) if path is not None]
+    samples = {kind: getattr(options, kind) for kind in ("text", "images", "audio")}
+    _check_samples(location, options, [f"--{kind}" for kind, path in samples.items() if path is not None])
+    read = [path for path in (model, options.weights, options.inputs, options.text) if path is not None]
     files = states_of(read)
     saved = options.inputs if options.inputs is not None and options.inputs.suffix == ".safetensors" else None
     opened = options if saved is None else options.changed(inputs=None, batches=1)
@@ -49,6 +53,15 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
 
         load_weights(source.model, options.weights)
     return replace(source, files=files)
+
+
+def _check_samples(location: str, options: SourceConfig, flags: list[str]) -> None:
+    """Reject samples for a model without a processor."""
+    if flags and options.inputs is not None:
+        raise UsageError(f"--inputs and {flags[0]} both give inputs", hint="leave one out")
+    if flags and not (Path(location) / CONFIG_FILE).is_file():
+        hint = "return inputs from example_inputs() in the model file, or pass --inputs FILE.py"
+        raise UsageError(f"{flags[0]}: {location} is not a Hugging Face directory", hint=hint)
 
 
 def _converted_dtype(manifest: Path) -> str | None:
@@ -84,6 +97,7 @@ def _open(location: str, options: SourceConfig) -> ModelSource:
 
         source = from_exported(path / PROGRAM, options, location)
         return replace(source, kind="converted", dtype=_converted_dtype(path / MANIFEST))
+    check_packaging(path)
     if path.is_dir():
         from ampaudit.source.huggingface import from_directory
 

@@ -12,8 +12,10 @@ from torch import nn
 
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError
+from ampaudit.report.inputs import InputsInfo
 from ampaudit.source.inputs import batches_of, functions_of, has_inputs
-from ampaudit.source.interface import ModelSource, unwrapped
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, unwrapped
+from ampaudit.source.training_step import runnable, training_batches
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 
 __all__ = ["from_import_path", "from_python_file"]
@@ -49,15 +51,26 @@ def _source(
     kind: str,
     digest: str | None,
 ) -> ModelSource:
-    model = _model(module, factory, location)
+    model = runnable(_model(module, factory, location), location)
     inputs = module_from_file(options.inputs) if options.inputs else module
     if options.inputs is None and not has_inputs(module):
+        own = _own_batches(model, options, location)
+        if own:
+            info = InputsInfo("given", "batches of train_dataloader()")
+            return ModelSource(location, kind, model, own, digest, inputs=info, **functions_of(module))
         raise SourceError(
             f"{location} has no example_inputs()",
             hint="add example_inputs() to the file, or pass --inputs FILE with a file that has it",
         )
-    batches = batches_of(inputs, options.batches, options.seed)
+    batches = batches_of(inputs, options.batches or 1, options.seed)
     return ModelSource(location, kind, model, batches, digest, **functions_of(inputs, module))
+
+
+def _own_batches(model: nn.Module, options: SourceConfig, location: str) -> tuple[Batch, ...]:
+    """Return batches of a Lightning module's data loader; none if it has none."""
+    torch.manual_seed(options.seed + INPUT_SEED_OFFSET)
+    with calling_user_code(f"{location}: train_dataloader()"):
+        return tuple(Batch((batch,)) for batch in training_batches(model, options.batches or 1))
 
 
 def _model(module: ModuleType, factory: str | None, location: str) -> nn.Module:

@@ -21,9 +21,9 @@ import torch
 
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError, InputError, SourceError
-from ampaudit.source.huggingface import _random_batch
 from ampaudit.source.model_config import read_model_config
 from ampaudit.source.open import open_source
+from ampaudit.source.random_inputs import random_input
 from ampaudit.source.rehearsal import rehearse
 from tests.support.zoo import ZOO
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_built_fails_in_the_rehearsal(
     table = read_model_config(crafted(source, **values))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception, match=words):  # the sandbox makes one kind of them
-        rehearse(table)()
+        rehearse({"table": table, "directory": "", "inputs": None})()
 
 
 @pytest.mark.parametrize(
@@ -223,10 +223,10 @@ def test_what_cannot_be_built_is_refused(
 def test_example_inputs_of_absurd_sizes_are_refused(size: Any) -> None:
     config = SimpleNamespace(image_size=size, num_channels=3)
     with pytest.raises(InputError, match=r"too large|not a size"):
-        _random_batch(SimpleNamespace(config=config, main_input_name="pixel_values"))
+        random_input(SimpleNamespace(config=config), "pixel_values", 2)
     config = SimpleNamespace(vocab_size=size if size != 10**5 else 1 << 40, max_position_embeddings=8)
-    with pytest.raises(InputError, match=r"vocab_size is .* not a size"):
-        _random_batch(SimpleNamespace(config=config, main_input_name="input_ids"))
+    with pytest.raises(InputError, match=r"for vocab_size is not a size"):
+        random_input(SimpleNamespace(config=config), "input_ids", 2)
 
 
 def own_code(path: Path, marker: Path, **values: Any) -> None:

@@ -32,6 +32,7 @@ class ComparisonView(View[Comparison]):
         first, run = reports[0], reports[0].run
         against = "FP32" if first.backward is not None else "one FP32 run"
         what = f"{len(reports)} policies in {run.dtype}, {run.mode} mode"
+        what += f", {run.made_up}" if run.made_up else ""
         where = f"on {run.device} ({run.backend}), against {against}"
         yield Section((line(f"{self.scans[0].name}: {what}, {where}", style="bold"),))
         heads = ("policy", "", "breaks", "least headroom", "output", "16-bit sites", "casts", "weights")

@@ -71,6 +71,7 @@ class ScanView(View[Report]):
             cases=tuple(escape_control(layer or TOP) for layer in dict.fromkeys(layers)),
             alerts=tuple(alert_of(f, escape_control(f.layer or TOP), rank) for f in report.findings),
             tool_version=report.tool.version,
+            inputs=report.run.made_up,
             seconds={"": sum(report.timings.values())} if report.timings else {},
         )
         return (suite,)
@@ -78,7 +79,9 @@ class ScanView(View[Report]):
     def rows(self) -> Iterator[Row]:
         """Return a row per site."""
         codes = self.document.codes_by_site
-        run = {"policy": self.document.run.policy, "dtype": self.document.run.dtype}
+        conditions = self.document.run
+        inputs = conditions.inputs.origin if conditions.inputs is not None else None
+        run = {"policy": conditions.policy, "dtype": conditions.dtype}
         for index, site in enumerate(self.document.sites):
             source = site.source
             yield {
@@ -92,6 +95,7 @@ class ScanView(View[Report]):
                 **_measured(site),
                 "file": source.file if source is not None else None,
                 "line": source.line if source is not None else None,
+                "inputs": inputs,
             }
 
     def digest(self) -> Iterator[Section | Suite]:

@@ -1,0 +1,30 @@
+"""Says where the inputs of an audit come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["GIVEN", "InputsInfo"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputsInfo:
+    """The origin of an audit's batches.
+
+    Attributes:
+        origin: ``given`` as tensors by the user, ``stored`` in the program, made by the model's processor of
+            the user's ``file`` or of a built-in ``sample``, or ``random``.
+        detail: in words, where there is more to say.
+    """
+
+    origin: Literal["given", "stored", "file", "sample", "random"]
+    detail: str = ""
+
+    @property
+    def made_up(self) -> str:
+        """What inputs are called that nobody chose; empty for the others."""
+        return {"sample": "built-in samples", "random": "random inputs"}.get(self.origin, "")
+
+
+GIVEN = InputsInfo("given")

@@ -1,0 +1,248 @@
+"""Runs the tokenizer or processor of a model directory; in a sandbox, unless the directory is trusted."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampaudit.core.errors import InputError, first_line
+from ampaudit.core.untrusted import describe, read_bounded
+from ampaudit.source.model_config import CONFIG_FILE
+from ampaudit.source.packaging import PIPELINE
+from ampaudit.source.random_inputs import fuses_images, text_config
+
+__all__ = ["KINDS", "Processor", "copy_processor", "has_processor", "processor_directory"]
+
+KINDS = ("text", "images", "audio")
+_MAX_FILE, _MAX_FILES = 128_000_000, 64
+_MAX_TOKENS = 2048
+_SUFFIXES = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")
+_NAMES = (
+    "tokenizer",
+    "vocab",
+    "preprocessor_config",
+    "processor_config",
+    "spiece",
+    "sentencepiece",
+    "source",
+)
+# of each kind: the class that loads a part, its name in a processor, and the inputs that it makes
+_PARTS = {
+    "text": ("AutoTokenizer", "tokenizer", ("input_ids", "decoder_input_ids", "inputs")),
+    "images": ("AutoImageProcessor", "image_processor", ("pixel_values", "flattened_patches")),
+    "audio": ("AutoFeatureExtractor", "feature_extractor", ("input_features", "input_values")),
+}
+_NONE = "no tokenizer or processor lies beside the model"
+
+
+def _files(directory: Path) -> list[Path]:
+    return [file for file in sorted(directory.iterdir()) if file.suffix in _SUFFIXES and file.is_file()]
+
+
+def has_processor(directory: Path) -> bool:
+    """Return whether a directory has files of a tokenizer or processor."""
+    return any(file.name.startswith(_NAMES) for file in _files(directory))
+
+
+def processor_directory(directory: Path) -> Path:
+    """Return where a model's processor is: beside it, or in the directory of its own in a pipeline."""
+    parts = (directory.name.replace("text_encoder", "tokenizer"), "feature_extractor")
+    if (directory.parent / PIPELINE).is_file() and not has_processor(directory):
+        for part in (directory.parent / name for name in parts):
+            if part.is_dir() and has_processor(part):
+                return part
+    return directory
+
+
+def copy_processor(directory: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer or processor to a folder that has a checked configuration."""
+    chosen = [f for f in _files(directory) if f.name != CONFIG_FILE and not f.name.endswith(".index.json")]
+    for file in chosen[:_MAX_FILES]:
+        (folder / file.name).write_bytes(read_bounded(file, _MAX_FILE, InputError))
+
+
+class Processor:
+    """The parts of a processor that make inputs which a model takes.
+
+    Args:
+        model: on any device.
+        folder: with its files, and with ``config.json``.
+        trust: whether code in the folder may run.
+
+    Attributes:
+        parts: a tokenizer, an image processor, a feature extractor, by kind.
+        problem: why there is none, or why one of them cannot be loaded.
+    """
+
+    def __init__(self, model: Any, folder: Path, *, trust: bool) -> None:
+        self._config = model.config
+        self._accepts = inspect.signature(model.forward).parameters.keys()
+        self._whole: Any = None
+        self._special = True
+        self.parts: dict[str, Any] = {}
+        self.problem = _NONE
+        if not has_processor(folder):
+            return
+        with contextlib.suppress(Exception):  # its parts may be there without it
+            self._whole = _loaded("AutoProcessor", folder, trust)
+        for kind, (loader, name, _) in _PARTS.items():
+            if self.takes(kind):
+                try:
+                    self.parts[kind] = getattr(self._whole, name, None) or _loaded(loader, folder, trust)
+                except Exception as error:
+                    self.problem = f"Transformers cannot load the {name.replace('_', ' ')}: {_why(error)}"
+        if "text" in self.parts:
+            _give_padding(self.parts["text"])
+
+    def takes(self, kind: str) -> bool:
+        """Return whether the model takes what this kind of samples is made into."""
+        return any(name in self._accepts for name in _PARTS[kind][2])
+
+    def sampling_rate(self) -> int:
+        """Return the rate of sounds."""
+        return int(getattr(self.parts["audio"], "sampling_rate", None) or 16_000)
+
+    def encoded(
+        self, columns: Mapping[str, Sequence[Any]], rows: int, *, chat: bool
+    ) -> list[dict[str, Tensor]]:
+        """Return the tensors of samples, in batches of one shape.
+
+        Args:
+            columns: samples by kind, as many of each.
+            rows: of a batch, which divides their number.
+            chat: whether the chat template writes the prompts.
+        """
+        columns, length = dict(columns), 0
+        if "text" in columns:
+            columns["text"] = self._prompts(columns["text"], chat=chat, pictured="images" in columns)
+            self._special = not chat  # a template writes them itself
+            length = min(max(map(len, self._tokens(columns["text"])["input_ids"])), self._longest())
+        starts = range(0, len(next(iter(columns.values()))), rows)
+        batches = ({kind: items[start : start + rows] for kind, items in columns.items()} for start in starts)
+        return [_tensors(self._batch(batch, length)) for batch in batches]
+
+    def _batch(self, batch: dict[str, Any], length: int) -> dict[str, Any]:
+        if len(batch) > 1 and callable(self._whole) and "input_ids" in self._accepts:
+            with contextlib.suppress(Exception):  # not all take all kinds together
+                return self._together(batch, length)
+        found: dict[str, Any] = {}
+        if "images" in batch:
+            found |= self.parts["images"](images=batch["images"], return_tensors="pt")
+        if "audio" in batch:
+            found |= self._sounds(batch["audio"])
+        if "text" in batch:
+            found |= self._named(self._tokens(batch["text"], max_length=length))
+        return found
+
+    def _together(self, batch: dict[str, Any], length: int) -> dict[str, Any]:
+        """Call the whole processor, which may put the tokens of an image between those of a text."""
+        options: dict[str, Any] = {"padding": True}
+        if not fuses_images(self._config):
+            options = {"padding": "max_length", "truncation": True, "max_length": length}
+        if "audio" in batch:
+            options["sampling_rate"] = self.sampling_rate()
+        try:
+            return dict(self._whole(**batch, **options, return_tensors="pt"))
+        except Exception:
+            nested = batch | {"images": [[image] for image in batch["images"]]}
+            return dict(self._whole(**nested, **options, return_tensors="pt"))
+
+    def _sounds(self, sounds: Sequence[Any]) -> dict[str, Any]:
+        extract, options = (
+            self.parts["audio"],
+            {"sampling_rate": self.sampling_rate(), "return_tensors": "pt"},
+        )
+        try:  # some pad to a length that the model needs
+            return dict(extract(list(sounds), **options))
+        except Exception:
+            return dict(extract(list(sounds), padding=True, **options))
+
+    def _tokens(self, prompts: Sequence[str], max_length: int | None = None) -> dict[str, Any]:
+        options: dict[str, Any] = {"add_special_tokens": self._special}
+        if max_length is not None:
+            options |= {"padding": "max_length", "truncation": True, "max_length": max_length}
+            options["return_tensors"] = "pt"
+        return dict(self.parts["text"](list(prompts), **options))
+
+    def _named(self, tokens: dict[str, Any]) -> dict[str, Any]:
+        """Give token ids the names that the model takes, and a decoder what it starts with."""
+        ids = tokens["input_ids"]
+        if "decoder_input_ids" in self._accepts and getattr(self._config, "is_encoder_decoder", False):
+            starts = (
+                getattr(self._config, f"{name}_token_id", None) for name in ("decoder_start", "bos", "pad")
+            )
+            first = torch.full_like(ids[:, :1], next((i for i in starts if isinstance(i, int)), 0))
+            tokens["decoder_input_ids"] = torch.cat([first, ids[:, :-1]], 1)
+        if "input_ids" not in self._accepts:
+            tokens = {"inputs": ids, **{k: tokens[k] for k in ("decoder_input_ids",) if k in tokens}}
+        return tokens
+
+    def has_chat_template(self) -> bool:
+        """Return whether there is a template for chat messages."""
+        return any(getattr(p, "chat_template", None) for p in (self._whole, self.parts.get("text")))
+
+    def _prompts(self, items: Sequence[Any], *, chat: bool, pictured: bool) -> list[str]:
+        """Write texts as prompts: with the chat template, and with a placeholder for an image."""
+        pictured = pictured and fuses_images(self._config)
+        if chat:
+            whole = self._whole if pictured else self.parts["text"]
+            return [self._from_template(whole, _messages(item, pictured)) for item in items]
+        token = getattr(self._whole, "image_token", None) or getattr(self.parts["text"], "image_token", None)
+        return [f"{token}\n{item}" if pictured and token else item for item in items]
+
+    @staticmethod
+    def _from_template(owner: Any, messages: list[dict[str, Any]]) -> str:
+        return str(owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def _longest(self) -> int:
+        """Return the largest number of tokens that both the tokenizer and the model take."""
+        config = text_config(self._config)
+        positions = getattr(config, "max_position_embeddings", None)
+        positions = getattr(config, "max_target_positions", None) if positions is None else positions
+        limits = [_MAX_TOKENS, getattr(self.parts["text"], "model_max_length", None)]
+        limits.append(
+            positions - 2 if isinstance(positions, int) and positions > 2 else None
+        )  # RoBERTa's offset
+        return min(int(limit) for limit in limits if limit is not None and limit > 0)
+
+
+def _loaded(name: str, folder: Path, trust: bool) -> Any:
+    import transformers
+
+    return getattr(transformers, name).from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+
+
+def _messages(item: Any, pictured: bool) -> list[dict[str, Any]]:
+    """Return a sample as chat messages, with a place for an image in the first one of the user."""
+    messages: list[dict[str, Any]]
+    messages = [{"role": "user", "content": item}] if isinstance(item, str) else [dict(m) for m in item]
+    first = next((m for m in messages if m["role"] == "user"), messages[0])
+    if pictured and isinstance(first.get("content"), str):
+        first["content"] = [{"type": "image"}, {"type": "text", "text": first["content"]}]
+    return messages
+
+
+def _give_padding(tokenizer: Any) -> None:
+    """Let a tokenizer without a padding token pad with its end token, as usual for decoders."""
+    if getattr(tokenizer, "pad_token", None) is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+
+
+def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors among values, in the types that models take."""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            dtype = torch.float32 if value.is_floating_point() else torch.int64
+            found[name] = value if value.dtype == torch.bool else value.to(dtype).contiguous()
+    return found
+
+
+def _why(error: Exception) -> str:
+    return describe(f"{type(error).__name__}: {first_line(error)}", 160)
