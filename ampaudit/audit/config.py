@@ -23,6 +23,9 @@ from ampaudit.core.config import (
     python_only,
     silent,
 )
+from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import Dtype
+from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.finding import FailOn
 
@@ -44,7 +47,9 @@ __all__ = [
     "PolicyName",
     "Rules",
     "ScanConfig",
+    "ScanKeywords",
     "ScanOptions",
+    "policies_of",
     "rules_of",
 ]
 
@@ -52,7 +57,7 @@ Rules = str | Path | InstanceOf[RuleSet]
 PolicyName = Annotated[Rules, Option("Policy name or rule file.")]
 FailOnLevel = Annotated[FailOn, Option("Lowest severity that makes the exit code 1.")]
 Ignored = Annotated[
-    Texts, Option("Hide findings by code and layer glob (repeatable).", metavar="CODE[:LAYER]")
+    Texts, Option("Hide findings by code or prefix and layer glob (repeatable).", metavar="CODE[:LAYER]")
 ]
 MinHeadroom = Annotated[float, NOT_NAN, Option("Warn below this headroom.", metavar="BITS")]
 MinSqnr = Annotated[float, NOT_NAN, Option("Required accuracy of every output.", metavar="DB")]
@@ -68,6 +73,22 @@ def rules_of(policy: Rules) -> RuleSet:
     return policy if isinstance(policy, RuleSet) else load_policy(policy)
 
 
+def policies_of(policy: Rules | Sequence[Rules]) -> list[RuleSet]:
+    """Return the rules of one policy or several, which one text may name with commas.
+
+    Raises:
+        PolicyError: there is no such policy, or its file has a mistake.
+    """
+    if isinstance(policy, str) and not Path(policy).is_file():
+        policy = [name.strip() for name in policy.split(",")]
+    several = [policy] if isinstance(policy, str | Path | RuleSet) else policy
+    if not isinstance(several, list | tuple) or not several:
+        raise UsageError(
+            f"policy = {describe(repr(policy))}", hint="pass a name, a path, a RuleSet or a list of them"
+        )
+    return [rules_of(one) for one in several]
+
+
 class PlanConfig(Config):
     """Options of ``plan``, which applies a policy without running in 16 bits."""
 
@@ -78,14 +99,19 @@ class PlanConfig(Config):
     on_progress: OnProgress = silent
 
 
-class PlanOptions(TypedDict, total=False):
-    """The fields of ``PlanConfig`` as keywords."""
+class _RunOptions(TypedDict, total=False):
+    """Keywords of whatever runs a model."""
 
-    policy: str | Path | RuleSet
-    dtype: str
+    dtype: Dtype
     device: DeviceName
     seed: int
     on_progress: OnProgress
+
+
+class PlanOptions(_RunOptions, total=False):
+    """The fields of ``PlanConfig`` as keywords."""
+
+    policy: str | Path | RuleSet
 
 
 class ScanConfig(PlanConfig):
@@ -125,8 +151,8 @@ class ScanConfig(PlanConfig):
     ] = None
 
 
-class ScanOptions(PlanOptions, total=False):
-    """The fields of ``ScanConfig`` as keywords."""
+class ScanKeywords(_RunOptions, total=False):
+    """The fields of ``ScanConfig`` as keywords, without the policy."""
 
     ranges: bool
     fail_on: FailOn
@@ -146,3 +172,9 @@ class ScanOptions(PlanOptions, total=False):
     ignore: Sequence[str]
     backend: Backend | None
     keep_outputs: KeepOutputs | None
+
+
+class ScanOptions(ScanKeywords, total=False):
+    """The fields of ``ScanConfig`` as keywords."""
+
+    policy: str | Path | RuleSet

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 from pydantic.fields import FieldInfo
 
 from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.core.formats import name_of_dtype
 from ampaudit.core.untrusted import describe
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "Texts",
     "Trust",
     "UserFunction",
+    "given_path",
+    "given_paths",
     "limits_of",
     "long_flag",
     "no_such",
@@ -82,6 +85,30 @@ def split_commas(given: Any) -> Any:
     return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
 
 
+def given_path(value: Any, what: str) -> Path:
+    """Return an argument as a path.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(value, str | Path) or value == "":
+        shown = "missing" if value in (None, "") else f"of type {type(value).__name__}"
+        raise UsageError(f"{what} is {shown}", hint="pass a path")
+    return Path(value)
+
+
+def given_paths(value: Any, what: str) -> list[str]:
+    """Return an argument, one path or several, as a list.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    several = [value] if isinstance(value, str | Path) else value
+    if not isinstance(several, Iterable) or isinstance(several, Mapping):
+        raise UsageError(f"{what} is of type {type(value).__name__}", hint="pass a path or a list of paths")
+    return [str(given_path(item, what)) for item in several]
+
+
 def _refuse_nan(value: float | None) -> float | None:
     if value is not None and math.isnan(value):
         raise ValueError
@@ -91,7 +118,7 @@ def _refuse_nan(value: float | None) -> float | None:
 Texts = Annotated[Sequence[str], AfterValidator(tuple)]
 FilePath = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 NOT_NAN = AfterValidator(_refuse_nan)
-DtypeName = Annotated[str, Option("float16 or bfloat16.")]
+DtypeName = Annotated[str, BeforeValidator(name_of_dtype), Option("float16 or bfloat16.")]
 DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Device to run on.")]
 Seed = Annotated[int, Option("Random seed.")]
 # never a key of a file: whoever wrote the model may have written the file
@@ -146,6 +173,10 @@ class Config(BaseModel):
         if config is not None and not isinstance(config, cls):
             raise UsageError(f"config is of type {type(config).__name__}", hint=f"pass a {cls.__name__}")
         return cls(**options) if config is None else config.changed(**options)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        fields = type(self).model_fields
+        return ((name, value) for name, value in self if value != fields[name].default)
 
     def changed(self, **values: Any) -> Self:
         """Return a copy with other values."""

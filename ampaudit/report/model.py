@@ -176,6 +176,10 @@ class Report(Shown):
         """Count the findings of one severity, without suppressed ones."""
         return sum(finding.severity is severity for finding in self.active)
 
+    def ignored(self, severity: Severity) -> int:
+        """Count the suppressed findings of one severity."""
+        return sum(f.severity is severity and f.suppressed is not None for f in self.findings)
+
     @property
     def codes_by_site(self) -> Mapping[str, list[str]]:
         """Return the codes of active findings by site; an empty list if there are none."""
@@ -241,7 +245,9 @@ class Report(Shown):
     def headline(self) -> str:
         """The verdict, and what it is about."""
         errors, warnings = (self.count(severity) for severity in (Severity.ERROR, Severity.WARNING))
+        hidden = len(self.findings) - len(self.active)
         found = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
+        found += f", {hidden} ignored" if hidden else ""
         how = f"in {self.run.dtype} under {self.run.policy}"
         return f"{self.verdict.upper()} {self.model.source} {how}: {found}"
 

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampaudit.audit.inputs import check_trained
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import write_text
-from ampaudit.core.formats import NumberFormat, low_precision_format
+from ampaudit.core.formats import Dtype, NumberFormat, low_precision_format
+from ampaudit.core.text import plural
 from ampaudit.report.training import Health, StepRecord
 from ampaudit.trace.entry import layer_path
 from ampaudit.trace.values import dtype_name, torch_dtype
@@ -57,6 +59,9 @@ class TrainingMonitor:
         self._step = 0
         self._stepped: bool | torch.Tensor = False
         self._undo: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {plural(self._step, 'step')} of {type(self._optimizer).__name__}>"
 
     def __enter__(self) -> TrainingMonitor:
         """Start watching."""
@@ -169,7 +174,7 @@ def watch(
     scaler: Any = None,
     *,
     every: int = 10,
-    dtype: str = "float16",
+    dtype: Dtype = "float16",
 ) -> TrainingMonitor:
     """Watch a training loop: ``with ampaudit.watch(model, optimizer, scaler) as monitor: ...``.
 
@@ -186,6 +191,7 @@ def watch(
     Raises:
         UsageError: the optimizer belongs to another model, or ``every`` is less than 1.
     """
-    if every < 1:
-        raise UsageError("every must be at least 1")
+    check_trained(model, optimizer)
+    if optimizer is None or every < 1:
+        raise UsageError("there is no optimizer" if optimizer is None else "every must be at least 1")
     return TrainingMonitor(model, optimizer, scaler, every, low_precision_format(dtype))
