@@ -463,4 +463,4 @@ def test_names_in_a_card_are_escaped(model: nn.Module) -> None:
     assert report.verdict == "fail"
     card = report._repr_html_()
     assert "<script>" not in card
-    assert "<b>FAIL" in card
+    assert '<i class="FAIL">FAIL</i>' in card
