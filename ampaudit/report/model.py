@@ -5,6 +5,7 @@ Other tools parse it, so fields are only ever added. Numbers that do not exist a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -227,6 +228,18 @@ class Report(Shown):
         """
         wrong = {site.site for site in self.sites if site.verdict in ("overflows", "poisoned")}
         return tuple(output for output in self.outputs if output.site in wrong or output.problem)
+
+    @property
+    def worst_outputs_first(self) -> tuple[OutputAccuracy, ...]:
+        """The outputs: broken ones, then by accuracy, then those that are exact or say nothing."""
+        broken = self.broken_outputs
+
+        def rank(output: OutputAccuracy) -> tuple[bool, bool, float]:
+            known = output.accuracy_db
+            silent = known is None or output.empty or output.constant is not None
+            return output not in broken, silent, math.inf if known is None else known
+
+        return tuple(sorted(self.outputs, key=rank))
 
     @property
     def worst_output(self) -> OutputAccuracy | None:

@@ -53,7 +53,7 @@ class ScanView(View[Report]):
         yield from level_sections(report, _NEAREST)
         if report.backward is not None:
             yield from gradient_sections(report.backward, run.dtype, _NEAREST, full=full)
-        yield Section((facts(summary_rows(report, len(active) - len(shown))),))
+        yield Section((facts(summary_rows(report, len(active) - len(shown), full=full)),))
         if full:
             yield all_sites(report)
 
