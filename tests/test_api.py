@@ -23,6 +23,7 @@ from ampaudit.core.config import Config, option_of
 from ampaudit.core.errors import InputError, PolicyError, UsageError
 from ampaudit.export.config import ConvertConfig, VerifyConfig, VerifyOptions
 from ampaudit.linter.config import LintConfig, LintOptions
+from ampaudit.render.verdict import verdict_words
 from ampaudit.report.compare import DiffConfig, DiffOptions
 from ampaudit.training.config import TrainConfig, TrainOptions
 from tests.support.paths import ROOT
@@ -216,6 +217,139 @@ def test_what_is_no_model_is_refused(wrong: Any) -> None:
         ampaudit.scan(wrong, torch.ones(1, 8))
 
 
+def wrong_calls(model: Any, x: torch.Tensor) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters())
+    return {
+        "the model is of type type\n  next: pass an instance": lambda: ampaudit.scan(nn.Linear, x),  # type: ignore[call-overload]
+        "backend is of type str": lambda: ampaudit.scan(model, x, backend="x"),  # type: ignore[call-overload]
+        "batches is of type int\n  next: pass a list": lambda: ampaudit.scan(model, batches=3),  # type: ignore[call-overload]
+        "batches is of type Tensor": lambda: ampaudit.scan(model, batches=x),  # type: ignore[call-overload]
+        "batches is of type str": lambda: ampaudit.train(model, "x"),  # type: ignore[arg-type]
+        "a dict whose keys are no names": lambda: ampaudit.scan(model, {1: x}),  # type: ignore[dict-item]
+        "source is of type dict": lambda: ampaudit.scan(model, x, source={"seed": 1}),  # type: ignore[call-overload]
+        "policy = \\[\\]": lambda: ampaudit.scan(model, x, policy=[]),
+        "the policy is of type int": lambda: ampaudit.scan(model, x, policy=[3]),  # type: ignore[list-item]
+        "not a 16-bit format": lambda: ampaudit.scan(model, x, dtype=torch.float32),
+        "dtype is of type int": lambda: ampaudit.prepare(model, dtype=16),  # type: ignore[arg-type]
+        "targets is missing": lambda: ampaudit.check([None]),  # type: ignore[list-item]
+        "targets is of type NoneType": lambda: ampaudit.check(None),  # type: ignore[arg-type]
+        "targets is of type Sequential": lambda: ampaudit.check([model]),
+        "paths is of type NoneType": lambda: ampaudit.lint(None),  # type: ignore[arg-type]
+        "paths is of type int": lambda: ampaudit.lint([3]),  # type: ignore[list-item]
+        "output is missing": lambda: ampaudit.convert(model, x),
+        "directory is missing": lambda: ampaudit.verify(None),  # type: ignore[arg-type]
+        "path is missing": lambda: ampaudit.read_report(None),  # type: ignore[arg-type]
+        "path is of type int": lambda: ampaudit.diff(3, 4),  # type: ignore[arg-type]
+        "unknown loss-scale profile '3'": lambda: ampaudit.scaler(3),  # type: ignore[arg-type]
+        "pass the module that is trained": lambda: ampaudit.prepare("model.py"),  # type: ignore[arg-type]
+        "the optimizer is of type int": lambda: ampaudit.prepare(model, 3),  # type: ignore[arg-type]
+        "NoneType is no torch optimizer": lambda: ampaudit.watch(model, None),  # type: ignore[arg-type]
+        "the model is of type NoneType": lambda: ampaudit.watch(None, optimizer),  # type: ignore[arg-type]
+        "allow is of type int": lambda: ampaudit.assert_safe(model, x, allow=3),  # type: ignore[arg-type]
+        "--allow AMP1O1": lambda: ampaudit.assert_safe(model, x, allow="AMP1O1"),
+    }
+
+
+def test_a_wrong_argument_is_named(model: nn.Module) -> None:
+    for message, call in wrong_calls(model, torch.ones(1, 8)).items():
+        with pytest.raises(ampaudit.AuditError, match=message) as caught:
+            call()
+        assert caught.value.hint
+
+
+def test_a_torch_dtype_is_as_good_as_its_name(model: nn.Module, path: Path, tmp_path: Path) -> None:
+    x, half = torch.ones(1, 8), torch.bfloat16
+    assert ampaudit.scan(model, x, dtype=half).run.dtype == "bfloat16"
+    assert {site.precision for site in ampaudit.plan(path, dtype=half).sites} >= {"bfloat16"}
+    assert ampaudit.check(path, dtype=half).verdict == "pass"
+    assert ampaudit.train(path, steps=1, dtype=half).dtype == "bfloat16"
+    assert ampaudit.bench(path, modes="fp32", repeats=1, dtype=half).dtype == "bfloat16"
+    _, made = ampaudit.convert(path, output=tmp_path / "out", dtype=half, program=False)
+    assert made is not None
+    assert made.dtype == "bfloat16"
+    assert ampaudit.prepare(model, dtype=half).scaler.is_enabled() is False
+
+
+def test_several_policies_are_compared(model: nn.Module, tmp_path: Path) -> None:
+    x = torch.ones(1, 8)
+    rules = ampaudit.load_policy("torch-cuda")
+    file = tmp_path / "own.yaml"
+    file.write_text("name: own\ntitle: own rules\nextends: [half]\n")
+    several = ampaudit.scan(model, x, policy=["half", rules, file])
+    assert isinstance(several, ampaudit.Comparison)
+    assert [report.run.policy for report in several.reports] == ["half", "torch-cuda", "own"]
+    one = ampaudit.scan(model, x, policy=["half"])
+    assert [report.sites for report in one.reports] == [several.reports[0].sites]
+    named: Any = ampaudit.scan(model, x, policy="half,torch-cuda")
+    assert [report.run.policy for report in named.reports] == ["half", "torch-cuda"]
+    assert ampaudit.scan(model, x, policy=file).run.policy == "own"
+    assert ampaudit.scan(model, x, config=ScanConfig(policy=rules)).run.policy == "torch-cuda"
+
+
+def test_python_loads_a_model_as_the_command_does(path: Path, tmp_path: Path) -> None:
+    assert ampaudit.scan(path, backward=True).run.mode == "train"
+    source = ampaudit.SourceConfig(train=True, seed=3)
+    assert ampaudit.scan(path, source=source).run.mode == "train"
+    state = {
+        name: torch.zeros_like(value) for name, value in nn.Sequential(nn.Linear(8, 8)).state_dict().items()
+    }
+    torch.save(state, tmp_path / "weights.pt")
+    for call in (ampaudit.scan, ampaudit.plan, ampaudit.bench, ampaudit.train, ampaudit.assert_safe):
+        with pytest.raises(ampaudit.WeightsError):  # of another model
+            call(path, source=ampaudit.SourceConfig(weights=tmp_path / "weights.pt"))  # type: ignore[operator]
+    with pytest.raises(ampaudit.WeightsError):
+        ampaudit.convert(
+            path, output=tmp_path / "x", source=ampaudit.SourceConfig(weights=tmp_path / "weights.pt")
+        )
+    ampaudit.convert(path, output=tmp_path / "made", policy="half", dtype="bfloat16")
+    again = ampaudit.scan(tmp_path / "made")
+    assert (again.run.policy, again.run.dtype) == ("as-is", "bfloat16")
+
+
+def test_training_takes_as_many_batches_as_it_has_steps(model: nn.Module) -> None:
+    def endless() -> Any:
+        while True:
+            yield torch.ones(2, 8)
+
+    trained = ampaudit.train(model, endless(), loss=lambda out: out.square().mean(), steps=2, policies="half")
+    assert trained.steps == 2
+
+
+def test_values_are_short_to_print(model: nn.Module) -> None:
+    x = torch.ones(1, 8)
+    report = ampaudit.scan(model, x, policy="half", backward=True, loss=lambda out: 1e9 * out.square().mean())
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared = ampaudit.prepare(model, optimizer)
+    values = [report, *report.findings, *report.sites, report.coverage, report.backward, prepared]
+    values += [prepared.scaler, ampaudit.watch(model, optimizer), ampaudit.load_policy("half")]
+    values += [ScanConfig(policy="half"), *(site.forward for site in report.sites)]
+    assert report.findings
+    assert all(0 < len(repr(value)) < 320 for value in values)
+    assert not any("\n" in repr(value) or " object at 0x" in repr(value) for value in values)
+    assert repr(prepared) == "<Prepared Sequential, AdamW, <LossScaler 65,536, dynamic>>"
+    assert repr(ScanConfig(policy="half", seed=1)) == "ScanConfig(policy='half', seed=1)"
+    assert repr(report.findings[0]).startswith(f"<Finding error {report.findings[0].code} ")
+
+
+def test_ignored_findings_are_counted(model: nn.Module) -> None:
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    with torch.no_grad():
+        model[0].weight.fill_(30000.0)  # type: ignore[index,union-attr,operator]
+    full = ampaudit.scan(model, x, policy="half")
+    report = ampaudit.scan(model, x, policy="half", ignore=["AMP1", "amp2"])
+    hidden = [f for f in report.findings if f.suppressed]
+    assert {f.code for f in hidden} == {f.code for f in full.findings if f.code.startswith(("AMP1", "AMP2"))}
+    assert {f.suppressed for f in hidden} <= {"--ignore AMP1", "--ignore amp2"}
+    errors = full.count(ampaudit.Severity.ERROR)
+    assert (full.verdict, report.verdict, report.ignored(ampaudit.Severity.ERROR)) == ("fail", "pass", errors)
+    _, sentence = verdict_words(report)
+    assert sentence.startswith("nothing else breaks in float16; output is broken")
+    assert f"ignored: {errors} error" in sentence
+    assert f"{len(hidden)} ignored" in report.headline
+    with pytest.raises(UsageError, match="no check has the code 'AMPX'"):
+        ampaudit.scan(model, x, ignore=["AMPX"])
+
+
 def test_former_names_say_what_they_are_called_now() -> None:
     names = {"convert_model": "convert", "ConvertOptions": "ConvertConfig", "Watch": "TrainingMonitor"}
     for name, new in names.items():
@@ -329,4 +463,4 @@ def test_names_in_a_card_are_escaped(model: nn.Module) -> None:
     assert report.verdict == "fail"
     card = report._repr_html_()
     assert "<script>" not in card
-    assert "<b>FAIL" in card
+    assert '<i class="FAIL">FAIL</i>' in card

@@ -274,6 +274,7 @@ def test_shown_output_is_what_the_command_prints(
 @of("python")
 def test_python(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(MODEL)
     torch.manual_seed(0)
     by_ids = "input_ids" in block.text
     model: nn.Module = OfIds() if by_ids else nn.Linear(8, 4)

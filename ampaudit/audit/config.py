@@ -25,9 +25,11 @@ from ampaudit.core.config import (
     silent,
 )
 from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import Dtype
+from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.finding import FailOn
-from ampaudit.report.pages import page_of
+from ampaudit.report.pages import codes_beginning
 
 if TYPE_CHECKING:  # both need torch
     from ampaudit.run.backends import Backend
@@ -47,8 +49,10 @@ __all__ = [
     "PolicyName",
     "Rules",
     "ScanConfig",
+    "ScanKeywords",
     "ScanOptions",
     "check_device",
+    "policies_of",
     "rules_of",
 ]
 
@@ -56,7 +60,7 @@ __all__ = [
 def _known_codes(ignored: tuple[str, ...]) -> tuple[str, ...]:
     for text in ignored:
         if code := text.partition(":")[0]:
-            page_of(code)
+            codes_beginning(code)
     return ignored
 
 
@@ -66,7 +70,7 @@ FailOnLevel = Annotated[FailOn, Option("Lowest severity that makes the exit code
 Ignored = Annotated[
     Texts,
     AfterValidator(_known_codes),
-    Option("Hide findings by code and layer glob (repeatable).", metavar="CODE[:LAYER]"),
+    Option("Hide findings by code or prefix and layer glob (repeatable).", metavar="CODE[:LAYER]"),
 ]
 MinHeadroom = Annotated[float, NOT_NAN, Option("Warn below this headroom.", metavar="BITS")]
 MinSqnr = Annotated[float, NOT_NAN, Option("Required accuracy of every output.", metavar="DB")]
@@ -95,6 +99,22 @@ def rules_of(policy: Rules) -> RuleSet:
     return policy if isinstance(policy, RuleSet) else load_policy(policy)
 
 
+def policies_of(policy: Rules | Sequence[Rules]) -> list[RuleSet]:
+    """Return the rules of one policy or several, which one text may name with commas.
+
+    Raises:
+        PolicyError: there is no such policy, or its file has a mistake.
+    """
+    if isinstance(policy, str) and not Path(policy).is_file():
+        policy = [name.strip() for name in policy.split(",")]
+    several = [policy] if isinstance(policy, str | Path | RuleSet) else policy
+    if not isinstance(several, list | tuple) or not several:
+        raise UsageError(
+            f"policy = {describe(repr(policy))}", hint="pass a name, a path, a RuleSet or a list of them"
+        )
+    return [rules_of(one) for one in several]
+
+
 class PlanConfig(Config):
     """Options of ``plan``, which applies a policy without running in 16 bits."""
 
@@ -109,14 +129,19 @@ class PlanConfig(Config):
         check_device(self.device)
 
 
-class PlanOptions(TypedDict, total=False):
-    """The fields of ``PlanConfig`` as keywords."""
+class _RunOptions(TypedDict, total=False):
+    """Keywords of whatever runs a model."""
 
-    policy: str | Path | RuleSet
-    dtype: str
+    dtype: Dtype
     device: DeviceName
     seed: int
     on_progress: OnProgress
+
+
+class PlanOptions(_RunOptions, total=False):
+    """The fields of ``PlanConfig`` as keywords."""
+
+    policy: str | Path | RuleSet
 
 
 class ScanConfig(PlanConfig):
@@ -173,8 +198,8 @@ class ScanConfig(PlanConfig):
             parse_assumption(text)
 
 
-class ScanOptions(PlanOptions, total=False):
-    """The fields of ``ScanConfig`` as keywords."""
+class ScanKeywords(_RunOptions, total=False):
+    """The fields of ``ScanConfig`` as keywords, without the policy."""
 
     ranges: bool
     fail_on: FailOn
@@ -194,3 +219,9 @@ class ScanOptions(PlanOptions, total=False):
     ignore: Sequence[str]
     backend: Backend | None
     keep_outputs: KeepOutputs | None
+
+
+class ScanOptions(ScanKeywords, total=False):
+    """The fields of ``ScanConfig`` as keywords."""
+
+    policy: str | Path | RuleSet

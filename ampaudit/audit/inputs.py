@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ampaudit.core.config import SourceConfig
-from ampaudit.core.errors import InputError
+from ampaudit.core.errors import InputError, UsageError
 from ampaudit.report.inputs import GIVEN
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import unwrapped
@@ -19,11 +20,12 @@ from ampaudit.source.open import open_source
 from ampaudit.source.training_step import runnable
 from ampaudit.trace.isolation import preserved
 
-__all__ = ["Inputs", "ModelLike", "as_source"]
+__all__ = ["Inputs", "ModelLike", "as_source", "check_trained"]
 
 Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 ModelLike = nn.Module | ModelSource | str | Path
-_HOW = "scan(model, inputs) or scan(model, batches=[...])"
+_HOW = "pass one batch as inputs, or several as batches=[...]"
+_ONE = "pass a tensor, a tuple or a dict"
 
 
 def as_source(
@@ -31,6 +33,8 @@ def as_source(
     inputs: Inputs | None = None,
     batches: Iterable[Inputs] | None = None,
     options: SourceConfig | None = None,
+    *,
+    most: int | None = None,
 ) -> ModelSource:
     """Return a model with its batches.
 
@@ -39,28 +43,62 @@ def as_source(
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
         batches: several batches instead.
         options: how to load it.
+        most: the number of batches to take at most, of a loader that never ends.
 
     Raises:
         InputError: there are no inputs, or a batch is something else.
         AuditError: the model cannot be loaded; see ``open_source``.
     """
+    if options is not None and not isinstance(options, SourceConfig):
+        raise UsageError(f"source is of type {type(options).__name__}", hint="pass a SourceConfig")
     if inputs is not None and batches is not None:
         raise InputError("give either inputs or batches, not both", hint=_HOW)
-    given = [inputs] if inputs is not None else batches
+    given = [inputs] if inputs is not None else _several(batches)
     if isinstance(model, nn.Module):
         if given is None:
             raise InputError("give either inputs or batches", hint=_HOW)
         model = unwrapped(model)
         model = ModelSource(type(model).__name__, "object", model, ())
     elif not isinstance(model, ModelSource | str | Path):
-        raise InputError(f"the model is of type {type(model).__name__}", hint="pass a module or a path")
+        called = isinstance(model, type) and issubclass(model, nn.Module)
+        hint = f"pass an instance: {model.__name__}(...)" if called else "pass a module or a path"
+        raise InputError(f"the model is of type {type(model).__name__}", hint=hint)
     elif not isinstance(model, ModelSource):
         with preserved():
             model = open_source(str(model), options or SourceConfig())
     if given is None:
         return model
     made = runnable(model.model, model.location)
-    return replace(model, model=made, batches=tuple(map(_batch, given)), inputs=GIVEN)
+    return replace(model, model=made, batches=tuple(map(_batch, islice(given, most))), inputs=GIVEN)
+
+
+def check_trained(model: Any, optimizer: Any) -> None:
+    """Refuse what a training loop cannot have, such as the location of a model.
+
+    Raises:
+        UsageError: one of the two is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model is of type {type(model).__name__}", hint="pass the module that is trained"
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        what = type(optimizer).__name__
+        raise UsageError(
+            f"the optimizer is of type {what}", hint="pass one of torch.optim, made from the model"
+        )
+
+
+def _several(batches: Any) -> Iterable[Any] | None:
+    """Check what is given as several batches: a tensor would be taken apart, row by row."""
+    if batches is None or (
+        isinstance(batches, Iterable) and not isinstance(batches, torch.Tensor | Mapping | str)
+    ):
+        return batches
+    what = type(batches).__name__
+    raise InputError(
+        f"batches is of type {what}", hint=f"pass a list or a loader of batches; for one, {_ONE}"
+    )
 
 
 def _batch(item: Any) -> Batch:
@@ -68,8 +106,9 @@ def _batch(item: Any) -> Batch:
         return item
     if isinstance(item, torch.Tensor):
         return Batch((item,))
-    if isinstance(item, Mapping):
+    if isinstance(item, Mapping) and all(isinstance(name, str) for name in item):
         return Batch((), dict(item))
     if isinstance(item, Sequence) and not isinstance(item, str):
         return Batch(tuple(item))
-    raise InputError(f"inputs are of type {type(item).__name__}", hint="pass a tensor, a tuple or a dict")
+    what = "a dict whose keys are no names" if isinstance(item, Mapping) else f"of type {type(item).__name__}"
+    raise InputError(f"inputs are {what}", hint=_HOW if isinstance(item, Iterable) else _ONE)

@@ -9,7 +9,7 @@ import torch
 from ampaudit.audit.config import PlanConfig, PlanOptions, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.plan_report import build_plan
-from ampaudit.core.config import Progress, silent
+from ampaudit.core.config import Progress, SourceConfig, silent
 from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet, load_policy
@@ -29,6 +29,7 @@ def plan(
     model: ModelLike,
     inputs: Inputs | None = None,
     *,
+    source: SourceConfig | None = None,
     config: PlanConfig | None = None,
     **options: Unpack[PlanOptions],
 ) -> PlanReport:
@@ -40,6 +41,7 @@ def plan(
         model: the model, in the mode to audit (``train()`` or ``eval()``), which is not changed; or its
             location: a path, or ``package.module:factory``.
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        source: how to load a model from its location: weights, inputs, ``trust`` ...
         config: the options as one record.
         **options: fields of ``PlanConfig``, which override those of ``config``.
 
@@ -51,12 +53,12 @@ def plan(
     """
     chosen = PlanConfig.given(config, options)
     chosen.check()
-    source = as_source(model, inputs)
+    opened = as_source(model, inputs, options=source or SourceConfig(seed=chosen.seed))
     form, where = low_precision_format(chosen.dtype), pick_device(chosen.device)
     rules = rules_of(chosen.policy).for_environment(environment_of(where))
-    traced, notes = trace_under(source, rules, form, where, chosen.seed, chosen.on_progress)
+    traced, notes = trace_under(opened, rules, form, where, chosen.seed, chosen.on_progress)
     masters = rules.file.weights.master
-    return build_plan(attach_weights(traced), source.location, masters=masters, notes=notes)
+    return build_plan(attach_weights(traced), opened.location, masters=masters, notes=notes)
 
 
 def trace_under(

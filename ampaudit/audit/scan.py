@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Unpack
+from typing import Literal, Unpack, overload
 
 from ampaudit.audit.advise import advised
 from ampaudit.audit.backward import differentiated
 from ampaudit.audit.checks import ALL_CHECKS, Finding, run_checks
 from ampaudit.audit.checks.interface import CheckContext
 from ampaudit.audit.checks.suppress import comments_in, option, suppressed
-from ampaudit.audit.config import Rules, ScanConfig, ScanOptions, rules_of
+from ampaudit.audit.config import Rules, ScanConfig, ScanKeywords, policies_of, rules_of
 from ampaudit.audit.context import context_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.audit.stress import stressed
+from ampaudit.core.config import SourceConfig
+from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.policy import RuleSet, load_policy
+from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, RunConfig, run_audits
 from ampaudit.run.contract import ContractBackend, parse_contract
@@ -26,7 +29,7 @@ from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
 from ampaudit.trace.isolation import preserved
 
-__all__ = ["Audited", "audit_policies", "scan", "scan_policies"]
+__all__ = ["Audited", "as_converted", "audit_policies", "scan", "scan_policies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +41,81 @@ class Audited:
     rules: RuleSet
 
 
+@overload
 def scan(
     model: ModelLike,
     inputs: Inputs | None = None,
     *,
+    policy: Rules = ...,
     batches: Iterable[Inputs] | None = None,
+    source: SourceConfig | None = None,
     config: ScanConfig | None = None,
-    **options: Unpack[ScanOptions],
-) -> Report:
+    **options: Unpack[ScanKeywords],
+) -> Report: ...
+
+
+@overload
+def scan(
+    model: ModelLike,
+    inputs: Inputs | None = None,
+    *,
+    policy: list[Rules] | tuple[Rules, ...],
+    batches: Iterable[Inputs] | None = None,
+    source: SourceConfig | None = None,
+    config: ScanConfig | None = None,
+    **options: Unpack[ScanKeywords],
+) -> Comparison: ...
+
+
+def scan(
+    model: ModelLike,
+    inputs: Inputs | None = None,
+    *,
+    policy: Rules | Sequence[Rules] | None = None,
+    batches: Iterable[Inputs] | None = None,
+    source: SourceConfig | None = None,
+    config: ScanConfig | None = None,
+    **options: Unpack[ScanKeywords],
+) -> Report | Comparison:
     """Run a model in FP32 and in 16 bits side by side, and name what breaks.
 
     Args:
         model: the model, in the mode to audit (``train()`` or ``eval()``), which is not changed; or its
             location: a path, or ``package.module:factory``.
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        policy: name of a policy, path of a rule file, or a ``RuleSet``; a list compares several.
         batches: several batches instead of one.
+        source: how to load a model from its location: weights, inputs, number of batches, ``trust`` ...
         config: the options as one record.
         **options: fields of ``ScanConfig``, which override those of ``config``.
 
     Returns:
-        The report: findings, sites, outputs, and a verdict.
+        The report: findings, sites, outputs, and a verdict; of several policies, a comparison of reports.
 
     Raises:
         AuditError: see ``ampaudit.core.errors``.
     """
     chosen = ScanConfig.given(config, options)
     chosen.check()
-    return scan_policies(as_source(model, inputs, batches), [chosen.policy], chosen)[0]
+    policies = policies_of(chosen.policy if policy is None else policy)
+    loading = source or SourceConfig(seed=chosen.seed, train=chosen.backward)
+    opened = as_source(model, inputs, batches, loading)
+    given = {*options, *(config.model_fields_set if config is not None else ())}
+    policies, chosen = as_converted(opened, policies, chosen, given if policy is None else {*given, "policy"})
+    reports = scan_policies(opened, policies, chosen)
+    several = len(policies) > 1 or isinstance(policy, list | tuple)
+    return Comparison(tuple(reports)) if several else reports[0]
+
+
+def as_converted(
+    source: ModelSource, policies: list[RuleSet], config: ScanConfig, given: Collection[str]
+) -> tuple[list[RuleSet], ScanConfig]:
+    """Scan a converted model as it is, since its casts are in its program, unless options say otherwise."""
+    if source.kind == "converted":
+        policies = policies if "policy" in given else [load_policy("as-is")]
+        dtype = config.dtype if "dtype" in given else source.dtype or config.dtype
+        config = config.changed(dtype=dtype)
+    return policies, config
 
 
 def scan_policies(source: ModelSource, policies: Sequence[Rules], config: ScanConfig) -> list[Report]:
@@ -75,6 +126,11 @@ def scan_policies(source: ModelSource, policies: Sequence[Rules], config: ScanCo
 @preserved()
 def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanConfig) -> list[Audited]:
     """Audit a loaded source under several policies, and return the audits with their reports."""
+    if config.backend is not None and not isinstance(getattr(config.backend, "name", None), str):
+        raise UsageError(
+            f"backend is of type {type(config.backend).__name__}", hint="pass a Backend, or leave it out"
+        )
+    config = config.changed(prove=config.prove or bool(config.assume))
     config.check()
     form, where = low_precision_format(config.dtype), pick_device(config.device)
     hidden = tuple(map(option, config.ignore))

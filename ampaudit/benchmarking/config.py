@@ -24,6 +24,7 @@ from ampaudit.core.config import (
     split_commas,
 )
 from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import Dtype
 
 __all__ = ["BenchConfig", "BenchOptions"]
 
@@ -105,7 +106,7 @@ class BenchOptions(TypedDict, total=False):
     max_batch: bool
     repeats: int
     policy: Rules
-    dtype: str
+    dtype: Dtype
     device: DeviceName
     seed: int
     loss: UserFunction | None

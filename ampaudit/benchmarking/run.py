@@ -32,6 +32,7 @@ def bench(
     model: ModelLike,
     inputs: Inputs | None = None,
     *,
+    source: SourceConfig | None = None,
     config: BenchConfig | None = None,
     **options: Unpack[BenchOptions],
 ) -> BenchReport:
@@ -40,6 +41,7 @@ def bench(
     Args:
         model: the model, which is not changed; or its location: a path, or ``package.module:factory``.
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
+        source: how to load a model from its location: weights, inputs, ``trust`` ...
         config: the options as one record.
         **options: fields of ``BenchConfig``, which override those of ``config``.
 
@@ -51,10 +53,10 @@ def bench(
     """
     chosen = BenchConfig.given(config, options)
     chosen.check()
-    source = as_source(model, inputs, options=SourceConfig.of(chosen))
-    source = replace(source, loss=chosen.loss or source.loss)
-    setup = _setup(source, chosen)
-    first = source.batches[0]
+    opened = as_source(model, inputs, options=source or SourceConfig.of(chosen))
+    opened = replace(opened, loss=chosen.loss or opened.loss)
+    setup = _setup(opened, chosen)
+    first = opened.batches[0]
     rows: list[BenchRow] = []
     most: tuple[Largest, ...] = ()
     interrupted = False
@@ -76,7 +78,7 @@ def bench(
     return BenchReport(
         schema=1,
         tool=THIS_TOOL,
-        model=ModelInfo(source.location, source.kind, source.sha256),
+        model=ModelInfo(opened.location, opened.kind, opened.sha256),
         device=kind,
         device_name=next((found.name for found in machine.devices if found.kind == kind), kind),
         dtype=setup.form.name,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 if TYPE_CHECKING:
     from ampaudit.audit.config import ScanOptions
     from ampaudit.audit.inputs import Inputs, ModelLike
+    from ampaudit.core.config import SourceConfig
     from ampaudit.report.budgets import Breach
     from ampaudit.report.model import Report
 
@@ -36,7 +37,8 @@ def assert_safe(
     inputs: Inputs | None = None,
     *,
     batches: Iterable[Inputs] | None = None,
-    allow: Iterable[str] = (),
+    source: SourceConfig | None = None,
+    allow: str | Iterable[str] = (),
     **options: Unpack[ScanOptions],
 ) -> Report:
     """Audit a model like ``ampaudit.scan`` does, and raise unless it is safe.
@@ -45,6 +47,7 @@ def assert_safe(
         model: the model, in the mode to audit.
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs.
         batches: several batches instead of one.
+        source: how to load a model from its location: weights, inputs, ``trust`` ...
         allow: codes of findings that do not count.
         **options: fields of ``ScanConfig``. Here ``min_headroom`` is a requirement for every 16-bit site,
             and ``min_sqnr`` one for every output; both are off by default.
@@ -65,14 +68,13 @@ def assert_safe(
         from ampaudit.ci.judge import breaches, check_codes, measured_in
         from ampaudit.report.budgets import Budgets
 
-        allowed = tuple(allow)
-        check_codes(allowed)
+        allowed = check_codes(allow)
         given: dict[str, Any] = {name: value for name, value in options.items() if name not in _LIMITS}
         limits: dict[str, Any] = {name: options[name] for name in _LIMITS if options.get(name) is not None}
         config = ScanConfig(**given)
         config.changed(**limits)  # refuses what is no limit
         budgets = Budgets(config.fail_on, allowed, **limits)
-        report = scan(model, inputs, batches=batches, config=config)
+        report = scan(model, inputs, batches=batches, source=source, config=config)
         found = list(breaches(report, measured_in(report), budgets))
         message = _message(report, found) if found else ""
     if found:

@@ -11,6 +11,7 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.ci.config import CheckConfig, CheckOptions, parse_size
 from ampaudit.ci.judge import check_codes
 from ampaudit.ci.pool import Limits, check_all
+from ampaudit.core.arguments import given_paths
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import UsageError
 from ampaudit.report.budgets import Budgets
@@ -43,11 +44,10 @@ def check(
         UsageError: there is no target, or a code or budget is invalid.
     """
     chosen = CheckConfig.given(config, options)
-    asked = [targets] if isinstance(targets, str | Path) else targets
-    wanted = [str(target) for target in asked] or list(chosen.targets)
+    wanted = given_paths(targets, "targets") or list(chosen.targets)
     if not wanted:
         raise UsageError("no target", hint="name one, or write targets = [...] under [tool.ampaudit]")
-    check_codes(tuple(chosen.allow))
+    check_codes(chosen.allow)
     limits = Limits(chosen.jobs, chosen.timeout, parse_size(chosen.max_memory) if chosen.max_memory else None)
     budgets = _plain(chosen, {field.name for field in fields(Budgets)})
     Budgets.of(budgets)  # refuses what is no limit

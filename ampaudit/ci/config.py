@@ -27,6 +27,7 @@ from ampaudit.core.config import (
     silent,
 )
 from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import Dtype
 from ampaudit.core.pyproject import read_options
 from ampaudit.report.finding import FailOn
 
@@ -92,7 +93,7 @@ class CheckOptions(TypedDict, total=False):
     """The fields of ``CheckConfig`` as keywords."""
 
     policy: str | Path
-    dtype: str
+    dtype: Dtype
     device: DeviceName
     fail_on: FailOn
     allow: Sequence[str]

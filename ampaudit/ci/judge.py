@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ampaudit.core.errors import UsageError, did_you_mean
@@ -19,19 +19,23 @@ __all__ = ["breaches", "check_codes", "measured_in", "read_baseline"]
 _BITS, _DB, _SHARE = 0.05, 0.5, 1e-9
 
 
-def check_codes(codes: tuple[str, ...]) -> None:
-    """Reject unknown codes.
+def check_codes(allowed: str | Iterable[str]) -> tuple[str, ...]:
+    """Return codes that are allowed, after a check that they exist.
 
     Raises:
         UsageError: naming the nearest one.
     """
     known = list(all_pages())
+    if not isinstance(allowed, Iterable):
+        raise UsageError(f"allow is of type {type(allowed).__name__}", hint="pass a list of codes")
+    codes = (allowed,) if isinstance(allowed, str) else tuple(allowed)
     for code in codes:
         if code not in known:
             raise UsageError(
                 f"--allow {code}: no such check",
                 hint=f"{did_you_mean(code, known)}'ampaudit explain' lists all codes",
             )
+    return codes
 
 
 def read_baseline(path: Path) -> Report:

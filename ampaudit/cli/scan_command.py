@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.config import ScanConfig, policies_of
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
     config_from,
@@ -91,10 +91,8 @@ def _each(audit: Callable[[list[RuleSet]], list[Report]], policies: list[RuleSet
 
 def _audit(location: str, options: dict[str, Any]) -> Audits:
     from ampaudit.cli.progress import ProgressBar
-    from ampaudit.policy import load_policy
 
-    # their mistakes show before torch is loaded
-    policies = [load_policy(name.strip()) for name in options["policy"].split(",")]
+    policies = policies_of(options["policy"])  # their mistakes show before torch is loaded
     if options["ranges"] and len(policies) > 1:
         raise click.UsageError("--ranges runs FP32 only: no policy makes a difference to it")
     asked = given(options)
@@ -103,13 +101,9 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
         loading = loading.changed(train=True)
     with ProgressBar(location) as progress:
         config = config_from(ScanConfig, options, on_progress=progress.update)
-        config = config.changed(prove=config.prove or bool(config.assume))
-        config.check()
+        config.changed(prove=config.prove or bool(config.assume)).check()
         source = load_source(location, loading)
-        if source.kind == "converted":  # its casts are in its program
-            policies = policies if "policy" in asked else [load_policy("as-is")]
-            config = config.changed(dtype=config.dtype if "dtype" in asked else source.dtype or config.dtype)
+        from ampaudit.audit.scan import as_converted, scan_policies
 
-        from ampaudit.audit.scan import scan_policies
-
+        policies, config = as_converted(source, policies, config, asked)
         return _each(lambda chosen: scan_policies(source, chosen, config), policies)

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 from pydantic.fields import FieldInfo
 
 from ampaudit.core.errors import UsageError, did_you_mean
-from ampaudit.core.formats import low_precision_format
+from ampaudit.core.formats import low_precision_format, name_of_dtype
 from ampaudit.core.untrusted import describe
 
 __all__ = [
@@ -101,7 +101,9 @@ def _known_dtype(name: str) -> str:
 Texts = Annotated[Sequence[str], AfterValidator(tuple)]
 FilePath = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 NOT_NAN = AfterValidator(_refuse_nan)
-DtypeName = Annotated[str, AfterValidator(_known_dtype), Option("float16 or bfloat16.")]
+DtypeName = Annotated[
+    str, BeforeValidator(name_of_dtype), AfterValidator(_known_dtype), Option("float16 or bfloat16.")
+]
 DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Device to run on.")]
 Seed = Annotated[int, Option("Random seed.")]
 BatchCount = Annotated[
@@ -171,6 +173,10 @@ class Config(BaseModel):
         Raises:
             UsageError: an option does not fit this machine or another option.
         """
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        fields = type(self).model_fields
+        return ((name, value) for name, value in self if value != fields[name].default)
 
     def changed(self, **values: Any) -> Self:
         """Return a copy with other values."""

@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ampaudit.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    Dtype: TypeAlias = str | torch.dtype
+else:
+    Dtype = str
 
 __all__ = [
     "BFLOAT16",
@@ -21,9 +29,11 @@ __all__ = [
     "LOW_PRECISION_FORMATS",
     "LOW_PRECISION_NAMES",
     "WHAT_IF_FORMATS",
+    "Dtype",
     "NumberFormat",
     "format_named",
     "low_precision_format",
+    "name_of_dtype",
 ]
 
 
@@ -103,13 +113,23 @@ def format_named(name: str) -> NumberFormat:
     return FORMATS[full]
 
 
-def low_precision_format(name: str) -> NumberFormat:
-    """Return the 16-bit format of that name.
+def name_of_dtype(dtype: Any) -> Any:
+    """Return the name of a torch dtype, which needs no torch; return other values unchanged."""
+    kind = type(dtype)
+    is_dtype = (kind.__module__, kind.__name__) == ("torch", "dtype")
+    return str(dtype).removeprefix("torch.") if is_dtype else dtype
+
+
+def low_precision_format(dtype: Dtype) -> NumberFormat:
+    """Return the 16-bit format of a name or a torch dtype.
 
     Raises:
         UsageError: no such format, or one of another width.
     """
+    name = name_of_dtype(dtype)
     hint = f"one of: {', '.join(LOW_PRECISION_NAMES)}"
+    if not isinstance(name, str):
+        raise UsageError(f"dtype is of type {type(dtype).__name__}", hint=hint)
     if _SHORT.get(name, name) not in FORMATS:
         raise UsageError(f"unknown dtype {name!r}", hint=hint)
     form = format_named(name)

@@ -19,6 +19,8 @@ from ampaudit.checkpoint.mapped import MappedWeights, map_checkpoint
 from ampaudit.checkpoint.open import Checkpoint, open_checkpoint, weights_in
 from ampaudit.checkpoint.parts import InMemory
 from ampaudit.checkpoint.write import write_part
+from ampaudit.core.arguments import given_path
+from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import staged_directory
 from ampaudit.core.unchanged import check_unchanged, states_of
@@ -56,9 +58,10 @@ __all__ = ["convert"]
 @preserved()
 def convert(
     model: ModelLike,
-    inputs: Inputs | None,
-    output: str | Path,
+    inputs: Inputs | None = None,
+    output: str | Path = "",
     *,
+    source: SourceConfig | None = None,
     config: ConvertConfig | None = None,
     **options: Unpack[ConvertOptions],
 ) -> tuple[Report, Conversion | None]:
@@ -70,6 +73,7 @@ def convert(
         inputs: one batch: a tensor, a tuple of positional inputs, or a dict of keyword inputs; ``None``
             for those of the model's file.
         output: the directory to write.
+        source: how to load a model from its location: weights, inputs, ``trust`` ...
         config: the options as one record.
         **options: fields of ``ConvertConfig``, which override those of ``config``.
 
@@ -79,49 +83,49 @@ def convert(
     Raises:
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
-    chosen, output = ConvertConfig.given(config, options), Path(output)
-    chosen.check_output(output)
-    source = as_source(model, inputs)
-    if chosen.onnx and source.release is not None:
+    chosen, directory = ConvertConfig.given(config, options), given_path(output, "output")
+    chosen.check_output(directory)
+    opened = as_source(model, inputs, options=source or SourceConfig(seed=chosen.seed))
+    if chosen.onnx and opened.release is not None:
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
-    if source.kind == "converted":
-        raise SourceError(f"{source.location} is converted already", hint="--to float32 undoes it")
+    if opened.kind == "converted":
+        raise SourceError(f"{opened.location} is converted already", hint="--to float32 undoes it")
     chosen = chosen.loaded()
-    read = (*source.files, *states_of([chosen.weights] if chosen.weights is not None else []))
-    (audited,) = audit_policies(source, [chosen.rules], ScanConfig.of(chosen))
+    read = (*opened.files, *states_of([chosen.weights] if chosen.weights is not None else []))
+    (audited,) = audit_policies(opened, [chosen.rules], ScanConfig.of(chosen))
     if audited.report.exit_code:
         return audited.report, None
     converted = audited.audit.converted
     graph = fold_casts(converted, chosen.mode)
     storage = graph if chosen.mode == "inference" else fold_casts(converted, "inference")
-    checkpoint, names = _checkpoint(source, chosen)
-    decisions = decide_as_planned(checkpoint, planned_dtypes(source.model, storage), names)
+    checkpoint, names = _checkpoint(opened, chosen)
+    decisions = decide_as_planned(checkpoint, planned_dtypes(opened.model, storage), names)
     notes: list[str] = list(converted.traced.notes)
-    with keeping(audited.report), staged_directory(output, force=chosen.force, ours=MANIFEST) as stage:
-        if source.kind == "huggingface":
-            copy_companions(Path(source.location), stage, output)
-            notes += set_dtype(stage, source.model, decisions, chosen.dtype)
+    with keeping(audited.report), staged_directory(directory, force=chosen.force, ours=MANIFEST) as stage:
+        if opened.kind == "huggingface":
+            copy_companions(Path(opened.location), stage, directory)
+            notes += set_dtype(stage, opened.model, decisions, chosen.dtype)
         clip = converted.traced.clip
         progress = chosen.on_progress
         files = write_weights(
             checkpoint, decisions, stage, masters=chosen.masters, clip=clip, on_progress=progress
         )
-        (stage / PLAN).write_text(plan_rules(converted.traced, audited.rules, source.location), "utf-8")
+        (stage / PLAN).write_text(plan_rules(converted.traced, audited.rules, opened.location), "utf-8")
         (stage / REPORT).write_text(to_json(audited.report), "utf-8")
-        mapped, ready = _map_written(source, graph, stage, files) if source.release else (None, {})
+        mapped, ready = _map_written(opened, graph, stage, files) if opened.release else (None, {})
         weights = folded_weights(converted, graph, ready)
         progress("exporting the program", 0, 0)
         with mapped.dropping() if mapped is not None else nullcontext():
-            reference, onnx = _write_program(stage, source, audited, graph, weights, chosen)
-        onnx_error = onnx.max_error(reference) if onnx is not None and not source.model.training else None
+            reference, onnx = _write_program(stage, opened, audited, graph, weights, chosen)
+        onnx_error = onnx.max_error(reference) if onnx is not None and not opened.model.training else None
         notes += [note for note in (reference.note, onnx.note if onnx else "") if note]
         inputs = [t for name, t in reference.tensors.items() if name.startswith("input")]
         manifest = manifest_of(
             chosen,
             files,
             kind="model",
-            source=source.location,
-            source_sha256=source.sha256,
+            source=opened.location,
+            source_sha256=opened.sha256,
             seed=chosen.seed,
             clip=clip,
             notes=notes,
@@ -130,7 +134,7 @@ def convert(
         )
         manifest = write_manifest(stage, manifest)
         check_unchanged(read)
-    made = conversion_of(output, checkpoint, files, manifest)
+    made = conversion_of(directory, checkpoint, files, manifest)
     casts = onnx.casts if onnx is not None else None
     return audited.report, replace(
         made, verdict=audited.report.verdict, onnx_casts=casts, onnx_error=onnx_error

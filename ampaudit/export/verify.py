@@ -9,6 +9,7 @@ from typing import Unpack
 from pydantic import TypeAdapter
 
 from ampaudit.checkpoint.layout import PROGRAM, REFERENCE
+from ampaudit.core.arguments import given_path
 from ampaudit.core.errors import CouldNotAudit
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
 from ampaudit.core.untrusted import validate
@@ -42,7 +43,7 @@ def verify(
     Raises:
         WeightsError: the manifest is missing or invalid.
     """
-    chosen, directory = VerifyConfig.given(config, options), Path(directory)
+    chosen, directory = VerifyConfig.given(config, options), given_path(directory, "directory")
     manifest = read_manifest(directory)
     damaged = list(check_files(directory, manifest, chosen.on_progress))
     problems = [*damaged, *check_rounding(directory, manifest, chosen.on_progress)]

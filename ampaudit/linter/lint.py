@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Unpack
 
+from ampaudit.core.arguments import given_paths
 from ampaudit.core.version import __version__
 from ampaudit.linter.config import LintConfig, LintOptions
 from ampaudit.linter.linting import LintedFile, RuleSelection, lint_files
@@ -35,9 +36,9 @@ def lint(
         UsageError: a code does not exist.
     """
     chosen = LintConfig.given(config, options)
-    asked = [paths] if isinstance(paths, str | Path) else paths
+    asked = given_paths(paths, "paths")
     selection = RuleSelection.parse(chosen.select, chosen.ignore)
-    linted = list(lint_files([str(path) for path in asked], selection, exclude=chosen.exclude))
+    linted = list(lint_files(asked, selection, exclude=chosen.exclude))
     return lint_report(linted, chosen.fail_on)
 
 

@@ -71,6 +71,9 @@ class RuleSet:
         self.measured = any(rule.measured for rule in rules)
         self.needs_graph = any(r.colored or r.when.producer or r.when.consumer for r in rules)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}: {self.file.title}>"
+
     @property
     def name(self) -> str:
         """The policy's name."""

@@ -57,6 +57,8 @@ def load_policy(name_or_path: str | Path) -> RuleSet:
     Raises:
         PolicyError: the name is unknown, or the file is unreadable or invalid (with line and column).
     """
+    if not isinstance(name_or_path, str | Path):
+        raise PolicyError(f"the policy is of type {type(name_or_path).__name__}")
     return load_file(str(name_or_path)).rules
 
 

@@ -83,6 +83,7 @@ def profile(name: str, where: str = "") -> LossScaleProfile:
     Raises:
         PolicyError: there is none; ``where`` is the place that names it.
     """
+    name = str(name)
     if name in profiles():
         return profiles()[name]
     meant = did_you_mean(name, profiles())

@@ -68,16 +68,17 @@ def as_file(document: Document, form: str) -> str:
     return text
 
 
-def write_document(document: Document, path: Path, *, force: bool) -> None:
-    """Write a document in the format of the file's suffix.
+def write_document(document: Document, path: Path, form: str | None = None, *, force: bool) -> None:
+    """Write a document in a format, by default that of the file's suffix.
 
     Raises:
         UsageError: this kind of document has no such format.
         OutputError: it cannot be written; the document is kept elsewhere.
     """
-    form = chosen_format(None, path, formats_of(document.kind))
+    chosen = chosen_format(form, path, formats_of(document.kind))
+    check_format(document.kind, chosen)
     with keeping(document):
-        write_text(path, as_file(document, form), force=force)
+        write_text(path, as_file(document, chosen), force=force)
 
 
 @contextlib.contextmanager

@@ -14,12 +14,18 @@ __all__ = ["summary_rows"]
 _OUTPUTS = 4
 
 
-def summary_rows(report: Report, hidden: int) -> Iterator[tuple[str, str]]:
-    """Return pairs of a label and a text; ``hidden`` counts the notes that are not shown."""
+def summary_rows(report: Report, hidden: int, *, full: bool = True) -> Iterator[tuple[str, str]]:
+    """Return pairs of a label and a text.
+
+    Args:
+        report: of a scan.
+        hidden: the number of notes that are not shown.
+        full: whether to say how much was covered, and what was taken for granted, where nothing is amiss.
+    """
     cover, run = report.coverage, report.run
     if run.inputs is not None and run.inputs.detail:
         yield "Inputs", escape_control(run.inputs.detail)
-    if run.level != "static":
+    if run.level != "static" and (full or cover.uncovered_ops or cover.audited < cover.sites):
         measured = f"({cover.measured} measured, the others pass values on)"
         gaps = f"{plural(len(cover.uncovered_ops), 'op')} not covered; "
         gaps += f"no rule mentions {plural(cover.no_rule, 'site')}"
@@ -28,7 +34,7 @@ def summary_rows(report: Report, hidden: int) -> Iterator[tuple[str, str]]:
         yield from _proofs(report, report.proofs)
     yield from _beyond_the_batches(report)
     if run.level == "scan":
-        yield from _run(report)
+        yield from _run(report, full=full)
     limits = format_named(run.dtype)
     smallest = f"smallest normal {limits.min_normal:.3g}"
     yield "Limits", f"{limits.name} ends at {format_number(limits.max)}, {smallest}"
@@ -40,7 +46,7 @@ def summary_rows(report: Report, hidden: int) -> Iterator[tuple[str, str]]:
         yield "Time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.timings.items())
 
 
-def _run(report: Report) -> Iterator[tuple[str, str]]:
+def _run(report: Report, *, full: bool) -> Iterator[tuple[str, str]]:
     cover, weights, dtype = report.coverage, report.weights, report.run.dtype
     own = (
         f"; {cover.author_sites} sites in autocast(enabled=False) regions of the code"
@@ -52,7 +58,7 @@ def _run(report: Report) -> Iterator[tuple[str, str]]:
     yield "Outputs", _outputs(report)
     masters, copies = format_bytes(weights.master_bytes), format_bytes(weights.working_bytes)
     yield "Weights", f"{masters} of FP32 masters, {copies} of 16-bit copies"
-    if report.run.backend != "native":
+    if report.run.backend != "native" and full:
         yield "Contract", report.run.contract
 
 
@@ -83,7 +89,7 @@ def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _outputs(report: Report) -> str:
-    shown = ", ".join(f"{escape_control(o.name)} {o.in_words}" for o in report.outputs[:_OUTPUTS])
+    shown = ", ".join(f"{escape_control(o.name)} {o.in_words}" for o in report.worst_outputs_first[:_OUTPUTS])
     more = f" and {len(report.outputs) - _OUTPUTS} more" if len(report.outputs) > _OUTPUTS else ""
     repaired = ", with the faults repaired" if any(f.origin for f in report.findings) else ""
     return f"signal-to-noise ratio against FP32{repaired}: {shown}{more}"

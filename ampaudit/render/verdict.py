@@ -33,7 +33,13 @@ def verdict_words(report: Report) -> tuple[str, str]:
     else:
         what = "; ".join((*_sound(report), *_gaps(report)))
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
-    return word, f"{what}{extra}{made_up}"
+    return word, f"{what}{extra}{_ignored(report)}{made_up}"
+
+
+def _ignored(report: Report) -> str:
+    counts = ((report.ignored(severity), severity.value) for severity in Severity)
+    shown = ", ".join(plural(count, name) for count, name in counts if count)
+    return f"; ignored: {shown}" if shown else ""
 
 
 def _broken(report: Report) -> Iterator[str]:
@@ -58,7 +64,8 @@ def _broken(report: Report) -> Iterator[str]:
 
 def _sound(report: Report) -> Iterator[str]:
     """Return the evidence for a pass."""
-    yield f"nothing breaks in {report.run.dtype}"
+    else_ = " else" if report.ignored(Severity.ERROR) else ""
+    yield f"nothing{else_} breaks in {report.run.dtype}"
     if report.backward is not None and any(f.phase == "backward" and f.origin for f in report.active):
         scale = format_scale(report.backward.loss_scale)
         yield f"gradients overflow until the scaler lowers the loss scale {scale}"
@@ -78,7 +85,9 @@ def _accuracy(report: Report) -> Iterator[str]:
     """Describe the least accurate output, and outputs of unknown accuracy."""
     blank = [o for o in report.outputs if o.empty or o.constant is not None]
     worst = report.worst_output
-    if worst is not None and worst not in blank:
+    if report.broken_outputs:
+        yield f"{escape_control(report.broken_outputs[0].name)} is broken"
+    elif worst is not None and worst not in blank:
         among = f", the least of {len(report.outputs)}" if len(report.outputs) > 1 else ""
         against = "" if worst.kind == "integer" else " against FP32"
         yield f"{escape_control(worst.name)} {_has(worst)}{worst.in_words}{against}{among}"

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from ampaudit.core.text import escape_control
 from ampaudit.render.blocks import Section
 from ampaudit.render.findings import Suite
+from ampaudit.render.strip import Strip
 from ampaudit.report.documents import Document
 
 __all__ = ["Cell", "Row", "View", "ViewPage"]
@@ -58,6 +60,25 @@ class View(ABC, Generic[D]):
         if not self.about:
             return f"ampaudit {self.document.kind}"
         return escape_control(attrgetter(self.about)(self.document))
+
+    @property
+    def title(self) -> str:
+        """The name without the directories of an absolute path; safe to print."""
+        path = PureWindowsPath(self.name) if PureWindowsPath(self.name).drive else PurePosixPath(self.name)
+        return path.name if path.is_absolute() and path.name else self.name
+
+    def verdict(self) -> tuple[str, str]:
+        """Return ``PASS``, ``FAIL`` or nothing, and what there is to say; safe to print."""
+        word, _, rest = escape_control(self.document.headline).partition(" ")
+        return (word, rest) if word in ("PASS", "FAIL") else ("", f"{word} {rest}".rstrip())
+
+    def subject(self) -> str:
+        """Return how the document was made, in a few words."""
+        return self.document.kind
+
+    def strips(self) -> Iterable[Strip]:
+        """Return strips of headroom over depth."""
+        return ()
 
     @abstractmethod
     def sections(self, verbosity: int = 0) -> Iterable[Section]:

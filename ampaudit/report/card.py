@@ -1,16 +1,19 @@
-"""Shows a document in Python: in one line, and as a short card in a notebook."""
+"""Shows a document in Python: in one line, as a card in a notebook, as a file, as a data frame."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
+from ampaudit.core.arguments import given_path
 from ampaudit.core.text import escape_control
 
 __all__ = ["CardRows", "Shown", "counted"]
 
 CardRows = Iterable[tuple[object, ...]]
-_ROWS = 8  # of a card; the page of a report has all
+_RENDERER = "ampaudit.render.card"  # on a higher floor, so it is looked up when it is needed
 
 
 class Shown:
@@ -27,21 +30,37 @@ class Shown:
         """Return the most important rows."""
         return ()
 
+    def save(self, path: str | Path, form: str | None = None, *, force: bool = False) -> None:
+        """Write the document to a file, as ``-o`` does.
+
+        Args:
+            path: its suffix selects the format: .txt, .html, .json, .md, .csv, .sarif or .xml.
+            form: the name of a format instead, such as ``github``.
+            force: whether to replace an existing file.
+
+        Raises:
+            UsageError: this kind of document has no such format.
+            OutputError: the file exists, or cannot be written; the document is kept elsewhere.
+        """
+        writer = import_module("ampaudit.render.render").write_document
+        writer(self, given_path(path, "path"), form, force=force)
+
+    def to_pandas(self) -> Any:
+        """Return the rows of the document as a pandas ``DataFrame``: the sites of a scan, as in CSV.
+
+        Raises:
+            UsageError: pandas is not installed, or this kind of document has no rows.
+        """
+        return import_module(_RENDERER).data_frame(self)
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {escape_control(self.headline)}>"
 
     def _repr_html_(self) -> str:
-        rows = list(self.card_rows())
-        cells = ("".join(f"<td>{_safe(value)}</td>" for value in row) for row in rows[:_ROWS])
-        table = "".join(f"<tr>{row}</tr>" for row in cells)
-        more = f"<p>and {len(rows) - _ROWS} more</p>" if len(rows) > _ROWS else ""
-        return f"<div><p><b>{_safe(self.headline)}</b></p><table>{table}</table>{more}</div>"
+        shown: str = import_module(_RENDERER).card(self)
+        return shown
 
 
 def counted(count: int, noun: str) -> str:
     """Format a count: ``1 error`` or ``2 errors``."""
     return f"{count} {noun}{'s' if count != 1 else ''}"
-
-
-def _safe(value: object) -> str:
-    return escape(escape_control(str(value)))

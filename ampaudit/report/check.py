@@ -88,6 +88,10 @@ class CheckResults(Shown):
     def card_rows(self) -> CardRows:
         """Return the targets."""
         return [
-            (target.verdict, target.target, target.error or ", ".join(b.budget for b in target.breaches))
+            (
+                target.verdict,
+                target.target,
+                target.error.split("\n")[0] or ", ".join(b.budget for b in target.breaches),
+            )
             for target in self.targets
         ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampaudit.report.card import CardRows, Shown
+from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.finding import Severity
 from ampaudit.report.model import Report
 
 __all__ = ["Comparison"]
@@ -30,5 +31,9 @@ class Comparison(Shown):
         return f"{len(self.reports)} policies: {', '.join(report.run.policy for report in self.reports)}"
 
     def card_rows(self) -> CardRows:
-        """Return the headline of each report."""
-        return [(report.headline,) for report in self.reports]
+        """Return the verdict of each policy, its errors and the accuracy of the outputs."""
+        counts = [counted(report.count(Severity.ERROR), "error") for report in self.reports]
+        return [
+            (report.verdict.upper(), report.run.policy, found, f"output {report.accuracy}")
+            for report, found in zip(self.reports, counts, strict=True)
+        ]

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Literal
 
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.core.text import format_number
+from ampaudit.core.text import escape_control, format_number
 from ampaudit.report.pages.page import Kind
 
 __all__ = [
@@ -155,7 +155,7 @@ class Trial:
         return f"{self.change}; fixes this finding, {are} left elsewhere"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Finding:
     """One finding of one check.
 
@@ -184,6 +184,13 @@ class Finding:
     hidden_at: tuple[SiteId, ...] = ()
     suppressed: str | None = None
     tried: tuple[Trial, ...] = ()
+
+    def __repr__(self) -> str:
+        number = f": {self.key_number}" if self.key_number else ""
+        hidden = ", ignored" if self.suppressed is not None else ""
+        return (
+            f"<{type(self).__name__} {self.severity} {self.code} {escape_control(self.site)}{number}{hidden}>"
+        )
 
     @property
     def finite(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ampaudit.report.scales import ScaleAdvice
 
@@ -34,7 +34,7 @@ class Gradient:
     elements: int
     flushed: float
     sqnr_db: float | None
-    exponents: dict[int, int]
+    exponents: dict[int, int] = field(repr=False)
     cancelled: bool
 
     @property
@@ -79,10 +79,10 @@ class BackwardReport:
     loss_scale: float
     dynamic: bool
     scale_from: str
-    losses: tuple[LossValues, ...]
-    advice: ScaleAdvice | None
+    losses: tuple[LossValues, ...] = field(repr=False)
+    advice: ScaleAdvice | None = field(repr=False)
     suggested: int | None
-    parameters: tuple[ParameterGradient, ...]
-    frozen: tuple[str, ...]
-    unused: tuple[str, ...]
+    parameters: tuple[ParameterGradient, ...] = field(repr=False)
+    frozen: tuple[str, ...] = field(repr=False)
+    unused: tuple[str, ...] = field(repr=False)
     notes: tuple[str, ...]

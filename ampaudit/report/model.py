@@ -5,6 +5,7 @@ Other tools parse it, so fields are only ever added. Numbers that do not exist a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -185,6 +186,10 @@ class Report(Shown):
         """Count the findings of one severity, without suppressed ones."""
         return sum(finding.severity is severity for finding in self.active)
 
+    def ignored(self, severity: Severity) -> int:
+        """Count the suppressed findings of one severity."""
+        return sum(f.severity is severity and f.suppressed is not None for f in self.findings)
+
     @property
     def codes_by_site(self) -> Mapping[str, list[str]]:
         """Return the codes of active findings by site; an empty list if there are none."""
@@ -234,6 +239,18 @@ class Report(Shown):
         return tuple(output for output in self.outputs if output.site in wrong or output.problem)
 
     @property
+    def worst_outputs_first(self) -> tuple[OutputAccuracy, ...]:
+        """The outputs: broken ones, then by accuracy, then those that are exact or say nothing."""
+        broken = self.broken_outputs
+
+        def rank(output: OutputAccuracy) -> tuple[bool, bool, float]:
+            known = output.accuracy_db
+            silent = known is None or output.empty or output.constant is not None
+            return output not in broken, silent, math.inf if known is None else known
+
+        return tuple(sorted(self.outputs, key=rank))
+
+    @property
     def worst_output(self) -> OutputAccuracy | None:
         """The least accurate output; ``None`` if all are exact or there is none."""
         known = [output for output in self.outputs if output.accuracy_db is not None]
@@ -250,7 +267,9 @@ class Report(Shown):
     def headline(self) -> str:
         """The verdict, and what it is about."""
         errors, warnings = (self.count(severity) for severity in (Severity.ERROR, Severity.WARNING))
+        hidden = len(self.findings) - len(self.active)
         found = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
+        found += f", {hidden} ignored" if hidden else ""
         how = f"in {self.run.dtype} under {self.run.policy}"
         on = f" on {self.run.made_up}" if self.run.made_up else ""
         return f"{self.verdict.upper()} {self.model.source} {how}{on}: {found}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack, get_args
 
+from ampaudit.core.arguments import given_path
 from ampaudit.report.compare import DiffConfig, DiffOptions, differences
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.difference import Differences
@@ -50,8 +51,8 @@ def read_report(path: str | Path) -> Document:
     Raises:
         InputError: the file is missing, truncated, of a newer schema, or not a report.
     """
-    return read_document(Path(path))
+    return read_document(given_path(path, "path"))
 
 
-def _read(report: Saved) -> Document:
-    return read_report(report) if isinstance(report, str | Path) else report
+def _read(report: Any) -> Document:
+    return report if isinstance(report, get_args(Document)) else read_report(report)

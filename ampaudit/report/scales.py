@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["LayerScales", "ScaleAdvice", "ScaleRow"]
 
@@ -52,8 +52,8 @@ class ScaleAdvice:
     """
 
     share: float
-    layers: tuple[LayerScales, ...]
-    rows: tuple[ScaleRow, ...]
+    layers: tuple[LayerScales, ...] = field(repr=False)
+    rows: tuple[ScaleRow, ...] = field(repr=False)
     low: int
     high: int
     low_at: str

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ampaudit.core.sites import SiteId
+from ampaudit.core.text import escape_control, format_number
 from ampaudit.report.finding import Source
 from ampaudit.report.gradients import Gradient
 
@@ -64,10 +65,10 @@ class Forward:
     subnormal: float
     max_error: float
     max_relative_error: float
-    exponents: dict[int, int]
+    exponents: dict[int, int] = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SiteReport:
     """The results of one site.
 
@@ -97,6 +98,11 @@ class SiteReport:
     bound_inside: float | None = None
     inside: float | None = None
     what_if: dict[str, WhatIf] | None = None
+
+    def __repr__(self) -> str:
+        peak = f", peak {format_number(self.forward.peak)}" if self.forward is not None else ""
+        name = escape_control(self.site)
+        return f"<{type(self).__name__} {name}: {self.precision}, {self.verdict}{peak}>"
 
     @property
     def headroom_bits(self) -> float | None:

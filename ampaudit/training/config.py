@@ -23,6 +23,7 @@ from ampaudit.core.config import (
     silent,
 )
 from ampaudit.core.errors import UsageError
+from ampaudit.core.formats import Dtype
 from ampaudit.policy import RuleSet
 from ampaudit.policy.scaling import profile
 from ampaudit.report.finding import FailOn
@@ -92,7 +93,7 @@ class TrainOptions(TypedDict, total=False):
 
     steps: int
     policies: Rules | Sequence[Rules]
-    dtype: str
+    dtype: Dtype
     loss_scale: str | float | None
     every: int
     device: DeviceName

@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from ampaudit.audit.inputs import check_trained
 from ampaudit.core.errors import UsageError
-from ampaudit.core.formats import NumberFormat, low_precision_format
+from ampaudit.core.formats import Dtype, NumberFormat, low_precision_format
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.scaling import loss_scale_for, profile
@@ -39,7 +41,7 @@ _WRAPPERS = {  # by name, since torch.distributed.fsdp takes a second to import
 _AUTOCAST = {"torch-cuda": "cuda", "torch-cpu": "cpu"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prepared:
     """A model, optimizer and scaler, ready to train.
 
@@ -52,6 +54,11 @@ class Prepared:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     scaler: LossScaler
+
+    def __repr__(self) -> str:
+        optimizer = type(self.optimizer).__name__ if self.optimizer is not None else "no optimizer"
+        model = type(getattr(self.model, "original", self.model)).__name__
+        return f"<{type(self).__name__} {model}, {optimizer}, {self.scaler!r}>"
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> Prepared:
         """Return a copy with an optimizer that was created later.
@@ -99,8 +106,8 @@ def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    policy: str | RuleSet = "torch-cuda",
-    dtype: str = "float16",
+    policy: str | Path | RuleSet = "torch-cuda",
+    dtype: Dtype = "float16",
     loss_scale: str | float | None = None,
     how: How = "graph",
     emulate: bool = False,
@@ -131,6 +138,7 @@ def prepare(
     """
     if how not in get_args(How):
         raise UsageError(f"how={how!r}", hint=f"one of: {', '.join(get_args(How))}")
+    check_trained(model, optimizer)
     _refuse_wrapped(model)
     rules = policy if isinstance(policy, RuleSet) else load_policy(policy)
     form = low_precision_format(dtype)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 from ampaudit.core.errors import RunFailed, UsageError, first_line
+from ampaudit.core.text import format_scale
 from ampaudit.policy.scaling import profile
 from ampaudit.policy.schema import LossScale
 
@@ -81,6 +82,11 @@ class LossScaler(GradScaler):
         self._rule = rule
         self.group = group
         self._state = ScaleState(rule.start, 0, rule.lives)
+
+    def __repr__(self) -> str:
+        if not self.is_enabled():
+            return f"<{type(self).__name__} off>"
+        return f"<{type(self).__name__} {format_scale(self._state.scale)}, {self._rule.kind}>"
 
     @property
     def rule(self) -> LossScale:

@@ -31,6 +31,7 @@ def train(
     model: ModelLike,
     batches: Iterable[Inputs] | None = None,
     *,
+    source: SourceConfig | None = None,
     config: TrainConfig | None = None,
     **options: Unpack[TrainOptions],
 ) -> TrainingReport:
@@ -39,6 +40,7 @@ def train(
     Args:
         model: the model, which is not changed; or its location: a path, or ``package.module:factory``.
         batches: training batches; by default those of the model's file.
+        source: how to load a model from its location: weights, inputs, ``trust`` ...
         config: the options as one record.
         **options: fields of ``TrainConfig``, which override those of ``config``.
 
@@ -53,21 +55,22 @@ def train(
     chosen = TrainConfig.given(config, options)
     chosen.check()
     count = min(chosen.steps, MAX_BATCHES)
-    source = as_source(model, None, batches, SourceConfig(batches=count, train=True, seed=chosen.seed))
-    source = replace(
-        source,
-        loss=chosen.loss or source.loss,
-        optimizer=chosen.optimizer or source.optimizer,
-        metric=chosen.metric or source.metric,
+    loading = source or SourceConfig(seed=chosen.seed)
+    opened = as_source(model, None, batches, loading.changed(batches=count, train=True), most=count)
+    opened = replace(
+        opened,
+        loss=chosen.loss or opened.loss,
+        optimizer=chosen.optimizer or opened.optimizer,
+        metric=chosen.metric or opened.metric,
     )
-    if source.kind in ("pt2", "converted") or source.release is not None:
-        raise UsageError(f"{source.location} cannot be trained", hint="give the Python model")
-    if not source.batches:
+    if opened.kind in ("pt2", "converted") or opened.release is not None:
+        raise UsageError(f"{opened.location} cannot be trained", hint="give the Python model")
+    if not opened.batches:
         raise InputError("there is no batch to train on", hint="make batches() yield at least one batch")
     device = pick_device(chosen.device)
     specs = _specs(chosen, device)
     variants, optimizer, notes = train_variants(
-        source,
+        opened,
         specs,
         steps=chosen.steps,
         every=min(chosen.every, max(chosen.steps // 4, 1)),
@@ -75,10 +78,10 @@ def train(
         device=device,
         progress=chosen.on_progress,
     )
-    if len(source.batches) < chosen.steps:
-        notes.append(f"{len(source.batches)} batches for {chosen.steps} steps: they were used again")
+    if len(opened.batches) < chosen.steps:
+        notes.append(f"{len(opened.batches)} batches for {chosen.steps} steps: they were used again")
     return training_report(
-        ModelInfo(source.location, source.kind, source.sha256),
+        ModelInfo(opened.location, opened.kind, opened.sha256),
         device.type,
         low_precision_format(chosen.dtype).name,
         variants,

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ampaudit.core.errors import UsageError
-from ampaudit.core.formats import low_precision_format
+from ampaudit.core.formats import Dtype, low_precision_format
+from ampaudit.core.text import plural
 from ampaudit.report.training import Health, TrainingReport
 from ampaudit.trace.entry import layer_path
 from ampaudit.training.optimizer_monitor import OptimizerMonitor
@@ -29,6 +30,10 @@ class TrainingMonitor:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[OptimizerMonitor]) -> None:
         self._model, self._optimizers = model, optimizers
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(monitor.optimizer).__name__ for monitor in self._optimizers)
+        return f"<{type(self).__name__} {plural(self.step, 'step')} of {names}>"
 
     def __enter__(self) -> TrainingMonitor:
         """Go on watching."""
@@ -106,9 +111,7 @@ class TrainingMonitor:
         Raises:
             OutputError: it cannot be written; the report is kept in a file that a note names.
         """
-        from ampaudit.render.render import write_document
-
-        write_document(self.report(), Path(path), force=force)
+        self.report().save(path, force=force)
 
     def tensorboard(self, directory: Path | str, *, force: bool = False) -> None:
         """Write this loop's TensorBoard summaries to a folder; see ``training.tensorboard``."""
@@ -123,7 +126,7 @@ def watch(
     scaler: Any = None,
     *,
     every: int = 10,
-    dtype: str = "float16",
+    dtype: Dtype = "float16",
 ) -> TrainingMonitor:
     """Watch a training loop: ``with ampaudit.watch(model, optimizer, scaler) as monitor: ...``.
 

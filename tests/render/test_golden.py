@@ -34,7 +34,7 @@ TOLD = ("markdown", "sarif", "junit", "github")
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("name", NAMES)
 def test_text(golden: Golden, name: str, width: int) -> None:
-    text = as_text(lambda console: console.print(for_terminal(saved(name))), width)
+    text = as_text(lambda console: console.print(for_terminal(saved(name))), width, terminal=True)
     assert all(len(line) <= width for line in text.splitlines())
     golden(f"{name}-{width}.txt", text)
 
@@ -42,7 +42,7 @@ def test_text(golden: Golden, name: str, width: int) -> None:
 @pytest.mark.parametrize("verbosity", [-1, 1])
 @pytest.mark.parametrize("name", ["overflow", "gradients", "training"])
 def test_quiet_and_verbose_text(golden: Golden, name: str, verbosity: int) -> None:
-    text = as_text(lambda console: console.print(for_terminal(saved(name), verbosity)), 100)
+    text = as_text(lambda console: console.print(for_terminal(saved(name), verbosity)), 100, terminal=True)
     golden(f"{name}-{'quiet' if verbosity < 0 else 'verbose'}.txt", text)
 
 
@@ -117,7 +117,7 @@ def test_differences(golden: Golden) -> None:
     worse = diff(policies.reports[2], policies.reports[0])
     for name, found in (("better", better), ("worse", worse)):
         for width in (80, 200):
-            shown = as_text(lambda console, f=found: console.print(for_terminal(f)), width)  # type: ignore[misc]
+            shown = as_text(lambda console, f=found: console.print(for_terminal(f)), width, terminal=True)  # type: ignore[misc]
             golden(f"diff-{name}-{width}.txt", shown)
     golden("diff-worse.md", as_file(worse, "markdown"))
     golden("diff-worse.json", to_json(worse))

@@ -14,7 +14,7 @@ from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.core.untrusted import read_bounded
 from ampaudit.linter.source_text import MAX_SOURCE_BYTES, Unreadable, decode
 from ampaudit.report.finding import Finding, Source
-from ampaudit.report.pages import page_of
+from ampaudit.report.pages import codes_beginning
 from ampaudit.report.pages.page import LINTED
 from ampaudit.trace import Site
 
@@ -58,13 +58,13 @@ class Suppression:
 
 
 def option(text: str) -> Suppression:
-    """Parse ``AMP102``, ``AMP102:encoder.*`` or ``:encoder.*``.
+    """Parse ``AMP102``, a prefix such as ``AMP1``, ``AMP102:encoder.*`` or ``:encoder.*``.
 
     Raises:
-        UsageError: the code is none.
+        UsageError: no code begins so.
     """
     code, _, layer = text.partition(":")
-    codes = (page_of(code).code,) if code else ()
+    codes = codes_beginning(code) if code else ()
     if not codes and not layer:
         raise UsageError(
             f"--ignore {text!r} names neither a code nor a layer", hint="--ignore AMP102:encoder.*"
@@ -116,7 +116,7 @@ def suppressed(findings: Sequence[Finding], hiding: Sequence[Suppression]) -> tu
 
 
 def _unused(item: Suppression) -> Finding:
-    what = ", ".join(item.codes) or "every code"
+    what = (", ".join(item.codes) if len(item.codes) == 1 or item.line else "") or "findings"
     layer = item.layer or ""
     cause = f"this suppression of {what} hides nothing ({item.text})"
     found = finding_about(UNUSED, SiteId(f"{layer or '(top)'}/suppression"), layer, cause, "remove it")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ampaudit.core.text import escape_control, format_bytes, plural, short_op
 from ampaudit.render.blocks import Line, Section, line, tabulate
 from ampaudit.render.documents.scan import ScanView, reports_page
 from ampaudit.render.findings import Suite
 from ampaudit.render.gradients import scales_that_suit
+from ampaudit.render.strip import Strip
 from ampaudit.render.view import Row, View, ViewPage
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.finding import Severity
@@ -40,6 +42,22 @@ class ComparisonView(View[Comparison]):
         for report in reports:
             for said in _remarks(report):
                 yield Section((line((f"{report.run.policy}  ", "bold"), said),))
+
+    @property
+    def name(self) -> str:
+        """The model of the reports."""
+        return self.scans[0].name
+
+    def subject(self) -> str:
+        """Return what the policies have in common."""
+        run = self.document.reports[0].run
+        return f"{len(self.scans)} policies in {run.dtype}, {run.mode} mode"
+
+    def strips(self) -> Iterator[Strip]:
+        """Return the strips of each policy."""
+        for scan in self.scans:
+            for strip in scan.strips():
+                yield replace(strip, label=f"{escape_control(scan.document.run.policy)}: {strip.label}")
 
     def suites(self) -> tuple[Suite, ...]:
         """Return a suite per policy."""

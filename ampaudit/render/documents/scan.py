@@ -11,6 +11,7 @@ from ampaudit.render.findings import TOP, Suite, alert_of
 from ampaudit.render.gradients import gradient_sections, scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
 from ampaudit.render.scan_tables import all_sites, level_sections
+from ampaudit.render.strip import Strip, strips_of
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_words
 from ampaudit.render.view import Cell, Row, View, ViewPage
 from ampaudit.report.finding import Severity, threshold
@@ -34,15 +35,13 @@ class ScanView(View[Report]):
 
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Return the verdict, findings, tables of the level that was run, and a summary."""
-        report, full = self.document, verbosity > 0
-        word, sentence = verdict_words(report)
+        report, run, full = self.document, self.document.run, verbosity > 0
+        word, sentence = self.verdict()
         verdict = Section((line((word, VERDICT_STYLES[word]), f"  {sentence}"),))
         if verbosity < 0:
             yield verdict
             return
-        run = report.run
-        what = "FP32 ranges" if run.level == "ranges" else f"policy {run.policy}, {run.dtype}"
-        yield headline(report.tool.version, f"{self.name}: {what}, {run.mode} mode, {run.extent}")
+        yield headline(report.tool.version, f"{self.name}: {self.subject()}")
         yield verdict
         active = self.suites()[0].active
         shown = [alert for alert in active if full or alert.level is not Severity.NOTE]
@@ -54,9 +53,23 @@ class ScanView(View[Report]):
         yield from level_sections(report, _NEAREST)
         if report.backward is not None:
             yield from gradient_sections(report.backward, run.dtype, _NEAREST, full=full)
-        yield Section((facts(summary_rows(report, len(active) - len(shown))),))
+        yield Section((facts(summary_rows(report, len(active) - len(shown), full=full)),))
         if full:
             yield all_sites(report)
+
+    def verdict(self) -> tuple[str, str]:
+        """Return the verdict and its reason."""
+        return verdict_words(self.document)
+
+    def subject(self) -> str:
+        """Return policy, format, mode and extent."""
+        run = self.document.run
+        what = "FP32 ranges" if run.level == "ranges" else f"policy {escape_control(run.policy)}, {run.dtype}"
+        return f"{what}, {run.mode} mode, {run.extent}"
+
+    def strips(self) -> Iterator[Strip]:
+        """Return the strips of values and of gradients."""
+        return strips_of(self.document)
 
     def suites(self) -> tuple[Suite, ...]:
         """Return the layers as one suite."""

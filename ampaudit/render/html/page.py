@@ -33,12 +33,13 @@ def to_html(document: Document) -> str:
     view = view_of(document)
     page = view.page()
     if page is None:
-        about: dict[str, Any] = {"name": view.name, "kind": document.kind, "version": __version__}
+        about: dict[str, Any] = {"kind": document.kind, "version": __version__}
         about["sections"] = list(view.sections(1))
         page = ViewPage("document.html.j2", ("theme.js",), None, about)
     scripts = _scripts(tuple(page.scripts), library=page.data is not None)
     values: dict[str, Any] = {
         **page.values,
+        "title": view.title,
         "data": _embedded(page.data),
         "style": Markup((_HERE / "style.css").read_text(encoding="utf-8")),
         "scripts": [Markup(script) for script in scripts],

@@ -128,7 +128,11 @@ def _share(part: int, whole: int) -> str:
 
 def _accuracy(report: Report) -> Tile:
     broken = report.broken_outputs
-    holds = f"{escape_control(broken[0].name)} holds infinity or NaN" if broken else ""
-    return Tile(
-        "Output", report.accuracy, holds or "signal-to-noise ratio against FP32", "bad" if broken else ""
-    )
+    against = "signal-to-noise ratio against FP32"
+    if broken:
+        note = f"{escape_control(broken[0].name)} holds infinity or NaN"
+    elif report.worst_output is not None and len(report.outputs) > 1:
+        note = f"{escape_control(report.worst_output.name)}, the least of {len(report.outputs)}; {against}"
+    else:
+        note = against
+    return Tile("Output", report.accuracy, note, "bad" if broken else "")

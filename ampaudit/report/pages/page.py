@@ -116,6 +116,16 @@ def page_of(code: str) -> Page:
     return pages[code.upper()]
 
 
+def codes_beginning(prefix: str) -> tuple[str, ...]:
+    """Return the codes of all checks that begin with ``prefix``, such as AMP1.
+
+    Raises:
+        UsageError: none does.
+    """
+    found = tuple(code for code in all_pages() if code.startswith(prefix.upper()))
+    return found or (page_of(prefix).code,)
+
+
 def title_of(code: str, otherwise: str) -> str:
     """Return the title of a page, or ``otherwise`` for a code that this version does not know."""
     page = all_pages().get(code)
