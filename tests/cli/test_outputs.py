@@ -189,7 +189,7 @@ EVERYWHERE = ("--dtype int8", "--device cuda")
 MISTAKES = {
     "scan": (
         *EVERYWHERE,
-        *("--contract wrong", "--ignore AMP1", "--assume wrong", "--assume input=3", "--policy wrong"),
+        *("--contract wrong", "--ignore AMQ1", "--assume wrong", "--assume input=3", "--policy wrong"),
         *("--ranges --static", "--ranges --prove", "--ranges --advise", "--ranges --stress 3"),
         *("--static --diff", "--static --stress 3", "--backward --contract saturate", "--loss-scale 8"),
     ),
@@ -208,7 +208,7 @@ MISTAKES = {
         "--for wrong",
         "--plot x.svg -o x.svg --format json",
     ),
-    "check": ("--dtype int8", "--ignore AMP1"),
+    "check": ("--dtype int8", "--ignore AMQ1"),
     "lint": ("--diff --format json", "--fix --diff"),
 }
 

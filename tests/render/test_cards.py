@@ -117,7 +117,7 @@ def test_a_document_is_saved_in_the_format_of_its_suffix(name: str, tmp_path: Pa
     shown = document(name)
     for suffix, form in SUFFIXES.items():
         target = tmp_path / f"report{suffix}"
-        if form in formats_of(shown):
+        if form in formats_of(shown.kind):
             shown.save(target)
             assert target.read_text("utf-8") == as_file(shown, form)
         else:

@@ -339,7 +339,7 @@ def test_diff_takes_the_format_of_any_suffix_or_says_which_it_has(
     done = cli("diff", "good.json", "bad.json", "-o", f"d{suffix}", cwd=tmp_path)
     if suffix in (".sarif", ".xml"):
         assert done.returncode == 2
-        assert "next: use --format text, json, html, markdown or csv" in done.stderr
+        assert "next: end the name in .txt, .json, .html, .md or .csv" in done.stderr
         assert not (tmp_path / f"d{suffix}").exists()
     else:
         assert done.returncode == 1
