@@ -16,7 +16,7 @@ from ampaudit.trace.isolation import seeded
 from ampaudit.trace.structure import structural_copy
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["Attempt", "attempt_in_fp32", "fp32_copy", "in_float32", "writable"]
+__all__ = ["Attempt", "attempt_in_fp32", "fp32_copy", "without_low_precision", "writable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def fp32_copy(model: nn.Module, device: torch.device | None) -> nn.Module:
     tensors: dict[int, torch.Tensor] = {}
     for tensor in named_tensors(model).values():
         if isinstance(tensor, nn.Parameter):
-            wide = in_float32(tensor, device)
+            wide = without_low_precision(tensor, device)
             tensors[id(tensor)] = nn.Parameter(wide, tensor.requires_grad and wide.is_floating_point())
         else:
             tensors[id(tensor)] = writable(tensor, device)
@@ -88,15 +88,15 @@ def fp32_copy(model: nn.Module, device: torch.device | None) -> nn.Module:
     return made
 
 
-def in_float32(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def without_low_precision(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Return the tensor on the device, in float32 if it has 16 bits; without a copy if possible."""
     found = tensor.detach().to(device or tensor.device)
     return found.float() if found.dtype in LOW_PRECISION_DTYPES else found
 
 
 def writable(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Like ``in_float32``, but in memory that the model may write to."""
-    found = in_float32(tensor, device)
+    """Like ``without_low_precision``, but in memory that the model may write to."""
+    found = without_low_precision(tensor, device)
     return found.clone() if found.data_ptr() == tensor.data_ptr() else found
 
 
