@@ -50,7 +50,7 @@ def plan(
         AuditError: see ``ampaudit.core.errors``.
     """
     chosen, source = PlanConfig.given(config, options), as_source(model, inputs)
-    form, where = low_precision_format(chosen.dtype), pick_device(chosen.device)
+    form, where = low_precision_format(chosen.dtype), pick_device(chosen.device, audits=True)
     rules = rules_of(chosen.policy).for_environment(environment_of(where))
     traced, notes = trace_under(source, rules, form, where, chosen.seed, chosen.on_progress)
     masters = rules.file.weights.master

@@ -77,7 +77,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
     """Audit a loaded source under several policies, and return the audits with their reports."""
     if config.ranges and (config.static or config.prove):
         raise UsageError("--ranges runs FP32 alone", hint="leave out --static and --prove, or --ranges")
-    form, where = low_precision_format(config.dtype), pick_device(config.device)
+    form, where = low_precision_format(config.dtype), pick_device(config.device, audits=True)
     hidden = tuple(map(option, config.ignore))
     rule_sets = [rules_of(policy).for_environment(environment_of(where)) for policy in policies]
     author = load_policy("torch-cuda")

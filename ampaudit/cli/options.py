@@ -93,7 +93,13 @@ def config_from(record: type[Record], options: dict[str, Any], **more: Any) -> R
         UsageError: a value does not fit.
     """
     own = {n: value for n, value in options.items() if n in record.model_fields and value is not None}
-    return record.read(own | more, COMMAND_LINE)
+    made = record.read(own | more, COMMAND_LINE)
+    device = getattr(made, "device", "auto")
+    if device not in ("auto", "cpu"):
+        from ampaudit.run.device import pick_device
+
+        pick_device(device)  # before the model is loaded
+    return made
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:

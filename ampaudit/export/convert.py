@@ -39,7 +39,7 @@ from ampaudit.export.reference import (
     flat_outputs,
     record_reference,
 )
-from ampaudit.export.retrace import Comparison, retraced
+from ampaudit.export.retrace import ShapeComparison, retraced
 from ampaudit.export.storage import decide_as_planned
 from ampaudit.export.weight_files import WeightFiles, write_weights
 from ampaudit.render.json import to_json
@@ -226,7 +226,7 @@ def _write_program(
     compared = onnx if not source.model.training else None
     error = compared.max_error(reference) if compared is not None else None
     path = stage / ONNX if compared is not None and compared.outputs else None
-    comparison = Comparison(program, source, audited, options, shapes, path)
+    comparison = ShapeComparison(program, source, audited, options, shapes, path)
     if options.dynamic:
         comparison.run()
     error = max(error, comparison.onnx_error or 0.0) if error is not None else None

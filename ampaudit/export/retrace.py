@@ -24,8 +24,9 @@ from ampaudit.trace import Role, TracedModel, trace
 from ampaudit.trace.converted import ConvertedModel, attach_weights
 from ampaudit.trace.dynamic import Dimensions
 
-__all__ = ["Comparison", "retraced"]
+__all__ = ["ShapeComparison", "retraced"]
 
+_RANGE = "say which sizes it takes: --dynamic INPUT=NAME:LOW-HIGH,..."
 _HINT = "leave out --dynamic, or the dimensions on which the model's code depends"
 
 
@@ -68,7 +69,7 @@ def _computed(traced: TracedModel) -> dict[str, tuple[object, ...]]:
     }
 
 
-class Comparison:
+class ShapeComparison:
     """Compares a dynamic program with traces of the model for other shapes.
 
     Args:
@@ -123,13 +124,17 @@ class Comparison:
         except (SourceError, IndexError) as error:
             raise RunFailed(
                 f"the model itself fails at {_text(sizes)}: {first_line(error)}",
-                hint="say which sizes it takes: --dynamic INPUT=NAME:LOW-HIGH,...",
+                hint=_RANGE,
             ) from error
         if isinstance(expected, str):
             return  # as the note about the program's own outputs says
         names = converted.traced.outputs
         call = batch.args, tensors_only(batch.kwargs)
-        _refuse_difference(run_program(self._program.module(), call, config.seed), expected, names, sizes)
+        try:
+            found = run_program(self._program.module(), call, config.seed)
+        except AssertionError as error:  # a guard of the program
+            found = first_line(error)
+        _refuse_difference(found, expected, names, sizes)
         if self._onnx is not None:
             self._compare_onnx(self._onnx, flat_outputs(call), list(zip(names, expected, strict=True)), sizes)
         self.verified.append(sizes)
@@ -170,7 +175,7 @@ def _refuse_difference(
     sizes: Mapping[str, int],
 ) -> None:
     if isinstance(found, str):
-        raise RunFailed(f"the program does not run at {_text(sizes)}: {found}", hint=_HINT)
+        raise RunFailed(f"the program does not run at {_text(sizes)}: {found}", hint=_RANGE)
     for name, ours, theirs in zip(names, found, expected, strict=True):
         if digest_of_tensors([ours]) != digest_of_tensors([theirs]):
             raise RunFailed(
