@@ -47,7 +47,7 @@ class ProgramShapes:
     @property
     def text(self) -> str:
         """The shape of each input, and what may vary how far."""
-        inputs = (f"{name} {' x '.join(map(str, axes)) or 'scalar'}" for name, axes in self.inputs.items())
+        inputs = (f"{name}: {' x '.join(map(str, axes)) or 'scalar'}" for name, axes in self.inputs.items())
         if not self.ranges:
             fixed = "fixed; --dynamic INPUT=DIM,... lets dimensions vary"
             return f"{', '.join(inputs)} ({fixed})" if self.inputs else "no inputs"

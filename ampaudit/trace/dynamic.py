@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import TraceFailed, first_line
 from ampaudit.core.sites import SourceLine
+from ampaudit.trace import entry
 from ampaudit.trace.failure import lines_of
 from ampaudit.trace.internals import Replacement, ShapeEnv, patched
 from ampaudit.trace.stack import library_path
@@ -26,7 +27,17 @@ Dimensions = tuple[Mapping[int, Any] | None, ...]
 _FixedLines = dict[str, tuple[int, SourceLine | None, SourceLine | None]]
 _VIOLATED = "Constraints violated"
 _RANGE = re.compile(r"^ *(\w+) = Dim\('\1'(?:, min=(\d+))?(?:, max=(\d+))?\)$", re.MULTILINE)
+_GUARD = re.compile(
+    r"Not all values of (\w+) = (.+) in the specified range satisfy the generated guard (.+?)\.?$", re.M
+)
 _OTHER = re.compile(r"^ {2}(\w+ = (?!Dim\().+)$", re.MULTILINE)
+
+
+def _model_frames() -> list[traceback.FrameSummary]:
+    """Return the stack from the call of the model on; its first frames are those of whoever called us."""
+    stack = list(traceback.extract_stack())
+    calls = [index for index, frame in enumerate(stack) if frame.filename == entry.__file__]
+    return stack[calls[-1] :] if calls else []
 
 
 class NarrowedDimensions(Exception):
@@ -77,7 +88,7 @@ def _noting_fixed() -> Iterator[_FixedLines]:
         if getattr(target, "is_Integer", False):
             names = (env.source_name_to_debug_name.get(s.name) for s in env.var_to_sources.get(symbol, ()))
             for name in filter(None, names):
-                fixed.setdefault(name, (int(target), *lines_of(traceback.extract_stack())))
+                fixed.setdefault(name, (int(target), *lines_of(_model_frames())))
         record(env, symbol, target, message)
 
     with patched((Replacement(ShapeEnv, "_set_replacement", replace),)):
@@ -115,6 +126,10 @@ def _dimension_failure(error: BaseException, fixed: _FixedLines) -> TraceFailed:
         )
     relation = _OTHER.search(str(error))
     what = f"the model needs {relation[1]}" if relation else first_line(error)
+    guard = _GUARD.search(str(error))
+    if guard is not None:
+        name, source, condition = guard.groups()
+        what = f"not every {name} satisfies {condition.replace(source, name)}"
     return TraceFailed(
         f"the dimensions cannot vary freely: {what}",
         hint="give a range (NAME:LOW-HIGH), or fix that dimension",

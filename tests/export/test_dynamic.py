@@ -101,7 +101,7 @@ def test_without_dynamic_the_shapes_are_said_to_be_fixed(tmp_path: Path) -> None
     _, made = ampaudit.convert(model(), batch(2, 6), tmp_path / "out")
     assert made is not None
     assert made.shapes is not None
-    assert made.shapes.text.startswith("ids 2 x 6, mask 2 x 6 (fixed; --dynamic")
+    assert made.shapes.text.startswith("ids: 2 x 6, mask: 2 x 6 (fixed; --dynamic")
 
 
 def test_a_hugging_face_directory(tmp_path: Path) -> None:
@@ -149,6 +149,19 @@ def test_a_dimension_that_the_model_fixes_names_the_line(
     assert "fixes it to 6" in str(caught.value)
     assert words in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_sizes_that_an_image_model_excludes_are_named_and_a_range_helps(tmp_path: Path) -> None:
+    images = nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Upsample(scale_factor=2, mode="bilinear")
+    )
+    with pytest.raises(TraceFailed, match=r"not every height satisfies \(1 \+ .*height.* != 1"):
+        ampaudit.convert(images, torch.randn(2, 3, 8, 8), tmp_path / "out", dynamic=["0=_,_,height,_"])
+    given = ["0=rows,_,height:3-,_"]
+    _, made = ampaudit.convert(images, torch.randn(1, 3, 8, 8), tmp_path / "out", dynamic=given)
+    assert made is not None
+    assert made.shapes is not None
+    assert {"rows": 1, "height": 3} in made.shapes.verified
 
 
 def test_a_size_at_which_the_model_fails_asks_for_a_range(tmp_path: Path) -> None:
