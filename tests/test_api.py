@@ -148,7 +148,7 @@ def test_a_record_is_frozen_and_says_what_does_not_fit() -> None:
     for options, message in (
         ({"min_sqnr": "40"}, "min_sqnr = '40'\n  next: it must be a number"),
         ({"polcy": "half"}, "polcy: no such option\n  next: did you mean 'policy'"),
-        ({"device": "gpu"}, "device = 'gpu'\n  next: it must be auto, cuda or cpu"),
+        ({"device": "gpu"}, "--device gpu: unknown device\n  next: one of: auto, cpu, cuda"),
         ({"stress": -1}, "stress = -1\n  next: it must be a whole number, 0 or more"),
         ({"policy": None}, "policy = None\n  next: it must be a string, a path or a RuleSet"),
         ({"seed": True}, "seed = True\n  next: it must be a whole number"),

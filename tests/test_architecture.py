@@ -31,6 +31,7 @@ WITHOUT_TORCH = {"core", "policy", "report", "render", "linter", "cli"}
 # loaded or traced
 PATCHER = "ampaudit.trace.internals"
 PATCHING = {
+    "ampaudit.trace.dynamic",
     "ampaudit.source.streamed",  # nn.Module.register_parameter: modules without weights
     "ampaudit.trace.autocast_state",  # autocast for CUDA on machines without it
     "ampaudit.trace.backward.patches",  # autograd functions, hooks, Tensor.data and grad_fn

@@ -83,11 +83,11 @@ _EXCLUDES = {
 }
 
 
-def check_device(name: str) -> None:
-    """Raise for a device that this machine lacks."""
+def check_device(name: str, *, audits: bool = False) -> None:
+    """Raise for a device that this machine lacks, or on which nothing can be audited."""
     from ampaudit.run.device import pick_device
 
-    pick_device(name)
+    pick_device(name, audits=audits)
 
 
 def rules_of(policy: Rules) -> RuleSet:
@@ -126,7 +126,7 @@ class PlanConfig(Config):
 
     def check(self) -> None:
         """Raise early for a device that this machine lacks."""
-        check_device(self.device)
+        check_device(self.device, audits=True)
 
 
 class _RunOptions(TypedDict, total=False):

@@ -54,7 +54,7 @@ def plan(
     chosen = PlanConfig.given(config, options)
     chosen.check()
     opened = as_source(model, inputs, options=source or SourceConfig(seed=chosen.seed))
-    form, where = low_precision_format(chosen.dtype), pick_device(chosen.device)
+    form, where = low_precision_format(chosen.dtype), pick_device(chosen.device, audits=True)
     rules = rules_of(chosen.policy).for_environment(environment_of(where))
     traced, notes = trace_under(opened, rules, form, where, chosen.seed, chosen.on_progress)
     masters = rules.file.weights.master

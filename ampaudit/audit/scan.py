@@ -132,7 +132,7 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         )
     config = config.changed(prove=config.prove or bool(config.assume))
     config.check()
-    form, where = low_precision_format(config.dtype), pick_device(config.device)
+    form, where = low_precision_format(config.dtype), pick_device(config.device, audits=True)
     hidden = tuple(map(option, config.ignore))
     rule_sets = [rules_of(policy).for_environment(environment_of(where)) for policy in policies]
     author = load_policy("torch-cuda")

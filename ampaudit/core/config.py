@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ __all__ = [
 
 Progress = Callable[[str, int, int], None]
 UserFunction = Callable[..., Any]
+_DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d{1,4})?", re.ASCII)
 COMMAND_LINE = "--"  # how values are named in errors: as options
 
 
@@ -98,13 +100,24 @@ def _known_dtype(name: str) -> str:
     return name
 
 
+def _known_device(name: str) -> str:
+    if not _DEVICE.fullmatch(name):
+        hint = "one of: auto, cpu, cuda, mps, xpu; or one of several, such as cuda:1"
+        raise UsageError(f"--device {describe(name)}: unknown device", hint=hint)
+    return name
+
+
 Texts = Annotated[Sequence[str], AfterValidator(tuple)]
 FilePath = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 NOT_NAN = AfterValidator(_refuse_nan)
 DtypeName = Annotated[
     str, BeforeValidator(name_of_dtype), AfterValidator(_known_dtype), Option("float16 or bfloat16.")
 ]
-DeviceName = Annotated[Literal["auto", "cuda", "cpu"], Option("Device to run on.")]
+DeviceName = Annotated[
+    str,
+    AfterValidator(_known_device),
+    Option("Device to run on: auto, cpu, cuda, cuda:1, mps or xpu.", metavar="DEVICE"),
+]
 Seed = Annotated[int, Option("Random seed.")]
 BatchCount = Annotated[
     int | None, Ge(1), Option("Batches to run; by default 1, or up to 16 of sample files.")

@@ -19,7 +19,7 @@ from ampaudit.audit.config import (
     rules_of,
 )
 from ampaudit.checkpoint.layout import MANIFEST
-from ampaudit.core.config import NOT_NAN, Config, FilePath, OnProgress, Option, python_only, silent
+from ampaudit.core.config import NOT_NAN, Config, FilePath, OnProgress, Option, Texts, python_only, silent
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_directory
 from ampaudit.policy import RuleSet
@@ -39,6 +39,13 @@ class ConvertConfig(PlanConfig):
     masters: Annotated[bool, Option("Do not keep the FP32 weights.", flags=("--no-masters",))] = True
     program: Annotated[bool, Option("Do not write model.pt2.", flags=("--no-program",))] = True
     onnx: Annotated[bool, Option("Also write model.onnx and compare it with torch.")] = False
+    dynamic: Annotated[
+        Texts,
+        Option(
+            "Dimensions of an input that may vary, by name; _ is fixed (repeatable).",
+            metavar="INPUT=DIM[:LOW-HIGH],...",
+        ),
+    ] = ()
     fail_on: Annotated[
         FailOnLevel,
         Option("Lowest severity at which nothing is written and the exit code is 1."),
@@ -65,6 +72,8 @@ class ConvertConfig(PlanConfig):
             if not self.program:
                 raise UsageError("--onnx is made from the program", hint="leave out --no-program")
             _check_onnx_installed()
+        if self.dynamic and not self.program:
+            raise UsageError("--dynamic is about the program", hint="leave out --no-program")
 
     def loaded(self) -> Self:
         """Return a copy with the policy as a rule set, so that its file is read once."""
@@ -83,6 +92,7 @@ class ConvertOptions(PlanOptions, total=False):
     masters: bool
     program: bool
     onnx: bool
+    dynamic: Sequence[str]
     fail_on: FailOn
     min_headroom: float
     min_sqnr: float

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from ampaudit.core.files import staged_directory
 from ampaudit.core.unchanged import check_unchanged, states_of
 from ampaudit.export.config import ConvertConfig, ConvertOptions
 from ampaudit.export.convert_weights import conversion_of
+from ampaudit.export.dynamic import DynamicShapes
 from ampaudit.export.fold import FoldedGraph, fold_casts, folded_weights, planned_dtypes
 from ampaudit.export.huggingface import copy_companions, set_dtype
 from ampaudit.export.manifest import manifest_of, write_manifest
@@ -40,15 +41,16 @@ from ampaudit.export.reference import (
     flat_outputs,
     record_reference,
 )
+from ampaudit.export.retrace import ShapeComparison, retraced
 from ampaudit.export.storage import decide_as_planned
 from ampaudit.export.weight_files import WeightFiles, write_weights
 from ampaudit.render.json import to_json
 from ampaudit.render.render import keeping
-from ampaudit.report.conversion import Conversion
+from ampaudit.report.conversion import Conversion, ProgramShapes
 from ampaudit.report.model import Report
 from ampaudit.source import ModelSource
 from ampaudit.source.weights import model_names
-from ampaudit.trace.converted import identity
+from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.isolation import preserved
 
@@ -90,12 +92,17 @@ def convert(
         raise UsageError("--onnx holds all weights in memory", hint="leave out --stream or --onnx")
     if opened.kind == "converted":
         raise SourceError(f"{opened.location} is converted already", hint="--to float32 undoes it")
+    shapes = DynamicShapes.read(chosen.dynamic, opened.model, opened.batches[0])
     chosen = chosen.loaded()
     read = (*opened.files, *states_of([chosen.weights] if chosen.weights is not None else []))
     (audited,) = audit_policies(opened, [chosen.rules], ScanConfig.of(chosen))
     if audited.report.exit_code:
         return audited.report, None
     converted = audited.audit.converted
+    if chosen.dynamic:
+        batch = shapes.traceable(opened.batches[0])
+        opened = replace(opened, batches=(batch,))
+        converted = retraced(opened, audited, batch, chosen, shapes.dimensions())
     graph = fold_casts(converted, chosen.mode)
     storage = graph if chosen.mode == "inference" else fold_casts(converted, "inference")
     checkpoint, names = _checkpoint(opened, chosen)
@@ -110,16 +117,18 @@ def convert(
         files = write_weights(
             checkpoint, decisions, stage, masters=chosen.masters, clip=clip, on_progress=progress
         )
-        (stage / PLAN).write_text(plan_rules(converted.traced, audited.rules, opened.location), "utf-8")
+        (stage / PLAN).write_text(
+            plan_rules(audited.audit.converted.traced, audited.rules, opened.location), "utf-8"
+        )
         (stage / REPORT).write_text(to_json(audited.report), "utf-8")
         mapped, ready = _map_written(opened, graph, stage, files) if opened.release else (None, {})
         weights = folded_weights(converted, graph, ready)
         progress("exporting the program", 0, 0)
         with mapped.dropping() if mapped is not None else nullcontext():
-            reference, onnx = _write_program(stage, opened, audited, graph, weights, chosen)
-        onnx_error = onnx.max_error(reference) if onnx is not None and not opened.model.training else None
-        notes += [note for note in (reference.note, onnx.note if onnx else "") if note]
-        inputs = [t for name, t in reference.tensors.items() if name.startswith("input")]
+            written = _write_program(stage, opened, audited, (converted, graph), weights, chosen, shapes)
+        notes += written.notes
+        tensors = written.reference.tensors.items()
+        inputs = [tensor for name, tensor in tensors if name.startswith("input")]
         manifest = manifest_of(
             chosen,
             files,
@@ -130,15 +139,28 @@ def convert(
             clip=clip,
             notes=notes,
             inputs_sha256=digest_of_tensors(inputs) if inputs else None,
-            outputs=reference.outputs,
+            outputs=written.reference.outputs,
+            shapes=written.shapes,
         )
         manifest = write_manifest(stage, manifest)
         check_unchanged(read)
     made = conversion_of(directory, checkpoint, files, manifest)
-    casts = onnx.casts if onnx is not None else None
     return audited.report, replace(
-        made, verdict=audited.report.verdict, onnx_casts=casts, onnx_error=onnx_error
+        made,
+        verdict=audited.report.verdict,
+        onnx_casts=written.onnx.casts if written.onnx is not None else None,
+        onnx_error=written.onnx_error,
     )
+
+
+class _Written(NamedTuple):
+    """A program that was written, as it runs here; empty without one."""
+
+    reference: ReferenceOutputs = ReferenceOutputs({}, (), "")
+    onnx: OnnxFile | None = None
+    onnx_error: float | None = None
+    shapes: ProgramShapes | None = None
+    notes: tuple[str, ...] = ()
 
 
 def _checkpoint(source: ModelSource, options: ConvertConfig) -> tuple[Checkpoint, dict[str, str]]:
@@ -178,35 +200,47 @@ def _write_program(
     stage: Path,
     source: ModelSource,
     audited: Audited,
-    graph: FoldedGraph,
+    made: tuple[ConvertedModel, FoldedGraph],
     weights: Mapping[str, torch.Tensor],
     options: ConvertConfig,
-) -> tuple[ReferenceOutputs, OnnxFile | None]:
-    """Write the program, its reference outputs, and its ONNX form."""
+    shapes: DynamicShapes,
+) -> _Written:
+    """Write the program, its reference outputs, and its ONNX form; compare them."""
     if not options.program:
-        return ReferenceOutputs({}, (), ""), None
-    traced = audited.audit.converted.traced
-    batch, names = source.batches[0], traced.outputs
-    train = options.mode == "train"
-    program = export_program(graph, weights, names, batch.args, batch.kwargs, train=train)
+        return _Written()
+    (converted, graph), batch = made, source.batches[0]
+    names, train = converted.traced.outputs, options.mode == "train"
+    dimensions = shapes.dimensions() if options.dynamic else None
+    program = export_program(
+        graph, weights, names, batch.args, batch.kwargs, train=train, dimensions=dimensions
+    )
     save_program(program, stage / PROGRAM)
     if source.release is not None:
-        return ReferenceOutputs(
-            {}, (), "its weights were streamed, so the program was written and not run"
-        ), None
+        note = "its weights were streamed, so the program was written and not run"
+        return _Written(shapes=shapes.described(program, ()), notes=(note,))
     call: Call = program.example_inputs or ((), {})
     reference = record_reference(program, source.model, (batch.args, batch.kwargs), call, names, options.seed)
     write_part(stage / REFERENCE, InMemory(REFERENCE, reference.tensors, {}))
-    if not options.onnx:
-        return reference, None
-    return reference, write_onnx(
-        program,
-        stage / ONNX,
-        flat_outputs(call),
-        input_names=names_of_inputs(source.model, batch.args, batch.kwargs),
-        output_names=names,
-        metadata=metadata_of(audited.report, traced, graph, program),
-    )
+    onnx = None
+    if options.onnx:
+        onnx = write_onnx(
+            program,
+            stage / ONNX,
+            flat_outputs(call),
+            input_names=names_of_inputs(source.model, batch.args, batch.kwargs),
+            output_names=names,
+            metadata=metadata_of(audited.report, converted.traced, graph, program),
+            axis_names=shapes.axis_names,
+        )
+    compared = onnx if not source.model.training else None
+    error = compared.max_error(reference) if compared is not None else None
+    path = stage / ONNX if compared is not None and compared.outputs else None
+    comparison = ShapeComparison(program, source, audited, options, shapes, path)
+    if options.dynamic:
+        comparison.run()
+    error = max(error, comparison.onnx_error or 0.0) if error is not None else None
+    notes = tuple(text for text in (reference.note, onnx.note if onnx else "") if text)
+    return _Written(reference, onnx, error, shapes.described(program, comparison.verified), notes)
 
 
 def _map_written(

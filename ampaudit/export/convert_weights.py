@@ -32,9 +32,10 @@ def convert_weights(path: Path, output: Path, options: ConvertConfig) -> Convers
         AuditError: see ``ampaudit.core.errors``; nothing is left behind.
     """
     options.check_output(output)
-    if options.mode == "train" or options.onnx:
+    if options.mode == "train" or options.onnx or options.dynamic:
         raise UsageError(
-            f"{path} has weights, but no graph", hint="convert the model for --mode train or --onnx"
+            f"{path} has weights, but no graph",
+            hint="convert the model for --mode train, --onnx or --dynamic",
         )
     read = states_of([path])
     checkpoint = open_checkpoint(path)
@@ -108,4 +109,5 @@ def conversion_of(output: Path, checkpoint: Checkpoint, files: WeightFiles, mani
         onnx_error=None,
         files={name: record.size for name, record in manifest.files.items()},
         notes=manifest.notes,
+        shapes=manifest.shapes,
     )

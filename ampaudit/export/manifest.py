@@ -29,7 +29,7 @@ from ampaudit.core.version import __version__
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.weight_files import StoredTensor, WeightFiles
 from ampaudit.policy.schema import Constants
-from ampaudit.report.conversion import OutputRecord
+from ampaudit.report.conversion import OutputRecord, ProgramShapes
 
 __all__ = [
     "FileRecord",
@@ -77,6 +77,7 @@ class Manifest:
         inputs_sha256: of the recorded inputs' bytes; null without a run.
         outputs: what the program computed from them.
         notes: what a user of the directory should know.
+        shapes: what the program takes; absent without one, and in older directories.
     """
 
     schema: Literal[1]
@@ -97,6 +98,7 @@ class Manifest:
     inputs_sha256: str | None
     outputs: tuple[OutputRecord, ...]
     notes: tuple[str, ...]
+    shapes: ProgramShapes | None = None
 
 
 _ADAPTER = TypeAdapter(Manifest)
@@ -155,6 +157,7 @@ def manifest_of(
     notes: Sequence[str],
     inputs_sha256: str | None = None,
     outputs: tuple[OutputRecord, ...] = (),
+    shapes: ProgramShapes | None = None,
 ) -> Manifest:
     """Build the manifest of a conversion, without the files other than weights."""
     return Manifest(
@@ -176,6 +179,7 @@ def manifest_of(
         inputs_sha256=inputs_sha256,
         outputs=outputs,
         notes=tuple(notes),
+        shapes=shapes,
     )
 
 
@@ -225,7 +229,10 @@ def _own_digest(manifest: Manifest) -> str:
 
 
 def _text(manifest: Manifest) -> str:
-    return json.dumps(_ADAPTER.dump_python(manifest, mode="json"), indent=1, ensure_ascii=False) + "\n"
+    table = _ADAPTER.dump_python(manifest, mode="json")
+    if manifest.shapes is None:
+        del table["shapes"]
+    return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
 
 
 def _corrupt(path: Path, what: str) -> WeightsError:

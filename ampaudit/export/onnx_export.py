@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ampaudit.export.reference import ReferenceOutputs, compare_output
 from ampaudit.trace.opnames import converts
 from ampaudit.trace.values import dtype_name
 
-__all__ = ["OnnxFile", "names_of_inputs", "write_onnx"]
+__all__ = ["OnnxFile", "max_difference", "names_of_inputs", "run_onnx", "write_onnx"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MIN_DB = 25.0  # a few roundings of bfloat16; a dropped eps or a lost cast of a norm is worse
@@ -52,20 +52,30 @@ class OnnxFile:
         """
         if not self.outputs:
             return None
-        largest = 0.0
-        for index, record in enumerate(reference.outputs):
-            expected = reference.tensors[f"output[{index}]"]
-            if not expected.isfinite().all():
-                continue  # the audit said so, and the user wants the file all the same
-            error, accuracy = compare_output(self.outputs[index], expected)
-            if error is None or (accuracy is not None and accuracy < _MIN_DB):
-                what = "is not finite" if error is None else f"agrees to {accuracy:.0f} dB only"
-                raise RunFailed(
-                    f"model.onnx computes something else than the program: {record.name} {what}",
-                    hint="leave out --onnx, and report it: torch's exporter, or ours, is wrong about an op",
-                )
-            largest = max(largest, error)
-        return largest
+        expected = [reference.tensors[f"output[{index}]"] for index in range(len(reference.outputs))]
+        names = [record.name for record in reference.outputs]
+        return max_difference(self.outputs, list(zip(names, expected, strict=True)))
+
+
+def max_difference(outputs: Sequence[torch.Tensor], expected: Sequence[tuple[str, torch.Tensor]]) -> float:
+    """Return the largest difference of ONNX Runtime's outputs from torch's.
+
+    Raises:
+        RunFailed: they are so far apart that the file means something else.
+    """
+    largest = 0.0
+    for ours, (name, theirs) in zip(outputs, expected, strict=True):
+        if not theirs.isfinite().all():
+            continue  # the audit said so, and the user wants the file all the same
+        error, accuracy = compare_output(ours, theirs)
+        if error is None or (accuracy is not None and accuracy < _MIN_DB):
+            what = "is not finite" if error is None else f"agrees to {accuracy:.0f} dB only"
+            raise RunFailed(
+                f"model.onnx computes something else than the program: {name} {what}",
+                hint="leave out --onnx, and report it: torch's exporter, or ours, is wrong about an op",
+            )
+        largest = max(largest, error)
+    return largest
 
 
 def names_of_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
@@ -88,6 +98,7 @@ def write_onnx(
     input_names: Sequence[str] | None,
     output_names: Sequence[str],
     metadata: OnnxMetadata,
+    axis_names: Sequence[Mapping[int, str]] | None = None,
 ) -> OnnxFile:
     """Export, check, count the casts, and run.
 
@@ -102,6 +113,7 @@ def write_onnx(
         input_names: torch's if there are none.
         output_names: paths in the model's output.
         metadata: of the program's nodes and of the model.
+        axis_names: for each input the names of the axes that may vary.
 
     Raises:
         RunFailed: torch cannot export it, onnx finds it invalid, or casts are missing.
@@ -112,6 +124,7 @@ def write_onnx(
     try:
         metadata.mark_nodes(program)
         exported = _export(program, labels, input_names)
+        _name_axes(exported, axis_names or ())
         metadata.annotate(exported)
         exported.save(path, external_data=_bytes_of(program) > 1 << 30)
         onnx.checker.check_model(str(path))
@@ -125,7 +138,7 @@ def write_onnx(
     if lost:
         raise RunFailed(f"the ONNX file lacks casts of the plan: {lost}", hint="leave out --onnx")
     try:
-        outputs, note = _run(path, inputs), ""
+        outputs, note = run_onnx(path, inputs), ""
     except Exception as error:
         outputs, note = (), f"ONNX Runtime cannot run it here: {first_line(error)}"
     return OnnxFile(sum(casts.values()), outputs, note)
@@ -155,6 +168,17 @@ def _export(program: ExportedProgram, output_names: Sequence[str], input_names: 
             )
     finally:
         logging.disable(before)
+
+
+def _name_axes(exported: Any, names: Sequence[Mapping[int, str]]) -> None:
+    """Give the axes of inputs their names, wherever the exporter's symbols for them occur."""
+    symbols: dict[str, str] = {}
+    for value, axes in zip(exported.model.graph.inputs, names, strict=False):
+        symbols |= {str(value.shape[axis]): name for axis, name in axes.items()}
+    for value in (*exported.model.graph.inputs, *exported.model.graph.outputs):
+        for axis, size in enumerate(value.shape or ()):
+            if str(size) in symbols:
+                value.shape[axis] = symbols[str(size)]
 
 
 def _bytes_of(program: ExportedProgram) -> int:
@@ -187,7 +211,8 @@ def _casts_in(model: Any) -> Counter[str]:
     return Counter(kinds[to] for to in targets if to in kinds)
 
 
-def _run(path: Path, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def run_onnx(path: Path, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Run a file with ONNX Runtime on the CPU, without its optimizations."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

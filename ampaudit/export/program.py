@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.errors import RunFailed, first_line
+from ampaudit.core.errors import AuditError, RunFailed, first_line
 from ampaudit.export.fold import FoldedGraph
 from ampaudit.trace.converted import identity
+from ampaudit.trace.dynamic import Dimensions, NarrowedDimensions, export_module
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.graph import Placeholder, Slot
 
-__all__ = ["GraphModel", "as_structure", "export_program", "same_nodes", "save_program"]
+__all__ = ["GraphModel", "as_structure", "export_program", "same_nodes", "save_program", "tensors_only"]
 
 _ITEM = re.compile(r"^output\[(\d+)\]$")
 
@@ -122,8 +124,11 @@ def export_program(
     kwargs: dict[str, Any],
     *,
     train: bool = False,
+    dimensions: Dimensions | None = None,
 ) -> ExportedProgram:
     """Export a program for inputs of these shapes, with layers and source lines on its nodes.
+
+    ``dimensions`` are those that may vary, for a graph that was traced so.
 
     Raises:
         RunFailed: torch cannot export the converted graph.
@@ -132,7 +137,9 @@ def export_program(
     model.train(train)
     try:
         with torch.no_grad() if not train else torch.enable_grad():
-            program = torch.export.export(model, args, _tensors_only(kwargs), strict=False)
+            program = _exported(model, args, tensors_only(kwargs), dimensions)
+    except AuditError:
+        raise
     except Exception as error:
         raise RunFailed(
             f"the converted graph could not be exported: {first_line(error)}",
@@ -143,7 +150,38 @@ def export_program(
     return program
 
 
-def _tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _exported(
+    model: GraphModel, args: tuple[Any, ...], kwargs: dict[str, Any], dimensions: Dimensions | None
+) -> ExportedProgram:
+    if dimensions is None:
+        return export_module(model, args, kwargs)
+    names = [f"args_{index}" for index in range(len(args))]
+    _set_signature(model, names, list(kwargs))
+    remaining = iter(dimensions)
+    shapes = pytree.tree_map(
+        lambda leaf: next(remaining) if isinstance(leaf, torch.Tensor) else None,
+        {**dict(zip(names, args, strict=True)), **kwargs},
+    )
+    while True:
+        try:
+            return export_module(model, args, kwargs, shapes=shapes)
+        except NarrowedDimensions as narrowed:
+            shapes = narrowed.shapes
+
+
+def _set_signature(model: GraphModel, positional: list[str], keywords: list[str]) -> None:
+    """Name the arguments of one export: torch.export counts those in ``**kwargs`` twice."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return GraphModel.forward(model, *args, **kwargs)
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
+    parameters += [Parameter(name, Parameter.KEYWORD_ONLY) for name in keywords]
+    vars(forward)["__signature__"] = Signature(parameters)
+    vars(model)["forward"] = forward
+
+
+def tensors_only(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keep keyword arguments that contain a tensor; the others are fixed in the graph."""
     return {
         name: value

@@ -8,7 +8,7 @@ from typing import Literal
 from ampaudit.core.text import format_bytes
 from ampaudit.report.card import CardRows, Shown
 
-__all__ = ["Conversion", "OutputRecord"]
+__all__ = ["Conversion", "OutputRecord", "ProgramShapes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,39 @@ class OutputRecord:
     sha256: str
     max_error: float | None
     sqnr_db: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramShapes:
+    """The shapes that a converted program takes.
+
+    Attributes:
+        inputs: for each input tensor the size of each dimension, or its name if it may vary.
+        ranges: least and largest size of each name; null for no largest one.
+        verified: sizes for which the program was compared with a trace of its own for them.
+    """
+
+    inputs: dict[str, tuple[int | str, ...]]
+    ranges: dict[str, tuple[int, int | None]]
+    verified: tuple[dict[str, int], ...]
+
+    @property
+    def text(self) -> str:
+        """The shape of each input, and what may vary how far."""
+        inputs = (f"{name}: {' x '.join(map(str, axes)) or 'scalar'}" for name, axes in self.inputs.items())
+        if not self.ranges:
+            fixed = "fixed; --dynamic INPUT=DIM,... lets dimensions vary"
+            return f"{', '.join(inputs)} ({fixed})" if self.inputs else "no inputs"
+        ranges = (
+            f"{name} from {low}" + (f" to {high}" if high is not None else "")
+            for name, (low, high) in self.ranges.items()
+        )
+        return f"{', '.join(inputs)}; {', '.join(ranges)}; {self._comparison}"
+
+    @property
+    def _comparison(self) -> str:
+        tried = [", ".join(f"{name} {size}" for name, size in sizes.items()) for sizes in self.verified]
+        return f"the same bits as the model at {' and at '.join(tried)}" if tried else "not compared"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -55,6 +88,7 @@ class Conversion(Shown):
             training mode, where the two draw different random numbers.
         files: name and bytes of every file.
         notes: remarks for the user.
+        shapes: what the program takes; null without a program.
     """
 
     source: str
@@ -76,6 +110,7 @@ class Conversion(Shown):
     onnx_error: float | None
     files: dict[str, int]
     notes: tuple[str, ...]
+    shapes: ProgramShapes | None = None
     schema: Literal[1] = 1
     kind: Literal["conversion"] = "conversion"
 

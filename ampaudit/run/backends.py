@@ -185,8 +185,8 @@ class Native(Float32Backend):
 
 
 def choose_backend(device: torch.device) -> Emulated | Native:
-    """Return the native backend on CUDA, and the emulated one elsewhere."""
-    return Native() if device.type == "cuda" else Emulated()
+    """Return the native backend on CUDA and XPU, whose kernels compute in 16 bits; else the emulated one."""
+    return Native() if device.type in ("cuda", "xpu") else Emulated()
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

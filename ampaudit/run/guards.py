@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.core.errors import InputError, RunFailed, first_line
 from ampaudit.core.text import format_bytes
+from ampaudit.run.device import generators_of
 from ampaudit.source.interface import Batch
 
 __all__ = [
@@ -29,8 +30,7 @@ _OUT_OF_RANGE = ("out of range", "out of bounds", "class values must be smaller"
 @contextlib.contextmanager
 def guarded(device: torch.device, batch: Batch | None = None) -> Iterator[None]:
     """Set up the whole context; random numbers drawn inside do not affect later ones."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), exact_float32(), _memory_errors(device):
+    with torch.random.fork_rng(**generators_of(device)), exact_float32(), _memory_errors(device):
         if batch is None:
             yield
         else:
@@ -123,8 +123,8 @@ def refuse_larger_than_memory(graph: fx.Graph, device: torch.device) -> None:
     Raises:
         RunFailed: one is; the system might otherwise end the process without a word.
     """
-    if device.type == "cuda":
-        available = torch.cuda.get_device_properties(device).total_memory
+    if device.type in ("cuda", "xpu"):
+        available = torch.get_device_module(device).get_device_properties(device).total_memory
     else:
         available = psutil.virtual_memory().total
     for node in graph.nodes:

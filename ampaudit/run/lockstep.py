@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ampaudit.run.backends import Backend, Float32Backend
+from ampaudit.run.device import random_state, restore_random_state
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.sharing import MISSING, SharedReference
@@ -17,7 +18,7 @@ from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["LockStep", "Observer", "Pair", "StepCall", "restore_random_state"]
+__all__ = ["LockStep", "Observer", "Pair", "StepCall"]
 
 Pair = tuple[Any, Any]
 
@@ -124,7 +125,7 @@ class LockStep:
         self.buffers = {n: v for n, v in values.items() if self._places[n.name].slot is Slot.BUFFER}
         for group in self.program.groups:
             yield group
-            state = self._random_state() if group[0].random else None
+            state = random_state(self.device) if group[0].random else None
             references = self._references(group, values, shared)
             for step, reference in zip(group, references, strict=True):
                 inputs_of = {node: self._value(node, values) for node in step.node.all_input_nodes}
@@ -277,9 +278,6 @@ class LockStep:
         master = self._masters[node.name].detach().to(self.device)
         return self._reference.represent(master, self._places[node.name].dtype)
 
-    def _random_state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
-
 
 def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:
     """Return the nodes that all steps lead to."""
@@ -289,14 +287,6 @@ def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:
         except StopIteration as end:
             outputs: list[Pair] = end.value
             return outputs
-
-
-def restore_random_state(state: torch.Tensor, device: torch.device) -> None:
-    """Restore the state of the device's random generator."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
 
 
 def _resolved(template: Any, inputs: dict[fx.Node, Pair], side: int) -> Any:

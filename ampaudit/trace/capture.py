@@ -24,6 +24,7 @@ from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.backward.patches import AFTER_ACCUMULATION, watch_custom_backwards
 from ampaudit.trace.backward.tracer import BackwardTracer
 from ampaudit.trace.caster import Caster
+from ampaudit.trace.dynamic import Dimensions, NarrowedDimensions, export_module
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
@@ -64,6 +65,7 @@ class TraceConfig:
         differentiated: whether to note where the model's code switches gradients off.
         follow_backward: whether custom backwards are traced; ``None`` if no gradients are requested.
         seed: seeds the random numbers that the model's code draws; ``None`` to continue the generators.
+        dynamic: axes of each input tensor that may vary; ``None`` if the graph is for these shapes only.
     """
 
     rules: RuleSet
@@ -75,6 +77,7 @@ class TraceConfig:
     differentiated: bool = False
     follow_backward: bool | None = None
     seed: int | None = None
+    dynamic: Dimensions | None = None
 
     @property
     def low_dtype(self) -> torch.dtype:
@@ -124,7 +127,9 @@ def capture(
     caster = Caster(config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits)
     try:
         with _tracing(config, caster), watch_custom_backwards(tracer, current_layer) as custom_code:
-            program = torch.export.export(entry, inputs, strict=False)
+            program = export_module(entry, inputs, shapes=config.dynamic and (config.dynamic,))
+    except NarrowedDimensions as narrowed:
+        return capture(model, args, kwargs, replace(config, dynamic=narrowed.shapes[0]))
     except AuditError:
         raise
     except (Exception, SystemExit) as error:

@@ -18,7 +18,7 @@ from ampaudit.trace.isolation import seeded
 from ampaudit.trace.structure import structural_copy
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["Attempt", "attempt_in_fp32", "fp32_copy", "writable"]
+__all__ = ["Attempt", "attempt_in_fp32", "fp32_copy", "without_low_precision", "writable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def fp32_copy(model: nn.Module, device: torch.device | None) -> nn.Module:
     tensors: dict[int, torch.Tensor] = {}
     for tensor in named_tensors(model).values():
         if isinstance(tensor, nn.Parameter):
-            wide = _float32_of(tensor, device)
+            wide = without_low_precision(tensor, device)
             tensors[id(tensor)] = nn.Parameter(wide, tensor.requires_grad and wide.is_floating_point())
         else:
             tensors[id(tensor)] = writable(tensor, device)
@@ -91,15 +91,15 @@ def fp32_copy(model: nn.Module, device: torch.device | None) -> nn.Module:
     return made
 
 
-def _float32_of(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def without_low_precision(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Return the tensor on the device, in float32 if it has 16 bits; without a copy if possible."""
     found = tensor.detach().to(device or tensor.device)
     return found.float() if found.dtype in LOW_PRECISION_DTYPES else found
 
 
 def writable(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Like ``_float32_of``, but in memory that the model may write to."""
-    found = _float32_of(tensor, device)
+    """Like ``without_low_precision``, but in memory that the model may write to."""
+    found = without_low_precision(tensor, device)
     return found.clone() if found.data_ptr() == tensor.data_ptr() else found
 
 

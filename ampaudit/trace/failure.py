@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections.abc import Sequence
 from itertools import dropwhile
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,7 @@ from ampaudit.trace.eager_call import attempt_in_fp32
 from ampaudit.trace.entry import named_inputs
 from ampaudit.trace.stack import is_library, is_tool_file, library_path
 
-__all__ = ["failing_line", "failing_lines", "model_failure", "plain_reason", "trace_failure"]
+__all__ = ["failing_line", "failing_lines", "lines_of", "model_failure", "plain_reason", "trace_failure"]
 
 _ONE_DEVICE = "keep every tensor on the input's device: pass device=x.device where tensors are made"
 _MAX_LISTED = 6  # inputs or parameters
@@ -209,7 +210,12 @@ def failing_lines(trace: TracebackType | None) -> tuple[SourceLine | None, Sourc
 
     Python's own library counts for neither: its lines say nothing about the model.
     """
-    below_us = dropwhile(lambda f: "ampaudit" not in f.filename, traceback.extract_tb(trace))
+    return lines_of(traceback.extract_tb(trace))
+
+
+def lines_of(stack: Sequence[traceback.FrameSummary]) -> tuple[SourceLine | None, SourceLine | None]:
+    """Find the same two lines in a stack, below the first frame of ampaudit."""
+    below_us = dropwhile(lambda f: "ampaudit" not in f.filename, stack)
     frames = [f for f in below_us if not is_tool_file(f.filename) and not f.filename.startswith("<")]
     own = [index for index, f in enumerate(frames) if not is_library(f.filename)]
     last = own[-1] if own else -1

@@ -250,6 +250,7 @@ def _inner_ops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     with without_modes(), torch.no_grad(), without_autocast(), seen:
         try:
             given = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
+            given = pytree.tree_map_only(torch.SymInt, example_size, given)
             kernel(*given[0], **given[1])
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             pass
@@ -258,7 +259,13 @@ def _inner_ops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the meta device with the sizes and strides of another one."""
-    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+    sizes, strides = ([example_size(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
+    return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device="meta")
+
+
+def example_size(size: int | torch.SymInt) -> Any:
+    """Return the number that a symbolic size stands for in this trace, without a guard on it."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 class _Names(TorchDispatchMode):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 __all__ = ["structural_copy"]
 
@@ -24,7 +25,7 @@ Module = TypeVar("Module", bound=nn.Module)
 # immutable types, and graphs, which no run changes
 _ATOMS = (
     *(types.NoneType, bool, int, float, complex, str, bytes, type),
-    *(types.ModuleType, types.CodeType, torch.dtype, torch.device, fx.Graph),
+    *(types.ModuleType, types.CodeType, torch.dtype, torch.device, fx.Graph, pytree.TreeSpec),
 )
 
 

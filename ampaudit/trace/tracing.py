@@ -11,10 +11,11 @@ from torch import fx, nn
 
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
-from ampaudit.policy import Measurement, RuleSet, plain_fp32
+from ampaudit.policy import Decision, Measurement, RuleSet, plain_fp32
 from ampaudit.policy.planning import PlanSite, plan_graph
 from ampaudit.trace.backward.graphs import separate_backwards
 from ampaudit.trace.capture import TraceConfig, capture
+from ampaudit.trace.dynamic import Dimensions
 from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
@@ -38,6 +39,8 @@ def trace(
     differentiated: bool = False,
     seed: int | None = None,
     trace_backward: bool = False,
+    planned: Mapping[SiteId, Decision] | None = None,
+    dynamic: Dimensions | None = None,
 ) -> TracedModel:
     """Trace a model on inputs like these, with the policy's casts in the graph.
 
@@ -58,6 +61,8 @@ def trace(
         seed: seeds the random numbers that the model's code draws while it is traced; without it the
             generators continue.
         trace_backward: also trace custom backwards; the model must return its loss.
+        planned: decisions of another trace of the model, by site, which hold here as well.
+        dynamic: axes of each input tensor that may vary.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
@@ -71,18 +76,22 @@ def trace(
         differentiated=differentiated,
         seed=seed,
         follow_backward=True if trace_backward else None,
+        planned=planned or {},
+        dynamic=dynamic,
     )
     if rules.file.level == "calls":
         return separate_backwards(capture(model, args, kwargs, config))
     uncast = plain_fp32(whole=rules.op_names)
-    fp32_trace = capture(model, args, kwargs, replace(config, rules=uncast, author_rules=uncast))
+    fp32_trace = capture(model, args, kwargs, replace(config, rules=uncast, author_rules=uncast, planned={}))
     sites = _plan_sites(fp32_trace)
     decisions = plan_graph(rules, sites)
-    planned = {SiteId(site.facts.site): made for site, made in zip(sites, decisions, strict=True)}
+    own = {SiteId(site.facts.site): made for site, made in zip(sites, decisions, strict=True)}
     replay = Fp32Replay(model, fp32_trace)
     replay.training = model.training
     inputs = tuple(tensor_leaves(args, kwargs))
-    config = replace(config, author_rules=uncast, planned=planned, edits={}, follow_backward=None)
+    config = replace(
+        config, author_rules=uncast, planned={**own, **config.planned}, edits={}, follow_backward=None
+    )
     traced = capture(replay, inputs, {}, config)
     return separate_backwards(
         replace(

@@ -96,7 +96,7 @@ def train(
 def _specs(config: TrainConfig, device: torch.device) -> list[VariantSpec]:
     """Return FP32, autocast (CUDA's, emulated if the device has none), and each policy."""
     dtype = low_precision_format(config.dtype).name
-    native = device.type == "cuda" or dtype == "bfloat16"
+    native = device.type == "cuda" or (device.type == "cpu" and dtype == "bfloat16")
     environment = environment_of(device)
     policies = [rules_of(policy).for_environment(environment) for policy in config.policies]
     specs = [VariantSpec("fp32", "plain FP32", None, dtype)]

@@ -17,6 +17,7 @@ from ampaudit.core.config import Progress
 from ampaudit.core.errors import InputError, ReferenceBroken
 from ampaudit.policy import RuleSet
 from ampaudit.report.training import Health, Variant
+from ampaudit.run.device import generators_of, random_state, restore_random_state
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.structure import structural_copy
@@ -98,7 +99,7 @@ class _VariantRun:
         """Take one step, and check after the first that there are gradients."""
         _restore(self.random_state, self.device)
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats(self.device)
         started = time.perf_counter()
         self.training.optimizer.zero_grad()
         # what plain FP32 raises is the model's own
@@ -113,8 +114,8 @@ class _VariantRun:
             )
         self.training.update()
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            self.peak = max(self.peak or 0, torch.cuda.max_memory_allocated())
+            torch.cuda.synchronize(self.device)
+            self.peak = max(self.peak or 0, torch.cuda.max_memory_allocated(self.device))
         self.seconds.append(time.perf_counter() - started)
         self.random_state = _random_state(self.device)
         if self.spec.rules is None and not math.isfinite(float(loss.detach())):
@@ -177,7 +178,7 @@ def train_variants(
     """
     batches = [batch.mapped(lambda tensor: tensor.to(device)) for batch in source.batches]
     runs: list[_VariantRun] = []
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(**generators_of(device)):
         for spec in specs:
             torch.manual_seed(seed)
             runs.append(_VariantRun(spec, source, device, every))
@@ -219,10 +220,10 @@ def _metric(run: _VariantRun, source: ModelSource, batches: Sequence[Batch]) -> 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
     own = torch.get_rng_state()
-    return (own, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (own,)
+    return (own,) if device.type == "cpu" else (own, random_state(device))
 
 
 def _restore(state: tuple[torch.Tensor, ...], device: torch.device) -> None:
     torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
+    if device.type != "cpu":
+        restore_random_state(state[1], device)

@@ -128,7 +128,7 @@ def test_from_the_command_line(cli: Cli, tmp_path: Path) -> None:
         (("--batch-size", "8,x"), "whole numbers from 1"),
         (("--modes", "fp16"), "no such mode"),
         (("--for", "abacus"), "unknown device 'abacus'"),
-        (("--device", "cuda"), "no usable CUDA device"),
+        (("--device", "cuda"), "cuda is not available here"),
         (("--plot", "nowhere/x.png"), "no such directory"),
         (("--plot", "x.txt"), "unknown kind of picture"),
     ],

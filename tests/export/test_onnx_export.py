@@ -55,8 +55,8 @@ def test_onnx_keeps_casts_and_islands_and_means_the_same(tmp_path: Path, policy:
 def test_an_onnx_file_that_means_something_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = onnx_export._run
-    monkeypatch.setattr(onnx_export, "_run", lambda *given: tuple(t * 1.2 for t in run(*given)))
+    run = onnx_export.run_onnx
+    monkeypatch.setattr(onnx_export, "run_onnx", lambda *given: tuple(t * 1.2 for t in run(*given)))
     with pytest.raises(RunFailed, match="computes something else"):
         exported(tmp_path, "torch-cuda")
     assert not (tmp_path / "out").exists()

@@ -55,6 +55,8 @@ def _program(made: Conversion) -> Iterator[tuple[str, str]]:
         error = made.onnx_error
         compared = f"differs from torch by {error:.2g}" if error is not None else "not compared"
         yield "onnx", f"{plural(made.onnx_casts, 'cast')} between float formats; ONNX Runtime: {compared}"
+    if made.shapes is not None:
+        yield "shapes", escape_control(made.shapes.text)
     for note in made.notes:
         yield "note", escape_control(note)
     yield "files", _files(made.files)

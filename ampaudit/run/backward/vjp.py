@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from ampaudit.run.backends import Backend
 from ampaudit.run.backward.formulas import FORMULAS
 from ampaudit.run.backward.tape import TapeEntry, unseen_write
-from ampaudit.run.lockstep import restore_random_state
+from ampaudit.run.device import restore_random_state
 from ampaudit.trace.opnames import named_arguments
 
 __all__ = ["vjp"]

@@ -1,0 +1,197 @@
+"""Reads ``--dynamic``: which dimensions of a program's inputs may vary, and in which range."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.core.untrusted import describe
+from ampaudit.export.onnx_export import names_of_inputs
+from ampaudit.report.conversion import ProgramShapes
+from ampaudit.source import Batch
+from ampaudit.source.inputs import with_tensors
+from ampaudit.trace.dynamic import Dimensions
+from ampaudit.trace.entry import named_inputs, tensor_leaves
+
+__all__ = ["DynamicShapes"]
+
+_DIMENSION = re.compile(r"^([^\W\d]\w*)(?::(\d{1,9})-(\d{1,9})?)?$")
+_FIXED = "_"
+_FORM = "write INPUT=DIM,DIM: a name for each dimension that may vary, _ for a fixed one"
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicShapes:
+    """Names of the dimensions of a batch's tensors; equal names are equal sizes.
+
+    Attributes:
+        inputs: name of each tensor.
+        axes: for each tensor the name of each dimension, or its size if it is fixed.
+        ranges: the least and the largest size that the user gave, by dimension.
+    """
+
+    inputs: tuple[str, ...]
+    axes: tuple[tuple[str | int, ...], ...]
+    ranges: Mapping[str, tuple[int, int | None]]
+
+    @classmethod
+    def read(cls, given: Sequence[str], model: nn.Module, batch: Batch) -> DynamicShapes:
+        """Read what the user gave, against the inputs of a model.
+
+        Raises:
+            UsageError: there is no such input, or the dimensions do not fit it.
+        """
+        tensors = tensor_leaves(batch.args, batch.kwargs)
+        leaves = named_inputs(batch.args, batch.kwargs)
+        names = names_of_inputs(model, batch.args, batch.kwargs) or [
+            name for name, leaf in leaves if isinstance(leaf, torch.Tensor)
+        ]
+        axes: list[tuple[str | int, ...]] = [tuple(tensor.shape) for tensor in tensors]
+        ranges: dict[str, tuple[int, int | None]] = {}
+        for text in given:
+            name, equals, dimensions = text.partition("=")
+            if not equals:
+                raise UsageError(f"--dynamic {describe(text)}", hint=_FORM)
+            number = _number_of(name.strip(), names)
+            axes[number] = tuple(_axes_of(text, dimensions.split(","), tensors[number], ranges))
+        made = cls(tuple(names), tuple(axes), ranges)
+        made.sizes(batch)
+        return made
+
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        """Return the size of each dimension in a batch.
+
+        Raises:
+            UsageError: one name stands for two sizes, or for one out of its range.
+        """
+        found: dict[str, tuple[int, str]] = {}
+        tensors = tensor_leaves(batch.args, batch.kwargs)
+        for name, axes, tensor in zip(self.inputs, self.axes, tensors, strict=True):
+            for axis, size in zip(axes, tensor.shape, strict=True):
+                if isinstance(axis, int):
+                    continue
+                before, other = found.setdefault(axis, (size, name))
+                low, high = self.ranges.get(axis, (0, None))
+                if before != size:
+                    raise UsageError(
+                        f"--dynamic: {axis} is {before} in {other} and {size} in {name}",
+                        hint="equal names are equal sizes; give these dimensions two names",
+                    )
+                if size < low or (high is not None and size > high):
+                    raise UsageError(f"--dynamic: {axis} is {size} in {name}, out of its range")
+        return {axis: size for axis, (size, _) in found.items()}
+
+    def dimensions(self) -> Dimensions:
+        """Return torch.export's description of each tensor."""
+        dims = {axis: self._dim(axis) for axes in self.axes for axis in axes if isinstance(axis, str)}
+        return tuple({index: dims[axis] for index, axis in axes.items()} or None for axes in self.axis_names)
+
+    @property
+    def axis_names(self) -> list[dict[int, str]]:
+        """Names of the axes of each tensor that may vary."""
+        return [
+            {index: axis for index, axis in enumerate(axes) if isinstance(axis, str)} for axes in self.axes
+        ]
+
+    def _dim(self, name: str) -> Any:
+        low, high = self.ranges.get(name, (None, None))
+        return Dim(name, min=low, max=high)
+
+    def resized(self, batch: Batch, sizes: Mapping[str, int]) -> Batch:
+        """Return a batch with other sizes, by repeating or leaving out rows, so that values stay valid."""
+        made: dict[int, torch.Tensor] = {}
+        for axes, tensor in zip(self.axes, tensor_leaves(batch.args, batch.kwargs), strict=True):
+            changed = tensor
+            for index, axis in enumerate(axes):
+                if isinstance(axis, str) and sizes[axis] != tensor.shape[index]:
+                    rows = torch.arange(sizes[axis], device=tensor.device) % max(tensor.shape[index], 1)
+                    changed = changed.index_select(index, rows)
+            made.setdefault(id(tensor), changed)
+        return with_tensors(batch, [made[id(t)] for t in tensor_leaves(batch.args, batch.kwargs)])
+
+    def traceable(self, batch: Batch) -> Batch:
+        """Return a batch to trace with: torch.export takes a size of 1 for a constant."""
+        return self.resized(batch, {axis: max(size, 2) for axis, size in self.sizes(batch).items()})
+
+    def final_ranges(self, program: ExportedProgram) -> dict[str, tuple[int, int | None]]:
+        """Return the range of each dimension for which a program is valid."""
+        fakes = [
+            node.meta["val"]
+            for node in program.graph.find_nodes(op="placeholder")
+            if node.name in program.graph_signature.user_inputs
+        ]
+        found: dict[str, tuple[int, int | None]] = {}
+        for axes, fake in zip(self.axes, (f for f in fakes if isinstance(f, torch.Tensor)), strict=True):
+            for axis, size in zip(axes, fake.shape, strict=True):
+                if isinstance(axis, str) and isinstance(size, torch.SymInt):
+                    limits = program.range_constraints[size.node.expr]
+                    high = int(limits.upper) if limits.upper.is_Integer else None
+                    found[axis] = max(int(limits.lower), self.ranges.get(axis, (1, None))[0], 1), high
+        return found
+
+    def others(
+        self, batch: Batch, ranges: Mapping[str, tuple[int, int | None]]
+    ) -> tuple[list[dict[str, int]], dict[str, int]]:
+        """Choose two other sizes for each dimension, a larger and a smaller one, and the least ones."""
+        chosen: list[dict[str, int]] = [{}, {}]
+        for axis, size in self.sizes(batch).items():
+            low, high = ranges[axis]
+            wanted = (2 * size + 1, size // 2, size + 1, size - 1, size + 2)
+            least = max(low, 2)
+            fitting = [n for n in wanted if n >= least and n != size and (high is None or n <= high)] or [
+                size
+            ]
+            chosen[0][axis], chosen[1][axis] = fitting[0], fitting[min(1, len(fitting) - 1)]
+        return chosen, {axis: low for axis, (low, _) in ranges.items()}
+
+    def described(self, program: ExportedProgram, verified: Sequence[Mapping[str, int]]) -> ProgramShapes:
+        """Describe the inputs of a program; sizes of 1 count where they were verified, or asked for."""
+        ranges = self.final_ranges(program)
+        for axis, (low, high) in ranges.items():
+            if low < 2 and axis not in self.ranges and all(sizes[axis] > low for sizes in verified):
+                ranges[axis] = 2, high
+        inputs = dict(zip(self.inputs, self.axes, strict=True))
+        return ProgramShapes(inputs, ranges, tuple(map(dict, verified)))
+
+
+def _number_of(name: str, names: Sequence[str]) -> int:
+    """Return the position of the tensor that a name, or a position, means."""
+    if name.isdecimal() and int(name) < len(names):
+        return int(name)
+    if name in names:
+        return names.index(name)
+    raise UsageError(
+        f"--dynamic: no input {describe(name)!r}",
+        hint=f"{did_you_mean(name, names)}the inputs are: {describe(', '.join(names)) or 'none'}",
+    )
+
+
+def _axes_of(
+    text: str, dimensions: Sequence[str], tensor: torch.Tensor, ranges: dict[str, tuple[int, int | None]]
+) -> Iterator[str | int]:
+    """Read the dimensions of one tensor, and note their ranges."""
+    if len(dimensions) != tensor.ndim:
+        raise UsageError(
+            f"--dynamic {describe(text)}: the input has {tensor.ndim} dimensions {tuple(tensor.shape)}",
+            hint=_FORM,
+        )
+    for dimension, size in zip(dimensions, tensor.shape, strict=True):
+        found = _DIMENSION.match(dimension.strip())
+        if dimension.strip() == _FIXED:
+            yield size
+        elif found is None:
+            raise UsageError(f"--dynamic: {describe(dimension)!r} is no name of a dimension", hint=_FORM)
+        else:
+            name, low, high = found.groups()
+            if low is not None:
+                ranges[name] = (int(low), int(high) if high else None)
+                if high and int(high) < int(low):
+                    raise UsageError(f"--dynamic: the range of {name} is empty", hint="write NAME:LOW-HIGH")
+            yield name
