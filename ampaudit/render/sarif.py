@@ -44,6 +44,7 @@ def _run(suite: Suite) -> dict[str, Any]:
     left = len(suite.alerts) - len(alerts)
     told = [f"{left} more findings are in the JSON report"] if left else []
     told += [f"{case}: {text}" for case, text in suite.errors.items()]
+    shared = {"properties": {"combinedPolicy": suite.combined.text}} if suite.combined is not None else {}
     return {
         "tool": {
             "driver": {
@@ -63,6 +64,7 @@ def _run(suite: Suite) -> dict[str, Any]:
         ],
         "results": [_result(suite, alert, codes.index(alert.code)) for alert in alerts],
         "columnKind": "unicodeCodePoints",
+        **shared,
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ampaudit.core.text import escape_control, format_bytes, format_number
 from ampaudit.render.blocks import Section, facts, headline, line, tabulate
-from ampaudit.render.finding_blocks import finding_sections
+from ampaudit.render.finding_blocks import combined_section, finding_sections
 from ampaudit.render.findings import TOP, Suite, alert_of
 from ampaudit.render.gradients import gradient_sections, scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
@@ -44,13 +44,17 @@ class ScanView(View[Report]):
         what = "FP32 ranges" if run.level == "ranges" else f"policy {run.policy}, {run.dtype}"
         yield headline(report.tool.version, f"{self.name}: {what}, {run.mode} mode, {run.extent}")
         yield verdict
-        active = self.suites()[0].active
+        (suite,) = self.suites()
+        active = suite.active
         shown = [alert for alert in active if full or alert.level is not Severity.NOTE]
         limit = len(shown) if full else _FINDINGS
-        yield from finding_sections(shown[:limit])
+        helpers = suite.combined is None or not suite.combined.code
+        yield from finding_sections(shown[:limit], helpers=helpers)
         if len(shown) > limit:
             more = f"and {len(shown) - limit:,} more findings; -v shows all"
             yield Section((line(more, style="bold"),))
+        if suite.combined is not None:
+            yield combined_section(suite.combined)
         yield from level_sections(report, _NEAREST)
         if report.backward is not None:
             yield from gradient_sections(report.backward, run.dtype, _NEAREST, full=full)
@@ -72,6 +76,7 @@ class ScanView(View[Report]):
             alerts=tuple(alert_of(f, escape_control(f.layer or TOP), rank) for f in report.findings),
             tool_version=report.tool.version,
             seconds={"": sum(report.timings.values())} if report.timings else {},
+            combined=report.combined,
         )
         return (suite,)
 
