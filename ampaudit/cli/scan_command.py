@@ -12,6 +12,7 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
     FILE,
+    GroupedCommand,
     config_from,
     config_options,
     debug_option,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["scan_command"]
 
 
-@click.command("scan")
+@click.command("scan", cls=GroupedCommand)
 @click.argument("model")
 @config_options(ScanConfig, SourceConfig)
 @click.option(
