@@ -7,9 +7,11 @@ provided as well.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -50,6 +52,7 @@ def _run(suite: Suite) -> dict[str, Any]:
             "driver": {
                 "name": "ampaudit",
                 "version": suite.tool_version,
+                **_information(),
                 "rules": [_rule(code, titles[code]) for code in codes],
             }
         },
@@ -66,6 +69,16 @@ def _run(suite: Suite) -> dict[str, Any]:
         "columnKind": "unicodeCodePoints",
         **shared,
     }
+
+
+def _information() -> dict[str, str]:
+    """Return the address of the project that its package names, if it names one."""
+    with contextlib.suppress(PackageNotFoundError):
+        urls = (text.partition(", ") for text in metadata("ampaudit").get_all("Project-URL", []))
+        found = {label.lower(): address for label, _, address in urls}
+        if "homepage" in found:
+            return {"informationUri": found["homepage"]}
+    return {}
 
 
 def _rule(code: str, title: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -77,7 +76,7 @@ WORDS = ("scan --policy torch-c", "bench m.py --for h1", "explain AMP10")
 
 
 @pytest.mark.parametrize("line", WORDS)
-def test_completion_is_fast_and_needs_no_torch(line: str) -> None:
+def test_completion_in_bash_needs_no_torch(line: str) -> None:
     """In bash, with the function that the documentation installs."""
     bash, program = shutil.which("bash"), Path(sys.executable).with_name("ampaudit")
     if bash is None or not program.exists():
@@ -90,13 +89,10 @@ def test_completion_is_fast_and_needs_no_torch(line: str) -> None:
         'printf "%s\\n" "${COMPREPLY[@]}"\n'
     )
     env = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    begin = time.perf_counter()
     made = subprocess.run([bash, "-c", script], capture_output=True, text=True, env=env, timeout=60)
-    seconds = time.perf_counter() - begin
     assert made.stdout.split()[0].startswith(words[-1]), made.stderr[-500:]
     assert "ampaudit.cli.completion" in made.stderr
     assert " torch\n" not in made.stderr
-    assert seconds < 20  # three processes, on a busy machine; an idle one takes half a second
 
 
 @pytest.mark.parametrize(
