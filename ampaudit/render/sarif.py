@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, metadata
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.core.text import escape_json
+from ampaudit.core.text import escape_json, model_file
 from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.paths import relative_path
@@ -131,7 +132,7 @@ def _flow(suite: Suite, alert: Alert) -> Iterable[dict[str, Any]]:
 
 def _shown_at(suite: Suite, alert: Alert) -> SourceLine:
     """Return the location to show; without a known line, the first line of the model's file."""
-    return alert.line or SourceLine(suite.name.partition(":")[0], 1)
+    return alert.line or SourceLine(model_file(suite.name), 1)
 
 
 def _location(line: SourceLine, alert: Alert | None, message: str = "") -> dict[str, Any]:
@@ -151,10 +152,12 @@ def _location(line: SourceLine, alert: Alert | None, message: str = "") -> dict[
 
 def _artifact(file: str) -> dict[str, str]:
     """Return a path relative to the source root if possible, else an absolute URI."""
-    path = Path(relative_path(file))
-    if path.is_absolute():
-        return {"uri": f"file://{quote(path.as_posix())}"}  # Path.as_uri takes the locale's encoding
-    return {"uri": quote(path.as_posix()), "uriBaseId": _ROOT}
+    path = str(PurePosixPath(relative_path(file)))
+    if re.match("[A-Za-z]:/", path):  # a drive
+        return {"uri": f"file:///{quote(path, safe='/:')}"}
+    if path.startswith("/"):
+        return {"uri": f"file://{quote(path)}"}  # Path.as_uri takes the locale's encoding
+    return {"uri": quote(path), "uriBaseId": _ROOT}
 
 
 def _logical(site: str) -> dict[str, str]:

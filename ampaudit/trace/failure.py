@@ -8,6 +8,7 @@ from types import TracebackType
 
 from ampaudit.core.errors import TraceFailed, first_line
 from ampaudit.core.sites import SourceLine
+from ampaudit.core.text import forward_slashes
 from ampaudit.policy.load import PLAIN_FP32
 from ampaudit.trace.stack import is_tool_file
 
@@ -75,4 +76,7 @@ def failing_line(trace: TracebackType | None) -> SourceLine | None:
     """Find the innermost line of the model's code in a traceback."""
     below_us = dropwhile(lambda f: "ampaudit" not in f.filename, traceback.extract_tb(trace))
     frames = [f for f in below_us if not is_tool_file(f.filename) and not f.filename.startswith("<")]
-    return SourceLine(frames[-1].filename, frames[-1].lineno or 0, frames[-1].line or "") if frames else None
+    if not frames:
+        return None
+    last = frames[-1]
+    return SourceLine(forward_slashes(last.filename), last.lineno or 0, last.line or "")
