@@ -208,6 +208,7 @@ def _safe_trial(trial: Trial) -> Trial:
 def _safe_policy(combined: CombinedPolicy) -> CombinedPolicy:
     return replace(
         combined,
+        change=escape_control(combined.change),
         text=escape_lines(combined.text),
         code=escape_lines(combined.code),
         before=escape_control(combined.before),
