@@ -100,9 +100,10 @@ class _Search:
         for finding in failing:
             site, known = finding.site, self.known.get(finding.site)
             if site not in waiting:
+                # with the others, the least may do; else what is enough for this one alone
                 alternatives = list(to_keep(self.attempts.subject, finding))
-                smaller = alternatives.index(known) if known in alternatives else 0
-                waiting[site] = iter(alternatives[smaller:])
+                enough = alternatives.index(known) if known in alternatives else 1
+                waiting[site] = iter(alternatives[:1] + alternatives[max(enough, 1) :])
             for kept in islice(waiting[site], 1):
                 chosen[site], grown = kept, True
         return grown
@@ -115,12 +116,16 @@ class _Search:
         return (members, proposal, attempt) if attempt is not None else None
 
     def _reduced(self, found: Found) -> Found:
-        """Drop members that are needless, halves first; the budget of runs bounds the search."""
-        pending, limit = [found[0]] if len(found[0]) > 1 else [], self.runs + REDUCING
+        """Drop members that are needless: all ops of a kind, then halves; the budget bounds the search."""
+        kinds: dict[str, list[Kept]] = {}
+        for kept in found[0]:
+            kind = kept.weight or kept.sites[0].rpartition("/")[2].partition("#")[0]
+            kinds.setdefault(kind, []).append(kept)
+        pending, limit = list(kinds.values()), self.runs + REDUCING
         while pending and self.runs < limit:
             dropped = pending.pop()
             rest = [kept for kept in found[0] if kept not in dropped]
-            tried = self._tried(rest) if rest and len(rest) < len(found[0]) else None
+            tried = self._tried(rest) if rest else None
             if tried is not None and tried[2].cures:
                 found = tried
             elif len(dropped) > 1:
