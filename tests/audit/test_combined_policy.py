@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ from ampaudit.source.open import open_source
 from tests.support.planted import WIDTH, TwoBranches
 
 T5 = "examples/t5_feed_forward.py"
-EXAMPLES = (T5, "examples/attention_scores.py")
+SCORES = "examples/attention_scores.py"
 
 
-def advised(source: ModelSource, policy: str, **options: Any) -> tuple[Report, CombinedPolicy]:
-    report = scan(source, policy=policy, dtype="float16", advise=True, **options)
+@cache
+def advised(path: str, policy: str) -> tuple[ModelSource, Report, CombinedPolicy]:
+    source = open_source(path, SourceConfig())
+    report = scan(source, policy=policy, dtype="float16", advise=True)
     assert report.combined is not None
-    return report, report.combined
+    return source, report, report.combined
 
 
 def run_cli(*words: str, columns: int = 80) -> Result:
@@ -55,11 +58,17 @@ def decibels(wanted: torch.Tensor, got: torch.Tensor) -> float:
     return float(10 * torch.log10(wanted.double().square().sum() / error))
 
 
-@pytest.mark.parametrize("policy", ["torch-cpu", "half"])
-@pytest.mark.parametrize("path", EXAMPLES)
+@pytest.mark.parametrize(
+    ("path", "policy"),
+    [
+        (T5, "torch-cpu"),
+        (T5, "half"),
+        (SCORES, "half"),
+        pytest.param(SCORES, "torch-cpu", marks=pytest.mark.slow),
+    ],
+)
 def test_the_code_does_in_torch_what_the_report_promises(path: str, policy: str) -> None:
-    source = open_source(path, SourceConfig())
-    report, combined = advised(source, policy)
+    source, report, combined = advised(path, policy)
     assert combined.outcome == "cure"
     (batch,) = source.batches
     with torch.no_grad():
@@ -84,26 +93,26 @@ def test_the_code_does_in_torch_what_the_report_promises(path: str, policy: str)
 
 @pytest.mark.parametrize("policy", ["torch-cpu", "half"])
 def test_another_format_as_code(policy: str) -> None:
-    source = open_source(T5, SourceConfig())
-    report = scan(source, policy=policy, dtype="float16", advise=True)
+    source, report, _ = advised(T5, policy)
+    model = open_source(T5, SourceConfig()).model.eval()
+    model.load_state_dict(source.model.state_dict())
     (trial,) = (t for t in errors(report)[0].tried if t.kind == "dtype")
     (batch,) = source.batches
     with torch.no_grad():
         wanted = source.model(*batch.args)
         names: dict[str, Any] = {
-            "torch": torch, "model": source.model, "args": batch.args, "kwargs": batch.kwargs
+            "torch": torch, "model": model, "args": batch.args, "kwargs": batch.kwargs
         }  # fmt: skip
         exec(trial.code, names)
         got = names.get("output")
-        got = source.model(*batch.args) if got is None else got
+        got = model(*batch.args) if got is None else got
     assert trial.after_db is not None
     assert abs(decibels(wanted, got) - trial.after_db) < 4
 
 
 @pytest.mark.parametrize("policy", ["torch-cuda", "half"])
 def test_one_policy_cures_all_and_every_part_of_it_is_needed(policy: str, tmp_path: Path) -> None:
-    source = open_source(T5, SourceConfig())
-    report, combined = advised(source, policy)
+    source, report, combined = advised(T5, policy)
     assert len(errors(report)) > 1
     assert all(t.outcome == "fix" for f in errors(report) for t in f.tried if t.kind == "rule")
     path = tmp_path / "all.yaml"
@@ -245,7 +254,7 @@ def test_a_policy_file_that_cannot_be(options: list[str], said: str, tmp_path: P
 
 
 def test_every_format_has_the_policy(tmp_path: Path) -> None:
-    report, combined = advised(open_source(T5, SourceConfig()), "torch-cuda")
+    _, report, combined = advised(T5, "torch-cuda")
     path = tmp_path / "report.json"
     path.write_text(as_file(report, "json"), encoding="utf-8")
     assert json.loads(path.read_text())["combined"]["text"] == combined.text
