@@ -101,7 +101,7 @@ def with_code(subject: AdviceContext, members: Sequence[Kept]) -> tuple[str, Pro
     else:
         tried, after = _IN_AUTOCAST.replace("KEPT", _listed(kept)), ""
     model = structural_copy(subject.model)
-    try:
+    try:  # what is printed is what is tried; names of layers are quoted in it
         exec(tried, {"model": model})
     except Exception:  # no such submodule, or a class that cannot be derived from
         return None
