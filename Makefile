@@ -13,7 +13,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 # without what starts programs or browsers, converts, trains, or compares whole architectures
-HEAVY := audit/test_advice audit/test_bad_input audit/test_cures audit/test_findings audit/test_healthy \
+HEAVY := audit/test_advice audit/test_bad_input audit/test_combined_policy audit/test_cures audit/test_findings audit/test_healthy \
 	audit/test_index_errors cli/test_interrupts linter/test_lint_files \
 	audit/test_quiet audit/test_silent audit/test_stress benchmarking/test_largest benchmarking/test_modes \
 	benchmarking/test_predict bounds/test_proof_examples ci/test_check ci/test_plugin cli/test_cli \

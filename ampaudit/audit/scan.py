@@ -174,9 +174,10 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         found = run_checks(context, ALL_CHECKS)
         hiding = (*hidden, *comments_in(() if source.names_files else context.sites))
         shown = suppressed(found, hiding)
+        combined = None
         if (config.advise or config.diff) and not config.ranges and not config.static:
-            shown = advised(shown, source, plan, context, config, hiding)
-        report = _report(audit, context, shown, (source, rules, config))
+            shown, combined = advised(shown, source, plan, context, config, hiding)
+        report = replace(_report(audit, context, shown, (source, rules, config)), combined=combined)
         if before:
             usual_context = context_of(before[len(made)], form, config.changed(contract=""))
             report = replace(report, changed=changed_verdicts(usual_context, context, report))

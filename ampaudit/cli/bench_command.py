@@ -8,6 +8,7 @@ import click
 
 from ampaudit.benchmarking.config import BenchConfig
 from ampaudit.cli.options import (
+    GroupedCommand,
     config_from,
     config_options,
     debug_option,
@@ -21,7 +22,7 @@ from ampaudit.report.bench import BenchReport
 __all__ = ["bench_command"]
 
 
-@click.command("bench")
+@click.command("bench", cls=GroupedCommand)
 @click.argument("model")
 @config_options(BenchConfig, SourceConfig, leave_out=("batches", "stream"))
 @plot_option("memory and speed")

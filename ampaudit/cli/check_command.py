@@ -9,6 +9,7 @@ import click
 
 from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.cli.options import (
+    GroupedCommand,
     config_from,
     config_options,
     configuration_option,
@@ -21,7 +22,7 @@ from ampaudit.cli.output import deliver_document
 __all__ = ["check_command"]
 
 
-@click.command("check")
+@click.command("check", cls=GroupedCommand)
 @click.argument("targets", nargs=-1)
 @config_options(CheckConfig)
 @configuration_option

@@ -10,6 +10,7 @@ import click
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
     FILE,
+    GroupedCommand,
     config_from,
     config_options,
     debug_option,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["convert_command", "verify_command"]
 
 
-@click.command("convert")
+@click.command("convert", cls=GroupedCommand)
 @click.argument("model")
 @click.option("-o", "--output", type=FILE, required=True, metavar="DIR", help="Directory to write.")
 @config_options(ConvertConfig, SourceConfig)

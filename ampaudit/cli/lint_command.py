@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ampaudit.cli.options import (
+    GroupedCommand,
     config_from,
     config_options,
     configuration_option,
@@ -32,7 +33,7 @@ __all__ = ["lint_command"]
 _STDIN = "-"
 
 
-@click.command("lint")
+@click.command("lint", cls=GroupedCommand)
 @click.argument("paths", nargs=-1)
 @config_options(LintConfig)
 @click.option("--fix", is_flag=True, help="Apply safe fixes in place.")

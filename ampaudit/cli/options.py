@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import wraps
 from pathlib import Path
@@ -19,6 +20,7 @@ from ampaudit.render.render import formats_of
 
 __all__ = [
     "FILE",
+    "GroupedCommand",
     "config_from",
     "config_options",
     "configuration_option",
@@ -35,6 +37,51 @@ __all__ = [
 Command = TypeVar("Command", bound=Callable[..., Any])
 Record = TypeVar("Record", bound=Config)
 FILE = click.Path(path_type=Path)
+
+_FLAGS_WIDTH = 30  # click's limit; longer ones have their text on the next line
+# headings of the help text; other options stand first
+_GROUPS = {
+    "Model and inputs": ("weights", "inputs", "batches", "train", "stream", "trust"),
+    "Findings": (
+        *("fail_on", "select", "ignore", "exclude", "allow", "min_headroom", "min_sqnr"),
+        *("max_metric_drop", "max_fp32_share", "baseline"),
+    ),
+    "Fixes": ("advise", "diff", "advise_policy", "fix"),
+    "Gradients": ("backward", "loss_scale"),
+    "Proofs": ("prove", "stress", "static", "assume"),
+    "Processes": ("jobs", "timeout", "max_memory"),
+    "Output": (
+        *("form", "output", "plot", "tensorboard", "force", "quiet", "verbose"),
+        *("config", "debug"),
+    ),
+}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists its options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a section per group with more than one option, with one width for the first column."""
+        groups: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Options", *_GROUPS)}
+        found = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
+        used = Counter(map(_group, found))
+        for option in found:
+            group = _group(option)
+            record = option.get_help_record(ctx)
+            if record is not None:
+                groups[group if used[group] > 1 else "Options"].append(record)
+        width = min(_FLAGS_WIDTH, max(len(flags) for rows in groups.values() for flags, _ in rows))
+        for group, rows in groups.items():
+            if rows:
+                with formatter.section(group):
+                    formatter.write_dl([(f"{flags:{width}}", text) for flags, text in rows])
+
+
+def _group(option: click.Option) -> str:
+    """Return the group of an option; click's versions differ in how they name --help."""
+    return "Output" if "--help" in option.opts else _GROUP_OF.get(option.name or "", "Options")
+
 
 configuration_option = click.option(
     "--config",

@@ -9,6 +9,7 @@ import click
 from ampaudit.audit.config import PlanConfig
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
+    GroupedCommand,
     config_from,
     config_options,
     debug_option,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["plan_command"]
 
 
-@click.command("plan")
+@click.command("plan", cls=GroupedCommand)
 @click.argument("model")
 @config_options(PlanConfig, SourceConfig)
 @click.option("--layer", metavar="GLOB", help="Show only matching layers, such as 'encoder.layer.0.*'.")

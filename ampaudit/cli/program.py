@@ -9,6 +9,7 @@ from importlib import import_module
 
 import click
 
+from ampaudit.cli.completion import add_completion
 from ampaudit.cli.terminal import bound_size, make_printable
 from ampaudit.core.errors import AuditError, did_you_mean, first_line
 from ampaudit.core.interrupts import INTERRUPTED
@@ -50,7 +51,7 @@ class Program(click.Group):
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(import_module(f"ampaudit.cli.{module}"), name)
-        return command
+        return add_completion(command)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""

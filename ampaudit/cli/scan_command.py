@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +11,8 @@ import click
 from ampaudit.audit.config import ScanConfig, policies_of
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import (
+    FILE,
+    GroupedCommand,
     config_from,
     config_options,
     debug_option,
@@ -21,6 +24,7 @@ from ampaudit.cli.options import (
 from ampaudit.cli.output import deliver_document
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.text import escape_control
+from ampaudit.report.finding import Severity
 
 if TYPE_CHECKING:
     from ampaudit.core.errors import AuditError
@@ -33,9 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["scan_command"]
 
 
-@click.command("scan")
+@click.command("scan", cls=GroupedCommand)
 @click.argument("model")
 @config_options(ScanConfig, SourceConfig)
+@click.option(
+    "--advise-policy", type=FILE, metavar="FILE", help="Write one policy for all errors; implies --advise."
+)
 @report_options("scan")
 @quiet_option
 @verbose_option("Show notes and every site.")
@@ -53,13 +60,33 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
       file.pt2                 an exported program
       directory/               what ``ampaudit convert`` wrote: scanned as it is
     """  # noqa: D301  (click wants the character, not its escape)
+    from ampaudit.core.files import check_writable
+
+    if options["advise_policy"] is not None:
+        check_writable(options["advise_policy"], force=options["force"])
     reports, failures = _audit(model, options)
     document = _document(reports, compared=len(reports) + len(failures) > 1)
     deliver_document(document, options)
+    if options["advise_policy"] is not None:
+        _write_policy(reports[0], options["advise_policy"], force=options["force"])
     for policy, failure in failures:
         lines = f"ampaudit: policy {policy}: {failure}".splitlines()
         click.echo("\n".join(escape_control(line) for line in lines), err=True)
     context.exit(max(document.exit_code, *(failure.exit_code for _, failure in failures), 0))
+
+
+def _write_policy(report: Report, path: Path, *, force: bool) -> None:
+    """Write the policy for all errors, or say why there is none."""
+    from ampaudit.core.files import write_text
+
+    combined = report.combined
+    if combined is None:
+        why = "no rule cures any error" if report.count(Severity.ERROR) else "there is no error to cure"
+        click.echo(f"no policy written to {path}: {why}", err=True)
+        return
+    write_text(path, combined.saved_in(path.parent), force=force)
+    left = f"; it leaves {', '.join(combined.left)}" if combined.left else ""
+    click.echo(escape_control(f"policy written to {path}{left}"), err=True)
 
 
 def _document(reports: list[Report], *, compared: bool) -> Report | Comparison:
@@ -95,13 +122,20 @@ def _audit(location: str, options: dict[str, Any]) -> Audits:
     policies = policies_of(options["policy"])  # their mistakes show before torch is loaded
     if options["ranges"] and len(policies) > 1:
         raise click.UsageError("--ranges runs FP32 only: no policy makes a difference to it")
+    if options["advise_policy"] is not None:
+        if len(policies) > 1:
+            raise click.UsageError("--advise-policy writes one policy: scan under one --policy")
+        if options["ranges"] or options["static"]:
+            raise click.UsageError("--advise-policy needs a run in 16 bits: leave out --ranges and --static")
     asked = given(options)
     loading = config_from(SourceConfig, options)
     if options["backward"] and "train" not in asked:
         loading = loading.changed(train=True)
     with ProgressBar(location) as progress:
         config = config_from(ScanConfig, options, on_progress=progress.update)
-        config.changed(prove=config.prove or bool(config.assume)).check()
+        advise = config.advise or options["advise_policy"] is not None
+        config = config.changed(advise=advise, prove=config.prove or bool(config.assume))
+        config.check()
         source = load_source(location, loading)
         from ampaudit.audit.scan import as_converted, scan_policies
 

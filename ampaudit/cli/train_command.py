@@ -8,6 +8,7 @@ import click
 
 from ampaudit.cli.options import (
     FILE,
+    GroupedCommand,
     config_from,
     config_options,
     debug_option,
@@ -24,7 +25,7 @@ from ampaudit.training.config import TrainConfig
 __all__ = ["train_command"]
 
 
-@click.command("train")
+@click.command("train", cls=GroupedCommand)
 @click.argument("model")
 @config_options(TrainConfig, SourceConfig, leave_out=("batches", "train", "stream"))
 @report_options("training")

@@ -100,10 +100,13 @@ class ChildProcess:
             interrupts.forget(self._kill)
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
             if hasattr(os, "killpg"):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            else:
+            else:  # Windows has no groups; a process that has ended no longer tells its children
+                for child in psutil.Process(self._process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        child.kill()
                 self._process.kill()
         self._process.wait()
 
@@ -118,7 +121,9 @@ class ChildProcess:
         if self.killed_by is not None:
             return f"its process was killed by {self.killed_by}"
         last = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-        return f"its process ended with exit code {self._process.returncode}" + (
+        code = self._process.returncode
+        # Windows ends a process that crashes with a number that is known in hexadecimal
+        return f"its process ended with exit code {code if code < 1 << 31 else hex(code)}" + (
             f": {escape_control(last[0][:_MAX_LINE])}" if last else ""
         )
 

@@ -186,6 +186,11 @@ def _allocated() -> int | None:
     return None
 
 
+def _compared(path: str) -> str:
+    """Return an absolute path as Windows compares it; there, the null device has a longer name, too."""
+    return os.path.normcase(os.path.abspath(path))
+
+
 def watch_calls(folder: Path, on_escape: Callable[[str], None]) -> None:
     """Deny Python code the network, other programs, questions, and writing outside a folder.
 
@@ -195,13 +200,13 @@ def watch_calls(folder: Path, on_escape: Callable[[str], None]) -> None:
         folder: where it may write.
         on_escape: called with what the code tried, if honest code never does that.
     """
-    inside = (str(folder.resolve()) + os.sep, str(folder) + os.sep)
+    inside = tuple(_compared(str(place)) + os.sep for place in (folder.resolve(), folder))
 
     def allowed(path: Any) -> bool:
         if not isinstance(path, str | bytes | os.PathLike):
             return True  # an open file
-        name = os.path.abspath(os.fsdecode(path))
-        return name == os.devnull or name.startswith(inside)
+        name = _compared(os.fsdecode(path))
+        return name == _compared(os.devnull) or name.startswith(inside)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _ESCAPES:

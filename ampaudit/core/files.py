@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ampaudit.core import interrupts
 from ampaudit.core.errors import OutputError
+from ampaudit.core.locks import locked
 
 __all__ = [
     "check_directory",
@@ -205,11 +206,11 @@ def _locked_directory(prefix: str, parent: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         for _ in range(_MAX_ATTEMPTS):
             directory = stack.enter_context(temporary_directory(prefix, parent))
-            lock = _locked(directory)
-            if lock is not None:
-                stack.callback(os.close, lock)
-            if os.name == "nt" or (lock is not None and directory.is_dir()):
-                break
+            release = locked(directory)
+            if release is not None:
+                stack.callback(release)
+                if directory.is_dir():
+                    break
         yield directory
 
 
@@ -274,31 +275,13 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _locked(directory: Path) -> int | None:
-    """Lock a directory while its writer lives; ``None`` if it is gone, locked, or cannot be locked."""
-    if os.name == "nt":
-        return None
-    import fcntl
-
-    try:
-        handle = os.open(directory, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
-
-
 def _remove_leftovers(parent: Path, prefix: str) -> None:
     """Remove staging directories whose writer has died, which releases their lock."""
     for found in parent.iterdir():
         ours = found.name.startswith(prefix) and found.is_dir() and not found.is_symlink()
-        if ours and (lock := _locked(found)) is not None:
+        if ours and (release := locked(found)) is not None:
             shutil.rmtree(found, ignore_errors=True)
-            os.close(lock)
+            release()
 
 
 def _umask() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import unicodedata
 
@@ -14,6 +15,8 @@ __all__ = [
     "format_number",
     "format_power",
     "format_scale",
+    "forward_slashes",
+    "model_file",
     "plural",
     "short_op",
 ]
@@ -25,6 +28,7 @@ _COMMAND = re.compile(
     r"remove-matcher|save-state|set-env|set-output|stop-commands|warning)\b)|##(?=\w*\[)",
     re.IGNORECASE,
 )
+_SEPARATOR = os.sep
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
@@ -54,6 +58,17 @@ def escape_json(text: str) -> str:
         json.dumps(char)[1:-1] if unicodedata.category(char) in _UNPRINTABLE and char != "\n" else char
         for char in text
     )
+
+
+def forward_slashes(file: str) -> str:
+    """Return a path with the separator that reports use on every system."""
+    return file.replace(_SEPARATOR, "/")
+
+
+def model_file(location: str) -> str:
+    """Return the file in a model's location, without ``:factory``; the colon of a drive stays."""
+    head, _, factory = location.rpartition(":")
+    return head if head and factory.isidentifier() else location
 
 
 def short_op(op: str) -> str:

@@ -55,6 +55,8 @@ def open_regular(path: Path, error: type[AuditError]) -> int:
         handle = os.open(path, _FLAGS)
     except (OSError, ValueError) as cause:  # a path with a null character is a ValueError
         why = getattr(cause, "strerror", None) or cause
+        if isinstance(cause, PermissionError) and path.is_dir():  # Windows opens no directory
+            why = "a directory, not a regular file"
         raise error(f"{describe_path(path)}: {why}", hint="check the path") from cause
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):

@@ -53,6 +53,7 @@ class RuleSet:
         file: the rules.
         ops: the ATen names of each rule that names ops, by rule id, if they are known already.
         environment: the target environment; rules about other devices or versions do not apply.
+        location: what another rule file extends: a name or a path; the policy's name by default.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class RuleSet:
         file: RuleFile,
         ops: Mapping[str, frozenset[str]] | None = None,
         environment: TargetEnvironment | None = None,
+        location: str = "",
     ) -> None:
         self.file = file
+        self.location = location or file.name
         self.environment = environment or TargetEnvironment()
         self.ops = ops if ops is not None else _expanded(file)
         rules = [rule for rule in file.rules if fits_environment(rule.when, self.environment)]
@@ -90,7 +93,7 @@ class RuleSet:
 
     def for_environment(self, environment: TargetEnvironment) -> RuleSet:
         """Return the rules for another device or version."""
-        return RuleSet(self.file, self.ops, environment)
+        return RuleSet(self.file, self.ops, environment, self.location)
 
     def decide(self, facts: OpFacts, near: frozenset[NeighborSide] = _NOBODY) -> Decision:
         """Apply the first rule that matches, or the default, and then measured rules.

@@ -42,7 +42,8 @@ class Loaded:
     @property
     def rules(self) -> RuleSet:
         """Return the rule set of the policy."""
-        return RuleSet(self.file, self.ops)
+        shipped = self.path.parent == rules_directory()
+        return RuleSet(self.file, self.ops, location="" if shipped else str(self.path))
 
 
 def load_policy(name_or_path: str | Path) -> RuleSet:

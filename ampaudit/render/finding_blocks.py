@@ -8,16 +8,21 @@ from ampaudit.core.sites import SourceLine
 from ampaudit.render.blocks import Block, Indented, Labelled, Line, Section, line
 from ampaudit.render.findings import Alert
 from ampaudit.render.paths import relative_path
-from ampaudit.report.finding import Severity, Trial
+from ampaudit.report.finding import CombinedPolicy, Outcome, Severity, Trial
 
-__all__ = ["finding_sections"]
+__all__ = ["combined_section", "finding_sections"]
 
 _SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 _DIFF_STYLES = {"+": "green", "-": "red"}
 
 
-def finding_sections(alerts: Iterable[Alert]) -> Iterator[Section]:
-    """Return a section per finding, numbered; a diff that fixes several is shown once."""
+def finding_sections(alerts: Iterable[Alert], *, helpers: bool = True) -> Iterator[Section]:
+    """Return a section per finding, numbered; a diff that fixes several is shown once.
+
+    Args:
+        alerts: in order.
+        helpers: whether to print the functions that code calls; otherwise they follow with the code for all.
+    """
     shown: set[str] = set()
     for number, alert in enumerate(alerts, 1):
         head = line(
@@ -29,7 +34,16 @@ def finding_sections(alerts: Iterable[Alert]) -> Iterator[Section]:
         diffs = dict.fromkeys(t.diff for t in alert.trials if t.diff not in shown)
         shown |= diffs.keys()
         rows = (row for diff in diffs for row in _diff(diff))
-        yield Section((head, Indented(tuple(_body(alert)), 4), *rows))
+        trials = (block for trial in alert.trials for block in _trial(trial, helpers))
+        yield Section((head, Indented(tuple(_body(alert)), 4), *trials, *rows))
+
+
+def combined_section(combined: CombinedPolicy) -> Section:
+    """Return the policy for all errors, as a file and as code that can be copied from the first column."""
+    said = Labelled((_outcome(combined.outcome, line(combined.in_words), (combined.before, combined.after)),))
+    code = (line(""), *_unwrapped("as PyTorch code", combined.code)) if combined.code else ()
+    rows = (*_unwrapped("save as a rule file, for --policy", combined.text), *code)
+    return Section((said, *rows), "One policy for all errors", level=2)
 
 
 def _body(alert: Alert) -> Iterator[Block]:
@@ -45,16 +59,28 @@ def _body(alert: Alert) -> Iterator[Block]:
     if not alert.trials:
         untried = " (not tried; --advise tries)" if alert.can_try else ""
         rows.append((line("next", style="dim"), (line(alert.advice, (untried, "dim")),)))
-    yield Labelled((*rows, *map(_trial, alert.trials)))
+    yield Labelled(tuple(rows))
 
 
-def _trial(trial: Trial) -> tuple[Line, tuple[Block, ...]]:
-    """Render a change that was tried."""
-    label = line("cure", style="bold green") if trial.outcome == "cure" else line("fix", style="bold yellow")
-    copied = () if trial.diff else (line(row, style="cyan") for row in trial.paste.splitlines())
-    runs = (("before", trial.before), ("after", trial.after))
-    compared = Labelled(tuple((line(name, style="dim"), (line(text),)) for name, text in runs))
-    return label, (line(trial.change), *copied, compared)
+def _trial(trial: Trial, helpers: bool) -> Iterator[Block]:
+    """Render a change that was tried; what to copy is not wrapped."""
+    outcome = _outcome(trial.outcome, line(trial.change), (trial.before, trial.after))
+    yield Indented((Labelled((outcome,)),), 4)
+    code = trial.code if helpers else trial.code.rpartition("\n\n\n")[2]
+    for copied in (trial.paste if not trial.diff else "", code):
+        yield from (line(f"{'':10}{row}", style="cyan", wrap=False) for row in copied.splitlines())
+
+
+def _outcome(outcome: Outcome, change: Line, runs: tuple[str, str]) -> tuple[Line, tuple[Block, ...]]:
+    """Render what a change does, with its runs."""
+    label = line("cure", style="bold green") if outcome == "cure" else line("fix ", style="bold yellow")
+    named = zip(("before", "after"), runs, strict=True)
+    return label, (change, Labelled(tuple((line(name, style="dim"), (line(text),)) for name, text in named)))
+
+
+def _unwrapped(title: str, text: str) -> Iterator[Line]:
+    yield line(f"# {title}", style="dim", wrap=False)
+    yield from (line(row, style="cyan", wrap=False) for row in text.splitlines())
 
 
 def _place(place: SourceLine) -> tuple[str | tuple[str, str], ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ampaudit.core.sites import SourceLine
 from ampaudit.core.text import escape_control, escape_lines, plural, short_op
-from ampaudit.report.finding import Finding, Severity, Source, Trial
+from ampaudit.report.finding import CombinedPolicy, Finding, Severity, Source, Trial
 from ampaudit.report.pages import title_of
 
 __all__ = ["TOP", "Alert", "Suite", "alert_of", "safe_line"]
@@ -123,6 +123,7 @@ class Suite:
         errors: cases that could not be audited, and why.
         seconds: of the audit; per case where that is known.
         inputs: what inputs are called that nobody chose.
+        combined: one policy for all errors, if it was asked for.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Suite:
     errors: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     inputs: str = ""
+    combined: CombinedPolicy | None = None
 
     def __post_init__(self) -> None:
         """Escape what is not safe to print."""
@@ -144,6 +146,7 @@ class Suite:
         object.__setattr__(self, "errors", errors)
         seconds = {escape_control(case): seconds for case, seconds in self.seconds.items()}
         object.__setattr__(self, "seconds", seconds)
+        object.__setattr__(self, "combined", self.combined and _safe_policy(self.combined))
 
     @property
     def active(self) -> tuple[Alert, ...]:
@@ -198,6 +201,19 @@ def _safe_trial(trial: Trial) -> Trial:
         change=escape_control(trial.change),
         paste=escape_lines(trial.paste),
         diff=escape_lines(trial.diff),
+        code=escape_lines(trial.code),
         before=escape_control(trial.before),
         after=escape_control(trial.after),
+    )
+
+
+def _safe_policy(combined: CombinedPolicy) -> CombinedPolicy:
+    return replace(
+        combined,
+        change=escape_control(combined.change),
+        text=escape_lines(combined.text),
+        code=escape_lines(combined.code),
+        before=escape_control(combined.before),
+        after=escape_control(combined.after),
+        left=tuple(map(escape_control, combined.left)),
     )

@@ -31,6 +31,9 @@ def _lines(suite: Suite) -> Iterable[str]:
             yield _annotation(suite, alert, command)
         if len(alerts) > _SHOWN:
             yield f"{len(alerts) - _SHOWN} more of level {command} are in the report of {suite.name}"
+    if suite.combined is not None:
+        said = f"{suite.combined.in_words}\n{suite.combined.text}"
+        yield f"::notice title=One policy for all errors::{_message(said)}"
     verdict = "PASS" if suite.passed else "FAIL"
     inputs = f"; inputs: {suite.inputs}" if suite.inputs else ""
     yield f"ampaudit: {verdict} {suite.name} ({suite.label}), {plural(len(suite.alerts), 'finding')}{inputs}"

@@ -55,6 +55,9 @@ def _element(suite: Suite) -> ElementTree.Element:
             inner.text = _legal(suite.errors[case])
         else:
             _fill(made, by_case[case])
+    if suite.combined is not None:
+        said = f"One policy for all errors: {suite.combined.in_words}\n{suite.combined.text}"
+        ElementTree.SubElement(element, "system-out").text = _legal(said)
     return element
 
 

@@ -103,6 +103,12 @@ def _suite(suite: Suite) -> Iterator[str]:
         yield f"and {len(shown) - _ROWS} more"
     for alert in shown[:_DETAILS]:
         yield from _details(alert)
+    if suite.combined is not None:
+        yield escaped(f"One policy for all errors: {suite.combined.in_words}; {suite.combined.after}")
+        yield _fenced(suite.combined.text.rstrip(), "yaml")
+        if suite.combined.code:
+            yield "The same as PyTorch code:"
+            yield _fenced(suite.combined.code.rstrip(), "python")
 
 
 def _row(alert: Alert) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ampaudit.core.text import forward_slashes
 from ampaudit.report.finding import INSTALLED
 
 __all__ = ["relative_path"]
@@ -12,11 +13,12 @@ __all__ = ["relative_path"]
 
 def relative_path(file: str) -> str:
     """Return the path relative to the working or package directory, or unchanged."""
+    file = forward_slashes(file)
     _, packages, inside = file.rpartition(INSTALLED)
     if packages:
         return inside
     try:
-        relative = os.path.relpath(file, Path.cwd())
+        relative = forward_slashes(os.path.relpath(file, Path.cwd()))
     except ValueError:  # an empty name, or another drive
         return file
     return file if relative.startswith("..") else relative

@@ -7,15 +7,18 @@ provided as well.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterable
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.core.text import escape_json
+from ampaudit.core.text import escape_json, model_file
 from ampaudit.render.documents import view_of
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.paths import relative_path
@@ -44,11 +47,15 @@ def _run(suite: Suite) -> dict[str, Any]:
     left = len(suite.alerts) - len(alerts)
     told = [f"{left} more findings are in the JSON report"] if left else []
     told += [f"{case}: {text}" for case, text in suite.errors.items()]
+    properties = {"inputs": suite.inputs} if suite.inputs else {}
+    if suite.combined is not None:
+        properties["combinedPolicy"] = suite.combined.text
     return {
         "tool": {
             "driver": {
                 "name": "ampaudit",
                 "version": suite.tool_version,
+                **_information(),
                 "rules": [_rule(code, titles[code]) for code in codes],
             }
         },
@@ -63,8 +70,18 @@ def _run(suite: Suite) -> dict[str, Any]:
         ],
         "results": [_result(suite, alert, codes.index(alert.code)) for alert in alerts],
         "columnKind": "unicodeCodePoints",
-        **({"properties": {"inputs": suite.inputs}} if suite.inputs else {}),
+        **({"properties": properties} if properties else {}),
     }
+
+
+def _information() -> dict[str, str]:
+    """Return the address of the project that its package names, if it names one."""
+    with contextlib.suppress(PackageNotFoundError):
+        urls = (text.partition(", ") for text in metadata("ampaudit").get_all("Project-URL", []))
+        found = {label.lower(): address for label, _, address in urls}
+        if "homepage" in found:
+            return {"informationUri": found["homepage"]}
+    return {}
 
 
 def _rule(code: str, title: str) -> dict[str, Any]:
@@ -117,7 +134,7 @@ def _flow(suite: Suite, alert: Alert) -> Iterable[dict[str, Any]]:
 
 def _shown_at(suite: Suite, alert: Alert) -> SourceLine:
     """Return the location to show; without a known line, the first line of the model's file."""
-    return alert.line or SourceLine(suite.name.partition(":")[0], 1)
+    return alert.line or SourceLine(model_file(suite.name), 1)
 
 
 def _location(line: SourceLine, alert: Alert | None, message: str = "") -> dict[str, Any]:
@@ -137,10 +154,12 @@ def _location(line: SourceLine, alert: Alert | None, message: str = "") -> dict[
 
 def _artifact(file: str) -> dict[str, str]:
     """Return a path relative to the source root if possible, else an absolute URI."""
-    path = Path(relative_path(file))
-    if path.is_absolute():
-        return {"uri": f"file://{quote(path.as_posix())}"}  # Path.as_uri takes the locale's encoding
-    return {"uri": quote(path.as_posix()), "uriBaseId": _ROOT}
+    path = str(PurePosixPath(relative_path(file)))
+    if re.match("[A-Za-z]:/", path):  # a drive
+        return {"uri": f"file:///{quote(path, safe='/:')}"}
+    if path.startswith("/"):
+        return {"uri": f"file://{quote(path)}"}  # Path.as_uri takes the locale's encoding
+    return {"uri": quote(path), "uriBaseId": _ROOT}
 
 
 def _logical(site: str) -> dict[str, str]:

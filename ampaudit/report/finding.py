@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
 from ampaudit.core.sites import SiteId, SourceLine
@@ -14,6 +18,7 @@ from ampaudit.report.pages.page import Kind
 __all__ = [
     "CRASHED",
     "INSTALLED",
+    "CombinedPolicy",
     "Evidence",
     "FailOn",
     "Finding",
@@ -133,6 +138,7 @@ class Trial:
         before_db: accuracy of the worst output without it; ``None`` if it is exact, or not finite.
         after_db: the same with it.
         diff: the change of the source as a unified diff (``--diff``); empty where it is to be pasted.
+        code: a rule or another format as PyTorch code for a variable ``model``; empty where there is none.
     """
 
     kind: TrialKind
@@ -145,6 +151,7 @@ class Trial:
     before_db: float | None = None
     after_db: float | None = None
     diff: str = ""
+    code: str = ""
 
     @property
     def in_words(self) -> str:
@@ -153,6 +160,59 @@ class Trial:
             return self.change
         are = "1 error is" if self.left == 1 else f"{self.left} errors are"
         return f"{self.change}; fixes this finding, {are} left elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class CombinedPolicy:
+    """One policy for all errors of a report, run as a whole (``--advise``).
+
+    Attributes:
+        change: what it keeps in float32, in words.
+        name: the policy's.
+        extends: the policy that was scanned with, or the path of its file.
+        text: the rule file (YAML).
+        code: the same as PyTorch code for a variable ``model``; empty where there is none.
+        before: what the run without it gave.
+        after: what the run with it gave.
+        outcome: ``cure`` if no error is left and every output has the required accuracy against the user's
+            FP32 model; ``fix`` if errors are left.
+        left: the errors that are left, each with its site.
+        before_db: accuracy of the worst output without it; ``None`` if it is exact, or not finite.
+        after_db: the same with it.
+    """
+
+    change: str
+    name: str
+    extends: str
+    text: str
+    code: str
+    before: str
+    after: str
+    outcome: Outcome
+    left: tuple[str, ...] = ()
+    before_db: float | None = None
+    after_db: float | None = None
+
+    @property
+    def in_words(self) -> str:
+        """What it does, and what it leaves."""
+        if self.outcome == "cure":
+            return f"{self.change}: no error is left"
+        return f"{self.change}: left are {', '.join(self.left)}"
+
+    def saved_in(self, directory: Path) -> str:
+        """Return the rule file with the path that it extends, if any, as seen from a directory."""
+        if not Path(self.extends).is_file():  # the name of a shipped policy
+            return self.text
+        base = Path(self.extends).resolve()
+        with contextlib.suppress(ValueError):  # on another drive
+            base = Path(os.path.relpath(base, directory.resolve()))
+        return self.text.replace(self.frame(self.extends), self.frame(base.as_posix()), 1)
+
+    @staticmethod
+    def frame(extends: str) -> str:
+        """Return the line that names the policy to extend."""
+        return f"extends: [{json.dumps(extends, ensure_ascii=False)}]"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

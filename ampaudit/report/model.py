@@ -20,7 +20,7 @@ from ampaudit.core.text import plural
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
-from ampaudit.report.finding import CRASHED, Finding, Severity
+from ampaudit.report.finding import CRASHED, CombinedPolicy, Finding, Severity
 from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.inputs import InputsInfo
 from ampaudit.report.site import SiteReport
@@ -168,6 +168,7 @@ class Report(Shown):
     stressed: tuple[Stressed, ...] = ()
     tails: tuple[Tail, ...] = ()
     backward: BackwardReport | None = None
+    combined: CombinedPolicy | None = None
     kind: Literal["scan"] = "scan"
 
     @property

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ampaudit.core.errors import AuditError, SourceError, TraceFailed, did_you_mean, first_line
 from ampaudit.core.sites import SourceLine
+from ampaudit.core.text import forward_slashes
 from ampaudit.core.untrusted import describe
 from ampaudit.policy.load import PLAIN_FP32
 from ampaudit.trace.eager_call import attempt_in_fp32
@@ -219,9 +220,9 @@ def lines_of(stack: Sequence[traceback.FrameSummary]) -> tuple[SourceLine | None
     frames = [f for f in below_us if not is_tool_file(f.filename) and not f.filename.startswith("<")]
     own = [index for index, f in enumerate(frames) if not is_library(f.filename)]
     last = own[-1] if own else -1
-    called = [f for f in frames[last + 1 :] if "/site-packages/" in f.filename]
+    called = [f for f in frames[last + 1 :] if "/site-packages/" in forward_slashes(f.filename)]
 
     def line(frame: traceback.FrameSummary) -> SourceLine:
-        return SourceLine(frame.filename, frame.lineno or 0, frame.line or "")
+        return SourceLine(forward_slashes(frame.filename), frame.lineno or 0, frame.line or "")
 
     return line(frames[last]) if own else None, line(called[-1]) if called else None

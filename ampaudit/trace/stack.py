@@ -9,11 +9,12 @@ from functools import cache
 from pathlib import Path
 
 from ampaudit.core.sites import SourceLine
+from ampaudit.core.text import forward_slashes
 
 __all__ = ["code_line", "is_library", "is_tool_file", "library_path", "source_lines"]
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>[0-9]{1,9}), in (?P<function>.+)$')
-_PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
+_PACKAGE = f"{Path(__file__).resolve().parents[1].as_posix()}/"
 _NOT_A_MODEL = ("torch", "ampaudit")
 
 
@@ -42,28 +43,31 @@ def _frames(stack_trace: str) -> list[SourceLine]:
             continue
         following = lines[index + 1].strip() if index + 1 < len(lines) else ""
         code = "" if _FRAME.match(following) else following
-        frames.append(SourceLine(found["file"], int(found["line"]), code))
+        frames.append(SourceLine(forward_slashes(found["file"]), int(found["line"]), code))
     return frames
 
 
 def code_line(file: str, line: int) -> SourceLine:
     """Return a line of a file, with its text if the file can be read."""
-    return SourceLine(file, line, linecache.getline(file, line).strip())
+    return SourceLine(forward_slashes(file), line, linecache.getline(file, line).strip())
 
 
 @cache
 def is_tool_file(file: str) -> bool:
     """Return whether a file belongs to torch or ampaudit."""
+    file = forward_slashes(file)
     return file.startswith(_PACKAGE) or any(f"/site-packages/{name}/" in file for name in _NOT_A_MODEL)
 
 
 @cache
 def is_library(file: str) -> bool:
     """Return whether a file belongs to an installed library or Python."""
-    standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    return "/site-packages/" in file or any(file.startswith(place) for place in standard if place)
+    file = forward_slashes(file)
+    standard = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    places = [forward_slashes(place) for place in standard if place]
+    return "/site-packages/" in file or any(file.startswith(place) for place in places)
 
 
 def library_path(file: str) -> str:
     """Return the path of a library's file within the place where libraries are installed."""
-    return file.replace("\\", "/").rpartition("/site-packages/")[2]
+    return forward_slashes(file).rpartition("/site-packages/")[2]

@@ -10,7 +10,7 @@ from torch import nn
 
 from ampaudit import convert, scan
 from ampaudit.audit.advice import Proposal
-from ampaudit.audit.advise import _same_function
+from ampaudit.audit.advice.attempts import same_function
 from ampaudit.audit.checks import Finding
 from ampaudit.audit.inputs import as_source
 from ampaudit.core.config import SourceConfig
@@ -89,10 +89,10 @@ def test_another_function_is_no_cure() -> None:
     model, other = Pair().eval(), Pair().eval()
     other.load_state_dict(model.state_dict())
     source = as_source(model, batches=[torch.randn(4, WIDTH)])
-    assert _same_function(source, Proposal("rescale", "", "", model=other))
+    assert same_function(source, Proposal("rescale", "", "", model=other))
     with torch.no_grad():
         other.down.bias[0] += 1e-3
-    assert not _same_function(source, Proposal("rescale", "", "", model=other))
+    assert not same_function(source, Proposal("rescale", "", "", model=other))
 
 
 def test_weights_that_something_else_reads_are_not_rescaled() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from ampaudit.ci.metric import with_metric
 from ampaudit.ci.pool import Limits, check_all
 from ampaudit.core.config import silent
 from ampaudit.core.errors import InputError, UsageError
+from ampaudit.core.version import __version__
 from ampaudit.export.manifest import read_manifest
 from ampaudit.render.json import to_json
 from ampaudit.report.budgets import Budgets, Measurements
@@ -357,6 +359,17 @@ def ci_copy(tmp_path: Path) -> Path:
     for name in ("pyproject.toml", "model.py"):
         (tmp_path / name).write_text((ROOT / "examples" / "ci" / name).read_text())
     return tmp_path
+
+
+def test_the_github_workflow_pins_what_it_runs() -> None:
+    text = (ROOT / "examples" / "ci" / "github-actions.yml").read_text()
+    used = re.findall(r"uses: (\S+)(.*)", text)
+    assert len(used) == 4
+    for action, comment in used:
+        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), action
+    (installed,) = re.findall(r"ampaudit @ (\S+)\"", text)
+    assert installed == f"git+https://github.com/OWNER/ampaudit@v{__version__}"
 
 
 SCALES = [pytest.param("1.0", 0, marks=pytest.mark.slow), ("1e6", 1)]

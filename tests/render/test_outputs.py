@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from email.message import Message
 from functools import cache
 from html import unescape
 from pathlib import Path
@@ -96,6 +97,21 @@ def test_the_rules_of_sarif_are_documented_by_their_pages() -> None:
         assert first in " ".join(page.text.split())
         assert rule["shortDescription"]["text"] == page.title
         assert rule["defaultConfiguration"]["level"] == page.severity
+
+
+def test_sarif_names_the_project_where_its_package_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def driver(*urls: str) -> dict[str, Any]:
+        package = Message()
+        for url in urls:
+            package["Project-URL"] = url
+        monkeypatch.setattr(sarif, "metadata", lambda name: package)
+        found: dict[str, Any] = sarif_of(saved("overflow"))["runs"][0]["tool"]["driver"]
+        return found
+
+    assert "informationUri" not in driver()
+    assert "informationUri" not in driver("Source, https://example.org/source")
+    named = driver("Source, https://example.org/source", "Homepage, https://example.org/a,b")
+    assert named["informationUri"] == "https://example.org/a,b"
 
 
 def test_sarif_points_at_the_users_line() -> None:

@@ -14,7 +14,7 @@ from ampaudit.policy import RuleSet
 from ampaudit.report.finding import TrialKind
 from ampaudit.trace.edits import Edit
 
-__all__ = ["AdviceContext", "LineChange", "Proposal", "RewriteKind"]
+__all__ = ["AdviceContext", "Kept", "LineChange", "Proposal", "RewriteKind"]
 
 RewriteKind = Literal["log_softmax", "log_sigmoid", "scale", "number"]
 
@@ -51,6 +51,21 @@ class LineChange:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept in float32 because of a finding.
+
+    Attributes:
+        sites: ops.
+        why: the reason that the rule gives.
+        weight: a parameter that is kept with all ops that use it; empty if none is.
+    """
+
+    sites: tuple[SiteId, ...]
+    why: str
+    weight: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """One change to try.
 
@@ -64,6 +79,7 @@ class Proposal:
         dtype: another 16-bit format.
         source: the same as ``edits`` in the source code, where its line is known.
         by_dtype: whether the code gives FP32 a number of its own, and not the one that is tried.
+        kept: what the rules keep in float32.
     """
 
     kind: TrialKind
@@ -75,3 +91,4 @@ class Proposal:
     dtype: str | None = None
     source: LineChange | None = None
     by_dtype: bool = False
+    kept: tuple[Kept, ...] = ()

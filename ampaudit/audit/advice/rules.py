@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import fx
 
-from ampaudit.audit.advice.interface import AdviceContext, Proposal
+from ampaudit.audit.advice.interface import AdviceContext, Kept, Proposal
 from ampaudit.audit.checks.interface import some_sites
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import RuleSet
@@ -21,7 +21,7 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["keep_in_float32"]
+__all__ = ["border", "keep_in_float32", "keeping", "kept_sites", "literal", "quoted", "to_keep"]
 
 BACK = (1, 2, 4, 8)  # steps
 _PROMOTING = ("cat", "concat", "stack", "where")
@@ -30,10 +30,17 @@ _SOURCE = "ampaudit scan --advise"
 
 def keep_in_float32(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
     """Propose to keep one site, then the site and all readers of its out-of-range value."""
+    return (keeping(subject, (kept,)) for kept in to_keep(subject, finding))
+
+
+def to_keep(subject: AdviceContext, finding: Finding) -> Iterator[Kept]:
+    """Return what to keep in float32 because of a finding, the least first."""
     context = subject.context
     weight = next((w for w in context.broken_weights if w.rpartition(".")[0] == finding.layer), None)
     if finding.phase == "weights" and weight is not None:
-        yield _keep_weight(subject, weight)
+        users = _users(subject, weight)
+        others = _island(subject, users).keys() - {s.id for s in users}
+        yield Kept(_in_order(subject, others), f"{weight} is infinite in 16 bits", weight)
         return
     site = context.site.get(finding.site)
     if site is None or site.id not in {s.id for s in context.graph_sites}:
@@ -43,15 +50,15 @@ def keep_in_float32(subject: AdviceContext, finding: Finding) -> Iterator[Propos
     if not first:
         return
     why = f"{page_of(finding.code).title} ({finding.code})"
-    yield _keep(subject, {s.id: s for s in first}, why)
+    yield Kept(_in_order(subject, {s.id for s in first}), why)
     if finding.kind != "overflow":
         yield from _back(subject, first, why)
     island = _island(subject, first)
     if len(island) > len(first):
-        yield _keep(subject, island, why)
+        yield Kept(_in_order(subject, island.keys()), why)
 
 
-def _back(subject: AdviceContext, first: Sequence[Site], why: str) -> Iterator[Proposal]:
+def _back(subject: AdviceContext, first: Sequence[Site], why: str) -> Iterator[Kept]:
     """Go back from the site in growing steps, since the rounding began at one of its inputs."""
     kept = {site.id: site for site in first}
     frontier = list(first)
@@ -60,7 +67,7 @@ def _back(subject: AdviceContext, first: Sequence[Site], why: str) -> Iterator[P
         frontier = [m for m in made if m.id not in kept and m.facts is not None]
         kept |= {m.id: m for m in frontier}
         if back in BACK or not frontier:
-            yield _keep(subject, kept, why)
+            yield Kept(_in_order(subject, kept.keys()), why)
         if not frontier:
             return
 
@@ -85,15 +92,15 @@ def _island(subject: AdviceContext, first: Sequence[Site]) -> dict[SiteId, Site]
     return island
 
 
-def _border(subject: AdviceContext, kept: Mapping[SiteId, Site]) -> list[SiteId]:
+def border(subject: AdviceContext, kept: Set[SiteId]) -> tuple[SiteId, ...]:
     """Return the first ops that reject float32 next to weights stored in 16 bits.
 
     Elementwise ops promote, so float32 flows on through them; a product or a norm with 16-bit weights takes
     what it reads in 16 bits again.
     """
     if subject.rules.file.weights.storage != "lower":
-        return []
-    flow, border = subject.context.flow, dict[SiteId, Site]()
+        return ()
+    flow, found = subject.context.flow, set[SiteId]()
     for graph in (traced.graph for traced in flow.every):
         wide: set[fx.Node] = set()
         for node in graph.nodes:
@@ -104,8 +111,8 @@ def _border(subject: AdviceContext, kept: Mapping[SiteId, Site]) -> list[SiteId]
                 if site is None or site.role is Role.VIEW or _promotes(node, wide):
                     wide.add(node)
                 elif site.facts is not None:
-                    border[site.id] = site
-    return _in_order(subject, border)
+                    found.add(site.id)
+    return _in_order(subject, found)
 
 
 def _stays(flow: Flow, node: fx.Node, site: Site | None, wide: Set[fx.Node]) -> bool:
@@ -125,62 +132,60 @@ def _promotes(node: fx.Node, wide: Set[fx.Node]) -> bool:
     return not narrow or op is None or torch.Tag.pointwise in op.tags or base_name(op) in _PROMOTING
 
 
-def _in_order(subject: AdviceContext, sites: Mapping[SiteId, Site]) -> list[SiteId]:
-    return [site.id for site in subject.context.graph_sites if site.id in sites]
+def _in_order(subject: AdviceContext, sites: Set[SiteId]) -> tuple[SiteId, ...]:
+    return tuple(dict.fromkeys(site.id for site in subject.context.graph_sites if site.id in sites))
 
 
-def _keep(subject: AdviceContext, kept: Mapping[SiteId, Site], why: str) -> Proposal:
-    sites, border = _in_order(subject, kept), _border(subject, kept)
-    rules = [_rule("keep", sites, Cast.FLOAT32, why), *_returning(border)]
-    change = f"keep {some_sites(sites)} in float32"
-    return Proposal("rule", change, "\n".join(map(_paste, rules)), rules=_with(subject.rules, rules))
-
-
-def _returning(border: Sequence[SiteId]) -> list[Rule]:
-    return [_rule("return", border, Cast.LOWER, "later ops run in 16 bits again")] if border else []
-
-
-def _keep_weight(subject: AdviceContext, weight: str) -> Proposal:
-    """Keep the ops that use a weight in float32, and the weight itself if it is stored in 16 bits."""
-    why = f"{weight} is infinite in 16 bits"
-    name = (_literal(weight),)
-    rule = Rule(
-        id=f"mine/keep-{weight}",
-        match=Match(parameter=name),
-        cast=Cast.FLOAT32,
-        reason=Reason.RANGE,
-        why=why,
-        source=_SOURCE,
-    )
+def _users(subject: AdviceContext, weight: str) -> list[Site]:
     context = subject.context
-    users = [s for s in context.graph_sites if weight in context.users.get(s.id, ())]
-    island = _island(subject, users)
-    others = _in_order(subject, {site: island[site] for site in island.keys() - {s.id for s in users}})
-    rules = [rule, *([_rule("keep", others, Cast.FLOAT32, why)] if others else [])]
-    rules += _returning(_border(subject, island))
-    changed = _with(subject.rules, rules)
-    paste = "\n".join(map(_paste, rules))
-    weights = subject.rules.file.weights
-    if weights.storage == "lower":
-        weights = weights.model_copy(update={"keep": (*weights.keep, KeepFp32(parameter=name))})
-        changed = RuleSet(
-            changed.file.model_copy(update={"weights": weights}), changed.ops, changed.environment
-        )
+    return [s for s in context.graph_sites if weight in context.users.get(s.id, ())]
+
+
+def kept_sites(subject: AdviceContext, members: Sequence[Kept]) -> tuple[SiteId, ...]:
+    """Return all sites that are kept, in graph order."""
+    users = (s.id for kept in members if kept.weight for s in _users(subject, kept.weight))
+    return _in_order(subject, {*users, *(site for kept in members for site in kept.sites)})
+
+
+def keeping(subject: AdviceContext, members: Sequence[Kept]) -> Proposal:
+    """Propose one policy that keeps everything given, with a rule for each reason."""
+    weights = [kept.weight for kept in members if kept.weight]
+    rules = [
+        _rule(f"keep-{w}", Match(parameter=(literal(w),)), Cast.FLOAT32, f"{w} is infinite in 16 bits")
+        for w in weights
+    ]
+    known: set[SiteId] = set()
+    for why in dict.fromkeys(kept.why for kept in members):
+        given = {site for kept in members if kept.why == why for site in kept.sites}
+        rules += _about_sites("keep", _in_order(subject, given - known), Cast.FLOAT32, why)
+        known |= given
+    every = kept_sites(subject, members)
+    taken = {rule.id for rule in subject.rules.file.rules}
+    back = border(subject, frozenset(every))
+    rules += _about_sites("return", back, Cast.LOWER, "later ops run in 16 bits again")
+    # a rule takes the place of an inherited one with its id
+    rules = [r.model_copy(update={"id": f"{r.id} too"}) if r.id in taken else r for r in rules]
+    what = some_sites(every) if not weights else ", ".join(weights)
+    paste, changed = "\n".join(map(_paste, rules)), _with(subject.rules, rules)
+    stored = subject.rules.file.weights
+    if weights and stored.storage == "lower":
+        more = (KeepFp32(parameter=(literal(weight),)) for weight in weights)
+        stored = stored.model_copy(update={"keep": (*stored.keep, *more)})
+        file = changed.file.model_copy(update={"weights": stored})
+        changed = RuleSet(file, changed.ops, changed.environment)
         # a file that says something of weights says all of it
-        stored = json.dumps(weights.model_dump(mode="json", exclude_defaults=True))
-        paste = f"weights: {stored}\nrules:\n{paste}"
-    return Proposal("rule", f"keep {weight} in float32", paste, rules=changed)
+        said = quoted(stored.model_dump(mode="json", exclude_defaults=True))
+        paste = f"weights: {said}\nrules:\n{paste}"
+    return Proposal("rule", f"keep {what} in float32", paste, rules=changed, kept=tuple(members))
 
 
-def _rule(name: str, sites: Sequence[SiteId], cast: Cast, why: str) -> Rule:
-    return Rule(
-        id=f"mine/{name}-{sites[0]}",
-        match=Match(site=tuple(map(_literal, sites))),
-        cast=cast,
-        reason=Reason.RANGE,
-        why=why,
-        source=_SOURCE,
-    )
+def _about_sites(name: str, sites: Sequence[SiteId], cast: Cast, why: str) -> list[Rule]:
+    match = Match(site=tuple(map(literal, sites)))
+    return [_rule(f"{name}-{sites[0]}", match, cast, why)] if sites else []
+
+
+def _rule(name: str, match: Match, cast: Cast, why: str) -> Rule:
+    return Rule(id=f"mine/{name}", match=match, cast=cast, reason=Reason.RANGE, why=why, source=_SOURCE)
 
 
 def _with(rules: RuleSet, more: Sequence[Rule]) -> RuleSet:
@@ -189,18 +194,24 @@ def _with(rules: RuleSet, more: Sequence[Rule]) -> RuleSet:
     return RuleSet(file, rules.ops, rules.environment)
 
 
-def _literal(name: str) -> str:
+def literal(name: str) -> str:
     """Escape a name into a glob that matches only it."""
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+
+
+def quoted(value: object) -> str:
+    """Format a value as one line of YAML: JSON, but for escapes of half a character."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
 
 
 def _paste(rule: Rule) -> str:
     """Format a rule as YAML, ready to paste into a file that extends the policy."""
     (key, values), *_ = rule.match.model_dump(exclude_defaults=True).items()
     lines = [
-        f"id: {json.dumps(rule.id)}",
-        f"match: {{{key}: {json.dumps(list(values))}}}",
+        f"id: {quoted(rule.id)}",
+        f"match: {{{key}: {quoted(list(values))}}}",
         f"cast: {rule.cast}",
     ]
-    lines += [f"reason: {rule.reason}", f"why: {json.dumps(rule.why)}", f"source: {rule.source}"]
+    lines += [f"reason: {rule.reason}", f"why: {quoted(rule.why)}", f"source: {rule.source}"]
     return "- " + "\n  ".join(lines)

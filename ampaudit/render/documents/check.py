@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.core.text import escape_control, format_bytes, plural
+from ampaudit.core.text import escape_control, format_bytes, model_file, plural
 from ampaudit.core.version import __version__
 from ampaudit.render.blocks import Line, Section, facts, line, tabulate
 from ampaudit.render.findings import Alert, Suite, safe_line
@@ -103,7 +103,7 @@ def _cells(result: TargetResult, metric: bool) -> list[str | Line]:
 
 def _alerts(target: TargetResult) -> Iterator[Alert]:
     name = escape_control(target.target)
-    model = SourceLine(target.target.partition(":")[0], 1)
+    model = SourceLine(model_file(target.target), 1)
     for breach in target.breaches:
         yield Alert(
             code=breach.budget,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ampaudit.core.text import escape_control, format_bytes, format_number
 from ampaudit.render.blocks import Section, facts, headline, line, tabulate
-from ampaudit.render.finding_blocks import finding_sections
+from ampaudit.render.finding_blocks import combined_section, finding_sections
 from ampaudit.render.findings import TOP, Suite, alert_of
 from ampaudit.render.gradients import gradient_sections, scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
@@ -43,13 +43,17 @@ class ScanView(View[Report]):
             return
         yield headline(report.tool.version, f"{self.name}: {self.subject()}")
         yield verdict
-        active = self.suites()[0].active
+        (suite,) = self.suites()
+        active = suite.active
         shown = [alert for alert in active if full or alert.level is not Severity.NOTE]
         limit = len(shown) if full else _FINDINGS
-        yield from finding_sections(shown[:limit])
+        helpers = suite.combined is None or not suite.combined.code
+        yield from finding_sections(shown[:limit], helpers=helpers)
         if len(shown) > limit:
             more = f"and {len(shown) - limit:,} more findings; -v shows all"
             yield Section((line(more, style="bold"),))
+        if suite.combined is not None:
+            yield combined_section(suite.combined)
         yield from level_sections(report, _NEAREST)
         if report.backward is not None:
             yield from gradient_sections(report.backward, run.dtype, _NEAREST, full=full)
@@ -86,6 +90,7 @@ class ScanView(View[Report]):
             tool_version=report.tool.version,
             inputs=report.run.made_up,
             seconds={"": sum(report.timings.values())} if report.timings else {},
+            combined=report.combined,
         )
         return (suite,)
 

@@ -11,7 +11,7 @@ from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.gradients import scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
 from ampaudit.render.verdict import verdict_words
-from ampaudit.report.finding import Severity
+from ampaudit.report.finding import CombinedPolicy, Severity
 from ampaudit.report.model import Report
 
 __all__ = ["MAX_FINDINGS", "ReportView", "Tile", "page_values"]
@@ -43,6 +43,7 @@ class ReportView:
         left_out: findings beyond those.
         facts: label and text of everything else a reader may ask.
         scales: the loss scales in a sentence; empty without gradients.
+        combined: one policy for all errors, if it was asked for.
     """
 
     report: Report
@@ -54,15 +55,17 @@ class ReportView:
     left_out: int
     facts: tuple[tuple[str, str], ...]
     scales: str
+    combined: CombinedPolicy | None
 
 
 def page_values(reports: Sequence[tuple[Report, Suite]]) -> dict[str, Any]:
     """Return the template's values for each report and its findings."""
-    views = [_view(report, suite.alerts) for report, suite in reports]
+    views = [_view(report, suite) for report, suite in reports]
     return {"views": views, "codes": {alert.code for view in views for alert in view.findings}}
 
 
-def _view(report: Report, alerts: Sequence[Alert]) -> ReportView:
+def _view(report: Report, suite: Suite) -> ReportView:
+    alerts = suite.alerts
     word, sentence = verdict_words(report)
     run = report.run
     return ReportView(
@@ -75,6 +78,7 @@ def _view(report: Report, alerts: Sequence[Alert]) -> ReportView:
         left_out=len(alerts) - MAX_FINDINGS,
         facts=tuple(summary_rows(report, 0)),
         scales=scales_that_suit(report.backward) if report.backward is not None else "",
+        combined=suite.combined,
     )
 
 

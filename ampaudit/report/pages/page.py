@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ __all__ = [
     "Level",
     "Page",
     "all_pages",
+    "code_titles",
     "command_of",
     "family",
     "page_of",
@@ -137,6 +138,13 @@ def all_pages() -> Mapping[str, Page]:
     """Return every page by code, in order."""
     found = (parse_page(path.read_text(encoding="utf-8")) for path in sorted(_PLACE.glob("AMP*.md")))
     return {page.code: page for page in found}
+
+
+def code_titles() -> Iterator[tuple[str, str]]:
+    """Return every code with its title, without reading the pages."""
+    for path in sorted(_PLACE.glob("AMP*.md")):
+        with path.open(encoding="utf-8") as file:
+            yield path.stem, file.readline().partition(":")[2].strip()
 
 
 def parse_page(text: str) -> Page:

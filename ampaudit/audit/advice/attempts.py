@@ -1,0 +1,140 @@
+"""Runs a model under a proposed change, and judges the result by the user's own FP32 model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ampaudit.audit.advice.interface import AdviceContext, Proposal
+from ampaudit.audit.checks import ALL_CHECKS, CheckContext, Finding, Severity, run_checks
+from ampaudit.audit.checks.mixed_dtypes import refused_sites
+from ampaudit.audit.checks.suppress import Suppression, suppressed
+from ampaudit.audit.config import ScanConfig
+from ampaudit.audit.context import context_of
+from ampaudit.core.config import silent
+from ampaudit.core.errors import AuditError
+from ampaudit.core.formats import low_precision_format
+from ampaudit.core.sites import SiteId
+from ampaudit.run.audit import RunConfig, run_audits
+from ampaudit.run.outputs import OutputComparison
+from ampaudit.source import ModelSource
+from ampaudit.trace.isolation import call_unchanged
+
+__all__ = ["Attempt", "Attempts", "decibels", "errors_of", "outputs_text", "same_function"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A run under a change.
+
+    Attributes:
+        context: what the run showed.
+        left: errors that count.
+        keeps: whether the change keeps the function, as far as the run tells.
+    """
+
+    context: CheckContext
+    left: tuple[Finding, ...]
+    keeps: bool
+
+    @property
+    def cures(self) -> bool:
+        """Whether no error is left and every output is accurate."""
+        return self.keeps and not self.left
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """Runs one model under changes.
+
+    Attributes:
+        refused: sites where torch refuses the dtypes without any change.
+        hiding: the suppressions of the scan; an error that they hide is none.
+    """
+
+    subject: AdviceContext
+    source: ModelSource
+    plan: RunConfig
+    settings: ScanConfig
+    refused: frozenset[SiteId]
+    hiding: tuple[Suppression, ...]
+
+    def run(self, proposal: Proposal) -> Attempt | None:
+        """Audit under a change; ``None`` if it cannot be run, or torch would refuse it."""
+        after = self._run(proposal)
+        if after is None or not refused_sites(after) <= self.refused:
+            return None
+        left = errors_of(suppressed(run_checks(after, ALL_CHECKS), self.hiding))
+        least, record = self.settings.min_sqnr, after.record
+        # where errors are left, the outputs do not tell whether the function is kept: FP32 does
+        keeps = bool(left) or _accurate(record.outputs, least)
+        if left or not proposal.by_dtype:
+            keeps = keeps and _accurate(record.edited, least)
+        return Attempt(after, left, keeps)
+
+    def _run(self, proposal: Proposal) -> CheckContext | None:
+        plan = self.plan
+        form = low_precision_format(proposal.dtype) if proposal.dtype else plan.number_format
+        changed = replace(
+            plan,
+            number_format=form,
+            rules=proposal.rules or plan.rules,
+            edits=proposal.edits,
+            min_sqnr=None,
+            keep_outputs=None,
+        )
+        model = proposal.model or self.source.model
+        try:
+            if proposal.model is not None and not same_function(self.source, proposal):
+                return None
+            (audit,) = run_audits(model, self.source.batches, [changed], silent)
+        except AuditError:
+            return None
+        return context_of(audit, form, self.settings.changed(prove=False, static=False))
+
+
+def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the errors that are not suppressed."""
+    return tuple(f for f in findings if f.severity is Severity.ERROR and f.suppressed is None)
+
+
+def same_function(source: ModelSource, proposal: Proposal) -> bool:
+    """Return whether both models give bitwise equal FP32 results on every batch."""
+    assert proposal.model is not None
+    models = (source.model, proposal.model)
+    for number, batch in enumerate(source.batches):
+        made = [call_unchanged(model, batch.args, batch.kwargs, seed=number) for model in models]
+        first, second = map(torch.utils._pytree.tree_leaves, made)
+        pairs = zip(first, second, strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor)):
+            return False
+    return True
+
+
+def _accurate(outputs: Mapping[str, OutputComparison], least: float) -> bool:
+    """Return whether every output has the required accuracy."""
+    found = (seen.accuracy_db for seen in outputs.values())
+    return all(accuracy is None or accuracy >= least for accuracy in found)
+
+
+def _worst(outputs: Mapping[str, OutputComparison]) -> float:
+    """Return the lowest output accuracy in dB; infinite if all are exact, -infinite if one is broken."""
+    found = (seen.accuracy_db for seen in outputs.values())
+    return min((math.inf if accuracy is None else accuracy for accuracy in found), default=math.inf)
+
+
+def decibels(context: CheckContext) -> float | None:
+    """Return the lowest output accuracy; ``None`` if all are exact, or one is broken."""
+    worst = _worst(context.record.outputs)
+    return round(worst, 2) if math.isfinite(worst) else None
+
+
+def outputs_text(context: CheckContext, errors: int) -> str:
+    """Say in a few words what a run gives: the worst output, and the number of errors."""
+    worst = _worst(context.record.outputs)
+    outputs = f"outputs {worst:.0f} dB" if math.isfinite(worst) else "outputs exact"
+    outputs = "outputs broken" if worst == -math.inf else outputs
+    return f"{outputs}; {errors} error{'s' if errors != 1 else ''}"

@@ -1,0 +1,154 @@
+"""Writes what rules keep in float32 as PyTorch code, for models that run without a policy of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+
+from ampaudit.audit.advice.interface import AdviceContext, Kept, Proposal
+from ampaudit.audit.advice.rules import border, kept_sites, literal
+from ampaudit.core.sites import SiteId
+from ampaudit.policy import RuleSet, load_policy
+from ampaudit.policy.schema import Cast, KeepFp32
+from ampaudit.trace.structure import structural_copy
+
+__all__ = ["code_of_dtype", "with_code"]
+
+_IN_AUTOCAST = '''\
+import torch
+
+device = next(model.parameters()).device.type
+
+
+def keep_in_float32(layer):
+    """Run a layer without autocast, on inputs in float32."""
+
+    def cast(x):
+        return x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    class Float32(type(layer)):
+        def forward(self, *args, **kwargs):
+            with torch.autocast(device, enabled=False):
+                return super().forward(*map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
+
+    layer.__class__ = Float32
+
+
+for name in KEPT:
+    keep_in_float32(model.get_submodule(name))
+'''
+_STORED = '''\
+import copy
+
+import torch
+
+
+def cast_inputs(layer):
+    """Run a layer on inputs in the dtype of its weights; float32 if it has none."""
+
+    class CastInputs(type(layer)):
+        def forward(self, *args, **kwargs):
+            dtype = next((p.dtype for p in self.parameters()), torch.float32)
+
+            def cast(x):
+                return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+            return super().forward(*map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
+
+    layer.__class__ = CastInputs
+
+
+for name in CAST:
+    cast_inputs(model.get_submodule(name))
+'''
+# tried by a rule about the stored weights instead: the reference needs the FP32 model
+_STORE = """\
+layers = [model.get_submodule(name) for name in KEPT]
+weights = [copy.deepcopy(layer.state_dict()) for layer in layers]
+model.HALF()
+for layer, stored in zip(layers, weights):
+    layer.float().load_state_dict(stored)
+"""
+_WIDTH = 88
+
+
+def with_code(subject: AdviceContext, members: Sequence[Kept]) -> tuple[str, Proposal] | None:
+    """Return the code, and the model changed by it under what PyTorch itself does, to be tried.
+
+    ``None`` where PyTorch does nothing like the policy, or a layer to keep is the whole model.
+    """
+    rules = _eager(subject.rules)
+    if rules is None:
+        return None
+    usual = {rule.id for rule in rules.file.rules}
+    sites = subject.context.graph_sites
+    promoted = (s.id for s in sites if s.decision.cast is Cast.FLOAT32 and s.decision.rule not in usual)
+    every = {*kept_sites(subject, members), *(site for site in promoted if rules is not subject.rules)}
+    kept = _outermost(_layers(subject, every))
+    if not kept or "" in kept:
+        return None
+    if rules.file.weights.storage == "lower":
+        wide = frozenset(s.id for s in sites if any(_lies_in(s.layer, layer) for layer in kept))
+        back = _layers(subject, border(subject, wide))
+        cast = [*kept, *(n for n in back if not any(_lies_in(layer, n) for layer in kept))]
+        weights = rules.file.weights
+        more = (KeepFp32(parameter=(f"{literal(layer)}.*",)) for layer in kept)
+        weights = weights.model_copy(update={"keep": (*weights.keep, *more)})
+        rules = RuleSet(rules.file.model_copy(update={"weights": weights}), rules.ops, rules.environment)
+        tried = _STORED.replace("CAST", _listed(cast))
+        half = "half" if subject.context.number_format.name == "float16" else "bfloat16"
+        after = _STORE.replace("HALF", half).replace("KEPT", _listed(kept))
+    else:
+        tried, after = _IN_AUTOCAST.replace("KEPT", _listed(kept)), ""
+    model = structural_copy(subject.model)
+    try:  # what is printed is what is tried; names of layers are quoted in it
+        exec(tried, {"model": model})
+    except Exception:  # no such submodule, or a class that cannot be derived from
+        return None
+    return tried + after, Proposal("rule", "", "", rules=rules, model=model)
+
+
+def code_of_dtype(rules: RuleSet, dtype: str) -> str:
+    """Return the code that runs a model in another 16-bit format; empty where PyTorch cannot."""
+    eager = _eager(rules)
+    if eager is None:
+        return ""
+    if eager.file.weights.storage == "lower":
+        return f"model.to(torch.{dtype})"
+    device = "next(model.parameters()).device.type"
+    return f"with torch.autocast({device}, dtype=torch.{dtype}):\n    output = model(*args, **kwargs)"
+
+
+def _eager(rules: RuleSet) -> RuleSet | None:
+    """Return the policy of what PyTorch does by itself where a policy builds on it."""
+    if rules.file.level != "calls":
+        return None
+    if rules.file.weights.storage == "lower":
+        name = "half"
+    else:
+        origins = {rule.id.partition("/")[0] for rule in rules.file.rules}
+        name = next((name for name in ("torch-cpu", "torch-cuda") if name in origins), "")
+    if not name or not (rules.file.autocast or name == "half"):
+        return None
+    return rules if name == rules.name else load_policy(name).for_environment(rules.environment)
+
+
+def _layers(subject: AdviceContext, sites: Collection[SiteId]) -> list[str]:
+    """Return the layers of sites, in graph order."""
+    return list(dict.fromkeys(site.layer for site in subject.context.graph_sites if site.id in sites))
+
+
+def _outermost(layers: Sequence[str]) -> list[str]:
+    return [n for n in layers if not any(n != other and _lies_in(n, other) for other in layers)]
+
+
+def _lies_in(layer: str, other: str) -> bool:
+    """Return whether a layer is another one or a part of it."""
+    return not other or f"{layer}.".startswith(f"{other}.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Write a list of names as Python code, one on a line if they are many."""
+    quoted = [json.dumps(name, ensure_ascii=False) for name in names]
+    short = f"[{', '.join(quoted)}]"
+    return short if len(short) <= _WIDTH else "".join(("[\n", *(f"    {name},\n" for name in quoted), "]"))
