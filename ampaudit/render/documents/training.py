@@ -101,8 +101,15 @@ class TrainingView(View[TrainingReport]):
             return line(("WARN", "bold yellow"), "  no step was watched: the optimizer was never stepped")
         if report.reference is None:
             return line(("PASS", "bold green"), f"  no error in {seen}")
-        others = ", ".join(v.name for v in report.variants if v.name != "fp32")
-        return line(("PASS", "bold green"), f"  {others}: the loss follows FP32's")
+        failing = {f.site.rpartition("/")[0] for f in report.findings if f.severity is Severity.ERROR}
+        runs = [variant.name for variant in report.variants if variant.name != "fp32"]
+        follow = ", ".join(name for name in runs if name not in failing)
+        deviate = ", ".join(name for name in runs if name in failing)
+        parts = (
+            follow and f"{follow}: the loss follows FP32's",
+            deviate and f"{deviate}: it deviates ({errors})",
+        )
+        return line(("PASS", "bold green"), f"  {escape_control('; '.join(filter(None, parts)))}")
 
 
 def _extent(report: TrainingReport) -> str:
