@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -55,6 +56,9 @@ class OptimizerMonitor:
         self._scales: list[float | torch.Tensor] = []
         self._skipped: list[bool | torch.Tensor] = []
         self._skip_count: int | torch.Tensor = 0
+        # a gradient when the last loss was recorded, and the one that the last step has left
+        self._last_gradient: tuple[ref[torch.Tensor], int] | None = None
+        self._stale_gradient: tuple[ref[torch.Tensor], int] | None = None
         self._scale: torch.Tensor | None = None  # while the scaler steps
         self._depth = 0  # a subclass's step may call its base's, and both run the hooks
         self._undo: list[Callable[[], None]] = [
@@ -71,7 +75,17 @@ class OptimizerMonitor:
 
     def record_loss(self, value: Any, step: int | None) -> None:
         """Record a loss of the loop."""
-        self.losses.record(value, step, in_closure=self._depth > 0)
+        before, now = self._last_gradient, self._gradient()
+        self._last_gradient = now
+        # a loop that starts anew drops its gradients, and one that adds to them writes to the same tensor
+        added = now is not None and (before is None or (before[0]() is now[0]() and before[1] != now[1]))
+        self.losses.record(value, step, in_closure=self._depth > 0, accumulating=added)
+
+    def _gradient(self) -> tuple[ref[torch.Tensor], int] | None:
+        """Identify a gradient and its version; ``None`` if there is none yet in this step."""
+        gradient = next((p.grad for p in self._parameters if p.grad is not None), None)
+        found = None if gradient is None else (ref(gradient), gradient._version)
+        return None if found == self._stale_gradient else found
 
     def _find_parameters(self) -> None:
         """Add the optimizer's parameters that are not known yet; groups may be added later."""
@@ -148,6 +162,8 @@ class OptimizerMonitor:
         self._skipped.append(skipped)
         self._skip_count = self._skip_count + skipped
         self.losses.end_step()
+        self._stale_gradient = None
+        self._stale_gradient, self._last_gradient = self._gradient(), None
 
     def latest(self) -> dict[str, float | torch.Tensor]:
         """Return the numbers of the last watched step, on the device."""
@@ -162,15 +178,14 @@ class OptimizerMonitor:
         eps = next((g["eps"] for g in self.optimizer.param_groups if "eps" in g), None)
         skipped = [bool(value) for value in self._skipped]
         scales = [float(value) for value in self._scales]
-        losses = list(self.losses.losses(skipped))
         return Health(
             dtype=self._form.name,
             every=self._every,
             watched=tuple(self._watched),
             steps=tuple(
                 StepRecord(step, loss, scale, skip, recorded)
-                for step, ((recorded, loss, _), scale, skip) in enumerate(
-                    zip(losses, scales, skipped, strict=True)
+                for step, ((recorded, loss), scale, skip) in enumerate(
+                    zip(self.losses.losses(), scales, skipped, strict=True)
                 )
             ),
             parameters=summarize(
@@ -180,7 +195,7 @@ class OptimizerMonitor:
             eps=None if eps is None else float(eps),
             eps_held=None if eps is None else float(torch.tensor(float(eps)).to(torch_dtype(self._form))),
             storage=self.storage,
-            left_out=sum(left_out for _, _, left_out in losses),
+            dropped=self.losses.dropped,
         )
 
 

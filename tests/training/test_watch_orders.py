@@ -176,24 +176,95 @@ def test_closures(inside: bool) -> None:
     assert weight.gradient_peaks == pytest.approx(tuple(peaks))
 
 
+@pytest.mark.parametrize(
+    ("zeroing", "to_none"),
+    [(place, True) for place in ("first", "before backward", "after step")]
+    # zeros written in place at the start of a step look like a backward pass
+    + [("before backward", False), ("after step", False)],
+)
+@pytest.mark.parametrize("factor", [math.nan, 100.0])
 @pytest.mark.parametrize("form", ["tensor", "number"])
-def test_a_loop_that_leaves_batches_out(form: str) -> None:
+def test_a_loop_that_leaves_batches_out(form: str, factor: float, zeroing: str, to_none: bool) -> None:
+    """A NaN, or a loss that is too large, is recorded, and then there is no backward pass."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     own = []
     with ampaudit.watch(net, optimizer, every=2) as monitor:
         for step in range(STEPS):
+            if zeroing == "first":
+                optimizer.zero_grad(to_none)
             x = batch(step)
-            loss = objective(net, x * math.nan if step in (0, 3) else x)
+            loss = objective(net, x * factor if step in (0, 3, 4) else x)
             monitor.loss(Forms[form](loss))
-            if not loss.isfinite():
+            if not loss < 100:
                 continue
-            optimizer.zero_grad()
+            if zeroing == "before backward":
+                optimizer.zero_grad(to_none)
             loss.backward()
+            optimizer.step()
+            if zeroing == "after step":
+                optimizer.zero_grad(to_none)
+            own.append(loss.item())
+    check(monitor, own)
+    assert len(own) == STEPS - 3
+    assert monitor.report().notes == ("3 recorded losses left out: the loop took no step on them",)
+
+
+@pytest.mark.parametrize("place", ["before backward", "after backward"])
+def test_a_loop_that_leaves_gradients_out(place: str) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = []
+    with ampaudit.watch(net, optimizer, every=2) as monitor:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = objective(net, batch(step))
+            if place == "before backward":
+                monitor.loss(loss.item())
+            loss.backward()
+            if place == "after backward":
+                monitor.loss(loss.item())
+            if step in (1, 4):
+                continue
             optimizer.step()
             own.append(loss.item())
     check(monitor, own)
-    assert monitor.report().notes == ("2 losses in batches without a step: NaN or infinite",)
+
+
+@pytest.mark.parametrize("place", ["before backward", "after backward", "both"])
+def test_a_loss_that_is_recorded_twice(place: str) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = []
+    with ampaudit.watch(net, optimizer, every=2) as monitor:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = objective(net, batch(step))
+            for _ in range({"before backward": 2, "both": 1}.get(place, 0)):
+                monitor.loss(loss)
+            loss.backward()
+            for _ in range({"after backward": 2, "both": 1}.get(place, 0)):
+                monitor.loss(loss.item())
+            optimizer.step()
+            own.append(loss.item())
+    check(monitor, own)
+    assert not monitor.report().notes
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_one_bad_batch_of_an_accumulated_step(bad: int) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for index in range(9):
+            loss = objective(net, batch(index) * (math.inf if index == 3 + bad else 1.0))
+            monitor.loss(loss)
+            (loss / 3).backward()
+            if index % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [step.broken for step in monitor.health().steps] == [False, True, True]
+    assert monitor.report().verdict == "fail"
 
 
 def test_a_loop_that_breaks() -> None:
