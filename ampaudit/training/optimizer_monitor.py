@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -61,12 +62,17 @@ class OptimizerMonitor:
         self._stale_gradient: tuple[ref[torch.Tensor], int] | None = None
         self._scale: torch.Tensor | None = None  # while the scaler steps
         self._depth = 0  # a subclass's step may call its base's, and both run the hooks
-        self._undo: list[Callable[[], None]] = [
-            optimizer.register_step_pre_hook(self._before).remove,
-            optimizer.register_step_post_hook(self._after).remove,
-        ]
-        if scaler is not None:
-            self._undo.append(_wrap_step(scaler, self._scaler_steps))
+        self._undo: list[Callable[[], None]] = []
+        self.open()
+
+    def open(self) -> None:
+        """Start recording, or go on."""
+        if not self._undo:
+            before = self.optimizer.register_step_pre_hook(self._before)
+            after = self.optimizer.register_step_post_hook(self._after)
+            self._undo += [before.remove, after.remove]
+            if self._scaler is not None:
+                self._undo.append(_wrap_step(self._scaler, self._scaler_steps))
 
     def close(self) -> None:
         """Stop recording; the record stays."""
@@ -102,15 +108,18 @@ class OptimizerMonitor:
         if optimizer is not self.optimizer:
             return step(optimizer, *args, **kwargs)
         number = self.losses.step
-        scale = self._scaler._scale
-        self._scale = scale.detach().clone() if isinstance(scale, torch.Tensor) else None
-        try:
-            result = step(optimizer, *args, **kwargs)
-            if self.losses.step == number:
-                self._end(skipped=True)
-        finally:
-            self._scale = None
+        self._scale = _scale_of(self._scaler)
+        result = step(optimizer, *args, **kwargs)
+        if self.losses.step == number:
+            self._end(skipped=True)
         return result
+
+    def _find_scaler(self) -> None:
+        """Adopt the scaler that is stepping the optimizer: without its scale, gradients look too small."""
+        scaler = next((o for o in _callers() if isinstance(o, torch.amp.GradScaler) and o.is_enabled()), None)
+        if scaler is not None:
+            self._scaler, self._scale = scaler, _scale_of(scaler)
+            self._undo.append(_wrap_step(scaler, self._scaler_steps))
 
     @property
     def _due(self) -> bool:
@@ -119,6 +128,8 @@ class OptimizerMonitor:
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # after an exception in a step there was no post hook, and a forward pass since
         self._depth = self._depth + 1 if self._depth and self.losses.idle else 1
+        if self._depth == 1 and self._scaler is None and self.losses.step == 0:
+            self._find_scaler()
         if self._depth > 1 or not self._due:
             return None
         self._find_parameters()
@@ -159,6 +170,7 @@ class OptimizerMonitor:
 
     def _end(self, *, skipped: bool | torch.Tensor) -> None:
         self._scales.append(1.0 if self._scale is None else self._scale)
+        self._scale = None
         self._skipped.append(skipped)
         self._skip_count = self._skip_count + skipped
         self.losses.end_step()
@@ -197,6 +209,19 @@ class OptimizerMonitor:
             storage=self.storage,
             dropped=self.losses.dropped,
         )
+
+
+def _scale_of(scaler: Any) -> torch.Tensor | None:
+    scale = scaler._scale
+    return scale.detach().clone() if isinstance(scale, torch.Tensor) else None
+
+
+def _callers() -> Iterator[Any]:
+    """Yield the objects whose methods are running, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
 
 
 def _wrap_step(scaler: Any, monitor: Callable[..., Any]) -> Callable[[], None]:

@@ -33,6 +33,8 @@ class TrainingMonitor:
 
     def __enter__(self) -> TrainingMonitor:
         """Go on watching."""
+        for monitor in self._optimizers:
+            monitor.open()
         return self
 
     def __exit__(
@@ -129,7 +131,7 @@ def watch(
     Args:
         model: the model, for the names of its parameters; it may be wrapped by DDP or compiled.
         optimizer: the optimizer that the loop steps, or several.
-        scaler: the loop's GradScaler, if it has one.
+        scaler: the loop's GradScaler, if it has one; otherwise it is found in the first step that it takes.
         every: measure one step in this many; the others cost nothing.
         dtype: the 16-bit format to judge weights, gradients and states by.
 

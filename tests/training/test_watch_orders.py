@@ -358,6 +358,55 @@ def test_monitors_of_one_scaler_close_in_any_order() -> None:
     assert not {name for name in vars(scaler) if not name.startswith("_")}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_nobody_named(fused: bool) -> None:
+    """Its scale tells which gradients would be flushed; a skip before the first step is not seen."""
+    found = []
+    for named in (True, False):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=fused)
+        scaler = torch.amp.GradScaler("cpu")
+        own = []
+        with ampaudit.watch(net, optimizer, scaler if named else None, every=1) as monitor:
+            for step in range(STEPS):
+                loss = objective(net, batch(step)) * 1e-6
+                monitor.loss(loss)
+                scaler.scale(loss).backward()
+                if step in (0, 4):
+                    net[0].weight.grad.fill_(math.inf)  # type: ignore[index, union-attr, operator]
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                own.append(loss.item())
+        assert not {name for name in vars(scaler) if not name.startswith("_")}
+        health = monitor.health()
+        unseen = 0 if named or fused else 1
+        assert booked(monitor) == pytest.approx(own[unseen:])
+        assert [step.skipped for step in health.steps] == [s in (0, 4) for s in range(STEPS)][unseen:]
+        assert [s.scale for s in health.steps] == [65536.0, *[32768.0] * 4, *[16384.0] * 2][unseen:]
+        assert {f.code for f in monitor.report().findings} <= {"AMP712"}
+        found.append({p.name: p.flushed for p in health.parameters})
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_watching_goes_on() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    monitor = ampaudit.watch(net, optimizer)
+    own = []
+    for _ in range(2):
+        with monitor:
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = objective(net, batch(step))
+                loss.backward()
+                optimizer.step()
+                monitor.loss(loss)
+                own.append(loss.item())
+        optimizer.step()  # not watched
+    check(monitor, own)
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_accelerate(given: bool) -> None:
     """Its optimizer and scaler are found inside its wrappers."""
