@@ -174,6 +174,8 @@ class TrainingReport(Shown):
     @property
     def headline(self) -> str:
         """The verdict, and what it is about."""
+        if self.reference is None:
+            return f"{self.verdict.upper()} {self.model.source}: {counted(self.steps, 'watched step')}"
         runs = ", ".join(variant.name for variant in self.variants)
         return f"{self.verdict.upper()} {self.model.source}: {counted(self.steps, 'step')} in {runs}"
 

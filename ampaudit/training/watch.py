@@ -15,6 +15,7 @@ from ampaudit.core.files import write_text
 from ampaudit.core.formats import low_precision_format
 from ampaudit.report.training import Health, TrainingReport
 from ampaudit.trace.entry import layer_path
+from ampaudit.training.model_proxy import ModelProxy
 from ampaudit.training.optimizer_monitor import OptimizerMonitor
 
 __all__ = ["TrainingMonitor", "watch"]
@@ -129,7 +130,7 @@ def watch(
     Without ``with``, call the monitor's ``close`` when the loop has ended.
 
     Args:
-        model: the model, for the names of its parameters; it may be wrapped by DDP or compiled.
+        model: the model, for the names of its parameters; it may be prepared, compiled, or wrapped by DDP.
         optimizer: the optimizer that the loop steps, or several.
         scaler: the loop's GradScaler, if it has one; otherwise it is found in the first step that it takes.
         every: measure one step in this many; the others cost nothing.
@@ -162,8 +163,10 @@ def watch(
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP, ``torch.compile`` and others that wrap."""
+    """Return the model inside ``prepare``, DDP, ``torch.compile`` and others that wrap."""
     inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+    if isinstance(model, ModelProxy):
+        inner = model.original
     return _inner(inner) if isinstance(inner, nn.Module) else model
 
 

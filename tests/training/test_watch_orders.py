@@ -489,6 +489,26 @@ def test_a_compiled_model_keeps_its_names() -> None:
     assert {p.name for p in monitor.health().parameters} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_prepared_model_keeps_its_name(parallel: bool) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    prepared = ampaudit.prepare(net, optimizer, emulate=True)
+    wrapped = nn.DataParallel(prepared.model) if parallel else prepared.model
+    own = []
+    with ampaudit.watch(wrapped, optimizer, prepared.scaler, every=1) as monitor:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = objective(prepared.model, batch(step))
+            prepared.scaler.scale(loss).backward()
+            prepared.scaler.step(optimizer)
+            prepared.scaler.update()
+            monitor.loss(loss.item())
+            own.append(loss.item())
+    check(monitor, own)
+    assert monitor.report().headline == "PASS Sequential: 3 watched steps"
+
+
 def test_what_was_not_measured_is_left_out() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -501,6 +521,7 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert "PASS  no error in 1 watched step" in text
     assert "Sequential: 1 step of SGD on cpu" in text
     assert "no loss was recorded" in text
+    assert text.count("run  ") == 0  # no table of names alone
     for word in ("FP32", "not finite", "curve", " ms", " B", "first", "skipped", "Memory"):
         assert word not in text + nothing, word
     variant = monitor.report().variants[0]

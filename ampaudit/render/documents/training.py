@@ -132,6 +132,8 @@ def _curves(report: TrainingReport) -> Iterator[Section]:
         )
     if report.steps:
         costs = [_cost(variant) for variant in variants]
+        if all(cell is None for row in costs for cell in row[1:]):
+            return
         yield Section((_filled(("run", "skipped", "loss scale", "step", "memory"), costs, ("loss scale",)),))
 
 
