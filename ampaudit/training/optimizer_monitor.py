@@ -90,8 +90,12 @@ class OptimizerMonitor:
     def _gradient(self) -> tuple[ref[torch.Tensor], int] | None:
         """Identify a gradient and its version; ``None`` if there is none yet in this step."""
         gradient = next((p.grad for p in self._parameters if p.grad is not None), None)
-        found = None if gradient is None else (ref(gradient), gradient._version)
-        return None if found == self._stale_gradient else found
+        stale = self._stale_gradient
+        if gradient is None or (
+            stale is not None and gradient is stale[0]() and gradient._version == stale[1]
+        ):
+            return None
+        return ref(gradient), gradient._version
 
     def _find_parameters(self) -> None:
         """Add the optimizer's parameters that are not known yet; groups may be added later."""

@@ -231,6 +231,21 @@ def test_a_loop_that_leaves_gradients_out(place: str) -> None:
     check(monitor, own)
 
 
+def test_parts_that_are_trained_in_turn() -> None:
+    """Gradients of the step before are still there when others appear."""
+    net = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 2)])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = []
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for step in range(STEPS):
+            loss = net[(step + 1) % 2](batch(step)).square().mean()
+            loss.backward()
+            monitor.loss(loss)
+            optimizer.step()
+            own.append(loss.item())
+    check(monitor, own)
+
+
 @pytest.mark.parametrize("place", ["before backward", "after backward", "both"])
 def test_a_loss_that_is_recorded_twice(place: str) -> None:
     net = model()
