@@ -160,8 +160,8 @@ def _cost(variant: Variant) -> tuple[str | None, ...]:
         escape_control(variant.name),
         _skips(variant),
         _scale(variant) or None,
-        None if variant.seconds is None else f"{variant.seconds * 1e3:.3g} ms",
-        None if held is None else format_bytes(held),
+        f"{variant.seconds * 1e3:.3g} ms" if variant.seconds else None,  # older reports say 0
+        format_bytes(held) if held else None,
     )
 
 
@@ -232,7 +232,7 @@ def _parameter(parameter: ParameterHealth) -> tuple[str, ...]:
 def _summary(report: TrainingReport, hidden: int) -> Iterator[tuple[str, str]]:
     gpu = any(v.peak_bytes is not None for v in report.variants)
     held = "of parameters, gradients and the optimizer's state; a CPU's step times say nothing about a GPU's"
-    if gpu or any(v.bytes_held is not None for v in report.variants):
+    if gpu or any(v.bytes_held for v in report.variants):
         yield "Memory", "allocated at most" if gpu else held
     if any(v.health.parameters for v in report.variants):
         yield "Zero", "share of gradient elements that are zero, for whatever reason"
