@@ -41,7 +41,17 @@ FILE = click.Path(path_type=Path)
 _FLAGS_WIDTH = 30  # click's limit; longer ones have their text on the next line
 # headings of the help text; other options stand first
 _GROUPS = {
-    "Model and inputs": ("weights", "inputs", "batches", "train", "stream", "trust"),
+    "Model and inputs": (
+        "weights",
+        "inputs",
+        "text",
+        "images",
+        "audio",
+        "batches",
+        "train",
+        "stream",
+        "trust",
+    ),
     "Findings": (
         *("fail_on", "select", "ignore", "exclude", "allow", "min_headroom", "min_sqnr"),
         *("max_metric_drop", "max_fp32_share", "baseline"),

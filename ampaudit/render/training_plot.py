@@ -9,7 +9,8 @@ from typing import Any
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import check_writable, write_bytes
-from ampaudit.report.training import TrainingReport
+from ampaudit.core.text import plural
+from ampaudit.report.training import TrainingReport, Variant
 
 __all__ = ["check_picture", "figure_of", "plot_training", "save_figure"]
 
@@ -70,10 +71,11 @@ def save_figure(figure: Any, path: Path, *, force: bool) -> None:
 def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:
     for index, variant in enumerate(report.variants):
         health = variant.health
-        style = {"color": _COLOURS[index % len(_COLOURS)], "label": variant.name, "linewidth": 1.5}
+        style: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.5}
         style |= {"linestyle": "-" if index == 0 else (0, (4 + index, 1 + index / 2))}
         steps = [record.step for record in health.steps]
-        loss.plot(steps, [_or_gap(record.loss) for record in health.steps], **style)
+        _mark_broken(variant, loss, style["color"])
+        loss.plot(steps, [_or_gap(r.loss) for r in health.steps], label=_label(variant), **style)
         scale.plot(steps, [record.scale for record in health.steps], **style)
         skipped = [record for record in health.steps if record.skipped]
         scale.plot([r.step for r in skipped], [r.scale for r in skipped], "x", color=style["color"])
@@ -91,10 +93,42 @@ def _draw(report: TrainingReport, loss: Any, scale: Any, gradient: Any) -> None:
         axes.grid(alpha=0.25)
 
 
-def _largest(variant: Any, place: int) -> float:
+def _label(variant: Variant) -> str:
+    """Name a run, and say from which step on its loss is not finite."""
+    steps = variant.health.recorded
+    broken = [record.step for record in steps if record.broken]
+    if not broken:
+        return variant.name
+    if len(broken) == sum(record.step >= broken[0] for record in steps):
+        return f"{variant.name}: NaN or infinite from step {broken[0]}"
+    return f"{variant.name}: NaN or infinite in {plural(len(broken), 'step')} (marked X)"
+
+
+def _mark_broken(variant: Variant, axes: Any, color: str) -> None:
+    """Mark where a loss stops being finite, at the height of its last finite value."""
+    last: float | None = None
+    before = True
+    for record in variant.health.recorded:
+        if record.broken and before:
+            axes.axvline(record.step, color=color, linestyle=":", linewidth=1)
+            at, where = (last, axes.transData) if last is not None else (0.95, axes.get_xaxis_transform())
+            axes.plot(
+                record.step,
+                at,
+                "X",
+                color=color,
+                markersize=11,
+                markeredgecolor="white",
+                transform=where,
+                zorder=5,
+            )
+        before = not record.broken
+        last = last if record.loss is None else record.loss
+
+
+def _largest(variant: Variant, place: int) -> float:
     rows = [p.gradient_peaks for p in variant.health.parameters if place < len(p.gradient_peaks)]
-    peaks = [row[place] for row in rows if row[place]]
-    return max(peaks, default=float("nan"))
+    return max((peak for row in rows if (peak := row[place])), default=float("nan"))
 
 
 def _or_gap(value: float | None) -> float:

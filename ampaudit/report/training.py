@@ -81,7 +81,7 @@ class Health:
         eps: the optimizer's eps, if it has one.
         eps_held: eps in 16 bits; 0 where it is lost.
         storage: how the optimizer's parameters are held: ``float32``, ``float16`` or ``bfloat16``.
-        left_out: losses that are not finite beside finite ones of the same step: batches the loop left out.
+        dropped: losses of batches that the loop took no step on; they are in none of the steps.
     """
 
     dtype: str
@@ -92,7 +92,7 @@ class Health:
     eps: float | None
     eps_held: float | None
     storage: str
-    left_out: int = 0
+    dropped: int = 0
 
     @property
     def recorded(self) -> tuple[StepRecord, ...]:
@@ -174,6 +174,8 @@ class TrainingReport(Shown):
     @property
     def headline(self) -> str:
         """The verdict, and what it is about."""
+        if self.reference is None:
+            return f"{self.verdict.upper()} {self.model.source}: {counted(self.steps, 'watched step')}"
         runs = ", ".join(variant.name for variant in self.variants)
         return f"{self.verdict.upper()} {self.model.source}: {counted(self.steps, 'step')} in {runs}"
 

@@ -109,7 +109,8 @@ def capture(
         convert = own_conversion(file.weights, low_dtype)
         tracer = None if config.follow_backward is None else BackwardTracer(config.follow_backward)
         dtypes = stored_dtypes(model, file.weights, low_dtype)
-        fake_model, hooks = make_fake_model(model, mode, dtypes, convert, trained=config.differentiated)
+        kept = {"trained": config.differentiated, "hooked": tracer is not None}
+        fake_model, hooks = make_fake_model(model, mode, dtypes, convert, **kept)
         entry = Entry(
             *(fake_model, args, kwargs, _placed(file.weights.outputs, low_dtype), reads.watching),
             None

@@ -71,6 +71,7 @@ def make_fake_model(
     convert: Callable[[nn.Module], object] | None = None,
     *,
     trained: bool = False,
+    hooked: bool = False,
 ) -> FakeModel:
     """Copy a model with fake tensors as its parameters and buffers.
 
@@ -80,7 +81,8 @@ def make_fake_model(
         dtypes: dtypes of stored parameters and buffers by name; the others keep theirs.
         convert: the model's own method that converts it to 16 bits, if the policy calls one: the copy gets
             its other effects as well.
-        trained: whether parameters keep ``requires_grad`` and their hooks.
+        trained: whether parameters keep ``requires_grad``.
+        hooked: whether to copy the hooks of parameters.
     """
     own = named_tensors(model)
     source = model if convert is None else without_data(model, convert)
@@ -93,7 +95,7 @@ def make_fake_model(
             fakes[id(tensor)] = (
                 nn.Parameter(fake, requires_grad) if isinstance(tensor, nn.Parameter) else fake
             )
-    if not trained:
+    if not hooked:
         made = FakeModel(structural_copy(source, fakes), {})
     else:
         hooks = {name: list((tensor._backward_hooks or {}).values()) for name, tensor in own.items()}

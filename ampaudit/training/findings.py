@@ -230,6 +230,6 @@ def _watched_notes(healths: Sequence[Health]) -> Iterator[str]:
     """Say what was not recorded."""
     if any(health.steps for health in healths) and not any(health.recorded for health in healths):
         yield "no loss was recorded: call loss(value) of the monitor in the loop"
-    left_out = sum(health.left_out for health in healths)
-    if left_out:
-        yield f"{plural(left_out, 'loss')} in batches without a step: NaN or infinite"
+    dropped = sum(health.dropped for health in healths)
+    if dropped:
+        yield f"{plural(dropped, 'recorded loss')} left out: the loop took no step on them"

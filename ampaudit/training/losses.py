@@ -26,8 +26,10 @@ class LossBook:
     def __init__(self) -> None:
         self._values: dict[int, list[torch.Tensor | float]] = {}
         self._ends: list[int] = []  # autograd's count at the end of each step
-        self._mark = _count()  # its count when nothing but this class had created a node since the end
+        self._last = _count()
+        self._idle = True
         self._inside = -1  # step whose loss a closure has recorded
+        self.dropped = 0  # losses of batches that the loop took no step on
 
     @property
     def step(self) -> int:
@@ -36,25 +38,32 @@ class LossBook:
 
     def end_step(self) -> None:
         """Begin the next step."""
-        self._mark = _count()
-        self._ends.append(self._mark)
+        self._advance()
+        self._ends.append(self._last)
+        self._idle = True
 
     @property
     def idle(self) -> bool:
         """Whether autograd has recorded nothing since the last step."""
-        count = _count()
-        if count == self._mark + 1:
-            self._mark = count
-            return True
-        return False
+        self._advance()
+        return self._idle
 
-    def record(self, value: Any, step: int | None, *, in_closure: bool) -> None:
+    def _advance(self) -> bool:
+        """Return whether autograd has recorded anything since the last call, which made a node of its own."""
+        before, self._last = self._last, _count()
+        moved = self._last != before + 1
+        self._idle &= not moved
+        return moved
+
+    def record(self, value: Any, step: int | None, *, in_closure: bool, accumulating: bool) -> None:
         """Record a loss.
 
         Args:
             value: a number, or a tensor with one element.
             step: of the loss; ``None`` to find it.
             in_closure: whether the optimizer is calling it: the first loss is that of the step's weights.
+            accumulating: whether the last recorded loss is part of the gradients; else the loop has left its
+                batch out, and so is it.
 
         Raises:
             UsageError: the loss is not one number, or the step's number is negative.
@@ -63,36 +72,33 @@ class LossBook:
             raise UsageError(f"the loss has the shape {tuple(value.shape)}", hint="record loss.mean()")
         if step is not None and step < 0:
             raise UsageError(f"step={step}", hint="steps are numbered from 0")
-        step = self._step_of(value) if step is None else step
+        new_batch = self._advance()
+        found = self._step_of(value) if step is None else step
         if in_closure:
-            if self._inside == step:
+            if self._inside == found:
                 return
-            self._inside = step
+            self._inside = found
+        elif step is None and found == self.step and new_batch and not accumulating:
+            self.dropped += len(self._values.pop(found, ()))
         held = value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
-        self._values.setdefault(step, []).append(held)
+        self._values.setdefault(found, []).append(held)
 
     def _step_of(self, value: Any) -> int:
         node = value.grad_fn if isinstance(value, torch.Tensor) else None
         if node is None:
-            return max(self.step - 1, 0) if self.idle else self.step
+            return max(self.step - 1, 0) if self._idle else self.step
         step = bisect_left(self._ends, node._sequence_nr())
         # what was computed from a loss after its step is newer than its forward pass
         while step > 0 and not _uses_leaf(node, self._ends[step - 1]):
             step -= 1
         return step
 
-    def losses(self, skipped: list[bool]) -> Iterator[tuple[bool, float | None, int]]:
-        """Yield for each step whether a loss was recorded, the mean, and how many losses were left out.
-
-        One that is not finite beside others that are is left out, unless the step was skipped: a step on it
-        would have no finite gradient.
-        """
-        for step, left_out in enumerate(skipped):
+    def losses(self) -> Iterator[tuple[bool, float | None]]:
+        """Yield for each step whether a loss was recorded, and the mean; ``None`` if it is not finite."""
+        for step in range(self.step):
             values = [float(value) for value in self._values.get(step, ())]
-            finite = [value for value in values if math.isfinite(value)]
-            stepped_on = values if left_out else (finite or values)
-            mean = sum(stepped_on) / len(stepped_on) if stepped_on else math.nan
-            yield bool(values), mean if math.isfinite(mean) else None, len(values) - len(stepped_on)
+            mean = sum(values) / len(values) if values else math.nan
+            yield bool(values), mean if math.isfinite(mean) else None
 
 
 def _count() -> int:

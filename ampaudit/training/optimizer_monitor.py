@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -55,14 +57,22 @@ class OptimizerMonitor:
         self._scales: list[float | torch.Tensor] = []
         self._skipped: list[bool | torch.Tensor] = []
         self._skip_count: int | torch.Tensor = 0
+        # a gradient when the last loss was recorded, and the one that the last step has left
+        self._last_gradient: tuple[ref[torch.Tensor], int] | None = None
+        self._stale_gradient: tuple[ref[torch.Tensor], int] | None = None
         self._scale: torch.Tensor | None = None  # while the scaler steps
         self._depth = 0  # a subclass's step may call its base's, and both run the hooks
-        self._undo: list[Callable[[], None]] = [
-            optimizer.register_step_pre_hook(self._before).remove,
-            optimizer.register_step_post_hook(self._after).remove,
-        ]
-        if scaler is not None:
-            self._undo.append(_wrap_step(scaler, self._scaler_steps))
+        self._undo: list[Callable[[], None]] = []
+        self.open()
+
+    def open(self) -> None:
+        """Start recording, or go on."""
+        if not self._undo:
+            before = self.optimizer.register_step_pre_hook(self._before)
+            after = self.optimizer.register_step_post_hook(self._after)
+            self._undo += [before.remove, after.remove]
+            if self._scaler is not None:
+                self._undo.append(_wrap_step(self._scaler, self._scaler_steps))
 
     def close(self) -> None:
         """Stop recording; the record stays."""
@@ -71,7 +81,21 @@ class OptimizerMonitor:
 
     def record_loss(self, value: Any, step: int | None) -> None:
         """Record a loss of the loop."""
-        self.losses.record(value, step, in_closure=self._depth > 0)
+        before, now = self._last_gradient, self._gradient()
+        self._last_gradient = now
+        # a loop that starts anew drops its gradients, and one that adds to them writes to the same tensor
+        added = now is not None and (before is None or (before[0]() is now[0]() and before[1] != now[1]))
+        self.losses.record(value, step, in_closure=self._depth > 0, accumulating=added)
+
+    def _gradient(self) -> tuple[ref[torch.Tensor], int] | None:
+        """Identify a gradient and its version; ``None`` if there is none yet in this step."""
+        gradient = next((p.grad for p in self._parameters if p.grad is not None), None)
+        stale = self._stale_gradient
+        if gradient is None or (
+            stale is not None and gradient is stale[0]() and gradient._version == stale[1]
+        ):
+            return None
+        return ref(gradient), gradient._version
 
     def _find_parameters(self) -> None:
         """Add the optimizer's parameters that are not known yet; groups may be added later."""
@@ -88,15 +112,18 @@ class OptimizerMonitor:
         if optimizer is not self.optimizer:
             return step(optimizer, *args, **kwargs)
         number = self.losses.step
-        scale = self._scaler._scale
-        self._scale = scale.detach().clone() if isinstance(scale, torch.Tensor) else None
-        try:
-            result = step(optimizer, *args, **kwargs)
-            if self.losses.step == number:
-                self._end(skipped=True)
-        finally:
-            self._scale = None
+        self._scale = _scale_of(self._scaler)
+        result = step(optimizer, *args, **kwargs)
+        if self.losses.step == number:
+            self._end(skipped=True)
         return result
+
+    def _find_scaler(self) -> None:
+        """Adopt the scaler that is stepping the optimizer: without its scale, gradients look too small."""
+        scaler = next((o for o in _callers() if isinstance(o, torch.amp.GradScaler) and o.is_enabled()), None)
+        if scaler is not None:
+            self._scaler, self._scale = scaler, _scale_of(scaler)
+            self._undo.append(_wrap_step(scaler, self._scaler_steps))
 
     @property
     def _due(self) -> bool:
@@ -105,6 +132,8 @@ class OptimizerMonitor:
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # after an exception in a step there was no post hook, and a forward pass since
         self._depth = self._depth + 1 if self._depth and self.losses.idle else 1
+        if self._depth == 1 and self._scaler is None and self.losses.step == 0:
+            self._find_scaler()
         if self._depth > 1 or not self._due:
             return None
         self._find_parameters()
@@ -145,9 +174,12 @@ class OptimizerMonitor:
 
     def _end(self, *, skipped: bool | torch.Tensor) -> None:
         self._scales.append(1.0 if self._scale is None else self._scale)
+        self._scale = None
         self._skipped.append(skipped)
         self._skip_count = self._skip_count + skipped
         self.losses.end_step()
+        self._stale_gradient = None
+        self._stale_gradient, self._last_gradient = self._gradient(), None
 
     def latest(self) -> dict[str, float | torch.Tensor]:
         """Return the numbers of the last watched step, on the device."""
@@ -162,15 +194,14 @@ class OptimizerMonitor:
         eps = next((g["eps"] for g in self.optimizer.param_groups if "eps" in g), None)
         skipped = [bool(value) for value in self._skipped]
         scales = [float(value) for value in self._scales]
-        losses = list(self.losses.losses(skipped))
         return Health(
             dtype=self._form.name,
             every=self._every,
             watched=tuple(self._watched),
             steps=tuple(
                 StepRecord(step, loss, scale, skip, recorded)
-                for step, ((recorded, loss, _), scale, skip) in enumerate(
-                    zip(losses, scales, skipped, strict=True)
+                for step, ((recorded, loss), scale, skip) in enumerate(
+                    zip(self.losses.losses(), scales, skipped, strict=True)
                 )
             ),
             parameters=summarize(
@@ -180,8 +211,21 @@ class OptimizerMonitor:
             eps=None if eps is None else float(eps),
             eps_held=None if eps is None else float(torch.tensor(float(eps)).to(torch_dtype(self._form))),
             storage=self.storage,
-            left_out=sum(left_out for _, _, left_out in losses),
+            dropped=self.losses.dropped,
         )
+
+
+def _scale_of(scaler: Any) -> torch.Tensor | None:
+    scale = scaler._scale
+    return scale.detach().clone() if isinstance(scale, torch.Tensor) else None
+
+
+def _callers() -> Iterator[Any]:
+    """Yield the objects whose methods are running, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
 
 
 def _wrap_step(scaler: Any, monitor: Callable[..., Any]) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from ampaudit.core.formats import Dtype, low_precision_format
 from ampaudit.core.text import plural
 from ampaudit.report.training import Health, TrainingReport
 from ampaudit.trace.entry import layer_path
+from ampaudit.training.model_proxy import ModelProxy
 from ampaudit.training.optimizer_monitor import OptimizerMonitor
 
 __all__ = ["TrainingMonitor", "watch"]
@@ -37,6 +38,8 @@ class TrainingMonitor:
 
     def __enter__(self) -> TrainingMonitor:
         """Go on watching."""
+        for monitor in self._optimizers:
+            monitor.open()
         return self
 
     def __exit__(
@@ -133,9 +136,9 @@ def watch(
     Without ``with``, call the monitor's ``close`` when the loop has ended.
 
     Args:
-        model: the model, for the names of its parameters; it may be wrapped by DDP or compiled.
+        model: the model, for the names of its parameters; it may be prepared, compiled, or wrapped by DDP.
         optimizer: the optimizer that the loop steps, or several.
-        scaler: the loop's GradScaler, if it has one.
+        scaler: the loop's GradScaler, if it has one; otherwise it is found in the first step that it takes.
         every: measure one step in this many; the others cost nothing.
         dtype: the 16-bit format to judge weights, gradients and states by.
 
@@ -166,8 +169,10 @@ def watch(
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP, ``torch.compile`` and others that wrap."""
+    """Return the model inside ``prepare``, DDP, ``torch.compile`` and others that wrap."""
     inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+    if isinstance(model, ModelProxy):
+        inner = model.original
     return _inner(inner) if isinstance(inner, nn.Module) else model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,21 @@ def test_loss_scales_are_drawn(page_of: Open) -> None:
     assert page.locator("#window-plot svg").get_attribute("aria-label").startswith("Windows of ")
     assert "suit every layer" in page.locator("#scale-plot svg").get_attribute("aria-label")
     assert "times the loss scale" in page.locator("#range-key").inner_text()
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_both_charts_of_loss_scales_have_the_same_axis(page_of: Open, width: int) -> None:
+    page = page_of(saved("gradients"))
+    page.set_viewport_size({"width": width, "height": 900})
+    page.wait_for_timeout(300)
+    axes = [
+        page.locator(f"{chart} svg text", has_text=re.compile("^2[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+$")).evaluate_all(
+            "texts => texts.map(t => [t.textContent, Math.round(t.getBoundingClientRect().x)])"
+        )
+        for chart in ("#scale-plot", "#window-plot")
+    ]
+    assert len(axes[0]) > 1
+    assert axes[0] == axes[1]
 
 
 def test_light_and_dark_at_a_click(page_of: Open) -> None:

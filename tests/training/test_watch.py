@@ -6,21 +6,25 @@ import io
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import ampaudit
 from ampaudit.core.errors import InputError, ReferenceBroken, UsageError
 from ampaudit.render.documents.training import sparkline
 from ampaudit.render.render import for_terminal
+from ampaudit.report.training import TrainingReport
 from ampaudit.source.interface import Batch, ModelSource
 from ampaudit.training.config import TrainConfig
 from ampaudit.training.divergence import diverged_at
 from ampaudit.training.train import train
+from tests.support.saved import saved
 from tests.support.training.cases import HEALTHY, WIDTH, Case, Stack, classes, rows
 
 
@@ -199,6 +203,39 @@ def test_divergence_is_judged_on_smoothed_curves() -> None:
     assert diverged_at([0.5 * value for value in reference], reference) is None  # better is not worse
 
 
+def saved_training() -> TrainingReport:
+    report = saved("training")
+    assert isinstance(report, TrainingReport)
+    return report
+
+
+def test_the_picture_marks_the_run_that_became_nan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ampaudit.render import training_plot
+
+    report = saved_training()
+    losses = {v.name: [step.loss for step in v.health.steps] for v in report.variants}
+    first = losses["apex-o3"].index(None)
+    assert None not in losses["fp32"] + losses["torch.amp"]
+    figures: list[Any] = []
+    monkeypatch.setattr(training_plot, "save_figure", lambda figure, *_, **__: figures.append(figure))
+    training_plot.plot_training(report, tmp_path / "x.svg")
+    axes = figures[0].axes[0]
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["fp32", "torch.amp", f"apex-o3: NaN or infinite from step {first}"]
+    (mark,) = [line for line in axes.lines if line.get_marker() == "X"]
+    assert list(mark.get_xdata()) == [first]
+    assert list(mark.get_ydata()) == [losses["apex-o3"][first - 1]]
+    assert mark.get_color() == axes.get_legend().get_lines()[2].get_color()
+
+
+def test_a_run_that_deviates_is_never_said_to_follow() -> None:
+    """With --fail-on never, and for torch.amp, which is not judged, the verdict is a pass all the same."""
+    report = replace(saved_training(), verdict="pass")
+    stream = io.StringIO()
+    Console(width=200, file=stream).print(for_terminal(report, -1))
+    assert "PASS  torch.amp: the loss follows FP32's; apex-o3: it deviates (2 findings)" in stream.getvalue()
+
+
 def test_sparklines() -> None:
     assert len(sparkline([1.0] * 100, 0.0, 2.0, 10)) == 10
     assert "!" in sparkline([1.0, None, 1.0], 0.0, 1.0, 3)
@@ -304,8 +341,6 @@ def test_the_command(
 
 
 def test_the_report_is_readable_at_any_width() -> None:
-    from rich.console import Console
-
     report = train(source(classes), steps=4, policies=("apex-o3",))
     for width in (60, 80, 200):
         stream = io.StringIO()

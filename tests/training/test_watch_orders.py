@@ -176,24 +176,110 @@ def test_closures(inside: bool) -> None:
     assert weight.gradient_peaks == pytest.approx(tuple(peaks))
 
 
+@pytest.mark.parametrize(
+    ("zeroing", "to_none"),
+    [(place, True) for place in ("first", "before backward", "after step")]
+    # zeros written in place at the start of a step look like a backward pass
+    + [("before backward", False), ("after step", False)],
+)
+@pytest.mark.parametrize("factor", [math.nan, 100.0])
 @pytest.mark.parametrize("form", ["tensor", "number"])
-def test_a_loop_that_leaves_batches_out(form: str) -> None:
+def test_a_loop_that_leaves_batches_out(form: str, factor: float, zeroing: str, to_none: bool) -> None:
+    """A NaN, or a loss that is too large, is recorded, and then there is no backward pass."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     own = []
     with ampaudit.watch(net, optimizer, every=2) as monitor:
         for step in range(STEPS):
+            if zeroing == "first":
+                optimizer.zero_grad(to_none)
             x = batch(step)
-            loss = objective(net, x * math.nan if step in (0, 3) else x)
+            loss = objective(net, x * factor if step in (0, 3, 4) else x)
             monitor.loss(Forms[form](loss))
-            if not loss.isfinite():
+            if not loss < 100:
                 continue
-            optimizer.zero_grad()
+            if zeroing == "before backward":
+                optimizer.zero_grad(to_none)
             loss.backward()
+            optimizer.step()
+            if zeroing == "after step":
+                optimizer.zero_grad(to_none)
+            own.append(loss.item())
+    check(monitor, own)
+    assert len(own) == STEPS - 3
+    assert monitor.report().notes == ("3 recorded losses left out: the loop took no step on them",)
+
+
+@pytest.mark.parametrize("place", ["before backward", "after backward"])
+def test_a_loop_that_leaves_gradients_out(place: str) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = []
+    with ampaudit.watch(net, optimizer, every=2) as monitor:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = objective(net, batch(step))
+            if place == "before backward":
+                monitor.loss(loss.item())
+            loss.backward()
+            if place == "after backward":
+                monitor.loss(loss.item())
+            if step in (1, 4):
+                continue
             optimizer.step()
             own.append(loss.item())
     check(monitor, own)
-    assert monitor.report().notes == ("2 losses in batches without a step: NaN or infinite",)
+
+
+def test_parts_that_are_trained_in_turn() -> None:
+    """Gradients of the step before are still there when others appear."""
+    net = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 2)])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = []
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for step in range(STEPS):
+            loss = net[(step + 1) % 2](batch(step)).square().mean()
+            loss.backward()
+            monitor.loss(loss)
+            optimizer.step()
+            own.append(loss.item())
+    check(monitor, own)
+
+
+@pytest.mark.parametrize("place", ["before backward", "after backward", "both"])
+def test_a_loss_that_is_recorded_twice(place: str) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = []
+    with ampaudit.watch(net, optimizer, every=2) as monitor:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = objective(net, batch(step))
+            for _ in range({"before backward": 2, "both": 1}.get(place, 0)):
+                monitor.loss(loss)
+            loss.backward()
+            for _ in range({"after backward": 2, "both": 1}.get(place, 0)):
+                monitor.loss(loss.item())
+            optimizer.step()
+            own.append(loss.item())
+    check(monitor, own)
+    assert not monitor.report().notes
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_one_bad_batch_of_an_accumulated_step(bad: int) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for index in range(9):
+            loss = objective(net, batch(index) * (math.inf if index == 3 + bad else 1.0))
+            monitor.loss(loss)
+            (loss / 3).backward()
+            if index % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [step.broken for step in monitor.health().steps] == [False, True, True]
+    assert monitor.report().verdict == "fail"
 
 
 def test_a_loop_that_breaks() -> None:
@@ -287,6 +373,55 @@ def test_monitors_of_one_scaler_close_in_any_order() -> None:
     assert not {name for name in vars(scaler) if not name.startswith("_")}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_nobody_named(fused: bool) -> None:
+    """Its scale tells which gradients would be flushed; a skip before the first step is not seen."""
+    found = []
+    for named in (True, False):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=fused)
+        scaler = torch.amp.GradScaler("cpu")
+        own = []
+        with ampaudit.watch(net, optimizer, scaler if named else None, every=1) as monitor:
+            for step in range(STEPS):
+                loss = objective(net, batch(step)) * 1e-6
+                monitor.loss(loss)
+                scaler.scale(loss).backward()
+                if step in (0, 4):
+                    net[0].weight.grad.fill_(math.inf)  # type: ignore[index, union-attr, operator]
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                own.append(loss.item())
+        assert not {name for name in vars(scaler) if not name.startswith("_")}
+        health = monitor.health()
+        unseen = 0 if named or fused else 1
+        assert booked(monitor) == pytest.approx(own[unseen:])
+        assert [step.skipped for step in health.steps] == [s in (0, 4) for s in range(STEPS)][unseen:]
+        assert [s.scale for s in health.steps] == [65536.0, *[32768.0] * 4, *[16384.0] * 2][unseen:]
+        assert {f.code for f in monitor.report().findings} <= {"AMP712"}
+        found.append({p.name: p.flushed for p in health.parameters})
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_watching_goes_on() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    monitor = ampaudit.watch(net, optimizer)
+    own = []
+    for _ in range(2):
+        with monitor:
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = objective(net, batch(step))
+                loss.backward()
+                optimizer.step()
+                monitor.loss(loss)
+                own.append(loss.item())
+        optimizer.step()  # not watched
+    check(monitor, own)
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_accelerate(given: bool) -> None:
     """Its optimizer and scaler are found inside its wrappers."""
@@ -369,6 +504,26 @@ def test_a_compiled_model_keeps_its_names() -> None:
     assert {p.name for p in monitor.health().parameters} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_prepared_model_keeps_its_name(parallel: bool) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    prepared = ampaudit.prepare(net, optimizer, emulate=True)
+    wrapped = nn.DataParallel(prepared.model) if parallel else prepared.model
+    own = []
+    with ampaudit.watch(wrapped, optimizer, prepared.scaler, every=1) as monitor:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = objective(prepared.model, batch(step))
+            prepared.scaler.scale(loss).backward()
+            prepared.scaler.step(optimizer)
+            prepared.scaler.update()
+            monitor.loss(loss.item())
+            own.append(loss.item())
+    check(monitor, own)
+    assert monitor.report().headline == "PASS Sequential: 3 watched steps"
+
+
 def test_what_was_not_measured_is_left_out() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -381,6 +536,7 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert "PASS  no error in 1 watched step" in text
     assert "Sequential: 1 step of SGD on cpu" in text
     assert "no loss was recorded" in text
+    assert text.count("run  ") == 0  # no table of names alone
     for word in ("FP32", "not finite", "curve", " ms", " B", "first", "skipped", "Memory"):
         assert word not in text + nothing, word
     variant = monitor.report().variants[0]

@@ -101,8 +101,15 @@ class TrainingView(View[TrainingReport]):
             return line(("WARN", "bold yellow"), "  no step was watched: the optimizer was never stepped")
         if report.reference is None:
             return line(("PASS", "bold green"), f"  no error in {seen}")
-        others = ", ".join(v.name for v in report.variants if v.name != "fp32")
-        return line(("PASS", "bold green"), f"  {others}: the loss follows FP32's")
+        failing = {f.site.rpartition("/")[0] for f in report.findings if f.severity is Severity.ERROR}
+        runs = [variant.name for variant in report.variants if variant.name != "fp32"]
+        follow = ", ".join(name for name in runs if name not in failing)
+        deviate = ", ".join(name for name in runs if name in failing)
+        parts = (
+            follow and f"{follow}: the loss follows FP32's",
+            deviate and f"{deviate}: it deviates ({errors})",
+        )
+        return line(("PASS", "bold green"), f"  {escape_control('; '.join(filter(None, parts)))}")
 
 
 def _extent(report: TrainingReport) -> str:
@@ -125,6 +132,8 @@ def _curves(report: TrainingReport) -> Iterator[Section]:
         )
     if report.steps:
         costs = [_cost(variant) for variant in variants]
+        if all(cell is None for row in costs for cell in row[1:]):
+            return
         yield Section((_filled(("run", "skipped", "loss scale", "step", "memory"), costs, ("loss scale",)),))
 
 
@@ -151,8 +160,8 @@ def _cost(variant: Variant) -> tuple[str | None, ...]:
         escape_control(variant.name),
         _skips(variant),
         _scale(variant) or None,
-        None if variant.seconds is None else f"{variant.seconds * 1e3:.3g} ms",
-        None if held is None else format_bytes(held),
+        f"{variant.seconds * 1e3:.3g} ms" if variant.seconds else None,  # older reports say 0
+        format_bytes(held) if held else None,
     )
 
 
@@ -223,7 +232,7 @@ def _parameter(parameter: ParameterHealth) -> tuple[str, ...]:
 def _summary(report: TrainingReport, hidden: int) -> Iterator[tuple[str, str]]:
     gpu = any(v.peak_bytes is not None for v in report.variants)
     held = "of parameters, gradients and the optimizer's state; a CPU's step times say nothing about a GPU's"
-    if gpu or any(v.bytes_held is not None for v in report.variants):
+    if gpu or any(v.bytes_held for v in report.variants):
         yield "Memory", "allocated at most" if gpu else held
     if any(v.health.parameters for v in report.variants):
         yield "Zero", "share of gradient elements that are zero, for whatever reason"
