@@ -229,10 +229,13 @@ def test_a_mistake_is_told_before_the_model_is_loaded(
     assert (stage.loaded, stage.worked) == (bool(stage.case.loads), 1), right.output
 
 
-def test_restoring_takes_no_option_of_a_conversion() -> None:
-    words = ["convert", "out", "-o", "back", "--to", "float32", "--onnx"]
-    failure = CliRunner().invoke(main, words).exception
-    assert str(failure).startswith("--to float32 cannot be combined with --onnx\n")
+@pytest.mark.parametrize(
+    ("words", "flag"), [("out --to float32 --onnx", "--onnx"), ("w.safetensors --min-sqnr 9", "--min-sqnr")]
+)
+def test_an_option_without_effect_on_a_conversion_is_refused(words: str, flag: str) -> None:
+    failure = CliRunner().invoke(main, ["convert", "-o", "made", *words.split()]).exception
+    assert isinstance(failure, UsageError)
+    assert failure.hint == f"leave out {flag}"
 
 
 def kept_in(failure: BaseException | None) -> Path:
