@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,15 @@ from ampaudit.cli.options import (
 from ampaudit.cli.output import deliver_document
 from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import UsageError
+from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig, VerifyConfig
 
 if TYPE_CHECKING:
     from ampaudit.report.conversion import Conversion
 
 __all__ = ["convert_command", "verify_command"]
+
+_OF_A_MODEL = set("weights inputs batches train stream fail_on min_headroom min_sqnr ignore".split())
 
 
 @click.command("convert", cls=GroupedCommand)
@@ -60,13 +64,7 @@ def convert_command(context: click.Context, /, model: str, output: Path, **optio
       manifest.json          SHA-256 of every file
     """  # noqa: D301  (click wants the character, not its escape)
     if options["target"] is not None:
-        unused = given(options).keys() - {"target", "force", "debug"}
-        for parameter in context.command.params:
-            if parameter.name in unused:
-                raise UsageError(
-                    f"--to float32 cannot be combined with {parameter.opts[-1]}",
-                    hint=f"leave out {parameter.opts[-1]}: what was stored is restored as it is",
-                )
+        _refuse("--to float32 restores what was stored", given(options).keys() - {"target", "force", "debug"})
         _restore(model, output, options)
         return
     made = _convert(model, output, options, context)
@@ -82,6 +80,7 @@ def _convert(model: str, output: Path, options: dict[str, Any], context: click.C
         config = config_from(ConvertConfig, options, on_progress=progress.update)
         config.check_output(output)
         if is_checkpoint(model):
+            _refuse(f"{describe(model)} has weights, but no model", given(options).keys() & _OF_A_MODEL)
             return convert_weights(Path(model), output, config)
 
         from ampaudit.export.convert import convert
@@ -94,6 +93,14 @@ def _convert(model: str, output: Path, options: dict[str, Any], context: click.C
         click.echo(f"nothing was written to {output}; pass --fail-on never to write it anyway", err=True)
         context.exit(report.exit_code)
     return made
+
+
+def _refuse(why: str, unused: Set[str]) -> None:
+    """Reject options that would have no effect."""
+    for parameter in click.get_current_context().command.params:
+        if parameter.name in unused:
+            flag = parameter.opts[-1]
+            raise UsageError(f"{why}: {flag} has no effect", hint=f"leave out {flag}")
 
 
 def _restore(model: str, output: Path, options: dict[str, Any]) -> None:

@@ -112,7 +112,15 @@ def report_options(kind: str | None) -> Callable[[Command], Command]:
     """
     forms = formats_of(kind) if kind is not None else tuple(FORMAT_REGISTRY)
     suffixes = ", ".join(OUTPUT_FORMATS[form][0] for form in forms if OUTPUT_FORMATS[form])
-    text = f"Write the report to FILE: {suffixes}."
+    add_format = click.option(
+        "--format",
+        "form",
+        type=click.Choice(forms, case_sensitive=False),
+        help="Output format.  [default: by the suffix of --output, else text]",
+    )
+    add_output = click.option(
+        "-o", "--output", type=FILE, metavar="FILE", help=f"Write the report to FILE: {suffixes}."
+    )
 
     def decorate(command: Command) -> Command:
         @wraps(command)
@@ -123,14 +131,7 @@ def report_options(kind: str | None) -> Callable[[Command], Command]:
             _check_outputs(options)
             return command(*arguments, **options)
 
-        written = click.option("-o", "--output", type=FILE, metavar="FILE", help=text)(force_option(checked))
-        how = "Output format.  [default: by the suffix of --output, else text]"
-        return cast(
-            Command,
-            click.option("--format", "form", type=click.Choice(forms, case_sensitive=False), help=how)(
-                written
-            ),
-        )
+        return cast(Command, add_format(add_output(force_option(checked))))
 
     return decorate
 

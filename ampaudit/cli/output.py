@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,7 @@ def deliver(
     from ampaudit.core.files import write_text
 
     write_text(output, text, force=force)
-    if verdict is not None:
-        show(verdict, stderr=True)
-    click.echo(f"written to {output}", err=True)
+    with contextlib.suppress(OSError):  # a full stderr does not matter once the file is written
+        if verdict is not None:
+            show(verdict, stderr=True)
+        click.echo(f"written to {output}", err=True)

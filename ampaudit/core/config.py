@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from ampaudit.core.errors import UsageError, did_you_mean
+from ampaudit.core.errors import InputError, UsageError, WeightsError, did_you_mean
 from ampaudit.core.formats import low_precision_format, name_of_dtype
 from ampaudit.core.untrusted import describe
 
@@ -216,6 +216,21 @@ class SourceConfig(Config):
     )
     stream: Annotated[bool, Option("Leave weights on disk until an op needs them.")] = False
     trust: Trust = False
+
+    def check(self) -> None:
+        """Raise early for a file that does not exist.
+
+        Raises:
+            WeightsError, InputError: the message names it.
+        """
+        for name, field in type(self).model_fields.items():
+            path = getattr(self, name)
+            if isinstance(path, Path) and not path.exists():
+                error = WeightsError if name == "weights" else InputError
+                flag = long_flag(name, field)
+                raise error(
+                    f"{describe(path)}: No such file or directory", hint=f"check the path after {flag}"
+                )
 
 
 def option_of(field: FieldInfo) -> Option | None:

@@ -34,6 +34,7 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
     Raises:
         SourceError, InputError, WeightsError: the model, its inputs or weights cannot be loaded.
     """
+    options.check()
     head, colon, _ = location.rpartition(":")
     model = Path(head if colon and head.endswith(".py") else location)
     samples = {kind: getattr(options, kind) for kind in ("text", "images", "audio")}

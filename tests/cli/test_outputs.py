@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -229,10 +230,13 @@ def test_a_mistake_is_told_before_the_model_is_loaded(
     assert (stage.loaded, stage.worked) == (bool(stage.case.loads), 1), right.output
 
 
-def test_restoring_takes_no_option_of_a_conversion() -> None:
-    words = ["convert", "out", "-o", "back", "--to", "float32", "--onnx"]
-    failure = CliRunner().invoke(main, words).exception
-    assert str(failure).startswith("--to float32 cannot be combined with --onnx\n")
+@pytest.mark.parametrize(
+    ("words", "flag"), [("out --to float32 --onnx", "--onnx"), ("w.safetensors --min-sqnr 9", "--min-sqnr")]
+)
+def test_an_option_without_effect_on_a_conversion_is_refused(words: str, flag: str) -> None:
+    failure = CliRunner().invoke(main, ["convert", "-o", "made", *words.split()]).exception
+    assert isinstance(failure, UsageError)
+    assert failure.hint == f"leave out {flag}"
 
 
 def kept_in(failure: BaseException | None) -> Path:
@@ -297,7 +301,7 @@ def test_a_full_standard_output_loses_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", command],
         cwd=tmp_path,
-        env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+        env={**os.environ, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
@@ -307,6 +311,17 @@ def test_a_full_standard_output_loses_nothing(tmp_path: Path) -> None:
     (kept,) = tmp_path.glob("ampaudit-plan-*.json")
     assert f"the result is kept in {kept}" in done.stderr
     assert json.loads(kept.read_text()) == json.loads(text_of("plan"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is full")
+def test_a_full_standard_error_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "saved.json").write_text(text_of("plan"))
+    command = f"{sys.executable} -m ampaudit report saved.json -o made.csv 2> /dev/full"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}, check=False
+    )
+    assert done.returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made.csv", "saved.json"]
 
 
 def test_a_dash_is_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

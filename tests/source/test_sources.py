@@ -247,6 +247,10 @@ def test_bad_checkpoints(model_file: Write, tmp_path: Path) -> None:
     (tmp_path / "torn.pt").write_bytes(b"PK\x03\x04 nothing here")
     raises(path, WeightsError, r"torn\.pt: (corrupt|holds|not an archive)", weights=tmp_path / "torn.pt")
     raises(path, WeightsError, "No such file", weights=tmp_path / "none.pt")
+    code = "raise ValueError('it was imported')"  # which may take minutes
+    (tmp_path / "slow.py").write_text(code)
+    for name, error in (("weights", WeightsError), ("inputs", InputError)):
+        raises(str(tmp_path / "slow.py"), error, "No such file", **{name: tmp_path / "none.pt"})
     save_file(
         {"inner.weight": torch.ones(4, 9), "inner.bias": torch.zeros(4)}, tmp_path / "shape.safetensors"
     )
