@@ -23,6 +23,7 @@ from ampaudit.cli.program import main
 from ampaudit.linter.config import read_lint_config
 from ampaudit.policy import load_policy
 from tests.support.paths import ROOT
+from tests.support.processors import tokenizer
 
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -93,7 +94,7 @@ BERT = """
 import torch
 from transformers import BertConfig, BertModel
 
-SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def get_model():
@@ -178,6 +179,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
     )
     (place / "README.md").write_text("# Nothing\n")
+    (place / "reviews.txt").write_text("One line.\nAnother one.\n")
     rules = next(b for b in BLOCKS if b.language == "yaml" and "name: my-accelerator" in b.text)
     (place / "my-accelerator.yaml").write_text(rules.text)
     model = next(b for b in BLOCKS if b.language == "python" and "class Classifier" in b.text)
@@ -242,6 +244,7 @@ def test_command_lines(block: Block, prepared: Path, monkeypatch: pytest.MonkeyP
         space: dict[str, Any] = {}
         exec(BERT, space)
         space["get_model"]().save_pretrained(directory)
+        tokenizer().save_pretrained(directory)
     for command in block.commands:
         if reason_not_to_run(command) is None and (has_transformers() or not needs_transformers(command)):
             run(command, prepared)

@@ -48,7 +48,7 @@ _PROCESSING_LIMITS = SandboxLimits(seconds=120, memory=2_000_000_000, processor_
 
 
 def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSource:
-    """Load the model of a directory in FP32, with inputs from --inputs or suitable random ones.
+    """Load the model of a directory in FP32, with inputs from --inputs or made by its processor.
 
     Raises:
         SourceError: transformers is not installed, or the directory holds no loadable model.
@@ -85,13 +85,15 @@ def _untrusted(path: Path, options: SourceConfig) -> tuple[nn.Module, MadeInputs
     _check_installed()
     beside = processor_directory(path.resolve())
     request = {"table": table, "directory": str(beside), "inputs": _request(options)}
-    limits = _LIMITS if request["inputs"] is None or not has_processor(beside) else _PROCESSING_LIMITS
+    limits, hint = _LIMITS, "restore the file"
+    if request["inputs"] is not None and has_processor(beside):
+        limits, hint = _PROCESSING_LIMITS, f"{hint}, or pass --inputs FILE.py with example_inputs()"
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with Sandbox("ampaudit.source.rehearsal:rehearse", request, limits, environment) as sandbox:
         transformers = _transformers()
         named_class(table)  # imports it, as the sandbox does at the same time
         what = describe_path(path / CONFIG_FILE)
-        answer = sandbox.answer(what, SourceError, "restore the file")
+        answer = sandbox.answer(what, SourceError, hint)
         found = validate(_ANSWER, answer, path / CONFIG_FILE, SourceError, "restore the file")
         made = None if request["inputs"] is None else _made(found, sandbox.folder / INPUTS_FILE)
     weights = options.weights if options.stream and options.weights is not None else weights_in(path)

@@ -102,7 +102,8 @@ def _processed(model: Any, processor: Processor, request: InputRequest) -> MadeI
     words[0] += " in the chat template" if chat else ""
     words += [f"random {', '.join(added)}"] if added else []
     origin: Literal["file", "sample", "random"]
-    origin = "random" if added else "file" if request["files"] else "sample"
+    built_in = any(found.total is None for found in samples.values())
+    origin = "random" if added else "sample" if built_in else "file"
     completed = [_completed(model, tensors) for tensors in made]
     return MadeInputs(batches=completed, origin=origin, detail="; ".join(words))
 

@@ -11,14 +11,15 @@ from pathlib import Path
 from ampaudit.checkpoint.layout import MANIFEST, PROGRAM
 from ampaudit.checkpoint.open import weights_in
 from ampaudit.core.config import SourceConfig
-from ampaudit.core.errors import SourceError, UsageError
+from ampaudit.core.errors import InputError, SourceError, UsageError
 from ampaudit.core.formats import LOW_PRECISION_NAMES
 from ampaudit.core.unchanged import states_of
-from ampaudit.core.untrusted import read_table
+from ampaudit.core.untrusted import describe, describe_path, read_table
 from ampaudit.source.interface import ModelSource
 from ampaudit.source.model_config import CONFIG_FILE
 from ampaudit.source.other_kinds import not_a_model
 from ampaudit.source.packaging import check_packaging
+from ampaudit.source.processor import KINDS
 
 __all__ = ["open_source"]
 
@@ -37,8 +38,7 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
     options.check()
     head, colon, _ = location.rpartition(":")
     model = Path(head if colon and head.endswith(".py") else location)
-    samples = {kind: getattr(options, kind) for kind in ("text", "images", "audio")}
-    _check_samples(location, options, [f"--{kind}" for kind, path in samples.items() if path is not None])
+    _check_samples(location, options)
     read = [path for path in (model, options.weights, options.inputs, options.text) if path is not None]
     files = states_of(read)
     saved = options.inputs if options.inputs is not None and options.inputs.suffix == ".safetensors" else None
@@ -56,13 +56,20 @@ def open_source(location: str, options: SourceConfig) -> ModelSource:
     return replace(source, files=files)
 
 
-def _check_samples(location: str, options: SourceConfig, flags: list[str]) -> None:
-    """Reject samples for a model without a processor."""
-    if flags and options.inputs is not None:
-        raise UsageError(f"--inputs and {flags[0]} both give inputs", hint="leave one out")
-    if flags and not (Path(location) / CONFIG_FILE).is_file():
-        hint = "return inputs from example_inputs() in the model file, or pass --inputs FILE.py"
-        raise UsageError(f"{flags[0]}: {location} is not a Hugging Face directory", hint=hint)
+def _check_samples(location: str, options: SourceConfig) -> None:
+    """Reject samples that do not exist, and those for a model without a processor."""
+    for kind in KINDS:
+        path = getattr(options, kind)
+        if path is None:
+            continue
+        if options.inputs is not None:
+            raise UsageError(f"--inputs and --{kind} both give inputs", hint="leave one out")
+        if not (Path(location) / CONFIG_FILE).is_file():
+            hint = "return inputs from example_inputs() in the model file, or pass --inputs FILE.py"
+            raise UsageError(f"--{kind}: {describe(location)} is not a Hugging Face directory", hint=hint)
+        if not (path.is_file() if kind == "text" else path.is_dir()):
+            what = "file" if kind == "text" else "directory"
+            raise InputError(f"--{kind} {describe_path(path)}: no such {what}", hint="check the path")
 
 
 def _converted_dtype(manifest: Path) -> str | None:

@@ -20,7 +20,7 @@ from ampaudit.source.random_inputs import fuses_images, text_config
 __all__ = ["KINDS", "Processor", "copy_processor", "has_processor", "processor_directory"]
 
 KINDS = ("text", "images", "audio")
-_MAX_FILE, _MAX_FILES = 128_000_000, 64
+_MAX_FILES, _MAX_BYTES = 64, 128_000_000  # that are copied
 _MAX_TOKENS = 2048
 _SUFFIXES = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")
 _NAMES = (
@@ -62,9 +62,12 @@ def processor_directory(directory: Path) -> Path:
 
 def copy_processor(directory: Path, folder: Path) -> None:
     """Copy the files of a tokenizer or processor to a folder that has a checked configuration."""
-    chosen = [f for f in _files(directory) if f.name != CONFIG_FILE and not f.name.endswith(".index.json")]
-    for file in chosen[:_MAX_FILES]:
-        (folder / file.name).write_bytes(read_bounded(file, _MAX_FILE, InputError))
+    left = _MAX_BYTES
+    for file in _files(directory)[:_MAX_FILES]:
+        size = file.stat().st_size
+        if file.name != CONFIG_FILE and size <= left:  # data sets lie there as well
+            (folder / file.name).write_bytes(read_bounded(file, size, InputError))
+            left -= size
 
 
 class Processor:
@@ -133,7 +136,9 @@ class Processor:
                 return self._together(batch, length)
         found: dict[str, Any] = {}
         if "images" in batch:
-            found |= self.parts["images"](images=batch["images"], return_tensors="pt")
+            frames = getattr(self._config, "num_frames", None)  # of a video, which stands still here
+            pictures = [[image] * frames if frames else image for image in batch["images"]]
+            found |= self.parts["images"](images=pictures, return_tensors="pt")
         if "audio" in batch:
             found |= self._sounds(batch["audio"])
         if "text" in batch:
@@ -179,8 +184,10 @@ class Processor:
             )
             first = torch.full_like(ids[:, :1], next((i for i in starts if isinstance(i, int)), 0))
             tokens["decoder_input_ids"] = torch.cat([first, ids[:, :-1]], 1)
+        if "inputs" in self._accepts:
+            return {"inputs": ids, "attention_mask": tokens["attention_mask"]}
         if "input_ids" not in self._accepts:
-            tokens = {"inputs": ids, **{k: tokens[k] for k in ("decoder_input_ids",) if k in tokens}}
+            return {"decoder_input_ids": tokens["decoder_input_ids"]}
         return tokens
 
     def has_chat_template(self) -> bool:

@@ -65,7 +65,7 @@ def random_input(model: Any, name: str, rows: int) -> Tensor:
     """
     make = _MAKERS.get(name)
     if make is None:
-        raise InputError(f"cannot make example inputs for main input {describe(name)!r}", hint=_HINT)
+        raise _unknown(name)
     made = make(model, rows)
     return made if isinstance(made, Tensor) else torch.randn(_checked(name, rows, *made))
 
@@ -82,7 +82,13 @@ def _safe_ids(ids: Tensor, config: Any) -> Tensor:
     return ids
 
 
+def _unknown(name: str) -> InputError:
+    return InputError(f"cannot make example inputs for main input {describe(name)!r}", hint=_HINT)
+
+
 def _checked(name: str, *sizes: Any) -> tuple[int, ...]:
+    if None in sizes:
+        raise _unknown(name)
     for size in sizes:
         if type(size) is not int or not 0 < size < 1 << 31:
             what = f"{CONFIG_FILE}: {describe(size)} for {name} is not a size"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import wave
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ import torch
 
 from ampaudit import scan
 from ampaudit.core.config import SourceConfig
-from ampaudit.core.errors import InputError, UsageError
+from ampaudit.core.errors import AuditError, InputError, UsageError
+from ampaudit.render.formats import OUTPUT_FORMATS
+from ampaudit.render.render import as_file
+from ampaudit.render.verdict import verdict_words
+from ampaudit.report.inputs import GIVEN, InputsInfo
+from ampaudit.source import Batch, ModelSource
 from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs
 from ampaudit.source.open import open_source
 from ampaudit.source.samples import sounds
@@ -178,8 +184,9 @@ def test_an_encoder_of_sound_gets_sound_and_its_decoder_ids(tmp_path: Path) -> N
     for seconds, name in ((0.5, "a.wav"), (1.0, "b.wav"), (1.5, "c.wav")):
         recording(tmp_path / name, seconds)
     found = made(whisper(), tmp_path / "m", extractor, tokenizer(eos_token="[SEP]"), audio=tmp_path)
-    assert found["origin"] == "file"
-    assert "3 audio samples" in found["detail"]
+    assert found["origin"] == "sample"  # what it is to say is not the user's
+    assert found["detail"].startswith("built-in text samples; ")
+    assert found["detail"].endswith(": 3 audio samples")
     batch = found["batches"][0]
     assert batch["input_features"].shape == (2, 16, 300)
     assert bool((batch["decoder_input_ids"][:, 0] == 2).all())
@@ -259,17 +266,32 @@ def test_a_model_file_has_its_own_inputs(model_file: Callable[..., Path], tmp_pa
     assert scan(str(path)).run.inputs.origin == "given"
 
 
-def test_the_report_says_that_inputs_are_made_up(tmp_path: Path, cli: Cli) -> None:
-    model, words = bert(), tokenizer()
-    model.save_pretrained(tmp_path / "m")
-    quiet = cli("scan", tmp_path / "m", "-q")
-    assert quiet.stdout.replace("\n", " ").strip().endswith("; inputs: random inputs"), quiet.stderr
+def test_every_format_says_that_inputs_are_made_up() -> None:
+    batch = Batch((torch.randn(2, 4),))
+    made_up = InputsInfo("random", "random x")
+    source = ModelSource("m", "object", torch.nn.Linear(4, 4), (batch,), inputs=made_up)
+    report = scan(source)
+    assert verdict_words(report)[1].endswith("; inputs: random inputs")
+    assert " on random inputs: " in report.headline
+    assert report.run.extent.startswith("1 batch of random inputs on ")
+    given = scan(replace(source, inputs=GIVEN))
+    for form in OUTPUT_FORMATS:
+        assert "random" in as_file(report, form), form
+        assert "random inputs" not in as_file(given, form), form
+
+
+def test_a_directory_is_scanned_on_the_users_text(tmp_path: Path, cli: Cli) -> None:
+    bert().save_pretrained(tmp_path / "m")
+    words = tokenizer()
     words.save_pretrained(tmp_path / "m")
-    done = cli("scan", tmp_path / "m", "--format", "json")
-    run = json.loads(done.stdout)["run"]
-    assert run["inputs"] == {"origin": "sample", "detail": "built-in text samples"}
     (tmp_path / "own.txt").write_text("some words of mine\nand more\n", encoding="utf-8")
-    source = open_source(str(tmp_path / "m"), SourceConfig(text=tmp_path / "own.txt"))
-    shown = words.decode(source.batches[0].kwargs["input_ids"][0], skip_special_tokens=True)
-    assert shown == "some words of mine"
-    assert source.inputs.origin == "file"
+    done = cli("scan", tmp_path / "m", "--text", tmp_path / "own.txt", "--format", "json")
+    assert json.loads(done.stdout)["run"]["inputs"] == {"origin": "file", "detail": "own.txt: 2 text samples"}
+    for options, said in (
+        ({"text": tmp_path / "none.txt"}, "no such file"),
+        ({"text": tmp_path}, "no such file"),
+        ({"images": tmp_path / "own.txt"}, "no such directory"),
+        ({"text": tmp_path / "own.txt", "inputs": tmp_path / "own.py"}, "--inputs and --text both"),
+    ):
+        with pytest.raises(AuditError, match=said):
+            open_source(str(tmp_path / "m"), SourceConfig(**options))
