@@ -38,6 +38,7 @@ class ReportView:
         word: ``PASS``, ``FAIL`` or ``WARN``.
         sentence: what the verdict is about.
         heading: how it was audited.
+        culprit: the gravest error or warning; ``None`` without one.
         tiles: the numbers at the top.
         findings: the gravest first.
         left_out: findings beyond those.
@@ -49,6 +50,7 @@ class ReportView:
     word: str
     sentence: str
     heading: str
+    culprit: Alert | None
     tiles: tuple[Tile, ...]
     findings: tuple[Alert, ...]
     left_out: int
@@ -70,6 +72,7 @@ def _view(report: Report, alerts: Sequence[Alert]) -> ReportView:
         word=word,
         sentence=sentence,
         heading=f"policy {escape_control(run.policy)}, {run.dtype}, {run.mode} mode, {run.extent}",
+        culprit=next((a for a in alerts if a.suppressed is None and a.level is not Severity.NOTE), None),
         tiles=tuple(_tiles(report)),
         findings=tuple(alerts[:MAX_FINDINGS]),
         left_out=len(alerts) - MAX_FINDINGS,

@@ -31,12 +31,17 @@ function flushedPlot(scales, width) {
     ? `Scales from ${power(scales.low)} to ${power(scales.high)} suit every layer.` : "No scale suits every layer.");
 }
 
+const WINDOWS = 30;
+
 function windowPlot(scales, width) {
   const rows = scales.layers
     .map(([layer, low, high, flushed, at]) => ({ layer, low, high, flushed, at }))
-    .sort((a, b) => a.high - a.low - (b.high - b.low)).slice(0, 30);
+    .sort((a, b) => a.high - a.low - (b.high - b.low)).slice(0, WINDOWS);
   const left = Math.min(280, width * 0.34);
-  const names = new Map(rows.map((row) => [row.layer, shortened(row.layer, Math.floor(left / 7))]));
+  const short = shortNames(rows.map((row) => row.layer), Math.floor(left / 7));
+  const names = new Map(rows.map((row, i) => [row.layer, short[i]]));
+  const more = scales.layers.length - rows.length;
+  byId("window-more").textContent = more > 0 ? `${more} more layers have wider windows` : "";
   const ends = rows.flatMap((row) => [row.low, row.high]);
   const domain = [Math.max(Math.min(...ends, 0), -20), Math.min(Math.max(...ends, 24), 40)];
   const plot = Plot.plot({
