@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ampaudit.core.sites import SiteId
+from ampaudit.render.html.page import to_html
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.model import Report
 from tests.support.browser import Open
-from tests.support.saved import saved, saved_report
+from tests.support.saved import NAMES, sample, saved, saved_report
 
 
 def placed(report: Report, names: list[str]) -> Report:
@@ -76,6 +78,34 @@ def test_a_chart_that_goes_on_says_so(page_of: Open) -> None:
     page.wait_for_function("document.getElementById('range-more').textContent === ''")
     short = page_of(placed(saved_report(), ["one", "two"]))
     assert short.locator("#range-more").inner_text() == ""
+
+
+@pytest.mark.parametrize("kind", ["check", "training", "bench"])
+def test_the_switch_between_light_and_dark_works_on_every_page(page_of: Open, kind: str) -> None:
+    page = page_of(sample(kind) if kind not in NAMES else saved(kind), scheme="dark")
+    assert page.locator("#theme").inner_text() == "Light"
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+@pytest.mark.parametrize("kind", ["check", "training", "lint", "verification"])
+def test_a_page_made_of_sections_begins_with_the_verdict(page_of: Open, kind: str) -> None:
+    page = page_of(sample(kind))
+    assert page.locator("h1 + .sentence .pill").inner_text() == "FAIL"
+
+
+@pytest.mark.parametrize("width", [390, 700])
+def test_the_names_of_limits_lie_inside(page_of: Open, width: int) -> None:
+    page = page_of(saved("gradients"), width=width)
+    right = page.locator("#range-axis").bounding_box()
+    for text in page.locator("#range-axis text").all():
+        box = text.bounding_box()
+        assert box["x"] + box["width"] <= right["x"] + right["width"] + 1, text.text_content()
+
+
+def test_warnings_leave_no_green_card() -> None:
+    for name in ("ranges", "gradients"):
+        assert not re.search(r'tile good"><span class="label">Errors', to_html(saved(name)))
 
 
 def test_the_worst_output_comes_first() -> None:

@@ -58,20 +58,19 @@ class ReportView:
     scales: str
 
 
-def page_values(reports: Sequence[tuple[Report, Suite]]) -> dict[str, Any]:
-    """Return the template's values for each report and its findings."""
-    views = [_view(report, suite.alerts) for report, suite in reports]
+def page_values(reports: Sequence[tuple[Report, Suite, str]]) -> dict[str, Any]:
+    """Return the template's values for each report, its findings, and how it was audited."""
+    views = [_view(report, suite.alerts, heading) for report, suite, heading in reports]
     return {"views": views, "codes": {alert.code for view in views for alert in view.findings}}
 
 
-def _view(report: Report, alerts: Sequence[Alert]) -> ReportView:
+def _view(report: Report, alerts: Sequence[Alert], heading: str) -> ReportView:
     word, sentence = verdict_words(report)
-    run = report.run
     return ReportView(
         report=report,
         word=word,
         sentence=sentence,
-        heading=f"policy {escape_control(run.policy)}, {run.dtype}, {run.mode} mode, {run.extent}",
+        heading=heading,
         culprit=next((a for a in alerts if a.suppressed is None and a.level is not Severity.NOTE), None),
         tiles=tuple(_tiles(report)),
         findings=tuple(alerts[:MAX_FINDINGS]),
@@ -84,7 +83,9 @@ def _view(report: Report, alerts: Sequence[Alert]) -> ReportView:
 def _tiles(report: Report) -> Iterator[Tile]:
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
     cover, proofs, level = report.coverage, report.proofs, report.run.level
-    yield Tile("Errors", str(errors), plural(warnings, "warning"), "bad" if errors else "good")
+    yield Tile(
+        "Errors", str(errors), plural(warnings, "warning"), "bad" if errors else "" if warnings else "good"
+    )
     least = next(iter(report.by_headroom), None) if level == "ranges" else report.least_headroom
     if least is not None and least.headroom_bits is not None:
         bits = least.headroom_bits

@@ -109,7 +109,6 @@ function prepare() {
     for (const found of document.querySelectorAll(".finding.error")) found.open = true;
   });
   addEventListener("afterprint", () => chart.afterPrint());
-  prepareTheme();
   prepareFindings();
   showReport(0);
 }
