@@ -39,7 +39,7 @@ def deliver_document(document: Document, options: dict[str, Any]) -> None:
         text,
         output,
         force=bool(options.get("force")),
-        verdict=lambda console: console.print(for_terminal(document, -1), crop=False),
+        verdict=lambda console: console.print(for_terminal(document, -1)),
     )
 
 

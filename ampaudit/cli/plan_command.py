@@ -65,7 +65,7 @@ def plan_command(model: str, **options: Any) -> None:
     form = chosen_format(options["form"], options["output"])
     text = None if form == "text" else as_file(made, form)
     shown = printable(PlanView(made, layer).sections(int(options["verbose"])))
-    deliver(lambda console: console.print(shown, crop=False), text, options["output"], force=options["force"])
+    deliver(lambda console: console.print(shown), text, options["output"], force=options["force"])
 
 
 def _no_layer(glob: str, layers: list[str]) -> str:
