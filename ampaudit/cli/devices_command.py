@@ -27,7 +27,7 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
         device = device_named(name)
         shown = render_device(device)
         deliver(
-            lambda console: console.print(shown),
+            lambda console: console.print(shown, crop=False),
             to_json(device) if form == "json" else None,
             None,
             force=False,
@@ -39,5 +39,8 @@ def devices_command(name: str | None, form: str, debug: bool) -> None:
     found = Devices(1, machine, tuple(all_devices().values()))
     both = Group(render_machine(machine), Text(), render_catalogue(found.catalogue))
     deliver(
-        lambda console: console.print(both), to_json(found) if form == "json" else None, None, force=False
+        lambda console: console.print(both, crop=False),
+        to_json(found) if form == "json" else None,
+        None,
+        force=False,
     )

@@ -43,4 +43,4 @@ def _print_list(console: Console) -> None:
     table = open_table("code", "check", "severity", "about", left=("check", "severity", "about"))
     for page in all_pages().values():
         table.add_row(page.code, page.title, page.severity, family(page.code))
-    console.print(table)
+    console.print(table, crop=False)

@@ -29,7 +29,9 @@ def list_command(form: str, debug: bool) -> None:
     from ampaudit.render.rules_text import list_rows, render_list
 
     rows = list_rows()
-    deliver(lambda console: console.print(render_list(rows)), _json(rows, form), None, force=False)
+    deliver(
+        lambda console: console.print(render_list(rows), crop=False), _json(rows, form), None, force=False
+    )
 
 
 @rules_group.command("show")
@@ -43,7 +45,9 @@ def show_command(policy: str, form: str, debug: bool) -> None:
 
     loaded = load_file(policy)
     data = loaded.file.model_dump(mode="json", exclude_defaults=True, by_alias=True)
-    deliver(lambda console: console.print(render_policy(loaded)), _json(data, form), None, force=False)
+    deliver(
+        lambda console: console.print(render_policy(loaded), crop=False), _json(data, form), None, force=False
+    )
 
 
 @rules_group.command("validate")
@@ -83,7 +87,7 @@ def diff_command(first: str, second: str, model: str | None, form: str, **option
 
     rows = diff_rows(a, b, low_precision_format(options["dtype"]).name)
     shown = render_diff(a, b, rows, verbose=options["verbose"])
-    deliver(lambda console: console.print(shown), _json(rows, form), None, force=False)
+    deliver(lambda console: console.print(shown, crop=False), _json(rows, form), None, force=False)
 
 
 def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) -> None:
@@ -105,7 +109,7 @@ def _model_diff(a: Any, b: Any, model: str, form: str, options: dict[str, Any]) 
     if form == "json":
         text = json.dumps({p.policy: json.loads(to_json(p)) for p in plans}, indent=1) + "\n"
     shown = printable(plans_compared(plans[0], plans[1], verbose=options["verbose"]))
-    deliver(lambda console: console.print(shown), text, None, force=False)
+    deliver(lambda console: console.print(shown, crop=False), text, None, force=False)
 
 
 @rules_group.command("schema")

@@ -5,16 +5,39 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Literal
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 __all__ = ["hanging", "labelled", "open_table"]
 
+_MAX_WIDTH = 100_000
+
+
+class _WholeGrid(Table):
+    """Texts beside labels; no word is cut where nothing limits the width: in a file, or in a pipe."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not console.is_terminal:
+            needed = self._needed(self.__rich_measure__(console, options.update(max_width=_MAX_WIDTH)))
+            options = options.update(max_width=max(needed, options.max_width))
+        yield from super().__rich_console__(console, options)
+
+    def _needed(self, measured: Measurement) -> int:
+        return measured.minimum
+
+
+class _WholeTable(_WholeGrid):
+    """A table whose rows are not folded there."""
+
+    def _needed(self, measured: Measurement) -> int:
+        return measured.maximum
+
 
 def open_table(*columns: str, width: int | None = None, left: Collection[str] = ()) -> Table:
     """Make a borderless table; columns are right-aligned, except the first and those named in ``left``."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
+    table = _WholeTable(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     for index, name in enumerate(columns):
         flush: Literal["left", "right"] = "left" if index == 0 or name in left else "right"
         table.add_column(name, justify=flush, min_width=width if index == 0 else None)
@@ -23,7 +46,7 @@ def open_table(*columns: str, width: int | None = None, left: Collection[str] = 
 
 def hanging(rows: Iterable[tuple[Text, RenderableType]]) -> Table:
     """Make a grid of labels and texts whose lines stay together."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid = _WholeGrid.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in rows:
@@ -33,7 +56,7 @@ def hanging(rows: Iterable[tuple[Text, RenderableType]]) -> Table:
 
 def labelled(rows: Iterable[tuple[str | Text, ...]]) -> Table:
     """Make rows of a bold label and texts, for one thing or several side by side."""
-    grid = Table.grid(padding=(0, 2))
+    grid = _WholeGrid.grid(padding=(0, 2))
     for label, *texts in rows:
         grid.add_row(Text(str(label), style="bold"), *(Text(t) if isinstance(t, str) else t for t in texts))
     return grid

@@ -58,7 +58,8 @@ def _run(report: Report, *, full: bool) -> Iterator[tuple[str, str]]:
     yield "Outputs", _outputs(report)
     masters, copies = format_bytes(weights.master_bytes), format_bytes(weights.working_bytes)
     yield "Weights", f"{masters} of FP32 masters, {copies} of 16-bit copies"
-    if report.run.backend != "native" and full:
+    backend = report.run.backend  # named after the contract, unless that is the default
+    if backend != "native" and (full or backend != "emulated"):
         yield "Contract", report.run.contract
 
 

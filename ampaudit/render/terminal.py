@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from ampaudit.render.blocks import Block, Facts, Indented, Labelled, Line, Section, Table
@@ -17,8 +15,6 @@ from ampaudit.render.plaintext import as_text
 from ampaudit.report.documents import Document
 
 __all__ = ["printable", "to_text"]
-
-_MAX_WIDTH = 100_000
 
 
 def printable(sections: Iterable[Section]) -> Group:
@@ -35,22 +31,6 @@ def to_text(document: Document, width: int = 100) -> str:
     """Return the document as plain text."""
     shown = printable(view_of(document).sections())
     return as_text(lambda console: console.print(shown, crop=False), width)
-
-
-class _WholeTable:
-    """A table that is not shortened where nothing limits its width: in a file, or in a pipe."""
-
-    def __init__(self, table: RichTable) -> None:
-        self._table = table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not console.is_terminal:
-            whole = options.update(max_width=_MAX_WIDTH)
-            options = options.update(max_width=Measurement.get(console, whole, self._table).maximum)
-        yield from console.render(self._table, options)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self._table)
 
 
 def _rendered(block: Block) -> RenderableType:
@@ -84,4 +64,4 @@ def _table(table: Table) -> RenderableType:
     made = open_table(*table.heads, width=table.width, left=left)
     for row in table.rows:
         made.add_row(*(_text(cell, fold=table.fold) for cell in row))
-    return _WholeTable(made)
+    return made

@@ -144,7 +144,8 @@ def reports_page(reports: Sequence[Report]) -> ViewPage:
     from ampaudit.render.html.views import page_values
 
     data = [figure_data(report) for report in reports]
-    views = [(report, ScanView(report).suites()[0]) for report in reports]
+    scans = [ScanView(report) for report in reports]
+    views = [(scan.document, scan.suites()[0], scan.subject()) for scan in scans]
     return ViewPage("page.html.j2", _SCRIPTS, data, page_values(views))
 
 

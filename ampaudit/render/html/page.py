@@ -34,6 +34,7 @@ def to_html(document: Document) -> str:
     page = view.page()
     if page is None:
         about: dict[str, Any] = {"kind": document.kind, "version": __version__}
+        about["word"], about["sentence"] = view.verdict()
         about["sections"] = list(view.sections(1))
         page = ViewPage("document.html.j2", ("theme.js",), None, about)
     scripts = _scripts(tuple(page.scripts), library=page.data is not None)

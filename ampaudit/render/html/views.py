@@ -38,6 +38,7 @@ class ReportView:
         word: ``PASS``, ``FAIL`` or ``WARN``.
         sentence: what the verdict is about.
         heading: how it was audited.
+        culprit: the gravest error or warning; ``None`` without one.
         tiles: the numbers at the top.
         findings: the gravest first.
         left_out: findings beyond those.
@@ -50,6 +51,7 @@ class ReportView:
     word: str
     sentence: str
     heading: str
+    culprit: Alert | None
     tiles: tuple[Tile, ...]
     findings: tuple[Alert, ...]
     left_out: int
@@ -58,21 +60,21 @@ class ReportView:
     combined: CombinedPolicy | None
 
 
-def page_values(reports: Sequence[tuple[Report, Suite]]) -> dict[str, Any]:
-    """Return the template's values for each report and its findings."""
-    views = [_view(report, suite) for report, suite in reports]
+def page_values(reports: Sequence[tuple[Report, Suite, str]]) -> dict[str, Any]:
+    """Return the template's values for each report, its findings, and how it was audited."""
+    views = [_view(report, suite, heading) for report, suite, heading in reports]
     return {"views": views, "codes": {alert.code for view in views for alert in view.findings}}
 
 
-def _view(report: Report, suite: Suite) -> ReportView:
+def _view(report: Report, suite: Suite, heading: str) -> ReportView:
     alerts = suite.alerts
     word, sentence = verdict_words(report)
-    run = report.run
     return ReportView(
         report=report,
         word=word,
         sentence=sentence,
-        heading=f"policy {escape_control(run.policy)}, {run.dtype}, {run.mode} mode, {run.extent}",
+        heading=heading,
+        culprit=next((a for a in alerts if a.suppressed is None and a.level is not Severity.NOTE), None),
         tiles=tuple(_tiles(report)),
         findings=tuple(alerts[:MAX_FINDINGS]),
         left_out=len(alerts) - MAX_FINDINGS,
@@ -85,7 +87,9 @@ def _view(report: Report, suite: Suite) -> ReportView:
 def _tiles(report: Report) -> Iterator[Tile]:
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
     cover, proofs, level = report.coverage, report.proofs, report.run.level
-    yield Tile("Errors", str(errors), plural(warnings, "warning"), "bad" if errors else "good")
+    yield Tile(
+        "Errors", str(errors), plural(warnings, "warning"), "bad" if errors else "" if warnings else "good"
+    )
     least = next(iter(report.by_headroom), None) if level == "ranges" else report.least_headroom
     if least is not None and least.headroom_bits is not None:
         bits = least.headroom_bits

@@ -51,7 +51,6 @@ function draw() {
   drawSpeed();
 }
 
-prepareTheme();
 draw();
 let drawn = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== drawn) { drawn = innerWidth; draw(); } });

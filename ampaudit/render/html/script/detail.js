@@ -55,13 +55,16 @@ function gradientText(site) {
   return `peak ${number(site.gpeak)}${room}${broke}${gone}`;
 }
 
+const LISTED = 12;
+
 function siteList(row, onSite) {
   const list = element("ul");
-  const sites = [...row.sites].sort((a, b) => (a.head ?? 1e9) - (b.head ?? 1e9)).slice(0, 12);
+  const sites = [...row.sites].sort((a, b) => (a.head ?? 1e9) - (b.head ?? 1e9)).slice(0, LISTED);
   for (const site of sites) {
     const label = `${site.op}${site.head === null ? "" : `, ${bits(site.head)}`}`;
     list.append(element("li", {}, element("button", { type: "button", onclick: () => onSite(site.site) }, label)));
   }
+  if (row.sites.length > LISTED) list.append(element("li", { class: "hint" }, `and ${row.sites.length - LISTED} more`));
   return list;
 }
 

@@ -85,9 +85,9 @@ function showReport(index) {
 }
 
 function save() {
-  const rows = shownRows().slice(0, 60);
+  const all = shownRows(), rows = all.slice(0, 60);
   const domain = rangeDomain(reports[state.report], rows.filter((row) => !row.design));
-  const text = picture(reports[state.report], rows, domain, `${document.title}: ${reports[state.report].label}`, rowKeys());
+  const text = picture(reports[state.report], rows, domain, `${document.title}: ${reports[state.report].label}${all.length > rows.length ? `; ${all.length - rows.length} more rows` : ""}`, rowKeys());
   const link = element("a", { download: "ampaudit.svg", href: URL.createObjectURL(new Blob([text], { type: "image/svg+xml" })) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
@@ -109,7 +109,6 @@ function prepare() {
     for (const found of document.querySelectorAll(".finding.error")) found.open = true;
   });
   addEventListener("afterprint", () => chart.afterPrint());
-  prepareTheme();
   prepareFindings();
   showReport(0);
 }

@@ -94,14 +94,15 @@ function rangeAxis(report, domain, width) {
   const named = [];
   for (const limit of limits(report, domain)) {
     const place = ((limit.at - domain[0]) / (domain[1] - domain[0])) * width;
-    if (named.every((other) => Math.abs(other.place - place) > 105)) named.push({ ...limit, place });
+    const dx = Math.min(0, width - place - 3.2 * limit.text.length);  // no letter beyond the right edge
+    if (named.every((other) => Math.abs(other.place - place) > 105)) named.push({ ...limit, place, dx });
   }
   return Plot.plot({
     width, height: 40, margin: 0, axis: null, x: { domain, range: [0, width] }, y: { domain: [0, 40], range: [40, 0] },
     style: { overflow: "visible", fontSize: "11px", color: "var(--soft)" },
     marks: [
       Plot.text(ticks(domain, width), { x: (d) => d, y: 10, text: power, fill: "var(--soft)" }),
-      Plot.text(named, { x: "at", y: 30, text: "text", fill: "var(--ink)" }),
+      ...named.map((limit) => Plot.text([limit], { x: "at", y: 30, dx: limit.dx, text: "text", fill: "var(--ink)" })),
       Plot.ruleX(named, { x: "at", y1: 18, y2: 24, stroke: "var(--soft)" }),
     ],
   });

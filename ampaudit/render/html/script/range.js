@@ -6,6 +6,7 @@ class RangeChart {
     this.list = byId("range-rows");
     this.onChoose = onChoose;
     this.seen = new IntersectionObserver((entries) => this.draw(entries), { root: this.list, rootMargin: "600px 0px" });
+    this.list.addEventListener("scroll", () => this.tellMore());
     this.list.addEventListener("keydown", (event) => this.move(event));
     new ResizeObserver(() => this.resized()).observe(this.list);
     this.rows = [];
@@ -25,6 +26,7 @@ class RangeChart {
     const names = Math.round(Math.min(300, this.width * 0.38));
     byId("range").style.setProperty("--names", `${names}px`);
     this.plotWidth = this.width - names;
+    this.names = shortNames(this.rows.map((row) => row.name), Math.max(Math.floor((names - 12) / 7.6), 8));
     const chunks = [];
     for (let start = 0; start < this.rows.length; start += CHUNK) {
       const chunk = element("div", { class: "range-chunk", role: "presentation" });
@@ -36,6 +38,13 @@ class RangeChart {
     this.list.replaceChildren(...chunks);
     if (!this.rows.length) this.list.replaceChildren(element("p", { class: "none" }, "No row matches."));
     this.drawAxis();
+    this.tellMore();
+  }
+
+  // A box that scrolls says how much is in it.
+  tellMore() {
+    const below = this.rows.length - Math.ceil((this.list.scrollTop + this.list.clientHeight) / ROW);
+    byId("range-more").textContent = below > 0 ? `${below} more rows below: scroll, or use the arrow keys` : "";
   }
 
   drawAxis() {
@@ -67,7 +76,7 @@ class RangeChart {
       type: "button", class: `row-name ${row.worst}`, role: "option", "aria-selected": String(chosen),
       tabindex: chosen ? 0 : -1, "aria-label": said, title: said, "data-row": index,
       onclick: () => this.choose(index),
-    }, element("bdi", {}, row.name));
+    }, element("bdi", {}, this.names[index]));
     return made;
   }
 
@@ -106,10 +115,13 @@ class RangeChart {
     [...this.list.children].forEach((chunk, i) => {
       if (i < 5) { if (!chunk.childElementCount) this.fill(chunk); } else chunk.hidden = true;
     });
+    const left = this.rows.length - 5 * CHUNK;
+    byId("range-more").textContent = left > 0 ? `${left} more rows are not printed` : "";
   }
 
   afterPrint() {
     for (const chunk of this.list.children) chunk.hidden = false;
+    this.tellMore();
   }
 }
 
@@ -140,7 +152,7 @@ function picture(report, rows, domain, title, keys) {
     marks: [
       ...bands(report, domain, -0.5, rows.length - 0.5),
       ...rowMarks(rows, domain),
-      Plot.text(rows, { y: (d, i) => i, frameAnchor: "left", dx: -8, textAnchor: "end", text: (d) => shortened(d.name, 46), fill: "var(--ink)" }),
+      Plot.text(shortNames(rows.map((row) => row.name), 46), { y: (d, i) => i, frameAnchor: "left", dx: -8, textAnchor: "end", text: (d) => d, fill: "var(--ink)" }),
       Plot.text(ticks(domain, width - left), { x: (d) => d, frameAnchor: "top", dy: -10, text: power, fill: "var(--soft)" }),
       Plot.text(limits(report, domain), { x: "at", frameAnchor: "top", dy: -26, text: "text", fill: "var(--ink)" }),
       Plot.dot(places, { x: "x", frameAnchor: "bottom", dx: 6, dy: 22, r: 5, fill: "fill", symbol: "square" }),
@@ -150,8 +162,6 @@ function picture(report, rows, domain, title, keys) {
   });
   return resolved(plot);
 }
-
-const shortened = (name, most) => (name.length > most ? `…${name.slice(name.length - most + 1)}` : name);
 
 function resolved(plot) {
   const probe = element("span");

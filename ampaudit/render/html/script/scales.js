@@ -46,11 +46,16 @@ function flushedPlot(scales, frame) {
     ? `Scales from ${power(scales.low)} to ${power(scales.high)} suit every layer.` : "No scale suits every layer.");
 }
 
+const WINDOWS = 30;
+
 function windowPlot(scales, frame) {
   const rows = scales.layers
     .map(([layer, low, high, flushed, at]) => ({ layer, low, high, flushed, at }))
-    .sort((a, b) => a.high - a.low - (b.high - b.low)).slice(0, 30);
-  const names = new Map(rows.map((row) => [row.layer, shortened(row.layer, Math.floor(frame.options.marginLeft / 7))]));
+    .sort((a, b) => a.high - a.low - (b.high - b.low)).slice(0, WINDOWS);
+  const short = shortNames(rows.map((row) => row.layer), Math.floor(frame.options.marginLeft / 7));
+  const names = new Map(rows.map((row, i) => [row.layer, short[i]]));
+  const more = scales.layers.length - rows.length;
+  byId("window-more").textContent = more > 0 ? `${more} more layers have wider windows` : "";
   const plot = Plot.plot({
     ...frame.options, height: 40 + 20 * rows.length, marginTop: 4, marginBottom: 34, y: { domain: rows.map((row) => row.layer), label: null, type: "band", padding: 0.35 },
     marks: [

@@ -112,6 +112,33 @@ function described(plot, text) {
   return plot;
 }
 
+// The end of a name whose last part alone is too long, after its rarest part if that leaves room.
+function cutFront(parts, shared, letters) {
+  const rarest = parts.slice(0, -1).reduce((a, b) => (a && shared.get(a) < shared.get(b) ? a : b), "");
+  const head = rarest && rarest.length < letters / 3 ? `…${rarest.slice(0, -1)}…` : "…";
+  return head + parts.join("").slice(head.length - letters);
+}
+
+// Names that fit into a number of letters. Parts that most names share go first, the last one never, so that
+// what tells rows apart stays: of layers.17.attention.query and its like, "…17…query".
+function shortNames(names, letters) {
+  const parts = names.map((name) => name.split(/(?<=[./])/));
+  const shared = new Map();
+  for (const own of parts) for (const part of new Set(own.slice(0, -1))) shared.set(part, (shared.get(part) || 0) + 1);
+  return names.map((name, i) => {
+    const kept = parts[i].map((part, at) => ({ part, rank: at === parts[i].length - 1 ? -1 : shared.get(part) }));
+    let text = name;
+    while (text.length > letters) {
+      const common = kept.reduce((a, b) => (b.part !== null && b.rank > a.rank ? b : a), { rank: -1 });
+      if (common.rank < 0) return cutFront(parts[i], shared, letters);
+      common.part = null;
+      common.rank = -1;
+      text = kept.map((each) => each.part ?? "…").join("").replace(/[./]…/g, "…").replace(/…+/g, "…");
+    }
+    return text;
+  });
+}
+
 function element(name, attributes, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes || {})) {
