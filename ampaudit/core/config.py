@@ -104,7 +104,7 @@ DtypeName = Annotated[str, Option("float16 or bfloat16.")]
 DeviceName = Annotated[
     str,
     AfterValidator(_known_device),
-    Option("Device to run on: auto, cpu, cuda, cuda:1, mps or xpu.", metavar="DEVICE"),
+    Option("Device to run on: cpu, cuda, cuda:1, mps, xpu.", metavar="DEVICE"),
 ]
 Seed = Annotated[int, Option("Random seed.")]
 # never a key of a file: whoever wrote the model may have written the file
