@@ -75,6 +75,10 @@ def _dtypes() -> Iterator[tuple[str, str]]:
     return ((name, "") for name in ("float16", "bfloat16"))
 
 
+def _accelerators() -> Iterator[tuple[str, str]]:
+    return ((name, "") for name in ("auto", "cpu", "cuda", "cuda:0", "mps", "xpu"))
+
+
 _POLICY, _FILES, _ALL_CODES = Completed(_policies, files=True), Completed(files=True), Completed(_codes())
 _LINT_CODES, _DEVICE = Completed(_codes("AMP8")), Completed(_devices)
 # by the name of a parameter, or of a command and its parameter
@@ -85,4 +89,5 @@ _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(("lint select", "lint ignore"), _LINT_CODES),
     **dict.fromkeys(("target", "devices name"), _DEVICE),
     "dtype": Completed(_dtypes),
+    "device": Completed(_accelerators),
 }

@@ -116,7 +116,7 @@ DtypeName = Annotated[
 DeviceName = Annotated[
     str,
     AfterValidator(_known_device),
-    Option("Device to run on: auto, cpu, cuda, cuda:1, mps or xpu.", metavar="DEVICE"),
+    Option("Device to run on: cpu, cuda, cuda:1, mps, xpu.", metavar="DEVICE"),
 ]
 Seed = Annotated[int, Option("Random seed.")]
 BatchCount = Annotated[
