@@ -17,8 +17,7 @@ from ampaudit.core.unchanged import states_of
 from ampaudit.core.untrusted import describe, describe_path, read_table
 from ampaudit.source.interface import ModelSource
 from ampaudit.source.model_config import CONFIG_FILE
-from ampaudit.source.other_kinds import not_a_model
-from ampaudit.source.packaging import check_packaging
+from ampaudit.source.other_kinds import not_a_model, refuse_other_kinds
 from ampaudit.source.processor import KINDS
 
 __all__ = ["open_source"]
@@ -105,7 +104,7 @@ def _open(location: str, options: SourceConfig) -> ModelSource:
 
         source = from_exported(path / PROGRAM, options, location)
         return replace(source, kind="converted", dtype=_converted_dtype(path / MANIFEST))
-    check_packaging(path)
+    refuse_other_kinds(path)
     if path.is_dir():
         from ampaudit.source.huggingface import from_directory
 

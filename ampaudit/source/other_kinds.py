@@ -1,15 +1,24 @@
-"""Says what to do with a location that is not a model, without opening it."""
+"""Recognizes locations that are something else than one model, and says what to scan."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 from ampaudit.core.errors import SourceError
-from ampaudit.core.untrusted import describe
+from ampaudit.core.untrusted import describe, describe_path, open_regular, read_table
+from ampaudit.source.model_config import ADAPTER, CONFIG_FILE, read_raw_config
 
-__all__ = ["not_a_model"]
+__all__ = ["PIPELINE", "not_a_model", "refuse_other_kinds"]
 
+PIPELINE = "model_index.json"
+_MODULES = "modules.json"
+_PARTS_SHOWN = 4
+_TAIL = 1 << 20  # bytes at the end of an archive, where the names of its members are
+_SCRIPTED = b"/code/__torch__"
+_ARCHIVES = (".pt", ".pth", ".ts", ".torchscript", ".jit", ".ptc", ".bin", "")
 _FORMATS = "give file.py, file.py:factory, package.module:factory, a model directory, or a .pt2 file"
 _WEIGHTS = (
     "holds weights, not a model",
@@ -31,6 +40,85 @@ _KINDS = {
     ),
 }
 _HUB = re.compile(r"(?:https?://huggingface\.co/)?([\w.-]+/[\w.-]+|[A-Za-z][\w.-]*-[\w.-]+)/?")
+
+
+def refuse_other_kinds(path: Path) -> None:
+    """Reject what is not a model by itself.
+
+    Raises:
+        SourceError: a TorchScript program, a pipeline of several models, an adapter without its base, or a
+            layer that only holds settings.
+    """
+    if path.is_file() and path.suffix in _ARCHIVES and _is_torchscript(path):
+        raise SourceError(
+            f"{describe_path(path)} is a TorchScript program, whose ops have no Python code to audit",
+            hint="scan the Python model that it was made from, or save that with torch.export.save as .pt2",
+        )
+    if not path.is_dir():
+        return
+    if (path / PIPELINE).is_file():
+        raise _pipeline(path)
+    if (path / CONFIG_FILE).is_file():
+        _check_config(path)
+    elif (path / ADAPTER).is_file():
+        raise _adapter(path)
+
+
+def _is_torchscript(path: Path) -> bool:
+    with os.fdopen(open_regular(path, SourceError), "rb") as stream:
+        if stream.read(2) != b"PK":
+            return False
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - _TAIL))
+        return _SCRIPTED in stream.read(_TAIL)
+
+
+def _pipeline(path: Path) -> SourceError:
+    """Return the error about a pipeline of Diffusers, with the ways to scan its models."""
+    table = read_table(path / PIPELINE, SourceError)
+    ways = []
+    for name, entry in table.items():
+        if "/" in name or not isinstance(entry, list) or not (path / name / CONFIG_FILE).is_file():
+            continue
+        own = entry[:1] == ["transformers"]
+        ways.append(f"ampaudit scan {describe_path(path / name)}" if own else _file(path / name, entry[-1:]))
+    ways.sort(key=lambda way: not way.startswith("ampaudit"))
+    kind = describe(table.get("_class_name") or "several models")
+    return SourceError(
+        f"{describe_path(path)} is a Diffusers pipeline ({kind}), not one model",
+        hint="scan its parts: " + ("; ".join(ways[:_PARTS_SHOWN]) or "none of them is here"),
+    )
+
+
+def _file(path: Path, kind: list[Any]) -> str:
+    """Describe the Python file for a model of Diffusers."""
+    made = f"{describe(*kind or ('Model',))}.from_pretrained('{describe_path(path)}')"
+    return f"a Python file whose get_model() returns {made}, with example_inputs()"
+
+
+def _adapter(path: Path) -> SourceError:
+    """Return the error about an adapter of PEFT, with the ways to scan it."""
+    base = read_table(path / ADAPTER, SourceError).get("base_model_name_or_path")
+    what = describe(base or "a model that it does not name")
+    return SourceError(
+        f"{describe_path(path)} holds an adapter ({ADAPTER}) of {what}, not a whole model",
+        hint="return PeftModel.from_pretrained(base, ADAPTER) from get_model() in a Python file, or merge "
+        "them with merge_and_unload() and save_pretrained(DIR), and scan DIR",
+    )
+
+
+def _check_config(path: Path) -> None:
+    table = read_raw_config(path)
+    shown = describe_path(path)
+    if "_class_name" in table and "_diffusers_version" in table:
+        raise SourceError(
+            f"{shown} is a {describe(table['_class_name'])} of Diffusers, whose inputs have no standard form",
+            hint=f"scan {_file(path, [table['_class_name']])}",
+        )
+    if "model_type" not in table and "architectures" not in table and (path.parent / _MODULES).is_file():
+        raise SourceError(
+            f"{shown} is a layer of a Sentence Transformers model",
+            hint=f"scan the directory of the whole model: ampaudit scan {describe_path(path.parent)}",
+        )
 
 
 def not_a_model(location: str) -> SourceError:

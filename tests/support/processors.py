@@ -1,4 +1,4 @@
-"""Small tokenizers and processors, made without a network."""
+"""Small Transformers models with their tokenizers and processors, made without a network."""
 
 from __future__ import annotations
 
@@ -6,6 +6,32 @@ from typing import Any
 
 VOCABULARY = 300
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "<image>")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+}
+TEXT = SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+VISION = SIZES | {"image_size": 32, "patch_size": 8}
+SPEECH = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "num_mel_bins": 16,
+    "max_source_positions": 150,
+    "max_target_positions": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "decoder_start_token_id": 2,
+}
 
 
 def tokenizer(**options: Any) -> Any:
@@ -38,3 +64,22 @@ def image_processor(size: int = 32) -> Any:
 
     kind = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     return kind(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+
+
+def bert(**options: Any) -> Any:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(**(TEXT | options))).eval()
+
+
+def clip() -> Any:
+    from transformers import CLIPConfig, CLIPModel
+
+    text = TEXT | {"eos_token_id": 3, "bos_token_id": 2, "pad_token_id": 0}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16)).eval()
+
+
+def whisper() -> Any:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    return WhisperForConditionalGeneration(WhisperConfig(**SPEECH)).eval()
