@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +50,26 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         except Exception:
             return Attempt(ran=False)  # what cannot be copied says nothing about the model
         try:
-            with seeded(0), torch.set_grad_enabled(grad):
+            with seeded(0), torch.set_grad_enabled(grad), _silent():
                 copied(*given, **named)
         except (Exception, SystemExit) as error:
             first = first or error
         else:
             return Attempt(ran=True)
     return Attempt(ran=False, error=first)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Drop prints and warnings: the model's code has given them once, while it was traced."""
+    nowhere = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _copied(model: nn.Module, args: Any, kwargs: Any, *, wide: bool) -> tuple[nn.Module, Any, Any]:
