@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from contextlib import redirect_stdout
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +35,7 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Call a copy of the model, and fail only if it fails in every way in which its user may call it.
 
     These are in FP32 without and with gradients, and in the dtypes of its 16-bit weights. A model without
-    values is not called, and neither is one that may not fit into memory twice. What it prints was printed
-    by the trace before.
+    values is not called, and neither is one that may not fit into memory twice.
     """
     tensors = [*named_tensors(model).values(), *_tensors((args, kwargs))]
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
@@ -49,13 +50,26 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         except Exception:
             return Attempt(ran=False)  # what cannot be copied says nothing about the model
         try:
-            with seeded(0), torch.set_grad_enabled(grad), redirect_stdout(io.StringIO()):
+            with seeded(0), torch.set_grad_enabled(grad), _silent():
                 copied(*given, **named)
         except (Exception, SystemExit) as error:
             first = first or error
         else:
             return Attempt(ran=True)
     return Attempt(ran=False, error=first)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Drop prints and warnings: the model's code has given them once, while it was traced."""
+    nowhere = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _copied(model: nn.Module, args: Any, kwargs: Any, *, wide: bool) -> tuple[nn.Module, Any, Any]:
