@@ -44,7 +44,7 @@ def next_scale_state(state: ScaleState, rule: LossScale, overflow: bool) -> Scal
         patience = max(state.patience - 1, 0)
         reduced = max(state.scale * rule.backoff, rule.min or 0.0) if patience == 0 else state.scale
         return ScaleState(reduced, 0, patience)
-    if state.good + 1 < rule.interval:
+    if state.good + 1 != rule.interval:  # as torch: a shorter interval set later comes too late
         return replace(state, good=state.good + 1)
     grown = state.scale * rule.growth
     largest = torch.finfo(torch.float32).max

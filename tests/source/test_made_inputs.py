@@ -244,8 +244,8 @@ def test_a_directory_is_scanned_on_the_users_text(tmp_path: Path, cli: Cli) -> N
     done = cli("scan", tmp_path / "m", "--text", tmp_path / "own.txt", "--format", "json")
     assert json.loads(done.stdout)["run"]["inputs"] == {"origin": "file", "detail": "own.txt: 2 text samples"}
     for options, said in (
-        ({"text": tmp_path / "none.txt"}, "no such file"),
-        ({"text": tmp_path}, "no such file"),
+        ({"text": tmp_path / "none.txt"}, "[Nn]o such file"),
+        ({"text": tmp_path}, "[Nn]o such file"),
         ({"images": tmp_path / "own.txt"}, "no such directory"),
         ({"text": tmp_path / "own.txt", "inputs": tmp_path / "own.py"}, "--inputs and --text both"),
     ):

@@ -188,9 +188,7 @@ CASES = (
     Case("Whisper, with its feature extractor", whisper_directory, "inputs: built-in samples"),
     Case("A branch on values", "value_branch", "torch.cond", 3),
     Case("Packed sequences", "packed_sequences", "pass the padded batch", 3),
-    Case(
-        "Dynamic quantization", "dynamic_quantization", "return the model as it is before it is quantized", 2
-    ),
+    Case("Dynamic quantization", "dynamic_quantization", "is quantized (Linear)", 2),
     Case("A traced or scripted model", "scripted", "is a TorchScript program", 2),
     Case(
         "A forward pass that fails without ampaudit", "failing_forward", "the model itself fails in FP32", 2

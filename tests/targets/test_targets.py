@@ -15,6 +15,7 @@ from tests.targets.cases import CASES, Case
 from tests.targets.page import page
 
 
+@pytest.mark.filterwarnings("ignore")  # what the models themselves use
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_target_gives_what_the_page_says(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
