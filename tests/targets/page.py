@@ -10,22 +10,32 @@ __all__ = ["page"]
 _HEAD = """\
 # What you can scan
 
-What `ampaudit scan` gives for what people point it at. `tests/targets/` holds the models and makes
-sure that each row is true.
+What `ampaudit scan` says about what people point it at. `tests/targets/` has each of these targets,
+and checks that the rows are true.
 
-| you have | exit code | `ampaudit scan` gives |
-|---|--:|---|
+## What is audited
+"""
+_REFUSED = """
+## What is refused, with the next step
+
+The third column quotes the message or its `next:` line.
+"""
+_TABLE = """
+| you have | options | `ampaudit scan` says | exit code |
+|---|---|---|--:|
 """
 
 
 def page() -> str:
     """Return the text of the page."""
-    return _HEAD + "".join(_row(case) for case in CASES)
+    audited = "".join(_row(case) for case in CASES if case.code < 2)
+    refused = "".join(_row(case) for case in CASES if case.code >= 2)
+    return f"{_HEAD}{_TABLE}{audited}{_REFUSED}{_TABLE}{refused}"
 
 
 def _row(case: Case) -> str:
-    options = f" (`{' '.join(case.options)}`)" if case.options else ""
-    return f"| {case.title}{options} | {case.code} | {case.gives} |\n"
+    options = f"`{' '.join(case.options)}`" if case.options else ""
+    return f"| {case.title} | {options} | `{case.gives}` | {case.code} |\n"
 
 
 if __name__ == "__main__":
