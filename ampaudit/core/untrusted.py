@@ -55,7 +55,7 @@ def open_regular(path: Path, error: type[AuditError]) -> int:
         handle = os.open(path, _FLAGS)
     except (OSError, ValueError) as cause:  # a path with a null character is a ValueError
         why = getattr(cause, "strerror", None) or cause
-        if isinstance(cause, PermissionError) and path.is_dir():  # Windows opens no directory
+        if os.name == "nt" and isinstance(cause, PermissionError) and path.is_dir():  # opens none
             why = "a directory, not a regular file"
         raise error(f"{describe_path(path)}: {why}", hint="check the path") from cause
     mode = os.fstat(handle).st_mode

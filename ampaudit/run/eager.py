@@ -36,7 +36,8 @@ def telling_own_failures(model: nn.Module, batch: Batch) -> Iterator[None]:
     try:
         yield
     except RunFailed as error:
-        if isinstance(error.__cause__, torch.OutOfMemoryError) or "out of memory" in str(error):
+        kernel = error.__cause__  # none if the run was refused before it began
+        if kernel is None or isinstance(kernel, torch.OutOfMemoryError) or "out of memory" in str(error):
             raise
         attempt = attempt_in_fp32(model, batch.args, batch.kwargs)
         if attempt.error is None:

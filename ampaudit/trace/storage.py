@@ -63,7 +63,7 @@ def _chosen(model: nn.Module, weights: WeightPolicy, low_dtype: torch.dtype) -> 
     listed = _kept_in_fp32(model, low_dtype) if weights.keep_fp32_modules == "respect" else ()
     rules = [rule for rule in weights.keep if not rule.dtype or dtype_name(low_dtype) in rule.dtype]
     rules = [rule for rule in rules if not rule.model or _holds(model, rule.model)]
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     tensors, convert = named_tensors(model), own_conversion(weights, low_dtype)
     if convert is None:
         cast = {name: low_dtype for name, tensor in tensors.items() if is_cast(tensor.dtype, weights)}

@@ -163,8 +163,6 @@ def prepare(
 
 def _refuse_wrapped(model: nn.Module) -> None:
     """Raise for a model that is prepared, parallel or sharded already: a graph cannot contain that."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"prepare takes a torch.nn.Module, not {type(model).__name__}")
     for name, module in model.named_modules():
         place = f" (its submodule {describe(name)})" if name else ""
         if isinstance(module, ModelProxy):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampaudit.audit.inputs import check_trained
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import Dtype, low_precision_format
 from ampaudit.core.text import plural
@@ -150,11 +151,7 @@ def watch(
     """
     if every < 1:
         raise UsageError("every must be at least 1")
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"watch takes a torch.nn.Module first, not {type(model).__name__}",
-            hint="watch(model, optimizer, scaler)",
-        )
+    check_trained(model, None)
     inner = _inner(model)
     names = {id(p): layer_path(name) for name, p in inner.named_parameters()}
     given = optimizer if isinstance(optimizer, Sequence) else (optimizer,)

@@ -212,4 +212,4 @@ def test_weights_alone_have_no_dimensions(tmp_path: Path) -> None:
     from ampaudit.export.config import ConvertConfig
 
     with pytest.raises(AuditError, match="about the program"):
-        ConvertConfig(dynamic=NAMED, program=False).check(tmp_path / "out")
+        ConvertConfig(dynamic=NAMED, program=False).check_output(tmp_path / "out")

@@ -74,7 +74,7 @@ def test_the_text_says_what_where_and_how_far(failing: Report, width: int) -> No
         "limit 65,504; headroom -",
         "poisons",
         "Nearest the limit",
-        "Coverage",
+        "Outputs",
     ):
         assert expected in words, expected
     assert text.index("FAIL") < text.index("left.up") < text.index("right.up") < text.index("Nearest")

@@ -188,7 +188,7 @@ REFUSED = {
         "(nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 4), torch.tensor([5, 3])),)",
         words=("input[0] is a packed sequence", "padded batch"),
     ),
-    "scripted": Case(_model(f"torch.jit.script({_TINY})"), words=("TorchScript", "return the nn.Module")),
+    "scripted": Case(_model(f"torch.jit.script({_TINY})"), words=("TorchScript", "give the Python model")),
     "scripted layer": Case(
         _forward("return self.second(x)", init="self.second = torch.jit.script(nn.Linear(8, 2))"),
         words=("layer second is TorchScript",),

@@ -243,6 +243,7 @@ def test_a_directory_is_scanned_on_the_users_text(tmp_path: Path, cli: Cli) -> N
     (tmp_path / "own.txt").write_text("some words of mine\nand more\n", encoding="utf-8")
     done = cli("scan", tmp_path / "m", "--text", tmp_path / "own.txt", "--format", "json")
     assert json.loads(done.stdout)["run"]["inputs"] == {"origin": "file", "detail": "own.txt: 2 text samples"}
+    (tmp_path / "own.py").write_text("", encoding="utf-8")
     for options, said in (
         ({"text": tmp_path / "none.txt"}, "[Nn]o such file"),
         ({"text": tmp_path}, "[Nn]o such file"),
