@@ -8,7 +8,6 @@ from ampaudit.ci.assertion import UnsafeModel as UnsafeModel
 from ampaudit.ci.assertion import assert_safe as assert_safe
 from ampaudit.ci.check import check as check
 from ampaudit.ci.config import CheckConfig as CheckConfig
-from ampaudit.core.config import SourceConfig as SourceConfig
 from ampaudit.core.errors import AuditError as AuditError
 from ampaudit.core.errors import CouldNotAudit as CouldNotAudit
 from ampaudit.core.errors import InputError as InputError
@@ -21,6 +20,7 @@ from ampaudit.core.errors import SourceError as SourceError
 from ampaudit.core.errors import TraceFailed as TraceFailed
 from ampaudit.core.errors import UsageError as UsageError
 from ampaudit.core.errors import WeightsError as WeightsError
+from ampaudit.core.source_config import SourceConfig as SourceConfig
 from ampaudit.core.version import __version__ as __version__
 from ampaudit.export.config import ConvertConfig as ConvertConfig
 from ampaudit.export.config import VerifyConfig as VerifyConfig

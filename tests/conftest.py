@@ -86,8 +86,56 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return compare
 
 
+# long tests of many like cases: `make test` runs one in so many, and the others are slow
+ONE_IN = {
+    "audit/test_advice.py::test_reported_failures_with_an_error_get_a_cure": 2,
+    "audit/test_bad_input.py::test_names_are_shown_and_never_obeyed": 3,
+    "audit/test_cures.py::test_what_is_printed_is_what_the_change_does": 2,
+    "audit/test_healthy.py::test_it_is_quiet": 2,
+    "audit/test_models.py::test_a_reported_failure_is_found_and_its_twin_is_healthy": 2,
+    "audit/test_quiet.py::test_a_healthy_architecture_is_quiet_and_inside_its_bounds": 2,
+    "audit/test_silent.py::test_the_line_where_the_error_enters_is_named_first": 2,
+    "audit/test_silent.py::test_the_repaired_twin_passes": 2,
+    "benchmarking/test_predict.py::test_memory_is_predicted_but_for_what_kernels_take": 2,
+    "bounds/test_bounds.py::test_what_a_run_computes_is_inside": 3,
+    "cli/test_cli.py::test_bad_input_is_one_clear_line": 3,
+    "cli/test_current_folder.py::test_no_command_imports_what_it_finds": 3,
+    "cli/test_interrupts.py::test_a_signal_that_an_exception_does_not_carry": 3,
+    "cli/test_interrupts.py::test_without_a_home": 3,
+    "export/test_fold.py::test_folding_changes_no_bit": 4,
+    "export/test_plan_file.py::test_the_plan_file_makes_the_same_graph": 3,
+    "export/test_sentence_model.py::test_a_fresh_process_computes_the_embeddings": 4,
+    "fuzz/test_mutations.py::test_a_mutated_input_is_accepted_or_refused": 2,
+    "render/test_html.py::test_a_page_made_of_sections": 3,
+    "render/test_html.py::test_every_page_opens_at_every_width": 3,
+    "render/test_html.py::test_names_are_shown_and_not_obeyed": 3,
+    "render/test_html.py::test_no_barrier_that_axe_finds": 3,
+    "run/backward/test_gradients.py::test_the_reference_is_autograds_gradient": 2,
+    "run/test_accuracy.py::test_the_culprit_is_found_in_a_number_of_runs_that_grows_like_a_logarithm": 3,
+    "run/test_run.py::test_emulated_and_native_kernels_agree": 3,
+    "source/test_hostile_directories.py::test_what_cannot_be_built_is_refused": 3,
+    "trace/test_trace.py::test_half_gives_the_dtypes_of_a_real_half_model": 2,
+    "trace/test_trace.py::test_thirteen_architectures_trace_with_layers_and_lines": 2,
+    "trace/test_trace.py::test_torch_cuda_gives_the_dtypes_of_real_cuda_autocast": 2,
+}
+
+
+def _leave_like_cases(items: list[pytest.Item]) -> None:
+    """Mark all cases but one in so many as slow, in the order of their names, which no plugin changes."""
+    seen: dict[str, int] = {}
+    for item in sorted(items, key=lambda item: item.nodeid):
+        name = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if name in ONE_IN and item.get_closest_marker("slow") is None:
+            seen[name] = seen.get(name, -1) + 1
+            if seen[name] % ONE_IN[name]:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
+
+    _leave_like_cases(items)
 
     if config.getoption("--no-onednn"):
         torch._C._set_mkldnn_enabled(False)  # torch.backends refuses once a test has locked the flags

@@ -8,7 +8,7 @@ import pytest
 
 from ampaudit.audit.checks import Finding
 from ampaudit.audit.scan import scan
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.model import Report
 from ampaudit.source.open import open_source
 from tests.support.paths import ROOT

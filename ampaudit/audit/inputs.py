@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError, UsageError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.inputs import GIVEN
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.interface import unwrapped

@@ -9,9 +9,10 @@ import torch
 from ampaudit.audit.config import PlanConfig, PlanOptions, rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.plan_report import build_plan
-from ampaudit.core.config import Progress, SourceConfig, silent
+from ampaudit.core.config import Progress, silent
 from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.core.sites import SiteId
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import Measurement, RuleSet, load_policy
 from ampaudit.report.plan import PlanReport
 from ampaudit.run.audit import RunConfig, measure, promoted_sites

@@ -17,9 +17,9 @@ from ampaudit.audit.inputs import Inputs, ModelLike, as_source
 from ampaudit.audit.proofs import compare_with_run, prove, static_audit
 from ampaudit.audit.scan_report import build_report, changed_verdicts
 from ampaudit.audit.stress import stressed
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import ModelInfo, Report, RunInfo

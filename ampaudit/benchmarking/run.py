@@ -16,8 +16,8 @@ from ampaudit.benchmarking.largest import largest
 from ampaudit.benchmarking.mode_runs import ModeRun, finish_run, start_run, time_step
 from ampaudit.benchmarking.modes import BenchSetup, with_batch_size
 from ampaudit.core import interrupts
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.bench import BenchReport, BenchRow, Largest
 from ampaudit.report.model import ModelInfo
 from ampaudit.run.device import environment_of, pick_device

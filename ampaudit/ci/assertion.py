@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 if TYPE_CHECKING:
     from ampaudit.audit.config import ScanOptions
     from ampaudit.audit.inputs import Inputs, ModelLike
-    from ampaudit.core.config import SourceConfig
+    from ampaudit.core.source_config import SourceConfig
     from ampaudit.report.budgets import Breach
     from ampaudit.report.model import Report
 

@@ -12,8 +12,8 @@ from ampaudit.ci.config import CheckConfig, CheckOptions, parse_size
 from ampaudit.ci.judge import check_codes
 from ampaudit.ci.pool import Limits, check_all
 from ampaudit.core.arguments import given_paths
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import UsageError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.budgets import Budgets
 from ampaudit.report.check import CheckResults, Request
 

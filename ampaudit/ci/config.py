@@ -11,17 +11,13 @@ from pydantic import AllowInfNan
 
 from ampaudit.audit.config import Ignored
 from ampaudit.core.config import (
-    AudioDirectory,
-    BatchCount,
     Config,
     DeviceName,
     DtypeName,
     FilePath,
-    ImageDirectory,
     OnProgress,
     Option,
     Seed,
-    TextFile,
     Texts,
     Trust,
     silent,
@@ -29,6 +25,7 @@ from ampaudit.core.config import (
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import Dtype
 from ampaudit.core.pyproject import read_options
+from ampaudit.core.source_config import AudioDirectory, BatchCount, ImageDirectory, TextFile
 from ampaudit.report.finding import FailOn
 
 __all__ = ["CheckConfig", "CheckOptions", "parse_size", "read_config"]

@@ -17,9 +17,10 @@ from ampaudit.audit.config import ScanConfig
 from ampaudit.audit.scan import scan
 from ampaudit.ci.judge import breaches, measured_in, read_baseline
 from ampaudit.ci.metric import Outputs, with_metric
-from ampaudit.core.config import Config, SourceConfig
+from ampaudit.core.config import Config
 from ampaudit.core.confinement import die_with_parent
 from ampaudit.core.errors import AuditError, first_line
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.manifest import read_manifest
 from ampaudit.export.verify import verify
 from ampaudit.report.budgets import Breach, Budgets, Measurements

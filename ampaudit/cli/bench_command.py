@@ -16,7 +16,7 @@ from ampaudit.cli.options import (
     report_options,
 )
 from ampaudit.cli.output import deliver_document
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.bench import BenchReport
 
 __all__ = ["bench_command"]

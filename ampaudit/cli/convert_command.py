@@ -21,8 +21,8 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import UsageError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe
 from ampaudit.export.config import ConvertConfig, VerifyConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 
 if TYPE_CHECKING:
     from ampaudit.source import ModelSource

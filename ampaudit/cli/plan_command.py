@@ -17,7 +17,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 
 if TYPE_CHECKING:
     from ampaudit.report.plan import PlanReport

@@ -11,7 +11,7 @@ from ampaudit.audit.config import PlanConfig
 from ampaudit.cli.loading import load_source
 from ampaudit.cli.options import config_from, config_options, debug_option, format_option, verbose_option
 from ampaudit.cli.output import deliver
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 
 __all__ = ["rules_group"]
 

@@ -22,7 +22,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import escape_control
 from ampaudit.report.finding import Severity
 

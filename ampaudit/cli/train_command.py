@@ -18,7 +18,7 @@ from ampaudit.cli.options import (
     verbose_option,
 )
 from ampaudit.cli.output import deliver_document
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.training import TrainingReport
 from ampaudit.training.config import TrainConfig
 

@@ -14,26 +14,21 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from ampaudit.core.errors import InputError, UsageError, WeightsError, did_you_mean
+from ampaudit.core.errors import UsageError, did_you_mean
 from ampaudit.core.formats import low_precision_format, name_of_dtype
 from ampaudit.core.untrusted import describe
 
 __all__ = [
     "COMMAND_LINE",
     "NOT_NAN",
-    "AudioDirectory",
-    "BatchCount",
     "Config",
     "DeviceName",
     "DtypeName",
     "FilePath",
-    "ImageDirectory",
     "OnProgress",
     "Option",
     "Progress",
     "Seed",
-    "SourceConfig",
-    "TextFile",
     "Texts",
     "Trust",
     "UserFunction",
@@ -119,14 +114,6 @@ DeviceName = Annotated[
     Option("Device to run on: cpu, cuda, cuda:1, mps, xpu.", metavar="DEVICE"),
 ]
 Seed = Annotated[int, Option("Random seed.")]
-BatchCount = Annotated[
-    int | None, Ge(1), Option("Batches to run; by default 1, or up to 16 of sample files.")
-]
-TextFile = Annotated[
-    FilePath | None, Option("Texts or chats for the tokenizer beside the model.", metavar="FILE")
-]
-ImageDirectory = Annotated[FilePath | None, Option("Images for its image processor.", metavar="DIR")]
-AudioDirectory = Annotated[FilePath | None, Option("Recordings for its feature extractor.", metavar="DIR")]
 # never a key of a file: whoever wrote the model may have written the file
 Trust = Annotated[bool, Option("Run code that the model's files contain.", file=False)]
 OnProgress = Annotated[Progress, python_only("Called with the phase, the step, and the number of steps.")]
@@ -194,43 +181,6 @@ class Config(BaseModel):
     def changed(self, **values: Any) -> Self:
         """Return a copy with other values."""
         return type(self)(**dict(self) | values)
-
-
-class SourceConfig(Config):
-    """Options for loading a model and its inputs."""
-
-    weights: Annotated[
-        FilePath | None, Option("Checkpoint: safetensors, or .pt state_dict.", metavar="FILE")
-    ] = None
-    inputs: Annotated[
-        FilePath | None,
-        Option("Python file with example_inputs() or batches(), and loss(); or safetensors.", metavar="FILE"),
-    ] = None
-    text: TextFile = None
-    images: ImageDirectory = None
-    audio: AudioDirectory = None
-    batches: BatchCount = None
-    seed: Seed = 0
-    train: Annotated[bool, Option("The model's mode; --eval is the default.", flags=("--train/--eval",))] = (
-        False
-    )
-    stream: Annotated[bool, Option("Leave weights on disk until an op needs them.")] = False
-    trust: Trust = False
-
-    def check(self) -> None:
-        """Raise early for a file that does not exist.
-
-        Raises:
-            WeightsError, InputError: the message names it.
-        """
-        for name, field in type(self).model_fields.items():
-            path = getattr(self, name)
-            if isinstance(path, Path) and not path.exists():
-                error = WeightsError if name == "weights" else InputError
-                flag = long_flag(name, field)
-                raise error(
-                    f"{describe(path)}: No such file or directory", hint=f"check the path after {flag}"
-                )
 
 
 def option_of(field: FieldInfo) -> Option | None:

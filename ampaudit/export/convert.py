@@ -20,9 +20,9 @@ from ampaudit.checkpoint.open import Checkpoint, open_checkpoint, weights_in
 from ampaudit.checkpoint.parts import InMemory
 from ampaudit.checkpoint.write import write_part
 from ampaudit.core.arguments import given_path
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError, UsageError
 from ampaudit.core.files import staged_directory
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.unchanged import check_unchanged, states_of
 from ampaudit.export.config import ConvertConfig, ConvertOptions
 from ampaudit.export.convert_weights import conversion_of

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError, SourceError, first_line
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import describe, describe_path
 from ampaudit.report.inputs import GIVEN, InputsInfo
 from ampaudit.source.inputs import functions_of, inputs_from

@@ -17,10 +17,10 @@ from torch import nn
 from ampaudit.checkpoint.header import FLOAT_TYPES
 from ampaudit.checkpoint.mapped import map_checkpoint
 from ampaudit.checkpoint.open import open_checkpoint, weights_in
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError, InputError, SourceError, first_line
 from ampaudit.core.files import temporary_directory
 from ampaudit.core.sandbox import Sandbox, SandboxLimits
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.text import format_bytes
 from ampaudit.core.untrusted import MAX_MESSAGE, describe, describe_path, read_bounded, validate
 from ampaudit.report.inputs import GIVEN, InputsInfo

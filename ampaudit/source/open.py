@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ampaudit.checkpoint.layout import MANIFEST, PROGRAM
 from ampaudit.checkpoint.open import weights_in
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError, SourceError, UsageError
 from ampaudit.core.formats import LOW_PRECISION_NAMES
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.unchanged import states_of
 from ampaudit.core.untrusted import describe, describe_path, read_table
 from ampaudit.source.interface import ModelSource

@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.inputs import InputsInfo
 from ampaudit.source.inputs import batches_of, functions_of, has_inputs
 from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, unwrapped

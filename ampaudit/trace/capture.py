@@ -240,8 +240,7 @@ def _placeholders(
         spec = specs[node.name]
         slot = _SLOTS[spec.kind]
         if slot is Slot.CONSTANT and not node.users:
-            # torch keeps what a composite op made while it was split (nn.LSTM), as a tensor without values
-            graph.erase_node(node)
+            graph.erase_node(node)  # left of a composite op that was split (nn.LSTM), without values
             continue
         name = layer_path(str(spec.target)) if spec.target else f"input[{count}]"
         count += slot is Slot.INPUT

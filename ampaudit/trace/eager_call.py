@@ -20,18 +20,18 @@ from ampaudit.trace.isolation import seeded
 from ampaudit.trace.structure import structural_copy
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["Attempt", "attempt_in_fp32", "fp32_copy", "without_low_precision", "writable"]
+__all__ = ["EagerCall", "attempt_in_fp32", "fp32_copy", "without_low_precision", "writable"]
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class EagerCall:
     """Whether the model ran by itself; ``error`` is what it raised, ``None`` if it ran or was not called."""
 
     ran: bool
     error: BaseException | None = None
 
 
-def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
+def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EagerCall:
     """Call a copy of the model, and fail only if it fails in every way in which its user may call it.
 
     These are in FP32 without and with gradients, and in the dtypes of its 16-bit weights. A model without
@@ -39,24 +39,24 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """
     tensors = [*named_tensors(model).values(), *_tensors((args, kwargs))]
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
-        return Attempt(ran=False)
+        return EagerCall(ran=False)
     low_precision = [tensor for tensor in tensors if tensor.dtype in LOW_PRECISION_DTYPES]
     if sum(4 * tensor.numel() for tensor in low_precision) > psutil.virtual_memory().available // 2:
-        return Attempt(ran=False)
+        return EagerCall(ran=False)
     first: BaseException | None = None
     for wide, grad in ((True, False), (True, True), *([(False, False)] if low_precision else [])):
         try:
             copied, given, named = _copied(model, args, kwargs, wide=wide)
         except Exception:
-            return Attempt(ran=False)  # what cannot be copied says nothing about the model
+            return EagerCall(ran=False)  # what cannot be copied says nothing about the model
         try:
             with seeded(0), torch.set_grad_enabled(grad), _silent():
                 copied(*given, **named)
         except (Exception, SystemExit) as error:
             first = first or error
         else:
-            return Attempt(ran=True)
-    return Attempt(ran=False, error=first)
+            return EagerCall(ran=True)
+    return EagerCall(ran=False, error=first)
 
 
 @contextlib.contextmanager

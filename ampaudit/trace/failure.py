@@ -85,7 +85,8 @@ def trace_failure(
         return model_failure(attempt.error, model, args, kwargs)
     plainer, hint = _known(error)
     text = str(error).lower()
-    if policy != PLAIN_FP32 and any(words in text for words in _MIXED):
+    mixed = policy != PLAIN_FP32 and any(words in text for words in _MIXED)
+    if mixed:
         hint = (
             f"policy {policy} leaves this op's inputs in different dtypes; extend the policy with a rule "
             "for the op that says 'cast: widest' or 'cast: lower'"
@@ -94,7 +95,7 @@ def trace_failure(
     reason = plainer or _summary(error)
     if library is not None:
         reason += f", in {library_path(library.file)}:{library.line}"
-        hint = _hint_for_library(library, own)
+        hint = hint if mixed else _hint_for_library(library, own)
     elif attempt.ran and hint is _FALLBACK:
         hint = f"the model runs without torch.export; {hint}"
     where, code = _located(own, type(model).__name__)

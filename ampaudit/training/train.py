@@ -10,9 +10,9 @@ import torch
 
 from ampaudit.audit.config import rules_of
 from ampaudit.audit.inputs import Inputs, ModelLike, as_source
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import load_policy
 from ampaudit.report.model import ModelInfo
 from ampaudit.report.training import TrainingReport

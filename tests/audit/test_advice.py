@@ -13,7 +13,7 @@ from ampaudit.audit.advice import Proposal
 from ampaudit.audit.advice.attempts import same_function
 from ampaudit.audit.checks import Finding
 from ampaudit.audit.inputs import as_source
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.model import Report
 from ampaudit.report.pages import all_pages
 from ampaudit.source.open import open_source

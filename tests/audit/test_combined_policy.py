@@ -15,7 +15,7 @@ from torch import nn
 from ampaudit import read_report, scan
 from ampaudit.audit.checks import Finding
 from ampaudit.cli.program import main
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.render.render import as_file
 from ampaudit.report.finding import CombinedPolicy
 from ampaudit.report.model import Report

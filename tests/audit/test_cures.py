@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.audit.advice import Proposal
 from ampaudit.audit.scan import scan
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.formats import low_precision_format
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.fold import fold_casts, folded_weights
 from ampaudit.export.program import GraphModel
 from ampaudit.policy import load_policy

@@ -13,9 +13,9 @@ from torch import nn
 
 from ampaudit import scan
 from ampaudit.audit.checks import Finding
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import format_named
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import load_policy
 from ampaudit.report.model import Report
 from ampaudit.run.weights import weight_ranges

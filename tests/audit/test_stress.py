@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError, WeightsError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.model import Report
 from ampaudit.source.open import open_source
 from tests.support.zoo import ZOO
@@ -113,5 +113,5 @@ def test_a_file_that_is_no_safetensors_is_refused(model_file, tmp_path: Path) ->
     path.write_bytes(b"\x00" * 20)
     with pytest.raises(WeightsError, match="not a valid safetensors file"):
         open_source(str(model_file(MODEL)), SourceConfig(inputs=path))
-    with pytest.raises(WeightsError, match="No such file"):
+    with pytest.raises(InputError, match="No such file"):
         open_source(str(model_file(MODEL)), SourceConfig(inputs=tmp_path / "none.safetensors"))

@@ -11,8 +11,9 @@ from ampaudit.audit.config import PlanConfig, ScanConfig
 from ampaudit.benchmarking.config import BenchConfig
 from ampaudit.ci.config import CheckConfig, read_config
 from ampaudit.cli.options import config_from, given
-from ampaudit.core.config import Config, SourceConfig, option_of
+from ampaudit.core.config import Config, option_of
 from ampaudit.core.errors import UsageError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.config import ConvertConfig, VerifyConfig
 from ampaudit.linter.config import LintConfig, read_lint_config
 from ampaudit.report.compare import DiffConfig

@@ -15,8 +15,8 @@ from torch import nn
 
 from ampaudit.audit.scan import scan
 from ampaudit.checkpoint.layout import MANIFEST
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError, WeightsError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert
 from ampaudit.export.manifest import read_manifest
 from ampaudit.source import Batch, ModelSource

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.source.open import open_source
 from tests.support import zoo
 from tests.support.converted import converted, load, same_bits

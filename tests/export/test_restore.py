@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import UsageError, WeightsError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.restore import restore
 from ampaudit.source.open import open_source
 from tests.support import zoo

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.config import ConvertConfig
 from ampaudit.export.convert import convert
 from ampaudit.export.manifest import read_manifest

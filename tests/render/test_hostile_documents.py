@@ -223,7 +223,9 @@ def check_markdown(text: str) -> None:
         *("ul", "ol", "li", "sub", "details", "summary", "br", "em", "strong", "hr", "blockquote"),
     }  # fmt: skip
     assert all(
-        re.fullmatch(r'|\s*/|\s(?:style="text-align:\w+"|class="language-diff"|start="\d+")', rest)
+        re.fullmatch(
+            r'|\s*/|\s(?:style="text-align:\w+"|class="language-(?:diff|yaml|python)"|start="\d+")', rest
+        )
         for _, rest in tags
     )
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 import torch
 
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError, InputError, SourceError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.source.model_config import read_model_config
 from ampaudit.source.open import open_source
 from ampaudit.source.random_inputs import random_input

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.source.interface import ModelSource
 from ampaudit.source.open import open_source
 from tests.support.processors import VOCABULARY, tokenizer

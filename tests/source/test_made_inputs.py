@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ampaudit import scan
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError, InputError, UsageError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.render.formats import OUTPUT_FORMATS
 from ampaudit.render.render import as_file
 from ampaudit.render.verdict import verdict_words

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import InputError, SourceError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.source.open import open_source
 from ampaudit.source.processor import processor_directory
 from tests.support.processors import tokenizer

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampaudit import scan
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import SourceError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.source.exported import ExportedModel
 from ampaudit.source.open import open_source
 from ampaudit.source.pt2.expressions import check_expression

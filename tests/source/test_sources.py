@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampaudit import scan
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError, InputError, SourceError, WeightsError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.core.untrusted import MAX_MESSAGE
 from ampaudit.source.open import open_source
 from tests.support.zoo import ZOO

@@ -15,8 +15,8 @@ import torch
 
 from ampaudit.audit.scan import scan
 from ampaudit.checkpoint.header import TensorEntry, laid_out
-from ampaudit.core.config import SourceConfig
 from ampaudit.core.errors import AuditError, UsageError, WeightsError
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.export.convert import convert
 from ampaudit.export.manifest import read_manifest
 from ampaudit.report.model import Report

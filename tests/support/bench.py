@@ -9,7 +9,7 @@ import torch
 
 from ampaudit.audit.inputs import as_source
 from ampaudit.benchmarking.run import bench
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.bench import BenchRow
 from ampaudit.source import ModelSource
 from ampaudit.source.open import open_source

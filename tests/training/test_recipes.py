@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import ampaudit
-from ampaudit.core.config import SourceConfig
+from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.training import TrainingReport
 from ampaudit.source.open import open_source
 from ampaudit.training.train import train

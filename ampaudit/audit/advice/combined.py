@@ -9,7 +9,7 @@ from itertools import islice
 from ampaudit.audit.advice.attempts import Attempt, Attempts, decibels, errors_of, outputs_text
 from ampaudit.audit.advice.interface import Kept, Proposal
 from ampaudit.audit.advice.pytorch import with_code
-from ampaudit.audit.advice.rules import keeping, kept_sites, quoted, to_keep
+from ampaudit.audit.advice.rules import kept_sites, proposal_keeping, quoted, to_keep
 from ampaudit.core.sites import SiteId
 from ampaudit.core.text import plural
 from ampaudit.report.finding import CombinedPolicy, Finding
@@ -111,7 +111,7 @@ class _Search:
     def _tried(self, members: list[Kept]) -> Found | None:
         self.runs += 1
         self.attempts.settings.on_progress("combining the cures", self.runs - 1, self.runs)
-        proposal = keeping(self.attempts.subject, members)
+        proposal = proposal_keeping(self.attempts.subject, members)
         attempt = self.attempts.run(proposal)
         return (members, proposal, attempt) if attempt is not None else None
 

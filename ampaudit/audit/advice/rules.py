@@ -21,7 +21,7 @@ from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["border", "keep_in_float32", "keeping", "kept_sites", "literal", "quoted", "to_keep"]
+__all__ = ["border", "keep_in_float32", "kept_sites", "literal", "proposal_keeping", "quoted", "to_keep"]
 
 BACK = (1, 2, 4, 8)  # steps
 _PROMOTING = ("cat", "concat", "stack", "where")
@@ -30,7 +30,7 @@ _SOURCE = "ampaudit scan --advise"
 
 def keep_in_float32(subject: AdviceContext, finding: Finding) -> Iterator[Proposal]:
     """Propose to keep one site, then the site and all readers of its out-of-range value."""
-    return (keeping(subject, (kept,)) for kept in to_keep(subject, finding))
+    return (proposal_keeping(subject, (kept,)) for kept in to_keep(subject, finding))
 
 
 def to_keep(subject: AdviceContext, finding: Finding) -> Iterator[Kept]:
@@ -147,7 +147,7 @@ def kept_sites(subject: AdviceContext, members: Sequence[Kept]) -> tuple[SiteId,
     return _in_order(subject, {*users, *(site for kept in members for site in kept.sites)})
 
 
-def keeping(subject: AdviceContext, members: Sequence[Kept]) -> Proposal:
+def proposal_keeping(subject: AdviceContext, members: Sequence[Kept]) -> Proposal:
     """Propose one policy that keeps everything given, with a rule for each reason."""
     weights = [kept.weight for kept in members if kept.weight]
     rules = [

@@ -1,0 +1,60 @@
+"""The options for loading a model and its inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge
+
+from ampaudit.core.config import Config, FilePath, Option, Seed, Trust, long_flag
+from ampaudit.core.errors import InputError, WeightsError
+from ampaudit.core.untrusted import describe
+
+__all__ = ["AudioDirectory", "BatchCount", "ImageDirectory", "SourceConfig", "TextFile"]
+
+BatchCount = Annotated[
+    int | None, Ge(1), Option("Batches to run; by default 1, or up to 16 of sample files.")
+]
+TextFile = Annotated[
+    FilePath | None, Option("Texts or chats for the tokenizer beside the model.", metavar="FILE")
+]
+ImageDirectory = Annotated[FilePath | None, Option("Images for its image processor.", metavar="DIR")]
+AudioDirectory = Annotated[FilePath | None, Option("Recordings for its feature extractor.", metavar="DIR")]
+
+
+class SourceConfig(Config):
+    """Options for loading a model and its inputs."""
+
+    weights: Annotated[
+        FilePath | None, Option("Checkpoint: safetensors, or .pt state_dict.", metavar="FILE")
+    ] = None
+    inputs: Annotated[
+        FilePath | None,
+        Option("Python file with example_inputs() or batches(), and loss(); or safetensors.", metavar="FILE"),
+    ] = None
+    text: TextFile = None
+    images: ImageDirectory = None
+    audio: AudioDirectory = None
+    batches: BatchCount = None
+    seed: Seed = 0
+    train: Annotated[bool, Option("The model's mode; --eval is the default.", flags=("--train/--eval",))] = (
+        False
+    )
+    stream: Annotated[bool, Option("Leave weights on disk until an op needs them.")] = False
+    trust: Trust = False
+
+    def check(self) -> None:
+        """Raise early for a file that does not exist.
+
+        Raises:
+            WeightsError, InputError: the message names it.
+        """
+        for name, field in type(self).model_fields.items():
+            path = getattr(self, name)
+            if isinstance(path, Path) and not path.exists():
+                error = WeightsError if name == "weights" else InputError
+                flag = long_flag(name, field)
+                raise error(
+                    f"{describe(path)}: No such file or directory", hint=f"check the path after {flag}"
+                )
