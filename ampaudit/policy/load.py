@@ -77,12 +77,12 @@ def plain_fp32(whole: frozenset[str] = frozenset()) -> RuleSet:
 
 
 def _find(name_or_path: str, beside: Path) -> Path:
+    if name_or_path in policy_names():  # a file that lies about must not take the place of a shipped one
+        return rules_directory() / f"{name_or_path}.yaml"
     path = beside / name_or_path
     with contextlib.suppress(OSError):  # longer than a path can be
         if path.suffix in _SUFFIXES or path.is_file():
             return path
-    if name_or_path in policy_names():
-        return rules_directory() / f"{name_or_path}.yaml"
     meant = did_you_mean(name_or_path, policy_names())
     raise PolicyError(
         f"unknown policy {describe(name_or_path)!r}",

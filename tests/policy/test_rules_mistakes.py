@@ -177,6 +177,16 @@ def test_a_regex_that_would_backtrack_for_ever_does_not(tmp_path: Path) -> None:
     assert time.process_time() - started < 1
 
 
+def test_a_file_without_suffix_does_not_hide_a_shipped_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half").write_text(GOOD)
+    (tmp_path / "mine").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    assert load_policy("half").file.weights.storage == "lower"
+    assert load_policy("./half").name == load_policy("mine").name != "half"
+
+
 def test_a_pattern_that_is_none_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, GOOD.replace('layer: ["head*"]', "layer_regex: ['(é']"))
     with pytest.raises(PolicyError, match="missing"):
