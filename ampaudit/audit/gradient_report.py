@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ampaudit.audit.checks.interface import CheckContext
+from ampaudit.core.formats import BFLOAT16
 from ampaudit.report.gradients import BackwardReport, Gradient, LossValues, ParameterGradient
 from ampaudit.run.backward.record import GradientStats
 from ampaudit.trace import Site
@@ -25,13 +26,15 @@ def backward_report(context: CheckContext) -> BackwardReport | None:
     if record is None:
         return None
     advice = context.scale_advice
+    # the range of bfloat16 is that of float32: where the gradients fit as they are, no scale is needed
+    unscaled = context.number_format is BFLOAT16 and advice is not None and advice.low <= 0 <= advice.high
     return BackwardReport(
         loss_scale=record.scale,
         dynamic=record.dynamic,
         scale_from=record.scale_from,
         losses=tuple(LossValues(_finite(first), _finite(second)) for first, second in record.losses),
         advice=advice,
-        suggested=advice.suggested if advice is not None else None,
+        suggested=advice.suggested if advice is not None and not unscaled else None,
         parameters=tuple(
             ParameterGradient(name, _gradient(context, stats)) for name, stats in record.parameters.items()
         ),

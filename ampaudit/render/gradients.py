@@ -76,9 +76,9 @@ def _suits(backward: BackwardReport) -> Iterator[str]:
         over = f"{high} overflows above 2^{advice.high}"
         yield f"no single scale: {over}, {low} needs 2^{advice.low} to lose {share}"
         return
-    best = format_power(backward.suggested or 0)
     fits = f"2^{advice.low} to 2^{advice.high}: nothing overflows"
-    yield f"{fits}, and {share} is flushed to zero; use {best}"
+    use = f"; use {format_power(backward.suggested)}" if backward.suggested is not None else ""
+    yield f"{fits}, and {share} is flushed to zero{use}"
     yield f"the lower end is set by {low}, the upper by {high}"
 
 

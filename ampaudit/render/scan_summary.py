@@ -49,12 +49,13 @@ def summary_rows(report: Report, hidden: int, *, full: bool = True) -> Iterator[
 def _run(report: Report, *, full: bool) -> Iterator[tuple[str, str]]:
     cover, weights, dtype = report.coverage, report.weights, report.run.dtype
     own = (
-        f"; {cover.author_sites} sites in autocast(enabled=False) regions of the code"
+        f"; {plural(cover.author_sites, 'site')} in autocast(enabled=False) regions of the code"
         if cover.author_sites
         else ""
     )
-    casts = f"{cover.casts} casts inserted, {cover.author_casts} conversions in the model's code{own}"
-    yield "Precision", f"{len(report.low_precision_sites)} sites in {dtype}; {casts}"
+    casts, conversions = plural(cover.casts, "cast"), plural(cover.author_casts, "conversion")
+    casts = f"{casts} inserted, {conversions} in the model's code{own}"
+    yield "Precision", f"{plural(len(report.low_precision_sites), 'site')} in {dtype}; {casts}"
     yield "Outputs", _outputs(report)
     masters, copies = format_bytes(weights.master_bytes), format_bytes(weights.working_bytes)
     yield "Weights", f"{masters} of FP32 masters, {copies} of 16-bit copies"

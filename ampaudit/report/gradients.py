@@ -69,7 +69,7 @@ class BackwardReport:
         scale_from: who says so.
         losses: per batch.
         advice: the scales that suit; null where no gradient is held in 16 bits.
-        suggested: exponent of the scale to use; null where none suits.
+        suggested: exponent of the scale to use; null where none suits, or the format needs none.
         parameters: their gradients.
         frozen: parameters that ask for no gradient.
         unused: parameters that ask for one, and that no batch's loss depends on.

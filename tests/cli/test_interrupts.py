@@ -122,6 +122,7 @@ def test_what_was_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("import torch\nwith torch.cuda.amp.autocast():\n    pass\n")
     code = """
         import signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
         import ampaudit.core.files as files
         sys.argv = ["ampaudit", "lint", "--fix", "a.py"]
         swap = files.Path.replace

@@ -108,7 +108,10 @@ def test_a_script_that_is_too_long_is_told(name: str) -> None:
 def test_time_grows_with_the_number_of_functions_and_not_with_its_square() -> None:
     seconds = []
     for count in (250, 1000):
-        start = time.process_time()
-        assert not lint_bytes(functions(count).encode(), "x.py", RuleSelection()).unread
-        seconds.append(time.process_time() - start)
+        tries = []
+        for _ in range(3):  # the shortest is the least disturbed
+            start = time.process_time()
+            assert not lint_bytes(functions(count).encode(), "x.py", RuleSelection()).unread
+            tries.append(time.process_time() - start)
+        seconds.append(min(tries))
     assert seconds[1] < 10 * seconds[0], seconds  # 16 if it were the square

@@ -548,7 +548,7 @@ def test_mistakes_are_said() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for arguments, message in (
-        ((optimizer, net), "takes a torch.nn.Module first, not SGD"),
+        ((optimizer, net), "the model is of type SGD"),
         ((net, torch.optim.SGD), "SGD is no torch optimizer"),
         ((net, []), "no optimizer to watch"),
         ((net, optimizer, object()), "object is no GradScaler"),

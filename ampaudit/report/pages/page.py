@@ -112,7 +112,7 @@ def page_of(code: str) -> Page:
     """
     pages = all_pages()
     if code.upper() not in pages:
-        hint = did_you_mean(code.upper(), pages) or "ampaudit explain lists all codes"
+        hint = did_you_mean(code.upper(), pages).strip() or "ampaudit explain lists all codes"
         raise UsageError(f"no check has the code {code!r}", hint=hint)
     return pages[code.upper()]
 

@@ -17,6 +17,7 @@ from torch import nn
 import ampaudit
 from ampaudit.core.errors import InputError, ReferenceBroken, RunFailed, UsageError
 from ampaudit.core.formats import BFLOAT16, FLOAT16
+from ampaudit.render.render import as_file
 from ampaudit.run.backward.meter import EXPONENT_OFFSET, counts_on_cpu, exponent_counts
 from ampaudit.run.backward.record import GradientStats
 from ampaudit.run.backward.scale import NamedGradient, advice_on_scale
@@ -270,6 +271,17 @@ def test_a_healthy_model_raises_no_alarm(make: Callable[[], Case], policy: str) 
     assert not [(f.code, f.site) for f in report.findings if f.severity != "note"]
     assert report.backward is not None
     assert report.backward.suggested is not None
+
+
+def test_no_loss_scale_is_suggested_where_bfloat16_needs_none() -> None:
+    case = HEALTHY[0]()
+    for dtype, suggested in (("bfloat16", False), ("float16", True)):
+        report = ampaudit.scan(
+            case.model.train(), case.inputs, policy="torch-cuda", dtype=dtype, backward=True, loss=case.loss
+        )
+        assert report.backward is not None
+        assert (report.backward.suggested is not None) == suggested
+        assert ("; use 2^" in as_file(report, "markdown")) == suggested
 
 
 def test_the_evidence_of_a_gradient_has_no_numbers_that_were_not_measured() -> None:
