@@ -152,10 +152,10 @@ class DynamicShapes:
         return chosen, {axis: low for axis, (low, _) in ranges.items()}
 
     def described(self, program: ExportedProgram, verified: Sequence[Mapping[str, int]]) -> ProgramShapes:
-        """Describe the inputs of a program; sizes of 1 count where they were verified, or asked for."""
+        """Describe the inputs of a program; sizes of 1 count where they were verified."""
         ranges = self.final_ranges(program)
         for axis, (low, high) in ranges.items():
-            if low < 2 and axis not in self.ranges and all(sizes[axis] > low for sizes in verified):
+            if low < 2 and all(sizes[axis] > low for sizes in verified):
                 ranges[axis] = 2, high
         inputs = dict(zip(self.inputs, self.axes, strict=True))
         return ProgramShapes(inputs, ranges, tuple(map(dict, verified)))
@@ -191,7 +191,8 @@ def _axes_of(
         else:
             name, low, high = found.groups()
             if low is not None:
-                ranges[name] = (int(low), int(high) if high else None)
-                if high and int(high) < int(low):
+                least = max(int(low), 1)  # no batch of ours is empty
+                ranges[name] = (least, int(high) if high else None)
+                if high and int(high) < least:
                     raise UsageError(f"--dynamic: the range of {name} is empty", hint="write NAME:LOW-HIGH")
             yield name

@@ -12,6 +12,8 @@ from torch import nn
 
 import ampaudit
 from ampaudit.core.errors import AuditError, RunFailed, TraceFailed, UsageError
+from ampaudit.export.dynamic import DynamicShapes
+from ampaudit.source import Batch
 
 SIZES = ((1, 1), (3, 19))
 
@@ -179,6 +181,34 @@ def test_a_size_at_which_the_model_fails_asks_for_a_range(tmp_path: Path) -> Non
         Positions(), torch.randn(2, 8, 4), tmp_path / "out", dynamic=["x=_,seq:1-10,_"]
     )
     assert made is not None
+
+
+class Centered(nn.Module):
+    """Computes something else where a dimension is 1."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.first, self.axis = nn.Linear(4, 4), axis
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        return y - y.mean(self.axis, keepdim=True) if x.shape[self.axis] > 1 else y * 3
+
+
+@pytest.mark.parametrize("low", [0, 1])
+def test_a_size_of_1_that_was_asked_for_must_be_right(tmp_path: Path, low: int) -> None:
+    given = [f"x=n:{low}-8,_"]
+    with pytest.raises(RunFailed, match="not the same op for other shapes"):
+        ampaudit.convert(Centered(0).eval(), torch.randn(4, 4), tmp_path / "out", dynamic=given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_size_of_1_counts_only_where_it_was_verified(tmp_path: Path) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(4, 4)
+    shapes = DynamicShapes.read(["0=n:1-8,_"], layer, Batch((x,)))
+    program = torch.export.export(layer, (x,), dynamic_shapes=shapes.dimensions(), strict=False)
+    assert shapes.described(program, ()).ranges == {"n": (2, 8)}
+    assert shapes.described(program, [{"n": 1}]).ranges == {"n": (1, 8)}
 
 
 @pytest.mark.parametrize(
