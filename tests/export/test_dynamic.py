@@ -203,6 +203,18 @@ def test_a_size_of_1_that_was_asked_for_must_be_right(tmp_path: Path, low: int) 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("rows", ["b", "b:2-8", "b:1-8"])
+def test_a_range_of_one_dimension_asks_nothing_of_another(tmp_path: Path, rows: str) -> None:
+    given = [f"x={rows},t,_"]
+    _, made = ampaudit.convert(Centered(1).eval(), torch.randn(4, 4, 4), tmp_path / "out", dynamic=given)
+    assert made is not None
+    assert made.shapes is not None
+    assert made.shapes.ranges["t"] == (2, None)
+    least = made.shapes.ranges["b"][0]
+    assert least == (1 if rows == "b:1-8" else 2)
+    assert made.shapes.verified.count({"b": least, "t": 2}) == 1
+
+
 def test_a_size_of_1_counts_only_where_it_was_verified(tmp_path: Path) -> None:
     layer, x = nn.Linear(4, 4), torch.randn(4, 4)
     shapes = DynamicShapes.read(["0=n:1-8,_"], layer, Batch((x,)))
