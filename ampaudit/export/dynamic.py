@@ -191,8 +191,19 @@ def _axes_of(
         else:
             name, low, high = found.groups()
             if low is not None:
-                least = max(int(low), 1)  # no batch of ours is empty
-                ranges[name] = (least, int(high) if high else None)
-                if high and int(high) < least:
-                    raise UsageError(f"--dynamic: the range of {name} is empty", hint="write NAME:LOW-HIGH")
+                given = _range_of(name, int(low), int(high) if high else None)
+                if ranges.setdefault(name, given) != given:
+                    raise UsageError(f"--dynamic: {name} has two ranges", hint="one name stands for one size")
             yield name
+
+
+def _range_of(name: str, low: int, high: int | None) -> tuple[int, int | None]:
+    """Return a range as it can be asked for: no batch of ours is empty."""
+    low = max(low, 1)
+    if high is not None and high < low:
+        raise UsageError(f"--dynamic: the range of {name} is empty", hint="write NAME:LOW-HIGH")
+    if high == low:
+        raise UsageError(
+            f"--dynamic: the range of {name} is one size", hint="write _ for a dimension that does not vary"
+        )
+    return low, high

@@ -232,6 +232,10 @@ def test_a_size_of_1_counts_only_where_it_was_verified(tmp_path: Path) -> None:
         (["ids=rows,1x"], "no name of a dimension"),
         (["ids=same,same"], "same is 2 in ids and 6 in ids"),
         (["ids=rows:9-3,length"], "range of rows is empty"),
+        (["ids=rows:0-0,length"], "range of rows is empty"),
+        (["ids=rows:2-2,length"], "range of rows is one size"),
+        (["ids=rows:0-1,length"], "range of rows is one size"),
+        (["ids=n:1-6,_", "mask=n:2-6,_"], "n has two ranges"),
         (["ids=rows:3-9,length"], "rows is 2 in ids, out of its range"),
     ],
 )
