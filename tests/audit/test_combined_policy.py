@@ -91,6 +91,40 @@ def test_the_code_does_in_torch_what_the_report_promises(path: str, policy: str)
         assert ran(code).isfinite().all() == (outcome == "cure")
 
 
+class Scaled(nn.Module):
+    """Buffers beyond float16: one that is not saved, and one that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.full((WIDTH,), 3e5), persistent=False)
+        self.first, self.second = nn.Module(), nn.Module()
+        for layer in (self.first, self.second):
+            layer.register_buffer("table", self.frequencies, persistent=False)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1e-3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.first.table + self.second.table
+        return (x * self.frequencies + x * table) * 1e-6 * self.scale
+
+
+def test_the_code_keeps_every_buffer_of_a_stored_layer() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(), nn.Linear(WIDTH, WIDTH)).eval()
+    x = torch.randn(8, WIDTH)
+    with torch.no_grad():
+        wanted = model(x)
+    combined = scan(model, x, policy="half", advise=True).combined
+    assert combined is not None
+    assert combined.code
+    exec(combined.code, {"model": model})
+    kept = dict(model.named_buffers(remove_duplicate=False))
+    assert len(kept) == 3
+    for buffer in kept.values():
+        assert torch.equal(buffer, torch.full((WIDTH,), 3e5))
+    assert model[0].weight.dtype is torch.float16
+    assert combined.after_db is not None
+    assert abs(decibels(wanted, run_in_torch(model, (x,), "half")) - combined.after_db) < 4
+
+
 @pytest.mark.parametrize("policy", ["torch-cpu", "half"])
 def test_another_format_as_code(policy: str) -> None:
     source, report, _ = advised(T5, policy)

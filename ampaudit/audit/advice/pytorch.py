@@ -38,8 +38,6 @@ for name in KEPT:
     keep_in_float32(model.get_submodule(name))
 '''
 _STORED = '''\
-import copy
-
 import torch
 
 
@@ -62,13 +60,21 @@ for name in CAST:
     cast_inputs(model.get_submodule(name))
 '''
 # tried by a rule about the stored weights instead: the reference needs the FP32 model
-_STORE = """\
-layers = [model.get_submodule(name) for name in KEPT]
-weights = [copy.deepcopy(layer.state_dict()) for layer in layers]
+_STORE = '''\
+
+
+def tensors():
+    """List the weights and buffers that stay in float32, as they are now."""
+    layers = [model.get_submodule(name) for name in KEPT]
+    parameters = [p for layer in layers for _, p in layer.named_parameters(remove_duplicate=False)]
+    return parameters + [b for layer in layers for _, b in layer.named_buffers(remove_duplicate=False)]
+
+
+stored = [tensor.detach().clone() for tensor in tensors()]
 model.HALF()
-for layer, stored in zip(layers, weights):
-    layer.float().load_state_dict(stored)
-"""
+for tensor, value in zip(tensors(), stored):
+    tensor.data = value
+'''
 _WIDTH = 88
 
 
