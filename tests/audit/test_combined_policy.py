@@ -235,13 +235,19 @@ def test_code_only_where_torch_does_what_the_policy_does() -> None:
         assert report.combined.code == "", policy
 
 
-def test_a_policy_of_ones_own_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sites", [("right.up", "right.down"), ("right.down", "right.up")])
+def test_a_policy_of_ones_own_is_extended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sites: tuple[str, str]
+) -> None:
     """By its path as seen from the new file, whose rules do not take the place of inherited ones."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(
         "name: mine\ntitle: mine\nextends: [torch-cuda]\nrules:\n"
-        "  - {id: mine/keep-left.up/linear, match: {site: [right.up/linear]}, cast: float32, "
-        "reason: range, why: it overflows, source: me}\n"
+        + "".join(
+            f"  - {{id: mine/keep-left.up/linear{more}, match: {{site: [{site}/linear]}}, cast: float32, "
+            "reason: range, why: it overflows, source: me}\n"
+            for site, more in zip(sites, ("", " too"), strict=True)
+        )
     )
     model, x = TwoBranches(left=6e4, right=6e4).eval(), torch.randn(8, WIDTH) * 3
     report = scan(model, x, policy="mine.yaml", advise=True)
