@@ -134,14 +134,52 @@ def test_another_format_as_code(policy: str) -> None:
     (batch,) = source.batches
     with torch.no_grad():
         wanted = source.model(*batch.args)
-        names: dict[str, Any] = {
-            "torch": torch, "model": model, "args": batch.args, "kwargs": batch.kwargs
-        }  # fmt: skip
+        names: dict[str, Any] = {"model": model, "args": batch.args, "kwargs": batch.kwargs}
+        if policy != "half":  # a line of the user's own program
+            names["torch"] = torch
         exec(trial.code, names)
         got = names.get("output")
         got = model(*batch.args) if got is None else got
     assert trial.after_db is not None
     assert abs(decibels(wanted, got) - trial.after_db) < 4
+
+
+class Cancelling(nn.Module):
+    """An overflow beside a difference that only float32 keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.precise, self.large = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.precise(x + 100) - self.precise(x + 100.5), self.large(x * 3e5) * 1e-5
+
+
+@pytest.mark.parametrize("name", ["mine", "torch-cuda"])
+def test_another_format_is_code_only_where_autocast_does_as_well(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "mine.yaml"
+    rule = "{id: mine/keep, match: {layer: [precise]}, cast: float32, reason: precision, why: x, source: me}"
+    path.write_text(f"name: {name}\ntitle: mine\nextends: [torch-cuda]\nrules:\n  - {rule}\n")
+    torch.manual_seed(0)
+    model, x = Cancelling().eval(), torch.randn(4, WIDTH)
+    report = scan(model, x, policy=str(path), advise=True)
+    (trial,) = (t for t in errors(report)[0].tried if t.kind == "dtype")
+    assert trial.outcome == "cure"
+    assert trial.code == ""
+    alone = scan(model.large, x * 3e5, policy=str(path), advise=True)
+    (trial,) = (t for t in errors(alone)[0].tried if t.kind == "dtype")
+    assert "torch.autocast" in trial.code
+
+
+def test_no_code_for_a_device_that_no_parameter_names() -> None:
+    class Square(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ x.T
+
+    model = nn.Sequential(Square(), nn.LayerNorm(8, elementwise_affine=False))
+    report = scan(model, torch.full((8, 64), 100.0), policy="torch-cuda", dtype="float16", advise=True)
+    assert errors(report)[0].tried
+    assert all(trial.code == "" for trial in errors(report)[0].tried)
 
 
 @pytest.mark.parametrize("policy", ["torch-cuda", "half"])
