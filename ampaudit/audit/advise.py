@@ -81,7 +81,7 @@ class _Advisor:
             if best is not None:
                 proposal = next(p for trial, p in tried if trial is best)
                 self.kept.update((finding.site, kept) for kept in proposal.kept)
-                found.append(replace(best, code=self._code(proposal, finding)))
+                found.append(replace(best, code=self._code(proposal, finding, best)))
         found.sort(key=lambda trial: trial.outcome != "cure")
         return tuple(found[:SHOWN])
 
@@ -106,12 +106,19 @@ class _Advisor:
             diff=diff_of(proposal) if settings.diff and not self.attempts.source.names_files else "",
         )
 
-    def _code(self, proposal: Proposal, finding: Finding) -> str:
-        """Return a change as PyTorch code; empty where the code is no such change."""
+    def _code(self, proposal: Proposal, finding: Finding, trial: Trial) -> str:
+        """Return a change as PyTorch code; empty where the code does less than the change."""
+        subject = self.attempts.subject
+        written = with_code(subject, proposal.kept) if proposal.kept else None
         if proposal.dtype is not None:
-            return code_of_dtype(self.attempts.subject.rules, proposal.dtype)
-        written = with_code(self.attempts.subject, proposal.kept) if proposal.kept else None
-        return written[0] if written is not None and self._tried(written[1], finding) is not None else ""
+            written = code_of_dtype(subject, proposal.dtype)
+        if written is None:
+            return ""
+        code, same = written
+        if same.rules is subject.rules and same.model is None:
+            return code  # it is the change that was tried
+        done = self._tried(same, finding)
+        return code if done is not None and _best((done, trial)) is done else ""
 
 
 def _best(tried: Sequence[Trial]) -> Trial | None:

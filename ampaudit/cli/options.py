@@ -152,15 +152,16 @@ def _check_outputs(options: dict[str, Any]) -> None:
     """
     from ampaudit.core.files import check_writable
 
-    output, plot, folder = (options.get(name) for name in ("output", "plot", "tensorboard"))
-    for path in filter(None, (output, plot)):
+    output, plot, policy, folder = map(options.get, ("output", "plot", "advise_policy", "tensorboard"))
+    for path in filter(None, (output, plot, policy)):
         check_writable(path, force=options["force"])
     if plot is not None:
         from ampaudit.render.training_plot import check_picture
 
         check_picture(plot)
-        if output is not None and plot.resolve() == output.resolve():
-            raise UsageError(f"--plot {describe(plot)}: the report goes there", hint="name another file")
+    for flag, path in (("--plot", plot), ("--advise-policy", policy)):
+        if output is not None and path is not None and path.resolve() == output.resolve():
+            raise UsageError(f"{flag} {describe(path)}: the report goes there", hint="name another file")
     if folder is not None:
         from ampaudit.training.tensorboard import check_summaries
 

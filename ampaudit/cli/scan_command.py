@@ -60,10 +60,6 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
       file.pt2                 an exported program
       directory/               what ``ampaudit convert`` wrote: scanned as it is
     """  # noqa: D301  (click wants the character, not its escape)
-    from ampaudit.core.files import check_writable
-
-    if options["advise_policy"] is not None:
-        check_writable(options["advise_policy"], force=options["force"])
     reports, failures = _audit(model, options)
     document = _document(reports, compared=len(reports) + len(failures) > 1)
     deliver_document(document, options)
@@ -78,13 +74,15 @@ def scan_command(context: click.Context, /, model: str, **options: Any) -> None:
 def _write_policy(report: Report, path: Path, *, force: bool) -> None:
     """Write the policy for all errors, or say why there is none."""
     from ampaudit.core.files import write_text
+    from ampaudit.render.render import keeping
 
     combined = report.combined
     if combined is None:
         why = "no rule cures any error" if report.count(Severity.ERROR) else "there is no error to cure"
         click.echo(f"no policy written to {path}: {why}", err=True)
         return
-    write_text(path, combined.saved_in(path.parent), force=force)
+    with keeping(report):
+        write_text(path, combined.saved_in(path.parent), force=force)
     left = f"; it leaves {', '.join(combined.left)}" if combined.left else ""
     click.echo(escape_control(f"policy written to {path}{left}"), err=True)
 

@@ -152,10 +152,10 @@ class DynamicShapes:
         return chosen, {axis: low for axis, (low, _) in ranges.items()}
 
     def described(self, program: ExportedProgram, verified: Sequence[Mapping[str, int]]) -> ProgramShapes:
-        """Describe the inputs of a program; sizes of 1 count where they were verified, or asked for."""
+        """Describe the inputs of a program; sizes of 1 count where they were verified."""
         ranges = self.final_ranges(program)
         for axis, (low, high) in ranges.items():
-            if low < 2 and axis not in self.ranges and all(sizes[axis] > low for sizes in verified):
+            if low < 2 and all(sizes[axis] > low for sizes in verified):
                 ranges[axis] = 2, high
         inputs = dict(zip(self.inputs, self.axes, strict=True))
         return ProgramShapes(inputs, ranges, tuple(map(dict, verified)))
@@ -191,7 +191,19 @@ def _axes_of(
         else:
             name, low, high = found.groups()
             if low is not None:
-                ranges[name] = (int(low), int(high) if high else None)
-                if high and int(high) < int(low):
-                    raise UsageError(f"--dynamic: the range of {name} is empty", hint="write NAME:LOW-HIGH")
+                given = _range_of(name, int(low), int(high) if high else None)
+                if ranges.setdefault(name, given) != given:
+                    raise UsageError(f"--dynamic: {name} has two ranges", hint="one name stands for one size")
             yield name
+
+
+def _range_of(name: str, low: int, high: int | None) -> tuple[int, int | None]:
+    """Return a range as it can be asked for: no batch of ours is empty."""
+    low = max(low, 1)
+    if high is not None and high < low:
+        raise UsageError(f"--dynamic: the range of {name} is empty", hint="write NAME:LOW-HIGH")
+    if high == low:
+        raise UsageError(
+            f"--dynamic: the range of {name} is one size", hint="write _ for a dimension that does not vary"
+        )
+    return low, high

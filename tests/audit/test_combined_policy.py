@@ -91,6 +91,40 @@ def test_the_code_does_in_torch_what_the_report_promises(path: str, policy: str)
         assert ran(code).isfinite().all() == (outcome == "cure")
 
 
+class Scaled(nn.Module):
+    """Buffers beyond float16: one that is not saved, and one that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.full((WIDTH,), 3e5), persistent=False)
+        self.first, self.second = nn.Module(), nn.Module()
+        for layer in (self.first, self.second):
+            layer.register_buffer("table", self.frequencies, persistent=False)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1e-3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.first.table + self.second.table
+        return (x * self.frequencies + x * table) * 1e-6 * self.scale
+
+
+def test_the_code_keeps_every_buffer_of_a_stored_layer() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(), nn.Linear(WIDTH, WIDTH)).eval()
+    x = torch.randn(8, WIDTH)
+    with torch.no_grad():
+        wanted = model(x)
+    combined = scan(model, x, policy="half", advise=True).combined
+    assert combined is not None
+    assert combined.code
+    exec(combined.code, {"model": model})
+    kept = dict(model.named_buffers(remove_duplicate=False))
+    assert len(kept) == 3
+    for buffer in kept.values():
+        assert torch.equal(buffer, torch.full((WIDTH,), 3e5))
+    assert model[0].weight.dtype is torch.float16
+    assert combined.after_db is not None
+    assert abs(decibels(wanted, run_in_torch(model, (x,), "half")) - combined.after_db) < 4
+
+
 @pytest.mark.parametrize("policy", ["torch-cpu", "half"])
 def test_another_format_as_code(policy: str) -> None:
     source, report, _ = advised(T5, policy)
@@ -100,14 +134,52 @@ def test_another_format_as_code(policy: str) -> None:
     (batch,) = source.batches
     with torch.no_grad():
         wanted = source.model(*batch.args)
-        names: dict[str, Any] = {
-            "torch": torch, "model": model, "args": batch.args, "kwargs": batch.kwargs
-        }  # fmt: skip
+        names: dict[str, Any] = {"model": model, "args": batch.args, "kwargs": batch.kwargs}
+        if policy != "half":  # a line of the user's own program
+            names["torch"] = torch
         exec(trial.code, names)
         got = names.get("output")
         got = model(*batch.args) if got is None else got
     assert trial.after_db is not None
     assert abs(decibels(wanted, got) - trial.after_db) < 4
+
+
+class Cancelling(nn.Module):
+    """An overflow beside a difference that only float32 keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.precise, self.large = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.precise(x + 100) - self.precise(x + 100.5), self.large(x * 3e5) * 1e-5
+
+
+@pytest.mark.parametrize("name", ["mine", "torch-cuda"])
+def test_another_format_is_code_only_where_autocast_does_as_well(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "mine.yaml"
+    rule = "{id: mine/keep, match: {layer: [precise]}, cast: float32, reason: precision, why: x, source: me}"
+    path.write_text(f"name: {name}\ntitle: mine\nextends: [torch-cuda]\nrules:\n  - {rule}\n")
+    torch.manual_seed(0)
+    model, x = Cancelling().eval(), torch.randn(4, WIDTH)
+    report = scan(model, x, policy=str(path), advise=True)
+    (trial,) = (t for t in errors(report)[0].tried if t.kind == "dtype")
+    assert trial.outcome == "cure"
+    assert trial.code == ""
+    alone = scan(model.large, x * 3e5, policy=str(path), advise=True)
+    (trial,) = (t for t in errors(alone)[0].tried if t.kind == "dtype")
+    assert "torch.autocast" in trial.code
+
+
+def test_no_code_for_a_device_that_no_parameter_names() -> None:
+    class Square(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ x.T
+
+    model = nn.Sequential(Square(), nn.LayerNorm(8, elementwise_affine=False))
+    report = scan(model, torch.full((8, 64), 100.0), policy="torch-cuda", dtype="float16", advise=True)
+    assert errors(report)[0].tried
+    assert all(trial.code == "" for trial in errors(report)[0].tried)
 
 
 @pytest.mark.parametrize("policy", ["torch-cuda", "half"])
@@ -201,13 +273,19 @@ def test_code_only_where_torch_does_what_the_policy_does() -> None:
         assert report.combined.code == "", policy
 
 
-def test_a_policy_of_ones_own_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sites", [("right.up", "right.down"), ("right.down", "right.up")])
+def test_a_policy_of_ones_own_is_extended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sites: tuple[str, str]
+) -> None:
     """By its path as seen from the new file, whose rules do not take the place of inherited ones."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(
         "name: mine\ntitle: mine\nextends: [torch-cuda]\nrules:\n"
-        "  - {id: mine/keep-left.up/linear, match: {site: [right.up/linear]}, cast: float32, "
-        "reason: range, why: it overflows, source: me}\n"
+        + "".join(
+            f"  - {{id: mine/keep-left.up/linear{more}, match: {{site: [{site}/linear]}}, cast: float32, "
+            "reason: range, why: it overflows, source: me}\n"
+            for site, more in zip(sites, ("", " too"), strict=True)
+        )
     )
     model, x = TwoBranches(left=6e4, right=6e4).eval(), torch.randn(8, WIDTH) * 3
     report = scan(model, x, policy="mine.yaml", advise=True)

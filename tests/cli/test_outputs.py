@@ -193,6 +193,8 @@ MISTAKES = {
         *("--contract wrong", "--ignore AMQ1", "--assume wrong", "--assume input=3", "--policy wrong"),
         *("--ranges --static", "--ranges --prove", "--ranges --advise", "--ranges --stress 3"),
         *("--static --diff", "--static --stress 3", "--backward --contract saturate", "--loss-scale 8"),
+        *("--advise-policy old.json", "--advise-policy x.json -o ../place/x.json"),
+        "--advise-policy x.json -o ../place/x.json --force",
     ),
     "plan": (*EVERYWHERE, "--policy wrong"),
     "train": (
@@ -258,6 +260,19 @@ def test_a_directory_removed_meanwhile_loses_nothing(
     assert isinstance(result.exception, OutputError)
     kept = kept_in(result.exception)
     assert kept.parent == tmp_path
+    assert parse_document(kept.read_text(encoding="utf-8"), "kept") == stage.document
+
+
+@pytest.mark.parametrize("stage", ["scan"], indirect=True)
+def test_a_policy_that_cannot_be_written_keeps_the_report(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (stage.place / "gone").mkdir()
+    stage.meanwhile = lambda: shutil.rmtree("gone")
+    result = stage.run("--advise-policy", "gone/policy.yaml")
+    assert isinstance(result.exception, OutputError)
+    kept = kept_in(result.exception)
     assert parse_document(kept.read_text(encoding="utf-8"), "kept") == stage.document
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 import ampaudit
 from ampaudit.core.errors import AuditError, RunFailed, TraceFailed, UsageError
+from ampaudit.export.dynamic import DynamicShapes
+from ampaudit.source import Batch
 
 SIZES = ((1, 1), (3, 19))
 
@@ -181,6 +183,46 @@ def test_a_size_at_which_the_model_fails_asks_for_a_range(tmp_path: Path) -> Non
     assert made is not None
 
 
+class Centered(nn.Module):
+    """Computes something else where a dimension is 1."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.first, self.axis = nn.Linear(4, 4), axis
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        return y - y.mean(self.axis, keepdim=True) if x.shape[self.axis] > 1 else y * 3
+
+
+@pytest.mark.parametrize("low", [0, 1])
+def test_a_size_of_1_that_was_asked_for_must_be_right(tmp_path: Path, low: int) -> None:
+    given = [f"x=n:{low}-8,_"]
+    with pytest.raises(RunFailed, match="not the same op for other shapes"):
+        ampaudit.convert(Centered(0).eval(), torch.randn(4, 4), tmp_path / "out", dynamic=given)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rows", ["b", "b:2-8", "b:1-8"])
+def test_a_range_of_one_dimension_asks_nothing_of_another(tmp_path: Path, rows: str) -> None:
+    given = [f"x={rows},t,_"]
+    _, made = ampaudit.convert(Centered(1).eval(), torch.randn(4, 4, 4), tmp_path / "out", dynamic=given)
+    assert made is not None
+    assert made.shapes is not None
+    assert made.shapes.ranges["t"] == (2, None)
+    least = made.shapes.ranges["b"][0]
+    assert least == (1 if rows == "b:1-8" else 2)
+    assert made.shapes.verified.count({"b": least, "t": 2}) == 1
+
+
+def test_a_size_of_1_counts_only_where_it_was_verified(tmp_path: Path) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(4, 4)
+    shapes = DynamicShapes.read(["0=n:1-8,_"], layer, Batch((x,)))
+    program = torch.export.export(layer, (x,), dynamic_shapes=shapes.dimensions(), strict=False)
+    assert shapes.described(program, ()).ranges == {"n": (2, 8)}
+    assert shapes.described(program, [{"n": 1}]).ranges == {"n": (1, 8)}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -190,6 +232,10 @@ def test_a_size_at_which_the_model_fails_asks_for_a_range(tmp_path: Path) -> Non
         (["ids=rows,1x"], "no name of a dimension"),
         (["ids=same,same"], "same is 2 in ids and 6 in ids"),
         (["ids=rows:9-3,length"], "range of rows is empty"),
+        (["ids=rows:0-0,length"], "range of rows is empty"),
+        (["ids=rows:2-2,length"], "range of rows is one size"),
+        (["ids=rows:0-1,length"], "range of rows is one size"),
+        (["ids=n:1-6,_", "mask=n:2-6,_"], "n has two ranges"),
         (["ids=rows:3-9,length"], "rows is 2 in ids, out of its range"),
     ],
 )

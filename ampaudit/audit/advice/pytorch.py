@@ -38,8 +38,6 @@ for name in KEPT:
     keep_in_float32(model.get_submodule(name))
 '''
 _STORED = '''\
-import copy
-
 import torch
 
 
@@ -62,13 +60,21 @@ for name in CAST:
     cast_inputs(model.get_submodule(name))
 '''
 # tried by a rule about the stored weights instead: the reference needs the FP32 model
-_STORE = """\
-layers = [model.get_submodule(name) for name in KEPT]
-weights = [copy.deepcopy(layer.state_dict()) for layer in layers]
+_STORE = '''\
+
+
+def tensors():
+    """List the weights and buffers that stay in float32, as they are now."""
+    layers = [model.get_submodule(name) for name in KEPT]
+    parameters = [p for layer in layers for _, p in layer.named_parameters(remove_duplicate=False)]
+    return parameters + [b for layer in layers for _, b in layer.named_buffers(remove_duplicate=False)]
+
+
+stored = [tensor.detach().clone() for tensor in tensors()]
 model.HALF()
-for layer, stored in zip(layers, weights):
-    layer.float().load_state_dict(stored)
-"""
+for tensor, value in zip(tensors(), stored):
+    tensor.data = value
+'''
 _WIDTH = 88
 
 
@@ -77,7 +83,7 @@ def with_code(subject: AdviceContext, members: Sequence[Kept]) -> tuple[str, Pro
 
     ``None`` where PyTorch does nothing like the policy, or a layer to keep is the whole model.
     """
-    rules = _eager(subject.rules)
+    rules = _eager(subject)
     if rules is None:
         return None
     usual = {rule.id for rule in rules.file.rules}
@@ -108,19 +114,25 @@ def with_code(subject: AdviceContext, members: Sequence[Kept]) -> tuple[str, Pro
     return tried + after, Proposal("rule", "", "", rules=rules, model=model)
 
 
-def code_of_dtype(rules: RuleSet, dtype: str) -> str:
-    """Return the code that runs a model in another 16-bit format; empty where PyTorch cannot."""
-    eager = _eager(rules)
+def code_of_dtype(subject: AdviceContext, dtype: str) -> tuple[str, Proposal] | None:
+    """Return the code that runs a model in another 16-bit format, and what it does, to be tried.
+
+    ``None`` where PyTorch does nothing like the policy.
+    """
+    eager = _eager(subject)
     if eager is None:
-        return ""
+        return None
     if eager.file.weights.storage == "lower":
-        return f"model.to(torch.{dtype})"
-    device = "next(model.parameters()).device.type"
-    return f"with torch.autocast({device}, dtype=torch.{dtype}):\n    output = model(*args, **kwargs)"
+        code = f"model.{dtype}()"
+    else:
+        device = "next(model.parameters()).device.type"
+        code = f"with torch.autocast({device}, dtype=torch.{dtype}):\n    output = model(*args, **kwargs)"
+    return code, Proposal("dtype", "", "", rules=eager, dtype=dtype)
 
 
-def _eager(rules: RuleSet) -> RuleSet | None:
+def _eager(subject: AdviceContext) -> RuleSet | None:
     """Return the policy of what PyTorch does by itself where a policy builds on it."""
+    rules = subject.rules
     if rules.file.level != "calls":
         return None
     if rules.file.weights.storage == "lower":
@@ -128,9 +140,11 @@ def _eager(rules: RuleSet) -> RuleSet | None:
     else:
         origins = {rule.id.partition("/")[0] for rule in rules.file.rules}
         name = next((name for name in ("torch-cpu", "torch-cuda") if name in origins), "")
+        if not any(True for _ in subject.model.parameters()):
+            return None  # nothing tells on which device its code is to run
     if not name or not (rules.file.autocast or name == "half"):
         return None
-    return rules if name == rules.name else load_policy(name).for_environment(rules.environment)
+    return rules if name == rules.location else load_policy(name).for_environment(rules.environment)
 
 
 def _layers(subject: AdviceContext, sites: Collection[SiteId]) -> list[str]:

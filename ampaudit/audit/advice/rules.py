@@ -160,11 +160,9 @@ def proposal_keeping(subject: AdviceContext, members: Sequence[Kept]) -> Proposa
         rules += _about_sites("keep", _in_order(subject, given - known), Cast.FLOAT32, why)
         known |= given
     every = kept_sites(subject, members)
-    taken = {rule.id for rule in subject.rules.file.rules}
     back = border(subject, frozenset(every))
     rules += _about_sites("return", back, Cast.LOWER, "later ops run in 16 bits again")
-    # a rule takes the place of an inherited one with its id
-    rules = [r.model_copy(update={"id": f"{r.id} too"}) if r.id in taken else r for r in rules]
+    rules = _renamed(rules, {rule.id for rule in subject.rules.file.rules})
     what = some_sites(every) if not weights else ", ".join(weights)
     paste, changed = "\n".join(map(_paste, rules)), _with(subject.rules, rules)
     stored = subject.rules.file.weights
@@ -177,6 +175,17 @@ def proposal_keeping(subject: AdviceContext, members: Sequence[Kept]) -> Proposa
         said = quoted(stored.model_dump(mode="json", exclude_defaults=True))
         paste = f"weights: {said}\nrules:\n{paste}"
     return Proposal("rule", f"keep {what} in float32", paste, rules=changed, kept=tuple(members))
+
+
+def _renamed(rules: Sequence[Rule], taken: Set[str]) -> list[Rule]:
+    """Give each rule an id of its own: a rule takes the place of an inherited one with its id."""
+    made: list[Rule] = []
+    for rule in rules:
+        name = rule.id
+        while name in taken or any(name == other.id for other in made):
+            name += " too"
+        made.append(rule.model_copy(update={"id": name}))
+    return made
 
 
 def _about_sites(name: str, sites: Sequence[SiteId], cast: Cast, why: str) -> list[Rule]:
