@@ -14,7 +14,7 @@ from torch import nn
 
 from ampaudit.audit.inputs import check_trained
 from ampaudit.core.errors import UsageError
-from ampaudit.core.formats import Dtype, NumberFormat, low_precision_format
+from ampaudit.core.formats import FLOAT16, Dtype, NumberFormat, low_precision_format
 from ampaudit.core.untrusted import describe
 from ampaudit.policy import RuleSet, load_policy
 from ampaudit.policy.scaling import loss_scale_for, profile
@@ -48,7 +48,8 @@ class Prepared:
     Attributes:
         model: the prepared model, with the calling convention of the original.
         optimizer: the user's own; it steps the FP32 masters, or the 16-bit weights if there are none.
-        scaler: torch's GradScaler with the policy's constants; does nothing if the policy has no loss scale.
+        scaler: torch's GradScaler with the policy's constants; does nothing if the policy has no loss scale,
+            or keeps the parameters themselves in float16.
     """
 
     model: nn.Module
@@ -158,7 +159,8 @@ def prepare(
             _cast_masters(model, optimizer, config)
         prepared = MixedModule(model, config)
     rule = _loss_scale(loss_scale, rules, form)
-    return Prepared(prepared, optimizer, LossScaler(rule, device, group=group))
+    unscalable = is_master_free(rules) and form is FLOAT16 and not emulate  # torch unscales no such gradients
+    return Prepared(prepared, optimizer, LossScaler(rule, device, enabled=not unscalable, group=group))
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from ampaudit.source.user_code import calling_user_code
 from ampaudit.trace.entry import LossAndOutput
 from ampaudit.trace.loss import WithLoss, item_apart
 from ampaudit.trace.structure import structural_copy
-from ampaudit.training.prepare import How, is_master_free, prepare
+from ampaudit.training.prepare import How, prepare
 
 __all__ = [
     "TrainingStep",
@@ -93,10 +93,7 @@ def prepare_step(
     prepared = prepare(
         model, optimizer, policy=rules, dtype=dtype, loss_scale=loss_scale, how=how, emulate=emulate
     )
-    # torch unscales no float16 gradients
-    unscalable = is_master_free(rules) and dtype == "float16" and not emulate
-    scaled = prepared.scaler.is_enabled() and not unscalable
-    return TrainingStep(prepared.model, optimizer, prepared.scaler if scaled else None)
+    return TrainingStep(prepared.model, optimizer, prepared.scaler if prepared.scaler.is_enabled() else None)
 
 
 def make_optimizer(source: ModelSource, model: nn.Module) -> torch.optim.Optimizer:

@@ -292,6 +292,22 @@ def test_a_wrapped_model_is_refused_with_the_line_to_write(nested: bool) -> None
         ampaudit.prepare(ampaudit.prepare(Stack()))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("policy", ["apex-o3", "half"])
+def test_a_loop_without_masters_steps(policy: str) -> None:
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = ampaudit.prepare(model, optimizer, policy=policy)
+    before = [p.detach().clone() for p in prepared.model.parameters()]
+    loss = prepared.model(torch.randn(4, WIDTH)).float().square().mean()
+    prepared.scaler.scale(loss).backward()
+    prepared.scaler.unscale_(optimizer)
+    prepared.scaler.step(optimizer)
+    prepared.scaler.update()
+    after = list(prepared.model.parameters())
+    assert {p.dtype for p in after} == {torch.float16}
+    assert any(not torch.equal(b, a) for b, a in zip(before, after, strict=True))
+
+
 def test_mistakes_are_one_line() -> None:
     model, other = Stack(), Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
