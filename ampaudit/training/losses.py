@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from ampaudit.core.errors import UsageError
 
 __all__ = ["LossBook"]
+
+_own = threading.local()  # how many nodes the books of a thread have made, as ``nodes``
 
 
 class LossBook:
@@ -26,7 +29,7 @@ class LossBook:
     def __init__(self) -> None:
         self._values: dict[int, list[torch.Tensor | float]] = {}
         self._ends: list[int] = []  # autograd's count at the end of each step
-        self._last = _count()
+        self._last, self._others = _count()
         self._idle = True
         self._inside = -1  # step whose loss a closure has recorded
         self.dropped = 0  # losses of batches that the loop took no step on
@@ -49,9 +52,10 @@ class LossBook:
         return self._idle
 
     def _advance(self) -> bool:
-        """Return whether autograd has recorded anything since the last call, which made a node of its own."""
-        before, self._last = self._last, _count()
-        moved = self._last != before + 1
+        """Return whether autograd has recorded anything since the last call, besides the nodes of books."""
+        before = self._others
+        self._last, self._others = _count()
+        moved = self._others != before
         self._idle &= not moved
         return moved
 
@@ -101,11 +105,13 @@ class LossBook:
             yield bool(values), mean if math.isfinite(mean) else None
 
 
-def _count() -> int:
-    """Return the number of a new node: autograd counts those of a thread."""
+def _count() -> tuple[int, int]:
+    """Return the number of a new node, as autograd counts those of a thread, and that without any book's."""
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
-    return int(node._sequence_nr())
+    _own.nodes = getattr(_own, "nodes", 0) + 1
+    number = int(node._sequence_nr())
+    return number, number - _own.nodes
 
 
 def _uses_leaf(node: Any, after: int) -> bool:
