@@ -230,24 +230,27 @@ def _callers() -> Iterator[Any]:
 
 def _wrap_step(scaler: Any, monitor: Callable[..., Any]) -> Callable[[], None]:
     """Let a monitor call the scaler's step; several share one wrapper. Return what undoes it."""
-    wrapper = vars(scaler).get("step")
-    monitors: list[Callable[..., Any]] | None = getattr(wrapper, "monitors", None)
-    if monitors is None:
-        monitors, original = [], scaler.step
+    wrapper: Any = vars(scaler).get("step")
+    if not hasattr(wrapper, "monitors"):
+        original = scaler.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
             call = original
-            for each in monitors:
+            for each in vars(step)["monitors"]:
                 call = partial(each, call)
             return call(*args, **kwargs)
 
-        vars(step)["monitors"] = monitors
-        scaler.step = step
-    monitors.append(monitor)
+        vars(step).update(monitors=[], earlier=wrapper)  # which may be the loop's own wrapper
+        scaler.step = wrapper = step
+    wrapper.monitors.append(monitor)
 
     def undo() -> None:
-        monitors.remove(monitor)
-        if not monitors:
+        wrapper.monitors.remove(monitor)
+        if wrapper.monitors or vars(scaler).get("step") is not wrapper:
+            return  # another's wrapper around this one goes on calling it
+        if wrapper.earlier is None:
             del scaler.step
+        else:
+            scaler.step = wrapper.earlier
 
     return undo

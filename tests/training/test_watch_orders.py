@@ -351,6 +351,55 @@ def test_several_optimizers(together: bool) -> None:
         monitor.loss(1.0, optimizer=torch.optim.SGD(both.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize("each", [True, False])
+def test_a_number_after_the_steps_of_several_optimizers(each: bool) -> None:
+    """What one book of losses counts is no forward pass to another."""
+    net = model()
+    optimizers = [torch.optim.SGD(net[index].parameters(), lr=0.1) for index in (0, 2)]  # type: ignore[index]
+    own = []
+    with ampaudit.watch(net, optimizers, every=1) as monitor:
+        for step in range(STEPS):
+            loss = objective(net, batch(step))
+            net.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers if each else [None]:
+                monitor.loss(loss.item(), optimizer=optimizer)
+            own.append(loss.item())
+    for index in range(2):
+        assert [step.loss for step in monitor.health(index).steps] == pytest.approx(own)
+
+
+def test_a_scaler_keeps_the_wrappers_of_the_loop() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    calls: list[str] = []
+
+    def wrap(name: str) -> Callable[..., Any]:
+        inner = scaler.step
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return inner(*args, **kwargs)
+
+        scaler.step = wrapper  # type: ignore[method-assign]
+        return wrapper
+
+    before = wrap("before")
+    with ampaudit.watch(net, optimizer, scaler), ampaudit.watch(net, optimizer, scaler):
+        assert scaler.step is not before
+    assert scaler.step is before
+    with ampaudit.watch(net, optimizer, scaler) as monitor:
+        inside = wrap("inside")
+    assert scaler.step is inside
+    scaler.scale(objective(net, batch(0))).backward()
+    scaler.step(optimizer)
+    assert calls == ["inside", "before"]
+    assert monitor.step == 0
+
+
 def test_monitors_of_one_scaler_close_in_any_order() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
