@@ -84,6 +84,10 @@ class TrainingMonitor:
         """Return the number of an optimizer's current step, from 0."""
         return self._of(optimizer).losses.step
 
+    def backwards_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return how often backward passes have added to a gradient of an optimizer's parameters."""
+        return self._of(optimizer).losses.backwards
+
     def _of(self, optimizer: torch.optim.Optimizer) -> OptimizerMonitor:
         for monitor in self._optimizers:
             if monitor.optimizer is _unwrapped(optimizer):
