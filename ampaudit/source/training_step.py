@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampaudit.core.errors import InputError, SourceError
+from ampaudit.core.errors import InputError, SourceError, first_line
 
 __all__ = ["runnable", "training_batches"]
+
+_FORWARD = "give the module a forward() that returns the loss"
 
 
 def runnable(model: nn.Module, what: str) -> nn.Module:
@@ -58,14 +60,25 @@ def _overrides(model: nn.Module, name: str) -> bool:
 def _run_step(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the training step on a batch and return its loss."""
     batch = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
-    takes_index = len(inspect.signature(self.training_step).parameters) > 1
-    found = self.training_step(batch, 0) if takes_index else self.training_step(batch)
+    name = type(self).__name__
+    if not getattr(self, "automatic_optimization", True):
+        raise InputError(f"{name} optimizes manually: its training_step needs a Trainer", hint=_FORWARD)
+    given: tuple[Any, ...] = (batch, 0)
+    try:
+        inspect.signature(self.training_step).bind(*given)
+    except TypeError:
+        given = given[:1]  # it takes no index
+    try:
+        found = self.training_step(*given)
+    except RuntimeError as error:
+        if "not attached to a" not in str(error):
+            raise
+        raise InputError(
+            f"training_step of {name} needs a Trainer: {first_line(error)}", hint=_FORWARD
+        ) from error
     loss = found.get("loss") if isinstance(found, dict) else found
     if not isinstance(loss, torch.Tensor):
-        raise InputError(
-            f"training_step of {type(self).__name__} returns no loss",
-            hint="return the loss; with manual optimization, give the module a forward() that returns it",
-        )
+        raise InputError(f"training_step of {name} returns no loss", hint=f"return the loss, or {_FORWARD}")
     return loss
 
 

@@ -20,6 +20,7 @@ from ampaudit.core.untrusted import describe
 from ampaudit.policy.load import PLAIN_FP32
 from ampaudit.trace.eager_call import attempt_in_fp32
 from ampaudit.trace.entry import named_inputs
+from ampaudit.trace.loss import WithLoss
 from ampaudit.trace.stack import is_library, is_tool_file, library_path
 
 __all__ = ["failing_line", "failing_lines", "lines_of", "model_failure", "plain_reason", "trace_failure"]
@@ -106,6 +107,8 @@ def model_failure(
     error: BaseException, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> SourceError:
     """Describe an error that the model raises by itself, in FP32."""
+    if isinstance(model, WithLoss):
+        model, (args, kwargs, *_) = model.inner, args  # the user's call
     own, library = failing_lines(error.__traceback__)
     where, code = _located(own, type(model).__name__)
     inside = f", in {library_path(library.file)}:{library.line}" if library else ""

@@ -15,6 +15,8 @@ __all__ = ["TransformersHealthCallback"]
 class TransformersHealthCallback(HealthRecorder, TrainerCallback):
     """Records the health of a run: ``Trainer(callbacks=[TransformersHealthCallback("health.json")])``.
 
+    The Trainer logs the mean loss of the ``logging_steps`` since the last log: each of them gets that mean.
+
     A callback does not know its trainer. With ``trainer.add_callback(TransformersHealthCallback(...,
     trainer=trainer))``, the trainer logs the numbers of the last watched step as ``ampaudit/...`` with its
     own, so they reach whatever ``report_to`` names.
@@ -38,20 +40,21 @@ class TransformersHealthCallback(HealthRecorder, TrainerCallback):
     ) -> None:
         super().__init__(path, every=every, dtype=dtype)
         self._scaler, self._trainer = scaler, trainer
-        self._first_step = 0
+        self._first_step = self._logged = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start recording with the Trainer's model and optimizer."""
-        self._first_step = state.global_step  # of a resumed run
+        self._first_step = self._logged = state.global_step  # of a resumed run
         self._start(kwargs["model"], kwargs["optimizer"], self._scaler)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the Trainer's loss, and log our numbers beside it."""
+        """Record the Trainer's loss for each step since the last log, and log our numbers beside it."""
         logs = kwargs.get("logs") or {}
-        step = state.global_step - 1 - self._first_step
-        if self._monitor is None or "loss" not in logs or step < 0:
+        if self._monitor is None or "loss" not in logs or state.global_step <= self._first_step:
             return
-        self._monitor.loss(float(logs["loss"]), step=step)
+        for step in range(self._logged, state.global_step):
+            self._monitor.loss(float(logs["loss"]), step=step - self._first_step)
+        self._logged = state.global_step
         latest = {name: float(value) for name, value in self._latest().items()}
         if self._trainer is not None and latest:
             self._trainer.log(latest)

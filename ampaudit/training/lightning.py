@@ -16,34 +16,61 @@ class LightningHealthCallback(HealthRecorder, Callback):
     """Records the health of a run: ``Trainer(callbacks=[LightningHealthCallback("health.json")])``.
 
     It watches every optimizer of the module, in automatic and manual optimization; the loss of a step is
-    what was backpropagated for it. The numbers of the last watched step are logged by the module's own
-    ``log`` as ``ampaudit/...``, so they reach the trainer's loggers and callbacks.
+    what was backpropagated for it: with several optimizers, the sum of the losses that reached its own
+    parameters. The numbers of the last watched step are logged by the module's own ``log`` as
+    ``ampaudit/...``, so they reach the trainer's loggers and callbacks.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start recording with the optimizers and the precision plugin's scaler."""
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
-        self._backpropagated: list[torch.Tensor] = []
+        self._backpropagated: list[tuple[torch.Tensor, list[int]]] = []  # with the counts of gradients before
         self._stepped = False
         self._start(pl_module, trainer.optimizers, self._scaler)
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
-        """Add a loss to those of the next step."""
-        del trainer, pl_module
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Forget the losses of a step that was taken: this batch may have none."""
+        del trainer, pl_module, batch, batch_idx
+        self._forget()
+
+    def _forget(self) -> None:
         if self._stepped:
             self._backpropagated.clear()
             self._stepped = False
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        """Add a loss to those of the next step."""
+        del pl_module
+        self._forget()
         scaled = self._scaler is not None and self._scaler.is_enabled()
         loss = loss.detach()
-        self._backpropagated.append(loss / self._scaler._scale if scaled else loss.clone())
+        loss = loss / self._scaler._scale if scaled else loss.clone()
+        self._backpropagated.append((loss.reshape(()), self._counts(trainer.optimizers)))
+
+    def _counts(self, optimizers: Any) -> list[int]:
+        """Return how often each optimizer's gradients were added to."""
+        monitor = self._monitor
+        return [] if monitor is None else [monitor.backwards_of(optimizer) for optimizer in optimizers]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Record the loss of a step that is about to be taken."""
-        del trainer, pl_module
-        if self._monitor is not None and self._backpropagated:
-            loss = torch.stack([loss.reshape(()) for loss in self._backpropagated]).sum()
+        del pl_module
+        losses = self._losses_of(trainer.optimizers.index(optimizer), trainer.optimizers)
+        if self._monitor is not None and losses:
+            loss = torch.stack(losses).sum()
             self._monitor.loss(loss, step=self._monitor.step_of(optimizer), optimizer=optimizer)
         self._stepped = True
+
+    def _losses_of(self, index: int, optimizers: Any) -> list[torch.Tensor]:
+        """Return the losses that have added to gradients of one optimizer."""
+        last = self._counts(optimizers)
+        counts = [before for _, before in self._backpropagated] + [last]
+        followed = any(last)  # a strategy may hide the parameters that autograd sees
+        return [
+            loss
+            for (loss, before), after in zip(self._backpropagated, counts[1:], strict=True)
+            if after[index] > before[index] or not followed
+        ]
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

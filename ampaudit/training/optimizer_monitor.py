@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -57,9 +56,7 @@ class OptimizerMonitor:
         self._scales: list[float | torch.Tensor] = []
         self._skipped: list[bool | torch.Tensor] = []
         self._skip_count: int | torch.Tensor = 0
-        # a gradient when the last loss was recorded, and the one that the last step has left
-        self._last_gradient: tuple[ref[torch.Tensor], int] | None = None
-        self._stale_gradient: tuple[ref[torch.Tensor], int] | None = None
+        self._heard: set[int] = set()  # parameters whose gradients are followed
         self._scale: torch.Tensor | None = None  # while the scaler steps
         self._depth = 0  # a subclass's step may call its base's, and both run the hooks
         self._undo: list[Callable[[], None]] = []
@@ -70,7 +67,8 @@ class OptimizerMonitor:
         if not self._undo:
             before = self.optimizer.register_step_pre_hook(self._before)
             after = self.optimizer.register_step_post_hook(self._after)
-            self._undo += [before.remove, after.remove]
+            self._undo += [before.remove, after.remove, self._heard.clear]
+            self._hear_gradients()
             if self._scaler is not None:
                 self._undo.append(_wrap_step(self._scaler, self._scaler_steps))
 
@@ -81,21 +79,7 @@ class OptimizerMonitor:
 
     def record_loss(self, value: Any, step: int | None) -> None:
         """Record a loss of the loop."""
-        before, now = self._last_gradient, self._gradient()
-        self._last_gradient = now
-        # a loop that starts anew drops its gradients, and one that adds to them writes to the same tensor
-        added = now is not None and (before is None or (before[0]() is now[0]() and before[1] != now[1]))
-        self.losses.record(value, step, in_closure=self._depth > 0, accumulating=added)
-
-    def _gradient(self) -> tuple[ref[torch.Tensor], int] | None:
-        """Identify a gradient and its version; ``None`` if there is none yet in this step."""
-        gradient = next((p.grad for p in self._parameters if p.grad is not None), None)
-        stale = self._stale_gradient
-        if gradient is None or (
-            stale is not None and gradient is stale[0]() and gradient._version == stale[1]
-        ):
-            return None
-        return ref(gradient), gradient._version
+        self.losses.record(value, step, in_closure=self._depth > 0)
 
     def _find_parameters(self) -> None:
         """Add the optimizer's parameters that are not known yet; groups may be added later."""
@@ -106,6 +90,18 @@ class OptimizerMonitor:
                     name = self._all_names.get(id(parameter), f"parameter[{len(self._parameters)}]")
                     self._names.append(name)
                     self._parameters.append(parameter)
+
+    def _hear_gradients(self) -> None:
+        """Follow the gradients of parameters that are new, or frozen no longer."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in self._heard:
+                    self._heard.add(id(parameter))
+                    handle = parameter.register_post_accumulate_grad_hook(self._add_gradient)
+                    self._undo.append(handle.remove)
+
+    def _add_gradient(self, parameter: torch.Tensor) -> None:
+        self.losses.add_gradient(parameter, in_closure=self._depth > 0)
 
     def _scaler_steps(self, step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a step that the scaler leaves out."""
@@ -178,8 +174,7 @@ class OptimizerMonitor:
         self._skipped.append(skipped)
         self._skip_count = self._skip_count + skipped
         self.losses.end_step()
-        self._stale_gradient = None
-        self._stale_gradient, self._last_gradient = self._gradient(), None
+        self._hear_gradients()
 
     def latest(self) -> dict[str, float | torch.Tensor]:
         """Return the numbers of the last watched step, on the device."""
@@ -230,24 +225,27 @@ def _callers() -> Iterator[Any]:
 
 def _wrap_step(scaler: Any, monitor: Callable[..., Any]) -> Callable[[], None]:
     """Let a monitor call the scaler's step; several share one wrapper. Return what undoes it."""
-    wrapper = vars(scaler).get("step")
-    monitors: list[Callable[..., Any]] | None = getattr(wrapper, "monitors", None)
-    if monitors is None:
-        monitors, original = [], scaler.step
+    wrapper: Any = vars(scaler).get("step")
+    if not hasattr(wrapper, "monitors"):
+        original = scaler.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
             call = original
-            for each in monitors:
+            for each in vars(step)["monitors"]:
                 call = partial(each, call)
             return call(*args, **kwargs)
 
-        vars(step)["monitors"] = monitors
-        scaler.step = step
-    monitors.append(monitor)
+        vars(step).update(monitors=[], earlier=wrapper)  # which may be the loop's own wrapper
+        scaler.step = wrapper = step
+    wrapper.monitors.append(monitor)
 
     def undo() -> None:
-        monitors.remove(monitor)
-        if not monitors:
+        wrapper.monitors.remove(monitor)
+        if wrapper.monitors or vars(scaler).get("step") is not wrapper:
+            return  # another's wrapper around this one goes on calling it
+        if wrapper.earlier is None:
             del scaler.step
+        else:
+            scaler.step = wrapper.earlier
 
     return undo

@@ -26,8 +26,8 @@ class TrainingMonitor:
     """Records the health of a training loop, from ``watch`` to ``close`` or the end of the ``with`` block.
 
     It records the scale of each step and whether it was skipped, and on every k-th step also gradients,
-    updates and states. The loop is not changed: hooks of the optimizer see each step, and the scaler's
-    ``step`` is wrapped. Numbers stay on the device until ``health``.
+    updates and states. The loop is not changed: hooks of the optimizer see each step, hooks of its parameters
+    each backward pass, and the scaler's ``step`` is wrapped. Numbers stay on the device until ``health``.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[OptimizerMonitor]) -> None:
@@ -64,7 +64,8 @@ class TrainingMonitor:
         """Record the unscaled loss of a step, at any place in the loop.
 
         A tensor is booked to the step that follows its forward pass. A number has no graph: record it before
-        the next forward pass. Several losses of one step, as in accumulation, are averaged.
+        the next forward pass, and if one backward pass is to go through several losses, record tensors.
+        Several losses of one step, as in accumulation, are averaged.
 
         Args:
             value: the loss.
@@ -82,6 +83,10 @@ class TrainingMonitor:
     def step_of(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the number of an optimizer's current step, from 0."""
         return self._of(optimizer).losses.step
+
+    def backwards_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return how often backward passes have added to a gradient of an optimizer's parameters."""
+        return self._of(optimizer).losses.backwards
 
     def _of(self, optimizer: torch.optim.Optimizer) -> OptimizerMonitor:
         for monitor in self._optimizers:
@@ -140,7 +145,7 @@ def watch(
         model: the model, for the names of its parameters; it may be prepared, compiled, or wrapped by DDP.
         optimizer: the optimizer that the loop steps, or several.
         scaler: the loop's GradScaler, if it has one; otherwise it is found in the first step that it takes.
-        every: measure one step in this many; the others cost nothing.
+        every: measure one step in this many; in the others, only backward passes are counted.
         dtype: the 16-bit format to judge weights, gradients and states by.
 
     Returns:

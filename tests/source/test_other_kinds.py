@@ -157,3 +157,40 @@ def test_manual_optimization_has_no_loss(model_file: Callable[..., Path]) -> Non
     source = open_source(str(model_file(body)), SourceConfig())
     with pytest.raises(InputError, match="training_step of Lit returns no loss"):
         source.model(*source.batches[0].args)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("self.optimizers()", "training_step of Lit needs a Trainer: Lit is not attached"),
+        ("self.trainer.global_rank", "training_step of Lit needs a Trainer: Lit is not attached"),
+        ("self.automatic_optimization = False", "Lit optimizes manually"),
+    ],
+)
+def test_a_training_step_that_needs_a_trainer(
+    model_file: Callable[..., Path], code: str, words: str, backward: bool
+) -> None:
+    place = "super().__init__()" if "automatic" in code else "x, y = batch"
+    body = LIGHTNING.replace(place, f"{place}; {code}") + BATCH
+    with pytest.raises(InputError, match=words) as caught:
+        scan(str(model_file(body)), backward=backward)
+    assert caught.value.hint == "give the module a forward() that returns the loss"
+
+
+@pytest.mark.parametrize(
+    "signature", ["*args", "batch", "batch, index=0", "batch, index, loader=0", "batch, **kwargs"]
+)
+def test_a_training_step_gets_what_it_takes(model_file: Callable[..., Path], signature: str) -> None:
+    check = "batch, index = args" if signature == "*args" else "pass"
+    body = LIGHTNING.replace("self, batch, batch_idx):", f"self, {signature}):\n        {check}")
+    source = open_source(str(model_file(body + BATCH)), SourceConfig())
+    assert source.model(*source.batches[0].args).shape == ()
+
+
+def test_an_error_with_a_loss_lists_the_users_inputs(model_file: Callable[..., Path]) -> None:
+    body = LIGHTNING.replace("x, y = batch", "x, y = batch; raise ValueError('mine')") + BATCH
+    with pytest.raises(SourceError, match="mine") as caught:
+        scan(str(model_file(body)), backward=True)
+    expected = "input[0]: float32[4, 8] on cpu, input[1]: int64[4] on cpu"
+    assert caught.value.hint.endswith(f"it was given {expected}")

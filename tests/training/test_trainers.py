@@ -40,14 +40,18 @@ def automatic(optimizer: Callable[[Any], torch.optim.Optimizer]) -> Any:
             self.inner = nn.Linear(8, 1)
             self.losses: list[float] = []
             self.peaks: list[float] = []
+            self.without: tuple[int, ...] = ()
 
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
+            if index in self.without:
+                return None
             loss = (self.inner(batch[0]) - batch[0][:, :1]).square().mean()
             self.losses.append(loss.item())
             return loss
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.peaks.append(self.inner.weight.grad.abs().max().item())
+            gradient = self.inner.weight.grad
+            self.peaks.append(0.0 if gradient is None else gradient.abs().max().item())
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer(self.parameters())
@@ -70,6 +74,8 @@ def manual(scheme: str) -> Any:
 
         def training_step(self, batch: Any, index: int) -> None:
             optimizers = self.optimizers()
+            if scheme == "both backward first":
+                return self.step_both(batch[0], optimizers)
             groups = [(0, 1)] if scheme == "one loss" else [(0,), (1,)]
             for group in groups[: 1 if scheme == "alternating" and index % 2 else None]:
                 output = self.second(torch.relu(self.first(batch[0])))
@@ -82,6 +88,16 @@ def manual(scheme: str) -> Any:
                     self.losses[number].append(loss.item())
                     self.peaks[number].append(weight.grad.abs().max().item())
                     optimizers[number].step()
+
+        def step_both(self, x: torch.Tensor, optimizers: Any) -> None:
+            losses = [10 * self.first(x).square().mean(), self.second(x).square().mean()]
+            for number in range(2):
+                optimizers[number].zero_grad()
+                self.manual_backward(losses[number])
+            for number, weight in enumerate((self.first.weight, self.second.weight)):
+                self.losses[number].append(losses[number].item())
+                self.peaks[number].append(weight.grad.abs().max().item())
+                optimizers[number].step()
 
         def configure_optimizers(self) -> list[torch.optim.Optimizer]:
             return [
@@ -125,6 +141,24 @@ def test_accumulation() -> None:
     assert health.parameters[0].gradient_peaks == pytest.approx(tuple(module.peaks))
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_batch_without_a_loss(accumulated: int) -> None:
+    """Lightning takes the step all the same; in accumulation, the other batches' losses are its own."""
+    from ampaudit.training.lightning import LightningHealthCallback
+
+    callback = LightningHealthCallback(every=1)
+    module = automatic(lambda p: torch.optim.SGD(p, lr=0.1))
+    module.without = (3,)
+    fit(module, callback, accumulate_grad_batches=accumulated)
+    assert callback.health is not None
+    own: list[float | None] = [*module.losses]
+    own.insert(3, None)
+    if accumulated == 2:  # each is divided by their number
+        own = [sum(loss or 0.0 for loss in own[i : i + 2]) / 2 for i in range(0, 8, 2)]
+    assert [step.loss for step in callback.health.steps] == pytest.approx(own)
+    assert [step.recorded for step in callback.health.steps] == [loss is not None for loss in own]
+
+
 def test_a_loss_scale() -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
@@ -145,7 +179,7 @@ def test_a_loss_scale() -> None:
     assert callback._monitor.latest()["skipped_steps"] == skipped
 
 
-@pytest.mark.parametrize("scheme", ["each its own", "one loss", "alternating"])
+@pytest.mark.parametrize("scheme", ["each its own", "one loss", "alternating", "both backward first"])
 def test_several_optimizers(tmp_path: Path, scheme: str) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
@@ -198,8 +232,8 @@ def transformer(tmp_path: Path, *callbacks: Any, **options: Any) -> Any:
     )
     data = [{"input_ids": torch.randint(0, 50, (6,)), "labels": torch.tensor(i % 2)} for i in range(32)]
     arguments = TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=8, logging_steps=1, report_to=[],
-        use_cpu=True, disable_tqdm=True, **options,
+        str(tmp_path), per_device_train_batch_size=8, report_to=[],
+        use_cpu=True, disable_tqdm=True, **({"logging_steps": 1} | options),
     )  # fmt: skip
     return Trainer(
         BertForSequenceClassification(config), arguments, train_dataset=data, callbacks=list(callbacks)
@@ -243,3 +277,19 @@ def test_a_transformers_trainer_logs_our_numbers_and_resumes(tmp_path: Path) -> 
     losses = [logs["loss"] for _, logs in seen if "loss" in logs]
     assert [step.loss for step in again.health.steps] == pytest.approx(losses)
     assert len(losses) == 2
+
+
+def test_a_mean_over_steps_is_that_of_each_step(tmp_path: Path) -> None:
+    """The Trainer logs the mean of the losses since its last log; the model keeps its own."""
+    from ampaudit.training.huggingface import TransformersHealthCallback
+
+    callback = TransformersHealthCallback(every=1)
+    trainer = transformer(tmp_path, callback, max_steps=7, logging_steps=3, save_strategy="no")
+    own: list[float] = []
+    trainer.model.register_forward_hook(lambda *call: own.append(call[-1].loss.item()))
+    trainer.train()
+    assert callback.health is not None
+    means = [sum(own[i : i + 3]) / 3 for i in (0, 3)]
+    losses = [step.loss for step in callback.health.steps]
+    assert losses[:6] == pytest.approx([means[0]] * 3 + [means[1]] * 3, abs=1e-4)
+    assert [step.recorded for step in callback.health.steps] == [True] * 6 + [False]

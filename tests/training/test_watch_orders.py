@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections.abc import Callable, Iterator
@@ -179,8 +180,8 @@ def test_closures(inside: bool) -> None:
 @pytest.mark.parametrize(
     ("zeroing", "to_none"),
     [(place, True) for place in ("first", "before backward", "after step")]
-    # zeros written in place at the start of a step look like a backward pass
-    + [("before backward", False), ("after step", False)],
+    # zeros written in place are no backward pass
+    + [("first", False), ("before backward", False), ("after step", False)],
 )
 @pytest.mark.parametrize("factor", [math.nan, 100.0])
 @pytest.mark.parametrize("form", ["tensor", "number"])
@@ -229,6 +230,88 @@ def test_a_loop_that_leaves_gradients_out(place: str) -> None:
             optimizer.step()
             own.append(loss.item())
     check(monitor, own)
+
+
+@pytest.mark.parametrize("form", ["tensor", "derived"])
+def test_two_losses_of_one_step(form: str) -> None:
+    """Each is recorded when it is made, and one backward pass goes through both."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    own = []
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            first = objective(net, batch(step))
+            monitor.loss(Forms[form](first))
+            second = 10 * objective(net, batch(STEPS + step))
+            monitor.loss(Forms[form](second))
+            (first + second).backward()
+            optimizer.step()
+            own.append((first.item() + second.item()) / 2)
+    check(monitor, own)
+    assert not monitor.report().notes
+
+
+@pytest.mark.parametrize("place", ["before backward", "after backward"])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("form", ["tensor", "number"])
+def test_accumulation_over_heads(form: str, to_none: bool, place: str) -> None:
+    """A head that is used once has a gradient which later backward passes leave alone."""
+    net = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 2)])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = []
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for step in range(STEPS):
+            optimizer.zero_grad(to_none)
+            parts = []
+            for part, head in enumerate((0, 1, 1)):
+                loss = net[head](batch(3 * step + part)).square().mean()
+                if place == "before backward":
+                    monitor.loss(Forms[form](loss))
+                loss.backward()
+                if place == "after backward":
+                    monitor.loss(Forms[form](loss))
+                parts.append(loss.item())
+            optimizer.step()
+            own.append(sum(parts) / 3)
+    check(monitor, own)
+    assert not monitor.report().notes
+
+
+@pytest.mark.parametrize("form", ["detached", "number"])
+@pytest.mark.parametrize("often", [1, 3])
+def test_a_number_after_what_autograd_records(often: int, form: str) -> None:
+    """The norm of weights that a loop prints after a step is no forward pass."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = {}
+    with ampaudit.watch(net, optimizer, every=1) as monitor:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = objective(net, batch(step))
+            loss.backward()
+            optimizer.step()
+            if step % often == 0:
+                assert torch.stack([p.norm() for p in net.parameters()]).sum().requires_grad
+                monitor.loss(Forms[form](loss))
+                own[step] = loss.item()
+    assert {s.step: s.loss for s in monitor.health().steps if s.recorded} == pytest.approx(own)
+
+
+def test_a_parameter_that_is_unfrozen_is_followed_and_nothing_stays() -> None:
+    net = model()
+    net[0].requires_grad_(False)  # type: ignore[union-attr, operator]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ampaudit.watch(net, optimizer, every=1):
+        copied = copy.deepcopy(net)
+        objective(net, batch(0)).backward()
+        optimizer.step()
+        net.requires_grad_(True)
+        objective(net, batch(0)).backward()
+        optimizer.step()
+        assert all(p._post_accumulate_grad_hooks for p in net.parameters())
+        assert not any(p._post_accumulate_grad_hooks for p in copied.parameters())
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
 
 
 def test_parts_that_are_trained_in_turn() -> None:
@@ -349,6 +432,55 @@ def test_several_optimizers(together: bool) -> None:
     assert {p.name for p in monitor.health(1).parameters} == {"1.weight", "1.bias"}
     with pytest.raises(UsageError, match="not watched"):
         monitor.loss(1.0, optimizer=torch.optim.SGD(both.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_number_after_the_steps_of_several_optimizers(each: bool) -> None:
+    """What one book of losses counts is no forward pass to another."""
+    net = model()
+    optimizers = [torch.optim.SGD(net[index].parameters(), lr=0.1) for index in (0, 2)]  # type: ignore[index]
+    own = []
+    with ampaudit.watch(net, optimizers, every=1) as monitor:
+        for step in range(STEPS):
+            loss = objective(net, batch(step))
+            net.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers if each else [None]:
+                monitor.loss(loss.item(), optimizer=optimizer)
+            own.append(loss.item())
+    for index in range(2):
+        assert [step.loss for step in monitor.health(index).steps] == pytest.approx(own)
+
+
+def test_a_scaler_keeps_the_wrappers_of_the_loop() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    calls: list[str] = []
+
+    def wrap(name: str) -> Callable[..., Any]:
+        inner = scaler.step
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return inner(*args, **kwargs)
+
+        scaler.step = wrapper  # type: ignore[method-assign]
+        return wrapper
+
+    before = wrap("before")
+    with ampaudit.watch(net, optimizer, scaler), ampaudit.watch(net, optimizer, scaler):
+        assert scaler.step is not before
+    assert scaler.step is before
+    with ampaudit.watch(net, optimizer, scaler) as monitor:
+        inside = wrap("inside")
+    assert scaler.step is inside
+    scaler.scale(objective(net, batch(0))).backward()
+    scaler.step(optimizer)
+    assert calls == ["inside", "before"]
+    assert monitor.step == 0
 
 
 def test_monitors_of_one_scaler_close_in_any_order() -> None:
