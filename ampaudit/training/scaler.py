@@ -107,6 +107,8 @@ class LossScaler(GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale as torch does, then agree on overflow within the group."""
+        if not self.is_enabled():
+            return
         _refuse_16_bits(optimizer)
         super().unscale_(optimizer)
         self._agree(optimizer)

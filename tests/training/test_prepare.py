@@ -292,11 +292,10 @@ def test_a_wrapped_model_is_refused_with_the_line_to_write(nested: bool) -> None
         ampaudit.prepare(ampaudit.prepare(Stack()))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", ["apex-o3", "half"])
-def test_a_loop_without_masters_steps(policy: str) -> None:
+def test_a_loop_without_masters_steps() -> None:
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared = ampaudit.prepare(model, optimizer, policy=policy)
+    prepared = ampaudit.prepare(model, optimizer, policy="apex-o3")
     before = [p.detach().clone() for p in prepared.model.parameters()]
     loss = prepared.model(torch.randn(4, WIDTH)).float().square().mean()
     prepared.scaler.scale(loss).backward()
