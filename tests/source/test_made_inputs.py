@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import wave
@@ -13,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
-from ampaudit import scan
+from ampaudit import bench, convert, plan, scan
 from ampaudit.core.errors import AuditError, InputError, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.render.formats import OUTPUT_FORMATS
-from ampaudit.render.render import as_file
+from ampaudit.render.render import as_file, for_terminal
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.inputs import GIVEN, InputsInfo
 from ampaudit.source import Batch, ModelSource
@@ -234,6 +236,28 @@ def test_every_format_says_that_inputs_are_made_up() -> None:
     for form in OUTPUT_FORMATS:
         assert "random" in as_file(report, form), form
         assert "random inputs" not in as_file(given, form), form
+
+
+@pytest.mark.parametrize("origin", ["random", "sample", "given"])
+def test_other_commands_say_that_inputs_are_made_up(tmp_path: Path, origin: Any) -> None:
+    info = InputsInfo(origin, "seen" if origin != "given" else "")
+    words = {"random": "random inputs", "sample": "built-in samples", "given": ""}[origin]
+    source = ModelSource("m", "object", torch.nn.Linear(4, 4), (Batch((torch.randn(2, 4),)),), inputs=info)
+    _, converted = convert(source, output=tmp_path / "out")
+    assert converted is not None
+    for document in (bench(source, modes=("fp32",), repeats=1), converted):
+        assert document.inputs == info
+        stream = io.StringIO()
+        Console(file=stream, width=200).print(for_terminal(document, 0))
+        assert json.loads(as_file(document, "json"))["inputs"]["origin"] == origin
+        for text in (document.headline, stream.getvalue(), as_file(document, "markdown")):
+            assert ("random inputs" in text, "built-in samples" in text) == (
+                words == "random inputs",
+                words == "built-in samples",
+            )
+        assert ("seen" in stream.getvalue()) == bool(words)
+    (note,) = (note for note in plan(source).notes if "after 1 batch" in note)
+    assert f"after 1 batch{' of ' * bool(words)}{words} in FP32" in note
 
 
 def test_a_directory_is_scanned_on_the_users_text(tmp_path: Path, cli: Cli) -> None:
