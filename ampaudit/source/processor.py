@@ -150,6 +150,8 @@ class Processor:
         options: dict[str, Any] = {"padding": True}
         if not fuses_images(self._config):
             options = {"padding": "max_length", "truncation": True, "max_length": length}
+        if not self._special:
+            options["add_special_tokens"] = False
         if "audio" in batch:
             options["sampling_rate"] = self.sampling_rate()
         try:

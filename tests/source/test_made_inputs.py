@@ -27,7 +27,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs
 from ampaudit.source.open import open_source
 from ampaudit.source.samples import sounds
-from tests.support.processors import VOCABULARY, bert, clip, image_processor, tokenizer, whisper
+from tests.support.processors import TEXT, VISION, VOCABULARY, bert, clip, image_processor, tokenizer, whisper
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -108,6 +108,29 @@ def test_messages_pass_the_chat_template(tmp_path: Path) -> None:
     assert made(bert(), tmp_path)["detail"] == "built-in text samples in the chat template"
     with pytest.raises(InputError, match="no chat template"):
         made(bert(), tmp_path / "other", tokenizer(), text=text)
+
+
+def test_a_template_writes_the_first_token_of_a_pictured_chat_once(tmp_path: Path) -> None:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import LlavaProcessor as Processor
+
+    config = LlavaConfig(
+        text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**VISION), image_token_index=4
+    )
+    parts = "{% for c in m.content %}{{ c.text if c.type == 'text' else '<image>' }}{% endfor %}"
+    processor = Processor(
+        image_processor(),
+        tokenizer(image_token="<image>"),
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=f"{{% for m in messages %}}[CLS]{parts}{{% endfor %}}",
+    )
+    found = made(LlavaForConditionalGeneration(config).eval(), tmp_path, processor)
+    assert found["detail"].startswith("built-in text samples in the chat template")
+    ids = found["batches"][0]["input_ids"]
+    assert ids[:, :2].tolist() == [[2, 4]] * len(ids)
+    assert (ids == 4).sum(1).tolist() == [16] * len(ids)  # the patches
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path: Path) -> None:
