@@ -100,6 +100,8 @@ def _processed(model: Any, processor: Processor, request: InputRequest) -> MadeI
     added = [name for name in needed_inputs(model) if name not in made[0]]
     words = [_described(kind, found, rows * batches) for kind, found in samples.items()]
     words[0] += " in the chat template" if chat else ""
+    if cut := sum(processor.cut[: samples.get("text", _NOTHING).total or 0]):  # of the user's texts
+        words[0] += f", {cut} cut to {processor.length} tokens"
     words += [f"random {', '.join(added)}"] if added else []
     origin: Literal["file", "sample", "random"]
     built_in = any(found.total is None for found in samples.values())

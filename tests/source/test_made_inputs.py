@@ -94,7 +94,14 @@ def test_lines_and_paragraphs_of_a_text_file(tmp_path: Path) -> None:
 def test_a_long_text_ends_where_the_model_does(tmp_path: Path) -> None:
     text = tmp_path / "long.txt"
     text.write_text("word " * 500, encoding="utf-8")
-    assert made(bert(), tmp_path, tokenizer(), text=text)["batches"][0]["input_ids"].shape == (1, 62)
+    found = made(bert(), tmp_path, tokenizer(), text=text)
+    assert found["batches"][0]["input_ids"].shape == (1, 62)
+    assert found["detail"] == "long.txt: 1 text sample, 1 cut to 62 tokens"
+    text.write_text("\n".join(["word " * 500, "short", "a" * 60, "b" * 61, "word " * 9]), encoding="utf-8")
+    found = made(bert(), tmp_path, text=text)
+    assert found["detail"] == "long.txt: 5 text samples, 2 cut to 62 tokens"  # [CLS] and [SEP] are tokens
+    found = made(whisper(), tmp_path / "m", tokenizer(), text=text)
+    assert found["detail"].startswith("long.txt: 5 text samples, 4 cut to 30 tokens; random input_features")
 
 
 def test_messages_pass_the_chat_template(tmp_path: Path) -> None:
