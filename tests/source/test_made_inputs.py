@@ -231,6 +231,16 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     check_ids(bert(), [{"input_ids": ids - 1}])
 
 
+@pytest.mark.parametrize("options", [{}, {"trust": True}, {"stream": True}], ids=str)
+def test_a_directory_with_another_models_tokenizer_is_refused(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    bert(vocab_size=100).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"the tokenizer gives token \d+; the model has 100"):
+        open_source(str(tmp_path), SourceConfig(**options))
+
+
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     empty, torn = tmp_path / "empty.txt", tmp_path / "torn.jsonl"
     empty.write_text("\n\n", encoding="utf-8")
