@@ -117,6 +117,23 @@ def test_messages_pass_the_chat_template(tmp_path: Path) -> None:
         made(bert(), tmp_path / "other", tokenizer(), text=text)
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('only pictures') }}", "{{ messages[0].none.none }}"]
+)
+def test_a_template_that_refuses_text_is_left_out(tmp_path: Path, template: str) -> None:
+    words = tokenizer(chat_template=template)
+    found = made(bert(), tmp_path, words)
+    assert found["origin"] == "sample"
+    assert found["detail"] == "built-in text samples without the chat template, which fails"
+    ids = found["batches"][0]["input_ids"][0]
+    assert words.decode(ids, skip_special_tokens=True).startswith("The kettle was")
+    assert ids[0] == 2
+    text = tmp_path / "chat.jsonl"
+    text.write_text('{"messages": [{"role": "user", "content": "hello"}]}', encoding="utf-8")
+    with pytest.raises(InputError, match="its processor failed: "):
+        made(bert(), tmp_path, text=text)
+
+
 def test_a_template_writes_the_first_token_of_a_pictured_chat_once(tmp_path: Path) -> None:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
     from transformers import LlavaProcessor as Processor
