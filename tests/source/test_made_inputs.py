@@ -111,6 +111,9 @@ def test_messages_pass_the_chat_template(tmp_path: Path) -> None:
     found = made(bert(), tmp_path, words, text=text)
     shown = [words.decode(row).rstrip("[PAD]") for row in found["batches"][0]["input_ids"]]
     assert shown == ["<user>hello", "<user>alone"]
+    loud = made(bert(), tmp_path, words, text=text.rename(tmp_path / "chat.JSONL"))
+    assert torch.equal(loud["batches"][0]["input_ids"], found["batches"][0]["input_ids"])
+    (tmp_path / "chat.JSONL").rename(text)
     assert found["detail"] == "chat.jsonl: 2 text samples in the chat template"
     assert made(bert(), tmp_path)["detail"] == "built-in text samples in the chat template"
     with pytest.raises(InputError, match="no chat template"):
