@@ -14,6 +14,7 @@ from ampaudit.core.formats import NumberFormat, low_precision_format
 from ampaudit.core.sites import SiteId
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.policy import Measurement, RuleSet, load_policy
+from ampaudit.report.inputs import of_made_up
 from ampaudit.report.plan import PlanReport
 from ampaudit.run.audit import RunConfig, measure, promoted_sites
 from ampaudit.run.device import environment_of, pick_device
@@ -84,6 +85,7 @@ def trace_under(
         promoted = promoted_sites(rules, sites, seen)
         count = len(source.batches)
         batches = "1 batch" if count == 1 else f"{count} batches"
+        batches += of_made_up(source.inputs)
         notes = (f"{len(promoted)} sites promoted by measured rules, after {batches} in FP32",)
     batch = source.batches[0]
     return trace(source.model, batch.args, batch.kwargs, rules, author, form, seen, seed=seed), notes

@@ -91,6 +91,7 @@ def bench(
         interrupted=interrupted,
         notes=tuple(_notes(chosen, kind)),
         environment=this_environment(),
+        inputs=opened.inputs,
     )
 
 

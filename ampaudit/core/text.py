@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import unicodedata
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "forward_slashes",
     "model_file",
     "plural",
+    "shell_quoted",
     "short_op",
 ]
 
@@ -69,6 +71,11 @@ def model_file(location: str) -> str:
     """Return the file in a model's location, without ``:factory``; the colon of a drive stays."""
     head, _, factory = location.rpartition(":")
     return head if head and factory.isidentifier() else location
+
+
+def shell_quoted(name: str) -> str:
+    """Escape and quote a name for a command that readers may paste into a shell."""
+    return shlex.quote(escape_control(name))
 
 
 def short_op(op: str) -> str:

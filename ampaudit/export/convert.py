@@ -150,6 +150,7 @@ def convert(
         verdict=audited.report.verdict,
         onnx_casts=written.onnx.casts if written.onnx is not None else None,
         onnx_error=written.onnx_error,
+        inputs=opened.inputs,
     )
 
 

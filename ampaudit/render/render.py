@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ampaudit.core.errors import UsageError
 from ampaudit.core.files import write_text
+from ampaudit.core.text import shell_quoted
 from ampaudit.render.documents import view_class, view_of
 from ampaudit.render.formats import FORMAT_REGISTRY, chosen_format
 from ampaudit.report.documents import Document
@@ -107,7 +108,7 @@ def _keep(document: Document) -> str:
             except OSError:
                 os.unlink(name)
                 raise
-            return f"kept in {name}: 'ampaudit report {name}' shows it"
+            return f"kept in {name}: ampaudit report {shell_quoted(name)} shows it"
     sys.stdout.write(text)
     sys.stdout.flush()
     return "printed as JSON, since no temporary file can be written"

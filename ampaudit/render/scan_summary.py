@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.core.formats import format_named
-from ampaudit.core.text import escape_control, format_bytes, format_number, plural
+from ampaudit.core.text import escape_control, format_bytes, format_number, plural, shell_quoted
 from ampaudit.report.extrapolation import Proofs
 from ampaudit.report.model import Report
 
@@ -81,9 +81,9 @@ def _proofs(report: Report, proofs: Proofs) -> Iterator[tuple[str, str]]:
 def _beyond_the_batches(report: Report) -> Iterator[tuple[str, str]]:
     """Return results for other inputs: proofs, searches and tail estimates."""
     for s in report.stressed:
-        found = f"overflows: --inputs {s.file}" if s.overflows else "no overflow found"
+        found = f"overflows: --inputs {shell_quoted(s.file or '')}" if s.overflows else "no overflow found"
         reached = f"peak {format_number(s.seen)} raised to {format_number(s.reached)}"
-        yield "Stress", f"{escape_control(s.site)}: {reached}; {escape_control(found)}"
+        yield "Stress", f"{escape_control(s.site)}: {reached}; {found}"
     for t in report.tails:
         rate = f"{format_number(t.per_million)} expected overflows per million samples"
         interval = f"(90 %: {format_number(t.low)} to {format_number(t.high)}, from {t.batches} batches)"

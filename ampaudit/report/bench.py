@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampaudit.report.card import CardRows, Shown, counted
+from ampaudit.report.inputs import InputsInfo, of_made_up
 from ampaudit.report.model import Environment, ModelInfo, ToolInfo
 
 __all__ = ["PARTS", "BenchReport", "BenchRow", "Largest", "Memory", "Status", "Work"]
@@ -113,7 +114,11 @@ class BenchRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BenchReport(Shown):
-    """Modes side by side, measured in turns in one run."""
+    """Modes side by side, measured in turns in one run.
+
+    Attributes:
+        inputs: where the batch comes from; null in reports that do not say.
+    """
 
     schema: Literal[1]
     tool: ToolInfo
@@ -130,6 +135,7 @@ class BenchReport(Shown):
     interrupted: bool
     notes: tuple[str, ...]
     environment: Environment
+    inputs: InputsInfo | None = None
     kind: Literal["bench"] = "bench"
 
     def __post_init__(self) -> None:
@@ -146,7 +152,12 @@ class BenchReport(Shown):
     @property
     def headline(self) -> str:
         """The verdict, and what it is about."""
-        return f"{self.model.source} on {self.device_name}: {counted(len(self.rows), 'row')}"
+        return f"{self.model.source} on {self.device_name}: {counted(len(self.rows), 'row')} of {self.steps}"
+
+    @property
+    def steps(self) -> str:
+        """What was measured, and on what inputs, if nobody chose them."""
+        return ("training steps" if self.train else "forward passes") + of_made_up(self.inputs)
 
     def card_rows(self) -> CardRows:
         """Return the modes."""

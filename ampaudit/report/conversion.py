@@ -7,6 +7,7 @@ from typing import Literal
 
 from ampaudit.core.text import format_bytes
 from ampaudit.report.card import CardRows, Shown
+from ampaudit.report.inputs import InputsInfo, of_made_up
 
 __all__ = ["Conversion", "OutputRecord", "ProgramShapes"]
 
@@ -89,6 +90,8 @@ class Conversion(Shown):
         files: name and bytes of every file.
         notes: remarks for the user.
         shapes: what the program takes; null without a program.
+        inputs: where the batch comes from that the program was compared on; null if only weights were
+            converted.
     """
 
     source: str
@@ -111,6 +114,7 @@ class Conversion(Shown):
     files: dict[str, int]
     notes: tuple[str, ...]
     shapes: ProgramShapes | None = None
+    inputs: InputsInfo | None = None
     schema: Literal[1] = 1
     kind: Literal["conversion"] = "conversion"
 
@@ -118,7 +122,13 @@ class Conversion(Shown):
     def headline(self) -> str:
         """The verdict, and what it is about."""
         sizes = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
-        return f"{self.source} to {self.output}: {self.policy}, {self.dtype}, {sizes}"
+        return f"{self.source} to {self.output}: {self.policy}, {self.dtype}, {sizes}{self.audited_on}"
+
+    @property
+    def audited_on(self) -> str:
+        """What inputs it was audited on, if nobody chose them."""
+        made_up = of_made_up(self.inputs)
+        return f", audited on a batch{made_up}" if made_up else ""
 
     def card_rows(self) -> CardRows:
         """Return the files."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["GIVEN", "InputsInfo"]
+__all__ = ["GIVEN", "InputsInfo", "of_made_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +28,8 @@ class InputsInfo:
 
 
 GIVEN = InputsInfo("given")
+
+
+def of_made_up(inputs: InputsInfo | None) -> str:
+    """Return " of" what inputs are called that nobody chose; empty for the others."""
+    return f" of {inputs.made_up}" if inputs is not None and inputs.made_up else ""

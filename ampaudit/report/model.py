@@ -22,7 +22,7 @@ from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, CombinedPolicy, Finding, Severity
 from ampaudit.report.gradients import BackwardReport
-from ampaudit.report.inputs import InputsInfo
+from ampaudit.report.inputs import InputsInfo, of_made_up
 from ampaudit.report.site import SiteReport
 
 __all__ = [
@@ -92,8 +92,7 @@ class RunInfo:
         """The number of batches and the device, or that nothing was run."""
         if self.level == "static":
             return "nothing was run"
-        what = f" of {self.made_up}" if self.made_up else ""
-        return f"{plural(self.batches, 'batch')}{what} on {self.device} ({self.backend})"
+        return f"{plural(self.batches, 'batch')}{of_made_up(self.inputs)} on {self.device} ({self.backend})"
 
 
 @dataclass(frozen=True, slots=True)

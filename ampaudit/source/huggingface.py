@@ -58,6 +58,7 @@ def from_directory(path: Path, options: SourceConfig, location: str) -> ModelSou
     model, made = _trusted(path, options) if options.trust else _untrusted(path, options)
     functions, info = functions_of(), GIVEN
     if made is not None:
+        check_ids(model, made["batches"])
         batches = tuple(Batch((), tensors) for tensors in made["batches"])
         info = InputsInfo(made["origin"], made["detail"])
     else:
@@ -109,7 +110,6 @@ def _untrusted(path: Path, options: SourceConfig) -> tuple[nn.Module, MadeInputs
         tensors = map_checkpoint(weights).tensors
         model = load(architecture, None, config=config, state_dict=tensors, dtype=torch.float32)
     assert isinstance(model, nn.Module)
-    check_ids(model, made["batches"] if made is not None else ())
     return model, made
 
 

@@ -95,11 +95,20 @@ def _processed(model: Any, processor: Processor, request: InputRequest) -> MadeI
     chat = any(isinstance(item, list) for item in columns.get("text", ()))
     if chat and not processor.has_chat_template():
         raise InputError("--text: the tokenizer has no chat template", hint="write texts, not messages")
-    chat = chat or (samples.get("text", _NOTHING).total is None and processor.has_chat_template())
-    made = processor.encoded(columns, rows, chat=chat)
+    templated = samples.get("text", _NOTHING).total is None and processor.has_chat_template()
+    how = " in the chat template" if chat or templated else ""
+    try:
+        made = processor.encoded(columns, rows, chat=chat or templated)
+    except Exception as error:
+        if chat or not templated or type(error).__name__ == "SecurityError":  # of Jinja
+            raise
+        how = " without the chat template, which fails"  # some take only what has a picture, or tools
+        made = processor.encoded(columns, rows, chat=False)
     added = [name for name in needed_inputs(model) if name not in made[0]]
     words = [_described(kind, found, rows * batches) for kind, found in samples.items()]
-    words[0] += " in the chat template" if chat else ""
+    words[0] += how
+    if cut := sum(processor.cut[: samples.get("text", _NOTHING).total or 0]):  # of the user's texts
+        words[0] += f", {cut} cut to {processor.length} tokens"
     words += [f"random {', '.join(added)}"] if added else []
     origin: Literal["file", "sample", "random"]
     built_in = any(found.total is None for found in samples.values())

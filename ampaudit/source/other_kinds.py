@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ampaudit.core.errors import SourceError
+from ampaudit.core.text import shell_quoted
 from ampaudit.core.untrusted import describe, describe_path, open_regular, read_table
 from ampaudit.source.model_config import ADAPTER, CONFIG_FILE, read_raw_config
 
@@ -33,7 +34,7 @@ _KINDS = {
     ),
     (".onnx", ".engine", ".plan", ".trt", ".tflite", ".mlmodel", ".mlpackage"): _OTHER_FRAMEWORK,
     (".h5", ".hdf5", ".keras", ".pb", ".msgpack"): _OTHER_FRAMEWORK,
-    (".ipynb",): ("is a notebook", "call ampaudit.scan(model, inputs) in a cell, or 'ampaudit lint {path}'"),
+    (".ipynb",): ("is a notebook", "call ampaudit.scan(model, inputs) in a cell, or: ampaudit lint {path}"),
     (".json", ".yaml", ".yml", ".toml"): (
         "is a configuration file",
         "give the model's directory, or a Python file",
@@ -80,7 +81,7 @@ def _pipeline(path: Path) -> SourceError:
         if "/" in name or not isinstance(entry, list) or not (path / name / CONFIG_FILE).is_file():
             continue
         own = entry[:1] == ["transformers"]
-        ways.append(f"ampaudit scan {describe_path(path / name)}" if own else _file(path / name, entry[-1:]))
+        ways.append(_command(path / name) if own else _file(path / name, entry[-1:]))
     ways.sort(key=lambda way: not way.startswith("ampaudit"))
     kind = describe(table.get("_class_name") or "several models")
     return SourceError(
@@ -89,9 +90,14 @@ def _pipeline(path: Path) -> SourceError:
     )
 
 
+def _command(path: Path) -> str:
+    return f"ampaudit scan {shell_quoted(describe_path(path))}"
+
+
 def _file(path: Path, kind: list[Any]) -> str:
-    """Describe the Python file for a model of Diffusers."""
-    made = f"{describe(*kind or ('Model',))}.from_pretrained('{describe_path(path)}')"
+    """Describe the Python file for a model of Diffusers, in code that is safe to paste."""
+    name = describe(*kind or ("",))
+    made = f"{name if name.isidentifier() else 'Model'}.from_pretrained({describe_path(path)!r})"
     return f"a Python file whose get_model() returns {made}, with example_inputs()"
 
 
@@ -117,7 +123,7 @@ def _check_config(path: Path) -> None:
     if "model_type" not in table and "architectures" not in table and (path.parent / _MODULES).is_file():
         raise SourceError(
             f"{shown} is a layer of a Sentence Transformers model",
-            hint=f"scan the directory of the whole model: ampaudit scan {describe_path(path.parent)}",
+            hint=f"scan the directory of the whole model: {_command(path.parent)}",
         )
 
 
@@ -133,5 +139,6 @@ def not_a_model(location: str) -> SourceError:
         return SourceError(f"no such file or directory: {shown}", hint=hint)
     for suffixes, (kind, next_step) in _KINDS.items():
         if path.suffix.lower() in suffixes:
-            return SourceError(f"{shown} {kind}", hint=next_step.format(path=shown))
+            hint = next_step.format(path=shell_quoted(describe_path(path)))
+            return SourceError(f"{shown} {kind}", hint=hint)
     return SourceError(f"{shown} is not in a model format that ampaudit reads", hint=_FORMATS)

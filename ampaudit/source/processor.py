@@ -81,6 +81,8 @@ class Processor:
     Attributes:
         parts: a tokenizer, an image processor, a feature extractor, by kind.
         problem: why there is none, or why one of them cannot be loaded.
+        length: the largest number of tokens in the batches that were last made.
+        cut: whether each of their texts had more and lost its end.
     """
 
     def __init__(self, model: Any, folder: Path, *, trust: bool) -> None:
@@ -88,6 +90,7 @@ class Processor:
         self._accepts = inspect.signature(model.forward).parameters.keys()
         self._whole: Any = None
         self._special = True
+        self.length, self.cut = 0, list[bool]()
         self.parts: dict[str, Any] = {}
         self.problem = _NONE
         if not has_processor(folder):
@@ -121,14 +124,19 @@ class Processor:
             rows: of a batch, which divides their number.
             chat: whether the chat template writes the prompts.
         """
-        columns, length = dict(columns), 0
+        columns, lengths, length = dict(columns), list[int](), 0
         if "text" in columns:
             columns["text"] = self._prompts(columns["text"], chat=chat, pictured="images" in columns)
             self._special = not chat  # a template writes them itself
-            length = min(max(map(len, self._tokens(columns["text"])["input_ids"])), self._longest())
+            lengths = [len(ids) for ids in self._tokens(columns["text"])["input_ids"]]
+            length = min(max(lengths), self._longest())
         starts = range(0, len(next(iter(columns.values()))), rows)
         batches = ({kind: items[start : start + rows] for kind, items in columns.items()} for start in starts)
-        return [_tensors(self._batch(batch, length)) for batch in batches]
+        made = [_tensors(self._batch(batch, length)) for batch in batches]
+        ids = (batch[name] for batch in made for name in _PARTS["text"][2] if name in batch)
+        self.length = max((tensor.shape[1] for tensor in ids), default=0)
+        self.cut = [tokens > self.length for tokens in lengths]
+        return made
 
     def _batch(self, batch: dict[str, Any], length: int) -> dict[str, Any]:
         if len(batch) > 1 and callable(self._whole) and "input_ids" in self._accepts:
@@ -150,6 +158,8 @@ class Processor:
         options: dict[str, Any] = {"padding": True}
         if not fuses_images(self._config):
             options = {"padding": "max_length", "truncation": True, "max_length": length}
+        if not self._special:
+            options["add_special_tokens"] = False
         if "audio" in batch:
             options["sampling_rate"] = self.sampling_rate()
         try:

@@ -71,7 +71,7 @@ def texts(path: Path | None) -> SampleSet:
         raise InputError(f"{describe_path(path)}: not UTF-8 text", hint="convert it to UTF-8") from error
     lines = [line.strip() for line in text.strip().splitlines()]
     found: list[Any] = [line for line in lines if line]
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         found = [_parsed(path, number, line) for number, line in enumerate(lines, 1) if line]
     elif len(found) < len(lines):
         found = [part.replace("\n", " ").strip() for part in "\n".join(lines).split("\n\n") if part.strip()]

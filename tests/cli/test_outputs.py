@@ -244,7 +244,7 @@ def test_an_option_without_effect_on_a_conversion_is_refused(words: str, flag: s
 def kept_in(failure: BaseException | None) -> Path:
     """The file that an error says to have kept the result in."""
     (note,) = getattr(failure, "__notes__", ())
-    found = re.fullmatch(r"the result is kept in (\S+): 'ampaudit report \1' shows it", note)
+    found = re.fullmatch(r"the result is kept in (\S+): ampaudit report \1 shows it", note)
     assert found is not None, note
     return Path(found[1])
 

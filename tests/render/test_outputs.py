@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from email.message import Message
@@ -34,9 +35,11 @@ from ampaudit.render.junit import to_junit
 from ampaudit.render.markdown import code, escaped, to_markdown
 from ampaudit.render.render import as_file, for_terminal, formats_of
 from ampaudit.render.sarif import to_sarif
+from ampaudit.render.scan_summary import summary_rows
 from ampaudit.report.check import CheckResults
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.documents import Document
+from ampaudit.report.extrapolation import Stressed
 from ampaudit.report.finding import Finding, Severity
 from ampaudit.report.model import Report
 from ampaudit.report.pages import all_pages
@@ -369,6 +372,20 @@ def test_a_spreadsheet_runs_no_name(start: str) -> None:
 
 
 # all of them
+
+
+def test_commands_in_reports_are_safe_to_paste() -> None:
+    name = "u; rm -rf ~ $(id)'`id`.py"
+    check = saved("check")
+    assert isinstance(check, CheckResults)
+    target = replace(next(target for target in check.targets if target.breaches), target=name)
+    messages = [message for _, _, message in commands(to_github(replace(check, targets=(target,))))]
+    found = [message.splitlines()[-1].removesuffix(" says more") for message in messages]
+    assert {tuple(shlex.split(command)) for command in found} == {("ampaudit", "scan", name)}
+    stressed = (Stressed(SiteId("a"), 1.0, 2.0, True, name),)
+    rows = summary_rows(replace(saved_report(), stressed=stressed), 0)
+    (text,) = (text for label, text in rows if label == "Stress")
+    assert shlex.split(text.partition("overflows: ")[2]) == ["--inputs", name]
 
 
 @pytest.mark.parametrize("form", [*MACHINES, "text"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import wave
@@ -13,19 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
-from ampaudit import scan
+from ampaudit import bench, convert, plan, scan
 from ampaudit.core.errors import AuditError, InputError, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.render.formats import OUTPUT_FORMATS
-from ampaudit.render.render import as_file
+from ampaudit.render.render import as_file, for_terminal
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.inputs import GIVEN, InputsInfo
 from ampaudit.source import Batch, ModelSource
 from ampaudit.source.made_inputs import InputRequest, MadeInputs, check_ids, make_inputs
 from ampaudit.source.open import open_source
 from ampaudit.source.samples import sounds
-from tests.support.processors import VOCABULARY, bert, clip, image_processor, tokenizer, whisper
+from tests.support.processors import TEXT, VISION, VOCABULARY, bert, clip, image_processor, tokenizer, whisper
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -92,7 +94,14 @@ def test_lines_and_paragraphs_of_a_text_file(tmp_path: Path) -> None:
 def test_a_long_text_ends_where_the_model_does(tmp_path: Path) -> None:
     text = tmp_path / "long.txt"
     text.write_text("word " * 500, encoding="utf-8")
-    assert made(bert(), tmp_path, tokenizer(), text=text)["batches"][0]["input_ids"].shape == (1, 62)
+    found = made(bert(), tmp_path, tokenizer(), text=text)
+    assert found["batches"][0]["input_ids"].shape == (1, 62)
+    assert found["detail"] == "long.txt: 1 text sample, 1 cut to 62 tokens"
+    text.write_text("\n".join(["word " * 500, "short", "a" * 60, "b" * 61, "word " * 9]), encoding="utf-8")
+    found = made(bert(), tmp_path, text=text)
+    assert found["detail"] == "long.txt: 5 text samples, 2 cut to 62 tokens"  # [CLS] and [SEP] are tokens
+    found = made(whisper(), tmp_path / "m", tokenizer(), text=text)
+    assert found["detail"].startswith("long.txt: 5 text samples, 4 cut to 30 tokens; random input_features")
 
 
 def test_messages_pass_the_chat_template(tmp_path: Path) -> None:
@@ -102,10 +111,53 @@ def test_messages_pass_the_chat_template(tmp_path: Path) -> None:
     found = made(bert(), tmp_path, words, text=text)
     shown = [words.decode(row).rstrip("[PAD]") for row in found["batches"][0]["input_ids"]]
     assert shown == ["<user>hello", "<user>alone"]
+    loud = made(bert(), tmp_path, words, text=text.rename(tmp_path / "chat.JSONL"))
+    assert torch.equal(loud["batches"][0]["input_ids"], found["batches"][0]["input_ids"])
+    (tmp_path / "chat.JSONL").rename(text)
     assert found["detail"] == "chat.jsonl: 2 text samples in the chat template"
     assert made(bert(), tmp_path)["detail"] == "built-in text samples in the chat template"
     with pytest.raises(InputError, match="no chat template"):
         made(bert(), tmp_path / "other", tokenizer(), text=text)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('only pictures') }}", "{{ messages[0].none.none }}"]
+)
+def test_a_template_that_refuses_text_is_left_out(tmp_path: Path, template: str) -> None:
+    words = tokenizer(chat_template=template)
+    found = made(bert(), tmp_path, words)
+    assert found["origin"] == "sample"
+    assert found["detail"] == "built-in text samples without the chat template, which fails"
+    ids = found["batches"][0]["input_ids"][0]
+    assert words.decode(ids, skip_special_tokens=True).startswith("The kettle was")
+    assert ids[0] == 2
+    text = tmp_path / "chat.jsonl"
+    text.write_text('{"messages": [{"role": "user", "content": "hello"}]}', encoding="utf-8")
+    with pytest.raises(InputError, match="its processor failed: "):
+        made(bert(), tmp_path, text=text)
+
+
+def test_a_template_writes_the_first_token_of_a_pictured_chat_once(tmp_path: Path) -> None:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import LlavaProcessor as Processor
+
+    config = LlavaConfig(
+        text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**VISION), image_token_index=4
+    )
+    parts = "{% for c in m.content %}{{ c.text if c.type == 'text' else '<image>' }}{% endfor %}"
+    processor = Processor(
+        image_processor(),
+        tokenizer(image_token="<image>"),
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=f"{{% for m in messages %}}[CLS]{parts}{{% endfor %}}",
+    )
+    found = made(LlavaForConditionalGeneration(config).eval(), tmp_path, processor)
+    assert found["detail"].startswith("built-in text samples in the chat template")
+    ids = found["batches"][0]["input_ids"]
+    assert ids[:, :2].tolist() == [[2, 4]] * len(ids)
+    assert (ids == 4).sum(1).tolist() == [16] * len(ids)  # the patches
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path: Path) -> None:
@@ -199,6 +251,16 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     check_ids(bert(), [{"input_ids": ids - 1}])
 
 
+@pytest.mark.parametrize("options", [{}, {"trust": True}, {"stream": True}], ids=str)
+def test_a_directory_with_another_models_tokenizer_is_refused(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    bert(vocab_size=100).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"the tokenizer gives token \d+; the model has 100"):
+        open_source(str(tmp_path), SourceConfig(**options))
+
+
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     empty, torn = tmp_path / "empty.txt", tmp_path / "torn.jsonl"
     empty.write_text("\n\n", encoding="utf-8")
@@ -234,6 +296,28 @@ def test_every_format_says_that_inputs_are_made_up() -> None:
     for form in OUTPUT_FORMATS:
         assert "random" in as_file(report, form), form
         assert "random inputs" not in as_file(given, form), form
+
+
+@pytest.mark.parametrize("origin", ["random", "sample", "given"])
+def test_other_commands_say_that_inputs_are_made_up(tmp_path: Path, origin: Any) -> None:
+    info = InputsInfo(origin, "seen" if origin != "given" else "")
+    words = {"random": "random inputs", "sample": "built-in samples", "given": ""}[origin]
+    source = ModelSource("m", "object", torch.nn.Linear(4, 4), (Batch((torch.randn(2, 4),)),), inputs=info)
+    _, converted = convert(source, output=tmp_path / "out")
+    assert converted is not None
+    for document in (bench(source, modes=("fp32",), repeats=1), converted):
+        assert document.inputs == info
+        stream = io.StringIO()
+        Console(file=stream, width=200).print(for_terminal(document, 0))
+        assert json.loads(as_file(document, "json"))["inputs"]["origin"] == origin
+        for text in (document.headline, stream.getvalue(), as_file(document, "markdown")):
+            assert ("random inputs" in text, "built-in samples" in text) == (
+                words == "random inputs",
+                words == "built-in samples",
+            )
+        assert ("seen" in stream.getvalue()) == bool(words)
+    (note,) = (note for note in plan(source).notes if "after 1 batch" in note)
+    assert f"after 1 batch{' of ' * bool(words)}{words} in FP32" in note
 
 
 def test_a_directory_is_scanned_on_the_users_text(tmp_path: Path, cli: Cli) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +92,37 @@ def test_a_pipeline_names_its_parts(tmp_path: Path) -> None:
     assert f"UNet2DConditionModel.from_pretrained('{unet}')" in hint
     assert "up" not in hint.replace("example_inputs", "")
     assert "UNet2DConditionModel.from_pretrained" in refused(unet, "is a UNet2DConditionModel of Diffusers")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows allows no such names")
+def test_names_in_hints_are_safe_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # long paths are shortened
+    pipeline, shell, python = Path("pipe"), "u; rm -rf ~ $(id)'`id`", "x'); import_('id'); ('\"\\"
+    index = {shell: ["transformers", "X"], python: ["diffusers", "UNet(); evil"], "plain": ["diffusers"]}
+    written(pipeline / "model_index.json", index)
+    for name in index:
+        written(pipeline / name / "config.json", UNET)
+    hint = refused(pipeline, "is a Diffusers pipeline")
+    first, *others = hint.split("; a Python file whose get_model() returns ")
+    assert shlex.split(first.partition(": ")[2]) == ["ampaudit", "scan", str(pipeline / shell)]
+    for way, name, kind in zip(others, (python, "plain"), ("Model", "diffusers"), strict=True):
+        call = ast.parse(way.removesuffix(", with example_inputs()"), mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert ast.unparse(call.func) == f"{kind}.from_pretrained"
+        assert ast.literal_eval(call.args[0]) == str(pipeline / name)
+    whole = Path(shell)
+    written(whole / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
+    (whole / "modules.json").write_text("[]", encoding="utf-8")
+    hint = refused(whole / "1_Pooling", "is a layer")
+    assert shlex.split(hint.partition(": ")[2]) == ["ampaudit", "scan", str(whole)]
+    path = Path(f"{shell}.ckpt")
+    path.write_bytes(b"x")
+    words = shlex.split(refused(path, "holds weights").partition(", where")[0])
+    assert words == ["ampaudit", "scan", "model.py", "--weights", str(path)]
+    path = path.rename(path.with_suffix(".ipynb"))
+    words = shlex.split(refused(path, "is a notebook").partition("or: ")[2])
+    assert words == ["ampaudit", "lint", str(path)]
+    assert "hf download" not in refused(Path("org/$(id);rm"), "no such file")
 
 
 def test_a_part_of_a_pipeline_has_its_processor_beside_it(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class BenchView(View[BenchReport]):
         """Return the tables of each batch size, and the modes that did not run."""
         report = self.document
         where = f"{escape_control(report.device_name)} ({report.device})"
-        run = f"{_steps(report)} on {where}, median of {report.repeats}, modes in turns"
+        run = f"{report.steps} on {where}, median of {report.repeats}, modes in turns"
         yield headline(report.tool.version, f"{self.name}: {run}")
         yield from bench_tables(report)
         yield Section((facts(bench_facts(report)),))
@@ -33,7 +33,7 @@ class BenchView(View[BenchReport]):
     def digest(self) -> Iterator[Section]:
         """Return the measurements; other formats have the predictions."""
         report = self.document
-        run = f": {_steps(report)} on {escape_control(report.device_name)}, median of {report.repeats}"
+        run = f": {report.steps} on {escape_control(report.device_name)}, median of {report.repeats}"
         yield Section((line((self.name, "code"), run),))
         yield from (table for table in bench_tables(report) if ":" not in str(table.title))
 
@@ -58,10 +58,6 @@ class BenchView(View[BenchReport]):
         report = self.document
         values = {"report": report, "tables": bench_tables(report), "facts": list(bench_facts(report))}
         return ViewPage("bench.html.j2", ("values.js", "theme.js", "bench.js"), bench_data(report), values)
-
-
-def _steps(report: BenchReport) -> str:
-    return "training steps" if report.train else "forward passes"
 
 
 def bench_tables(report: BenchReport) -> list[Section]:
@@ -157,6 +153,8 @@ def _work(title: str, rows: Sequence[BenchRow], target: str | None) -> Section:
 
 def bench_facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     """Describe what each mode ran, which did not and why, and what the numbers mean."""
+    if report.inputs is not None and report.inputs.detail:
+        yield "Inputs", escape_control(report.inputs.detail)
     yield from {row.mode: escape_control(row.how) for row in report.rows if row.how}.items()
     for row in report.rows:
         if row.note:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampaudit.core.sites import SourceLine
-from ampaudit.core.text import escape_control, format_bytes, model_file, plural
+from ampaudit.core.text import escape_control, format_bytes, model_file, plural, shell_quoted
 from ampaudit.core.version import __version__
 from ampaudit.render.blocks import Line, Section, facts, line, tabulate
 from ampaudit.render.findings import Alert, Suite, safe_line
@@ -113,6 +113,6 @@ def _alerts(target: TargetResult) -> Iterator[Alert]:
             case=name,
             site=escape_control(breach.where),
             cause=escape_control(breach.what),
-            advice=f"ampaudit scan {name} says more",
+            advice=f"ampaudit scan {shell_quoted(target.target)} says more",
             line=safe_line(breach.source.evident if breach.source is not None else model),
         )

@@ -25,7 +25,7 @@ class ConversionView(View[Conversion]):
     def sections(self, verbosity: int = 0) -> Iterator[Section]:
         """Return what was converted, and the result."""
         made = self.document
-        how = f"policy {made.policy}, {made.dtype}, {made.mode}"
+        how = f"policy {made.policy}, {made.dtype}, {made.mode}{made.audited_on}"
         said = f"{escape_control(made.source)} to {escape_control(made.output)}: {how}"
         yield Section((line(("converted  ", "bold"), said),))
         yield Section((facts((*_weights(made), *_program(made))),))
@@ -49,6 +49,8 @@ def _weights(made: Conversion) -> Iterator[tuple[str, str]]:
 
 
 def _program(made: Conversion) -> Iterator[tuple[str, str]]:
+    if made.inputs is not None and made.inputs.detail:
+        yield "inputs", escape_control(made.inputs.detail)
     for output in made.outputs:
         yield "output", f"{escape_control(output.name)} ({output.dtype}): {_accuracy(output)}"
     if made.onnx_casts is not None:
