@@ -70,15 +70,16 @@ def random_input(model: Any, name: str, rows: int) -> Tensor:
     return made if isinstance(made, Tensor) else torch.randn(_checked(name, rows, *made))
 
 
-def _safe_ids(ids: Tensor, config: Any) -> Tensor:
+def _safe_ids(ids: Tensor, config: Any, vocabulary: int) -> Tensor:
     """Replace the ids that stand for padding, images or sound, and end each row as a tokenizer would."""
     numbers = {name: getattr(config, f"{name}_token_id", None) for name in _SPECIAL}
     numbers["index"] = getattr(config, "image_token_index", None)
     special = {number for number in numbers.values() if type(number) is int}
     usual = next(number for number in range(len(special) + 1) if number not in special)
     ids[torch.isin(ids, torch.tensor(sorted(special), dtype=ids.dtype))] = usual
-    if type(numbers["eos"]) is int:
-        ids[:, -1] = numbers["eos"]
+    end = numbers["eos"]
+    if type(end) is int and 0 <= end < vocabulary:  # a small model may have kept the default of a large one
+        ids[:, -1] = end
     return ids
 
 
@@ -108,7 +109,7 @@ def _ids(model: Any, rows: int, *, decoder: bool = False) -> Tensor:
     _checked("max_position_embeddings", longest)
     vocabulary: Any = getattr(config, "vocab_size", None)
     _checked("vocab_size", vocabulary)
-    return _safe_ids(torch.randint(0, vocabulary, (rows, min(_LENGTH, longest))), model.config)
+    return _safe_ids(torch.randint(0, vocabulary, (rows, min(_LENGTH, longest))), model.config, vocabulary)
 
 
 def _pixels(model: Any, rows: int) -> tuple[Any, ...]:
