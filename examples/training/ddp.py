@@ -9,6 +9,7 @@ Prepare first, then wrap. Gradients are averaged before the check for overflow, 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -67,7 +68,6 @@ def work(policies: Sequence[str]) -> None:
 
 def start(rank: int, policies: Sequence[str]) -> None:
     """Set what torchrun sets, and work."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     work(policies)
@@ -78,4 +78,6 @@ if __name__ == "__main__":
     if dist.is_torchelastic_launched():
         work(policies)
     else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         mp.spawn(start, (policies,), nprocs=RANKS)

@@ -9,6 +9,7 @@ So one rank can see an overflow that the other does not: ``group=True`` makes th
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -69,7 +70,6 @@ def work(policies: Sequence[str]) -> None:
 
 def start(rank: int, policies: Sequence[str]) -> None:
     """Set what torchrun sets, and work."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29581"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     work(policies)
@@ -80,4 +80,6 @@ if __name__ == "__main__":
     if dist.is_torchelastic_launched():
         work(policies)
     else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         mp.spawn(start, (policies,), nprocs=RANKS)
