@@ -10,6 +10,8 @@ import click
 from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
+from ampaudit.core.formats import LOW_PRECISION_NAMES
+
 __all__ = ["add_completion"]
 
 Names: TypeAlias = Callable[[], Iterator[tuple[str, str]]]
@@ -72,7 +74,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _dtypes() -> Iterator[tuple[str, str]]:
-    return ((name, "") for name in ("float16", "bfloat16"))
+    return ((name, "") for name in LOW_PRECISION_NAMES)
 
 
 def _accelerators() -> Iterator[tuple[str, str]]:

@@ -133,7 +133,7 @@ class DynamicShapes:
                 if isinstance(axis, str) and isinstance(size, torch.SymInt):
                     limits = program.range_constraints[size.node.expr]
                     high = int(limits.upper) if limits.upper.is_Integer else None
-                    found[axis] = max(int(limits.lower), self.ranges.get(axis, (1, None))[0], 1), high
+                    found[axis] = max(int(limits.lower), self.ranges.get(axis, (1, None))[0]), high
         return found
 
     def others(

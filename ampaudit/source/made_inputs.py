@@ -17,7 +17,7 @@ from ampaudit.core.text import plural
 from ampaudit.core.untrusted import describe
 from ampaudit.source.interface import INPUT_SEED_OFFSET
 from ampaudit.source.processor import KINDS, Processor
-from ampaudit.source.random_inputs import PLACEHOLDERS, needed_inputs, random_input, text_config
+from ampaudit.source.random_inputs import OWN_INPUTS, PLACEHOLDERS, needed_inputs, random_input, text_config
 from ampaudit.source.samples import SampleSet, images, sounds, texts
 
 __all__ = ["InputRequest", "MadeInputs", "check_ids", "make_inputs", "read_inputs"]
@@ -26,7 +26,6 @@ _ROWS = {"text": 4, "images": 2, "audio": 2}  # of a batch
 _RANDOM_ROWS = 2
 _MAX_BATCHES = 16  # of files, unless a number is given
 _DTYPES = (torch.int64, torch.float32, torch.bool)
-_OWN = "pass --inputs FILE.py with example_inputs()"
 
 
 class InputRequest(TypedDict):
@@ -70,7 +69,7 @@ def make_inputs(model: Any, request: InputRequest, folder: Path, *, trust: bool 
             if isinstance(error, AuditError):
                 raise
             if request["files"]:
-                raise InputError(problem, hint=_OWN) from error
+                raise InputError(problem, hint=OWN_INPUTS) from error
     made = [_completed(model, {}) for _ in range(request["batches"] or 1)]
     return MadeInputs(batches=made, origin="random", detail=f"random {', '.join(made[0])}: {problem}")
 
@@ -80,7 +79,7 @@ def _check(model: Any, processor: Processor, kind: str) -> None:
         needs = ", ".join(needed_inputs(model))
         raise InputError(f"--{kind}: {type(model).__name__} takes none", hint=f"its inputs are {needs}")
     if kind not in processor.parts:
-        hint = f"copy its files beside the model, or {_OWN}"
+        hint = f"copy its files beside the model, or {OWN_INPUTS}"
         raise InputError(f"--{kind}: {processor.problem}", hint=hint)
 
 
@@ -168,7 +167,7 @@ def read_inputs(file: Path) -> list[dict[str, Tensor]]:
         index, _, name = key.partition(".")
         finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
         if not index.isdecimal() or not name.isidentifier() or tensor.dtype not in _DTYPES or not finite:
-            raise InputError(f"the processor makes {describe(name)} of {tensor.dtype}", hint=_OWN)
+            raise InputError(f"the processor makes {describe(name)} of {tensor.dtype}", hint=OWN_INPUTS)
         batches.setdefault(int(index), {})[name] = tensor.clone()  # the file will be removed
     return [batches[index] for index in sorted(batches)]
 
@@ -191,5 +190,5 @@ def check_ids(model: Any, batches: Iterable[dict[str, Tensor]]) -> None:
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
                 raise InputError(
                     f"the tokenizer gives token {int(ids.max()):,}; the model has {vocabulary:,}",
-                    hint=f"put the model's own tokenizer beside it, or {_OWN}",
+                    hint=f"put the model's own tokenizer beside it, or {OWN_INPUTS}",
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -13,12 +14,12 @@ from ampaudit.core.errors import InputError
 from ampaudit.core.untrusted import describe
 from ampaudit.source.model_config import CONFIG_FILE
 
-__all__ = ["PLACEHOLDERS", "fuses_images", "needed_inputs", "random_input", "text_config"]
+__all__ = ["OWN_INPUTS", "PLACEHOLDERS", "fuses_images", "needed_inputs", "random_input", "text_config"]
 
 _LENGTH = 32
 _MAX_ELEMENTS = 1 << 25
 _SAMPLES = 16_000  # a second of sound
-_HINT = "pass --inputs FILE.py with example_inputs()"
+OWN_INPUTS = "pass --inputs FILE.py with example_inputs()"
 _SPECIAL = ("pad", "eos", "image", "video", "audio", "vision_start", "vision_end")
 _TOWERS = {"text_config": "input_ids", "vision_config": "pixel_values", "audio_config": "input_features"}
 PLACEHOLDERS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
@@ -84,7 +85,7 @@ def _safe_ids(ids: Tensor, config: Any, vocabulary: int) -> Tensor:
 
 
 def _unknown(name: str) -> InputError:
-    return InputError(f"cannot make example inputs for main input {describe(name)!r}", hint=_HINT)
+    return InputError(f"cannot make example inputs for main input {describe(name)!r}", hint=OWN_INPUTS)
 
 
 def _checked(name: str, *sizes: Any) -> tuple[int, ...]:
@@ -93,12 +94,11 @@ def _checked(name: str, *sizes: Any) -> tuple[int, ...]:
     for size in sizes:
         if type(size) is not int or not 0 < size < 1 << 31:
             what = f"{CONFIG_FILE}: {describe(size)} for {name} is not a size"
-            raise InputError(what, hint=f"restore the file, or {_HINT}")
-    elements = 1
-    for size in sizes:
-        elements *= size
-    if elements > _MAX_ELEMENTS:
-        raise InputError(f"example inputs of {' x '.join(map(str, sizes))} {name} are too large", hint=_HINT)
+            raise InputError(what, hint=f"restore the file, or {OWN_INPUTS}")
+    if math.prod(sizes) > _MAX_ELEMENTS:
+        raise InputError(
+            f"example inputs of {' x '.join(map(str, sizes))} {name} are too large", hint=OWN_INPUTS
+        )
     return sizes
 
 

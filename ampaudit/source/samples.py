@@ -41,7 +41,7 @@ _SENTENCES = (
 
 @dataclass(frozen=True, slots=True)
 class SampleSet:
-    """SampleSet of one kind, in order.
+    """Samples of one kind, in order.
 
     Attributes:
         items: texts, lists of chat messages, pictures, or mono sounds.
@@ -57,8 +57,8 @@ class SampleSet:
 def texts(path: Path | None) -> SampleSet:
     """Return the samples of a text file, or sentences.
 
-    A ``.jsonl`` file has an object per line, with ``text`` or chat ``messages``. SampleSet of other files are
-    the paragraphs that blank lines separate, or else the lines.
+    A ``.jsonl`` file has an object per line, with ``text`` or chat ``messages``. The samples of other files
+    are the paragraphs that blank lines separate, or else the lines.
 
     Raises:
         InputError: not UTF-8 text, without samples, or a line of JSON has neither.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.fake_model import named_tensors, without_cache
 from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.isolation import seeded
@@ -37,7 +38,7 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     These are in FP32 without and with gradients, and in the dtypes of its 16-bit weights. A model without
     values is not called, and neither is one that may not fit into memory twice.
     """
-    tensors = [*named_tensors(model).values(), *_tensors((args, kwargs))]
+    tensors = [*named_tensors(model).values(), *tensor_leaves(args, kwargs)]
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
         return EagerCall(ran=False)
     low_precision = [tensor for tensor in tensors if tensor.dtype in LOW_PRECISION_DTYPES]
@@ -115,7 +116,3 @@ def writable(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Like ``without_low_precision``, but in memory that the model may write to."""
     found = without_low_precision(tensor, device)
     return found.clone() if found.data_ptr() == tensor.data_ptr() else found
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -18,6 +18,7 @@ from ampaudit.core.config import silent
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import low_precision_format
 from ampaudit.core.sites import SiteId
+from ampaudit.core.text import plural
 from ampaudit.run.audit import RunConfig, run_audits
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.source import ModelSource
@@ -137,4 +138,4 @@ def outputs_text(context: CheckContext, errors: int) -> str:
     worst = _worst(context.record.outputs)
     outputs = f"outputs {worst:.0f} dB" if math.isfinite(worst) else "outputs exact"
     outputs = "outputs broken" if worst == -math.inf else outputs
-    return f"{outputs}; {errors} error{'s' if errors != 1 else ''}"
+    return f"{outputs}; {plural(errors, 'error')}"
