@@ -102,7 +102,8 @@ class PathRecorder:
         """Return the FP32 value of a tensor to Python code, and mark where it was read."""
         with computing():
             value = self.values.of(tensor).detach().to("cpu", copy=True)  # the code may write to an array
-            found = python_value(name, value)  # raises as torch does, for several values
+            own = _in_half(value) if name == "numpy" and tensor.dtype is torch.float16 else value
+            found = python_value(name, own)  # raises as torch does, for several values
         if recording_mode() is None or getattr(tensor, "constant", None) is not None:
             return found
         read = self.reads.add(name, self._layer(), value)
@@ -148,3 +149,9 @@ class PathRecorder:
         leaves, structure = pytree.tree_flatten(values)
         placed = [v if d is None else v.to(d) for v, d in zip(leaves, dtypes, strict=True)]
         return pytree.tree_unflatten(placed, structure)
+
+
+def _in_half(value: torch.Tensor) -> torch.Tensor:
+    """Return an array's dtype in 16 bits, which what comes back will have; overflow is reported elsewhere."""
+    limit = torch.finfo(torch.float16).max
+    return value.clamp(-limit, limit).to(torch.float16)
