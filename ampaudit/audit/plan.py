@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -22,6 +22,7 @@ from ampaudit.source import ModelSource
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.converted import attach_weights
 from ampaudit.trace.isolation import preserved
+from ampaudit.trace.path.recorder import PathTracing
 
 __all__ = ["plan", "trace_under"]
 
@@ -88,4 +89,5 @@ def trace_under(
         batches += of_made_up(source.inputs)
         notes = (f"{len(promoted)} sites promoted by measured rules, after {batches} in FP32",)
     batch = source.batches[0]
-    return trace(source.model, batch.args, batch.kwargs, rules, author, form, seen, seed=seed), notes
+    more: dict[str, Any] = {"seed": seed, "path": PathTracing.FALLBACK}
+    return trace(source.model, batch.args, batch.kwargs, rules, author, form, seen, **more), notes

@@ -44,6 +44,7 @@ CONTRACT = (
     "matrix products, sums and norms add up in float32 in any order; a norm's variance is taken about the "
     "mean that it subtracts; overflow gives infinity; subnormals are kept"
 )
+_ON_PATH = "the code decides as on these inputs, and reads the same numbers"
 _TAILS = 5
 _HANDS_ON = (Role.VIEW, Role.SELECT)
 
@@ -211,7 +212,8 @@ def _proofs(context: CheckContext) -> Proofs | None:
     table = context.bounds
     if table is None:
         return None
-    return Proofs(table.assumed, len(table.proved), len(table.bounds), table.uncovered, CONTRACT)
+    contract = f"{_ON_PATH}; {CONTRACT}" if context.record.path.paths else CONTRACT
+    return Proofs(table.assumed, len(table.proved), len(table.bounds), table.uncovered, contract)
 
 
 def _verdict(

@@ -19,6 +19,7 @@ from ampaudit.source import Batch, ModelSource
 from ampaudit.source.inputs import save_inputs, with_tensors
 from ampaudit.trace import Role, Site
 from ampaudit.trace.entry import tensor_leaves
+from ampaudit.trace.path.limits import refuse_path
 
 __all__ = ["stressed"]
 
@@ -33,6 +34,7 @@ def stressed(
     settings: ScanConfig,
 ) -> tuple[Stressed, ...]:
     """Return one result per searched site, nearest the limit first; overflowing inputs are saved."""
+    refuse_path(audit.converted.traced, "--stress")
     table = context.bounds
     assert table is not None
     search = Search(audit.converted, _ends(table, audit), plan.device)

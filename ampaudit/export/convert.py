@@ -53,6 +53,7 @@ from ampaudit.source.weights import model_names
 from ampaudit.trace.converted import ConvertedModel, identity
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.isolation import preserved
+from ampaudit.trace.path.limits import refuse_path
 
 __all__ = ["convert"]
 
@@ -99,6 +100,7 @@ def convert(
     if audited.report.exit_code:
         return audited.report, None
     converted = audited.audit.converted
+    refuse_path(converted.traced, "a converted program")
     if chosen.dynamic:
         batch = shapes.traceable(opened.batches[0])
         opened = replace(opened, batches=(batch,))

@@ -21,6 +21,7 @@ from ampaudit.source.interface import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.compare import CodeDifference, first_difference
 from ampaudit.trace.functional import functionalized
+from ampaudit.trace.path.reads import ReadKind
 from ampaudit.trace.path.recorder import PathTracing
 
 __all__ = ["Fp32Check", "is_broken"]
@@ -86,6 +87,34 @@ class Fp32Check:
         self._record.note(found, place, traced.reads)
         apart = {difference.name for difference in found if difference.problem is not None}
         return {name: tensor for name, tensor in fp32.items() if name in named and name not in apart}
+
+    def refuse_other_path(
+        self, model: nn.Module, program: Program, batch: Batch, number: int, pairs: Sequence[Pair]
+    ) -> None:
+        """Compare the reference of a trace along one path with the model itself.
+
+        Arrays that code outside torch has computed from 16-bit arrays are rounded, and random numbers may be
+        drawn in another order: then nothing is compared.
+
+        Raises:
+            RunFailed: they differ, so that the trace is not of what the model does.
+        """
+        traced = program.traced
+        arrays = any(read.kind is ReadKind.ARRAY for read in traced.path or ())
+        if traced.path is None or arrays or any(step.random for step in program.steps):
+            return
+        try:
+            fp32 = self._eager.outputs(model, batch, number)
+        except AuditError:
+            return  # it may need more memory than there is, or 16-bit inputs
+        found = _differences(dict(zip(traced.outputs, pairs, strict=True)), fp32)
+        other = next((d for d in found if not d.agrees and not (d.integers and d.problem is None)), None)
+        if other is not None:
+            raise RunFailed(
+                f"along the path of batch {number}, FP32 does not give the outputs of the model itself "
+                f"({other.name}{' ' + other.problem if other.problem else ' differs'})",
+                hint="please report it; the verdict would not be about this model",
+            )
 
     def unedited(self, model: nn.Module, batch: Batch, number: int) -> dict[str, torch.Tensor]:
         """Return the outputs of the user's own FP32 model, to judge a run of edited code.

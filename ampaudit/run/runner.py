@@ -161,6 +161,10 @@ class Runner:
         Outputs that have no counterpart in FP32 are left out.
         """
         reads, edited = ready.executor.program.traced.reads, bool(self.config.edits)
+        if ready.executor.program.traced.path is not None and not (reads or edited):
+            self._fp32.refuse_other_path(
+                ready.model, ready.executor.program, ready.batch, ready.number, outputs
+            )
         if self.config.fp32_only or not (reads or edited):
             return None
         started = time.perf_counter()

@@ -11,14 +11,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampaudit.core.errors import TraceFailed
 from ampaudit.trace.eager_call import without_low_precision, writable
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.internals import FakeTensor, without_autocast, without_modes, without_torch_function
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import converts, written_values
+from ampaudit.trace.path.reads import model_lines
 from ampaudit.trace.values import storage_id, widened
 
 __all__ = ["Fp32Values", "computing"]
+
+MAX_OPS = 200_000  # minutes of tracing
 
 
 @contextmanager
@@ -38,6 +42,7 @@ class Fp32Values:
     def __init__(self) -> None:
         self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._shared: set[int] = set()  # storages of the user's own weights
+        self._count = 0
 
     def give_model(self, model: nn.Module, fake_model: nn.Module) -> None:
         """Give the fake parameters and buffers of a model the values of the real ones."""
@@ -78,7 +83,20 @@ class Fp32Values:
             return result
 
     def follow(self, called: OpCalled, original_args: Mapping[int | str, Any], result: Any) -> None:
-        """Compute an op that was recorded on fake tensors."""
+        """Compute an op that was recorded on fake tensors.
+
+        Raises:
+            TraceFailed: the path has too many ops to be one that ends.
+        """
+        self._count += 1
+        if self._count > MAX_OPS:
+            line, own = model_lines()
+            line = own or line
+            where = f"{line.file}:{line.line}: " if line is not None else ""
+            raise TraceFailed(
+                f"{where}the path of these inputs has more than {MAX_OPS:,} ops",
+                hint="if a loop does not end, give it a limit; otherwise audit a smaller input",
+            )
         self.give_result(result, self.call(called, original_args))
 
     def give_result(self, result: Any, values: Any) -> None:
