@@ -15,11 +15,10 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.run.low_precision import call_in_low_precision
 from ampaudit.run.measure import BLOCK, BlockMeasure
-from ampaudit.run.program import widened
 from ampaudit.run.step import Step, widened_tensor
 from ampaudit.run.views import flat_pair, rounded_components
 from ampaudit.trace.functional import OnCopy, overload_of
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, fits, sizes_of, widened
 
 __all__ = ["Backend", "Emulated", "Float32Backend", "Native", "choose_backend"]
 

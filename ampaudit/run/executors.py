@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import torch
 from torch import nn
 
 from ampaudit.core.errors import InputError
@@ -12,15 +14,19 @@ from ampaudit.run.backends import choose_backend
 from ampaudit.run.config import RunConfig
 from ampaudit.run.guards import refuse_larger_than_memory
 from ampaudit.run.lockstep import LockStep
+from ampaudit.run.path_record import takes_path
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.record import RunRecord
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
 from ampaudit.trace.converted import ConvertedModel, attach_weights
+from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.functional import functionalized
 from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.keys import TraceCache, call_key
+from ampaudit.trace.path.recorder import PathTracing
+from ampaudit.trace.site_table import with_known_sites
 from ampaudit.trace.state import PythonState, apply_changes
 from ampaudit.trace.structure import structural_copy
 
@@ -57,12 +63,14 @@ class ExecutorCache:
         self._config = config
         self._record = record
         self._is_copy = False
+        self._path = PathTracing.FALLBACK
         self._executors: TraceCache[LockStep] = TraceCache()
 
     def get(self, batch: Batch, number: int) -> LockStep:
         """The executor for such a batch, traced on first use."""
         key = call_key(batch.args, batch.kwargs)
-        executor = self._executors.find(key)
+        tensors = tensor_leaves(batch.args, batch.kwargs)
+        executor = self._executors.find(key, lambda known: self._suits(known, tensors, number))
         if executor is None:
             state = PythonState(self.model)
             executor = self._traced(batch, number)
@@ -70,6 +78,11 @@ class ExecutorCache:
                 self._executors.keep(key, state, executor)
         self._follow(executor.program.traced)
         return executor
+
+    def _suits(self, executor: LockStep, tensors: list[torch.Tensor], number: int) -> bool:
+        """Return whether a batch may run as another one has been traced."""
+        on_path = executor.program.traced.path is not None
+        return not on_path or takes_path(executor, tensors, self._config.seed + number)
 
     def _traced(self, batch: Batch, number: int) -> LockStep:
         started = time.perf_counter()
@@ -86,7 +99,11 @@ class ExecutorCache:
             differentiated,
             seed,
         )
-        traced = trace(self.model, batch.args, batch.kwargs, *setting, trace_backward=differentiated)
+        more: dict[str, Any] = {"trace_backward": differentiated, "path": self._path}
+        traced = trace(self.model, batch.args, batch.kwargs, *setting, **more)
+        if traced.path is not None:
+            self._path = PathTracing.ON  # the general trace need not be tried again
+            traced = with_known_sites(traced, list(self.sites.values()))
         refuse_larger_than_memory(traced.graph, config.device)
         if not traced.outputs:
             raise InputError(

@@ -21,6 +21,7 @@ from ampaudit.source.interface import Batch
 from ampaudit.trace import TracedModel, trace
 from ampaudit.trace.compare import CodeDifference, first_difference
 from ampaudit.trace.functional import functionalized
+from ampaudit.trace.path.recorder import PathTracing
 
 __all__ = ["Fp32Check", "is_broken"]
 
@@ -118,7 +119,9 @@ class Fp32Check:
             setting = (uncast, uncast, config.number_format, None, config.edits, differentiated)
             seed = config.seed + number
             try:
-                fp32 = trace(model, batch.args, batch.kwargs, *setting, seed, trace_backward=differentiated)
+                path = PathTracing.OFF if traced.path is None else PathTracing.ON
+                more: dict[str, Any] = {"trace_backward": differentiated, "path": path}
+                fp32 = trace(model, batch.args, batch.kwargs, *setting, seed, **more)
             except AuditError:
                 self._record.untraced = True
                 self._places[id(traced)] = traced, None

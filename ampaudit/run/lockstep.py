@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import fx
 from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.device import random_state, restore_random_state
 from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.path import represented, same_shapes, shape_of, with_fp32_choices_in
 from ampaudit.run.program import Program
 from ampaudit.run.sharing import MISSING, SharedReference
 from ampaudit.run.step import Step, noting_line
@@ -42,7 +44,7 @@ class Observer:
 class StepCall:
     """The resolved arguments of one step, with which observers can call it again."""
 
-    __slots__ = ("_template", "args", "inputs", "kwargs", "measure", "shared", "state")
+    __slots__ = ("_template", "args", "inputs", "kwargs", "measure", "resized", "shared", "state")
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class StepCall:
         self.shared = shared
         self.measure: BlockMeasure | None = None
         self.state: torch.Tensor | None = None  # of the random numbers, before a step that draws some
+        self.resized: str | None = None  # the sizes that the 16-bit run's own choices would have given
         self._template = reference.arguments(step)[0]
         args, kwargs = (reference if shared else backend).arguments(step)
         self.args, self.kwargs = _resolved(args, inputs, 1), _resolved(kwargs, inputs, 1)
@@ -205,9 +208,27 @@ class LockStep:
                 restore_random_state(state, self.device)
             call.measure = observer.block_measure(step, reference)
             with noting_line(step):
-                result = self.backend.call(step, call.args, call.kwargs, call.measure)
+                call, result = self._call(step, call, reference)
             value = self._unaliased(step, call, result)
         return reference, observer.observe(step, reference, value, call)
+
+    def _call(self, step: Step, call: StepCall, reference: Any) -> tuple[StepCall, Any]:
+        """Call a step in 16 bits; where the graph is of one path, on FP32's choices if its sizes differ."""
+        if self.program.traced.path is None:
+            return call, self.backend.call(step, call.args, call.kwargs, call.measure)
+        own = "sizes that do not fit"
+        with contextlib.suppress(RuntimeError, IndexError):
+            result = self.backend.call(step, call.args, call.kwargs, call.measure)
+            if same_shapes(reference, result):
+                return call, result
+            own = shape_of(result)
+        inputs = with_fp32_choices_in(call.inputs)
+        call = StepCall(inputs, step, self._reference, self.backend, shared=False)
+        call.resized = own
+        result = self.backend.call(step, call.args, call.kwargs)
+        if not same_shapes(reference, result):
+            result = represented(self.backend, step, reference)
+        return call, result
 
     def _rounds(self, step: Step) -> bool:
         """Return whether the converted run may differ from the reference on equal inputs."""

@@ -19,6 +19,7 @@ from ampaudit.run.local import local_error
 from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.norm_internals import inside_peak
+from ampaudit.run.path_record import PathValues
 from ampaudit.run.samples import Samples
 from ampaudit.run.step import Step
 from ampaudit.run.views import components, flat_pair
@@ -54,6 +55,7 @@ class Meter(Observer):
 
     def __init__(self, number_format: NumberFormat, backend: Backend, local: bool = True) -> None:
         self.samples = Samples(number_format.min_normal)
+        self.path = PathValues()
         self._near = number_format.max / 2
         self.uncovered: dict[str, str] = {}
         self._backend = backend
@@ -75,6 +77,7 @@ class Meter(Observer):
     def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
         """Measure a step's outputs."""
         self._note_uncovered(step)
+        self.path.observe(step, reference, call)
         if step.decides and step.site is not None and not call.shared:
             self._count_choices(step.site.id, reference, value)
         if step.site is None or not step.observed:

@@ -23,9 +23,9 @@ from ampaudit.trace.opnames import (
     returned_arguments,
     written_arguments,
 )
-from ampaudit.trace.values import LOW_PRECISION_DTYPES, WIDE, SharedMemory
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, SharedMemory, widened
 
-__all__ = ["Program", "compile_program", "widened"]
+__all__ = ["Program", "compile_program"]
 
 # longer runs keep more of the reference alive and gain little
 GROUP = 8
@@ -200,13 +200,6 @@ def _in_low_precision(node: fx.Node, op: OpOverload) -> bool:
         return False
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
     return differs_from_one_rounding(op, args, kwargs)
-
-
-def widened(value: Any) -> Any:
-    """Return arguments with float32 for 16-bit dtype constants; tensors and nodes pass unchanged."""
-    return _mapped(
-        value, lambda v: WIDE[v] if isinstance(v, torch.dtype) and v in LOW_PRECISION_DTYPES else v
-    )
 
 
 class _Zeroed:

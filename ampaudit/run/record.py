@@ -13,6 +13,7 @@ from ampaudit.run.code_record import CodeRecord
 from ampaudit.run.decisions import DecisionStats
 from ampaudit.run.observation import Observation
 from ampaudit.run.outputs import OutputComparison
+from ampaudit.run.path_record import PathRecord
 
 __all__ = ["Fate", "Origin", "RunRecord"]
 
@@ -70,6 +71,7 @@ class RunRecord:
         buffers: by name, updates of buffers of which something stalls.
         culprits: where the errors of outputs that are too inaccurate enter.
         code: where the model's code does something else than in FP32.
+        path: what the model's code reads, where it was traced along the path of its inputs.
     """
 
     device: str
@@ -88,6 +90,7 @@ class RunRecord:
     buffers: dict[str, BufferUpdate] = field(default_factory=dict)
     culprits: list[Culprit] = field(default_factory=list)
     code: CodeRecord = field(default_factory=CodeRecord)
+    path: PathRecord = field(default_factory=PathRecord)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add wall-clock time to a phase."""

@@ -120,6 +120,7 @@ class Runner:
             meter, measured = repairing.meter, list(repairing.meter.results())
             self._note_origins(repairing.origins, faults, number)
         self._merge(meter, measured)
+        self.record.path.add(meter.path, executor.program.traced, number)
         self._add_seconds("run", started)
         if self._gradients is not None:
             started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Exports a model while a caster casts its ops, and builds the traced model from the result."""
+"""Exports a model while a caster casts its ops."""
 
 from __future__ import annotations
 
@@ -12,43 +12,33 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch import nn
 
 from ampaudit.core.errors import AuditError
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId
 from ampaudit.policy import Decision, Measurement, RuleSet
+from ampaudit.trace.assemble import assembled
 from ampaudit.trace.autocast_state import autocast_visible
 from ampaudit.trace.backward.patches import AFTER_ACCUMULATION, watch_custom_backwards
 from ampaudit.trace.backward.tracer import BackwardTracer
 from ampaudit.trace.caster import Caster
 from ampaudit.trace.dynamic import Dimensions, NarrowedDimensions, export_module
 from ampaudit.trace.edits import Edit
-from ampaudit.trace.entry import ENTRY_NAME, Entry, flatten_outputs, layer_path, tensor_leaves
+from ampaudit.trace.entry import Entry, flatten_outputs, layer_path, tensor_leaves
 from ampaudit.trace.facts import FactFinder
 from ampaudit.trace.failure import trace_failure
-from ampaudit.trace.fake_model import constant_masters, fake_like, make_fake_model, named_tensors
-from ampaudit.trace.flatten import flat_graph
-from ampaudit.trace.graph import Placeholder, Slot, TracedModel
+from ampaudit.trace.fake_model import fake_like, make_fake_model
+from ampaudit.trace.graph import TracedModel
 from ampaudit.trace.internals import FakeTensorMode, ShapeEnv
 from ampaudit.trace.interpose import DispatchHook, current_layer, same_module
 from ampaudit.trace.isolation import seeded
+from ampaudit.trace.path.recorder import PathRecorder, PathTracing
 from ampaudit.trace.precision_reads import PrecisionReads, conversions_of
-from ampaudit.trace.site_table import build_sites
-from ampaudit.trace.state import StateChange
-from ampaudit.trace.storage import is_cast, own_conversion, split_ties, storage_notes, stored_dtypes
+from ampaudit.trace.storage import is_cast, own_conversion, stored_dtypes
 from ampaudit.trace.values import torch_dtype
 
 __all__ = ["TraceConfig", "capture", "input_signature", "quiet"]
-
-_SLOTS = {
-    InputKind.PARAMETER: Slot.PARAMETER,
-    InputKind.BUFFER: Slot.BUFFER,
-    InputKind.CONSTANT_TENSOR: Slot.CONSTANT,
-    InputKind.USER_INPUT: Slot.INPUT,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +56,7 @@ class TraceConfig:
         follow_backward: whether custom backwards are traced; ``None`` if no gradients are requested.
         seed: seeds the random numbers that the model's code draws; ``None`` to continue the generators.
         dynamic: axes of each input tensor that may vary; ``None`` if the graph is for these shapes only.
+        path: whether to trace along the path that the inputs take.
     """
 
     rules: RuleSet
@@ -78,6 +69,7 @@ class TraceConfig:
     follow_backward: bool | None = None
     seed: int | None = None
     dynamic: Dimensions | None = None
+    path: PathTracing = PathTracing.OFF
 
     @property
     def low_dtype(self) -> torch.dtype:
@@ -95,7 +87,7 @@ def capture(
 
     Args:
         model: in the mode (train or eval) to audit; not changed.
-        args: positional inputs; only shapes and dtypes of tensors matter.
+        args: positional inputs; only shapes and dtypes of tensors matter, but for a trace along their path.
         kwargs: keyword inputs.
         config: the policy, and what else decides.
 
@@ -103,6 +95,7 @@ def capture(
         TraceFailed: torch.export refuses the model; the message names the line.
     """
     file, low_dtype = config.rules.file, config.low_dtype
+    path = PathRecorder() if config.path is PathTracing.ON else None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     reads = PrecisionReads()
     with quiet():
@@ -116,6 +109,9 @@ def capture(
             None
             if tracer is None
             else lambda traced, output: _trace_backward(tracer, caster, traced, output, hooks),
+            None
+            if path is None
+            else lambda fakes: path.begin(model, fake_model, tensor_leaves(args, kwargs), fakes),
         )
     entry.train(model.training)
     _copy_modes(model, fake_model)
@@ -127,18 +123,19 @@ def capture(
     facts = FactFinder(entry, config.number_format.name, config.measured)
     caster = Caster(config.rules, config.author_rules, low_dtype, facts, config.planned, config.edits)
     try:
-        with _tracing(config, caster), watch_custom_backwards(tracer, current_layer) as custom_code:
+        with _tracing(config, caster, path), watch_custom_backwards(tracer, current_layer) as custom_code:
             program = export_module(entry, inputs, shapes=config.dynamic and (config.dynamic,))
     except NarrowedDimensions as narrowed:
         return capture(model, args, kwargs, replace(config, dynamic=narrowed.shapes[0]))
     except AuditError:
         raise
     except (Exception, SystemExit) as error:
+        if config.path is PathTracing.FALLBACK:
+            return capture(model, args, kwargs, replace(config, path=PathTracing.ON))
         if tracer is not None and tracer.follow and tracer.found:
             return capture(model, args, kwargs, replace(config, follow_backward=False))
         raise trace_failure(error, model, args, kwargs, config.rules.name) from error
-    notes = storage_notes(model, file.weights, low_dtype)
-    made = _assemble(program, entry, model, config, input_signature(args, kwargs), notes)
+    made = assembled(program, entry, model, config.rules, low_dtype, input_signature(args, kwargs))
     reads.lines += [] if convert is None else conversions_of(model)
     return replace(
         made,
@@ -146,18 +143,19 @@ def capture(
         custom_backwards=() if tracer is None else tuple(tracer.backwards),
         backward_notes=(*custom_code.notes, *(_unseen_hooks(model) if tracer is not None else ())),
         reads=tuple(reads.lines),
+        path=None if path is None else tuple(path.reads.reads),
     )
 
 
 @contextlib.contextmanager
-def _tracing(config: TraceConfig, caster: Caster) -> Iterator[None]:
+def _tracing(config: TraceConfig, caster: Caster, path: PathRecorder | None) -> Iterator[None]:
     """Set up torch's state for an export under a caster."""
     with (
         quiet(),
         contextlib.nullcontext() if config.seed is None else seeded(config.seed),
         torch.set_grad_enabled(config.differentiated),
         autocast_visible(config.rules.file.autocast, config.low_dtype),
-        DispatchHook(caster).installed(),
+        DispatchHook(caster, path).installed(),
     ):
         yield
 
@@ -196,91 +194,6 @@ def _placed(placement: str, low_dtype: torch.dtype) -> torch.dtype | None:
 def input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The shapes and dtypes of a batch: batches with equal signatures can share a trace."""
     return tuple((tuple(t.shape), t.dtype) for t in tensor_leaves(args, kwargs))
-
-
-def _assemble(
-    program: ExportedProgram,
-    entry: Entry,
-    model: nn.Module,
-    config: TraceConfig,
-    signature: tuple[Any, ...],
-    notes: tuple[str, ...],
-) -> TracedModel:
-    graph = flat_graph(program)
-    changes = tuple(_lasting(entry.outputs.changes, program, graph))
-    placeholders, tensors = _placeholders(program, graph, model, getattr(entry, ENTRY_NAME))
-    return TracedModel(
-        graph=graph,
-        placeholders=placeholders,
-        tensors=tensors,
-        sites=build_sites(graph, placeholders),
-        outputs=entry.outputs.names,
-        structure=entry.outputs.structure,
-        signature=signature,
-        changes=changes,
-        random_constants=entry.outputs.random_constants,
-        policy=config.rules.name,
-        dtype=config.low_dtype,
-        notes=(*notes, *_state_notes(changes, entry.outputs.random_constants)),
-        clip=config.rules.file.weights.clip,
-        split_ties=split_ties(model, config.rules.file.weights, config.low_dtype),
-    )
-
-
-def _placeholders(
-    program: ExportedProgram, graph: fx.Graph, model: nn.Module, fake_model: nn.Module
-) -> tuple[tuple[Placeholder, ...], dict[str, torch.Tensor]]:
-    real = {layer_path(name): tensor for name, tensor in named_tensors(model).items()}
-    masters = constant_masters(model, fake_model)
-    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    slots: list[Placeholder] = []
-    tensors: dict[str, torch.Tensor] = {}
-    count = 0
-    for node in graph.find_nodes(op="placeholder"):
-        spec = specs[node.name]
-        slot = _SLOTS[spec.kind]
-        if slot is Slot.CONSTANT and not node.users:
-            graph.erase_node(node)  # left of a composite op that was split (nn.LSTM), without values
-            continue
-        name = layer_path(str(spec.target)) if spec.target else f"input[{count}]"
-        count += slot is Slot.INPUT
-        if slot is not Slot.INPUT:
-            constant = program.constants.get(str(spec.target))
-            tensors[node.name] = real[name] if name in real else _real(masters.get(id(constant), constant))
-        value = node.meta.get("val")
-        slots.append(Placeholder(node.name, slot, name, getattr(value, "dtype", None)))
-    return tuple(slots), tensors
-
-
-def _lasting(
-    changes: Sequence[StateChange], program: ExportedProgram, graph: fx.Graph
-) -> Iterator[StateChange]:
-    """Return changes that a later call may read, without tensors that each call recomputes."""
-    used = {node.name for node in graph.find_nodes(op="placeholder") if node.users}
-    specs = [spec for spec in program.graph_signature.input_specs if spec.arg.name in used]
-    read = {id(program.constants.get(str(spec.target))) for spec in specs}
-    for change in changes:
-        if change.plain:
-            yield change
-        elif change.stale is None or any(id(tensor) in read for tensor in change.stale):
-            yield StateChange(change.number, change.name, None, None, plain=False)
-
-
-def _state_notes(changes: Sequence[StateChange], random_constants: bool) -> tuple[str, ...]:
-    """Explain why the trace is valid for this call only."""
-    plain = ", ".join(change.name for change in changes if change.plain)
-    stored = ", ".join(change.name for change in changes if not change.plain)
-    notes = [f"forward changes {plain}: traced again for each of its values"] if plain else []
-    if random_constants:
-        notes.append("forward draws Python's or NumPy's random numbers: each call is traced again")
-    if stored:
-        notes.append(f"forward stores tensors or objects in {stored}: each call is traced without them")
-    return tuple(notes)
-
-
-def _real(constant: Any) -> torch.Tensor:
-    assert isinstance(constant, torch.Tensor), constant
-    return constant
 
 
 def _copy_modes(model: nn.Module, fake_model: nn.Module) -> None:

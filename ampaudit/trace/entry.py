@@ -83,8 +83,8 @@ class Entry(nn.Module):
 
     Non-tensor inputs are fixed at tracing time. Outputs may be tensors in any nesting of tuples, lists,
     dicts, dataclasses (``ModelOutput``) or objects such as key-value caches. With ``output_dtype`` they
-    are cast to it, float64 and integers excepted. The model's code runs inside ``around``; ``then`` is called
-    with the model and its output.
+    are cast to it, float64 and integers excepted. ``begin`` is called with the tensors, the model's code runs
+    inside ``around``, and ``then`` is called with the model and its output.
     """
 
     def __init__(
@@ -95,11 +95,13 @@ class Entry(nn.Module):
         output_dtype: torch.dtype | None = None,
         around: Around = nullcontext,
         then: Callable[[nn.Module, Any], None] | None = None,
+        begin: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
         super().__init__()
         setattr(self, ENTRY_NAME, model)
         self._around = around
         self._then = then
+        self._begin = begin
         self._output_dtype = output_dtype
         if hasattr(model, "output_dtype"):  # a model with its loss has its own outputs inside
             vars(model)["output_dtype"] = output_dtype
@@ -114,6 +116,8 @@ class Entry(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Take tensors in the order of ``tensor_leaves``; return those of ``outputs.names``."""
+        if self._begin is not None:
+            self._begin(tensors)
         leaves = list(self._fixed)
         for index, number in zip(self._positions, self._same, strict=True):
             leaves[index] = tensors[number]

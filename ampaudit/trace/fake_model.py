@@ -126,11 +126,13 @@ def constant_masters(model: nn.Module, copy: nn.Module) -> dict[int, torch.Tenso
     return masters
 
 
-def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> torch.Tensor:
-    """Make a fake tensor with the shape, strides and device of a real one."""
+def fake_like(
+    tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Make a fake tensor with the shape, strides and (by default) device of another one."""
     with mode:
         return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device, requires_grad=False
+            tuple(tensor.shape), tensor.stride(), dtype=dtype, device=device or tensor.device
         )
 
 

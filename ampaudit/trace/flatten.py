@@ -10,8 +10,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from ampaudit.trace.backward.marks import is_mark
 from ampaudit.trace.internals import region_calls
+from ampaudit.trace.marks import is_mark
 
 __all__ = ["ObjectSource", "flat_graph", "has_effect"]
 

@@ -11,11 +11,11 @@ import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from ampaudit.trace.fake_model import fake_like
 from ampaudit.trace.internals import (
     FakeTensor,
-    FakeTensorMode,
     ProxyTorchDispatchMode,
-    fetch_object_proxy,
+    proxy_of,
     track_tensor_tree,
     unset_fake_temporarily,
 )
@@ -70,20 +70,8 @@ def record_half_fourier(
             described = op(*meta_args, **meta_kwargs)
     except (RuntimeError, NotImplementedError):
         return NotImplemented
-    result = _like(described, fakes[0].fake_mode, fakes[0].device)
-    proxies = [_proxy(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    result = fake_like(described, fakes[0].fake_mode, described.dtype, fakes[0].device)
+    proxies = [proxy_of(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     proxy_args, proxy_kwargs = pytree.tree_unflatten(proxies, structure)
     made = mode.tracer.create_proxy("call_function", op, proxy_args, proxy_kwargs, name=base_name(op))
     return track_tensor_tree(result, made, constant=None, tracer=mode.tracer)
-
-
-def _proxy(mode: ProxyTorchDispatchMode, tensor: torch.Tensor) -> Any:
-    """Return the tensor's proxy, or a constant of the graph unchanged."""
-    found = fetch_object_proxy(mode.tracer, tensor)
-    return found if isinstance(found, torch.Tensor) else found.proxy
-
-
-def _like(described: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    with mode:
-        shape, strides = tuple(described.shape), described.stride()
-        return torch.empty_strided(shape, strides, dtype=described.dtype, device=device)

@@ -14,6 +14,7 @@ from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.policy import Decision, OpFacts
 from ampaudit.policy.schema import Constants
 from ampaudit.trace.entry import OutputStructure
+from ampaudit.trace.path.reads import ValueRead
 from ampaudit.trace.state import StateChange
 
 __all__ = ["CustomBackward", "FunctionCall", "Placeholder", "Role", "Site", "Slot", "TracedModel"]
@@ -164,7 +165,8 @@ class TracedModel:
     are their backwards, where gradients were asked for, and ``backward_notes`` what they leave out.
     ``changes`` are changes of the model's Python state, and ``random_constants`` says whether the graph holds
     random numbers as constants: then it is valid for one call only. ``reads`` are the lines of the model's
-    code that read a precision.
+    code that read a precision; ``path`` are the values that it read, if the graph is valid for inputs with
+    these values only.
     """
 
     graph: fx.Graph
@@ -185,6 +187,7 @@ class TracedModel:
     reads: tuple[SourceLine, ...] = ()
     custom_backwards: tuple[CustomBackward, ...] = ()
     backward_notes: tuple[str, ...] = ()
+    path: tuple[ValueRead, ...] | None = None
 
     @property
     def site_of_node(self) -> dict[str, Site]:

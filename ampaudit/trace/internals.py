@@ -6,6 +6,7 @@ them): when a new release of torch breaks tracing, this is the place to look fir
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -18,7 +19,14 @@ from torch._C import DispatchKey
 from torch._dynamo import _trace_wrapped_higher_order_op as indexing
 from torch._functorch.autograd_function import custom_function_call
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
@@ -32,6 +40,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "SHAPE_UNKNOWN",
     "BackwardHookFunction",
     "DispatchKey",
     "FakeTensor",
@@ -43,7 +52,6 @@ __all__ = [
     "custom_function_call",
     "disable_proxy_modes_tracing",
     "export_utils",
-    "fetch_object_proxy",
     "function_apply",
     "function_base",
     "global_hooks",
@@ -51,6 +59,7 @@ __all__ = [
     "indexing",
     "inside_transform",
     "patched",
+    "proxy_of",
     "recompute",
     "recording_mode",
     "region_calls",
@@ -59,6 +68,7 @@ __all__ = [
     "without_autocast",
     "without_modes",
     "without_pre_dispatch",
+    "without_symbols",
     "without_torch_function",
 ]
 
@@ -69,6 +79,8 @@ without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
 function_base: Any = _SingleLevelFunction
 function_apply: Any = torch._C._FunctionBase.__dict__["apply"]
 recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+# raised for an op of which fake tensors cannot say what it returns
+SHAPE_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 # hooks that every module calls
 global_hooks = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 # nodes of an exported graph that enter and leave regions
@@ -114,6 +126,21 @@ def recording_mode() -> ProxyTorchDispatchMode | None:
         torch._C._TorchDispatchModeKey.PROXY
     )
     return mode
+
+
+def without_symbols(mode: FakeTensorMode) -> None:
+    """Make sizes and numbers that depend on data an error of a fake mode, instead of symbols."""
+    environment = mode.shape_env
+    if environment is not None:
+        environment.settings = dataclasses.replace(
+            environment.settings, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+        )
+
+
+def proxy_of(mode: ProxyTorchDispatchMode, tensor: torch.Tensor) -> Any:
+    """Return the tensor's proxy in a trace, or a constant of the graph unchanged."""
+    found = fetch_object_proxy(mode.tracer, tensor)
+    return found if isinstance(found, torch.Tensor) else found.proxy
 
 
 @contextmanager

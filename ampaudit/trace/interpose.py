@@ -7,12 +7,8 @@ code sees the dtypes that the policy makes. Nothing else in torch offers that pl
 
 from __future__ import annotations
 
-import itertools
-import math
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from traceback import StackSummary
 from typing import Any
 
@@ -21,12 +17,8 @@ from torch._ops import OpOverload
 from torch.autograd import function as autograd_function
 from torch.fx.proxy import TracerBase
 
-from ampaudit.core.sites import SiteId
-from ampaudit.trace.backward.marks import is_mark
 from ampaudit.trace.backward.tracer import Tracked
-from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, NO_KERNEL, Caster
-from ampaudit.trace.entry import layer_of
-from ampaudit.trace.fourier import is_fourier, record_half_fourier
+from ampaudit.trace.caster import Caster
 from ampaudit.trace.internals import (
     ProxyTorchDispatchMode,
     Replacement,
@@ -39,39 +31,30 @@ from ampaudit.trace.internals import (
     without_autocast,
     without_pre_dispatch,
 )
-from ampaudit.trace.op_calls import OpCalled, returning, written_into
-from ampaudit.trace.opnames import composite_kernel, is_composite
-from ampaudit.trace.replay import INSERTED, META_KEY, OpRecord, replayed_meta, replayed_record
+from ampaudit.trace.marks import is_mark
+from ampaudit.trace.op_calls import OpCalled
+from ampaudit.trace.op_recorder import BelowTransforms, OpRecorder, running_layer
+from ampaudit.trace.path.recorder import READING, PathRecorder
 from ampaudit.trace.stack import is_tool_file
 
 __all__ = ["DispatchHook", "current_layer", "same_module"]
 
 aten = torch.ops.aten
-Call = Callable[..., Any]
-# what torch says where an op has no kernel for a 16-bit format
-_NO_KERNEL = re.compile(
-    r"not implemented for '(Half|BFloat16)'|Unsupported dtype|[Ll]ow precision dtypes not"
-)
 # ops that torch's tracer answers without recording them
 _ANSWERED = (torch.ops.prim.device.default,)
 
 
-class _BelowTransforms(ProxyTorchDispatchMode):
-    """Records an op inside ``torch.vmap`` as ops on whole tensors.
+class DispatchHook:
+    """Passes each recorded op through a caster while it is installed.
 
-    Torch's own trace has the tensors of one example in it, and steps in and out of ``vmap``: a graph that
-    runs as a whole, and not node by node.
+    Args:
+        caster: decides about each op.
+        path: supplies values, for a trace along the path of given inputs.
     """
 
-    def __init__(self, above: ProxyTorchDispatchMode) -> None:
-        super().__init__(above.tracer, above.tracing_mode)
-
-
-class DispatchHook:
-    """Passes each recorded op through a caster while it is installed."""
-
-    def __init__(self, caster: Caster) -> None:
+    def __init__(self, caster: Caster, path: PathRecorder | None = None) -> None:
         self.caster = caster
+        self.path = path
         self.record = ProxyTorchDispatchMode.__torch_dispatch__  # torch's own
 
     @contextmanager
@@ -92,7 +75,8 @@ class DispatchHook:
             Replacement(export_utils, "_maybe_find_pre_dispatch_tf_mode_for_export", lambda: None),
             Replacement(indexing, "mod_index", _index),
         )
-        with patched(replacements):
+        answering = nullcontext() if self.path is None else self.path.answering(current_layer)
+        with patched(replacements), answering:
             yield
 
     def _dispatch(self, mode: ProxyTorchDispatchMode, types: Any, called: OpCalled) -> Any:
@@ -102,13 +86,15 @@ class DispatchHook:
         if mode.pre_dispatch and inside_transform() and op not in _ANSWERED:
             with self._below(mode):
                 return op(*args, **kwargs)
-        is_recorded = mode.pre_dispatch or isinstance(mode, _BelowTransforms)
+        is_recorded = mode.pre_dispatch or isinstance(mode, BelowTransforms)
         if not isinstance(op, OpOverload) or op in _ANSWERED or not is_recorded or is_mark(op):
             return self.record(mode, op, types, args, kwargs)
+        if self.path is not None and op in READING:
+            return self.path.read_by(mode, op, args)
         if op is aten._assert_tensor_metadata.default:
             # it pins the dtype of the trace that made it; under a policy the dtypes are ours to say
             return None
-        return _OpRecorder(self, mode, types).trace(OpCalled(op, args, kwargs))
+        return OpRecorder(self.caster, self.path, self.record, mode, types).trace(OpCalled(op, args, kwargs))
 
     def _call_function(self, *args: Any, **kwargs: Any) -> Any:
         """Call a custom autograd function inside ``vmap``, where the tracer does not know it."""
@@ -121,123 +107,8 @@ class DispatchHook:
     @contextmanager
     def _below(self, mode: ProxyTorchDispatchMode) -> Iterator[None]:
         """Record the ops that ``vmap`` makes of an op, without the dispatcher's autocast."""
-        with self.caster.in_region(self.caster.region()), without_autocast(), _BelowTransforms(mode):
+        with self.caster.in_region(self.caster.region()), without_autocast(), BelowTransforms(mode):
             yield
-
-
-class _OpRecorder:
-    """Records one op of the model's code, and the policy's additions to it."""
-
-    def __init__(self, hook: DispatchHook, mode: ProxyTorchDispatchMode, types: Any) -> None:
-        self._hook = hook
-        self._caster = hook.caster
-        self._mode = mode
-        self._types = types
-        self._tracer_id = id(mode.tracer)
-
-    def trace(self, called: OpCalled) -> Any:
-        """Record the op under the policy's decision, and return its result."""
-        caster = self._caster
-        if caster.splits(called):
-            parts = self._parts(called)
-            if parts is not NotImplemented:
-                return parts
-        if replayed_meta() is INSERTED:
-            return self._record(OpRecord(IMPLICIT_CAST, inserted=True), called)
-        layer = caster.layer(_layer(self._mode))
-        site = caster.site_of(called.op, layer[0], self._tracer_id)
-        called = caster.edited(site, called, self._insert)
-        record, dtype = caster.decide(site, called, layer)
-        changed, original_args = caster.clipped(called, record.decision)
-        record = replace(record, original_args=original_args, replayed=replayed_meta())
-        changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
-        try:
-            result = self._record_result(record, changed)
-        except (RuntimeError, NotImplementedError) as error:
-            if not _NO_KERNEL.search(str(error)):
-                raise
-            record, changed, result = self._without_kernel(record, changed, dtype)
-        caster.note(result, changed, called)
-        return self._clamped(record, result)
-
-    def _parts(self, called: OpCalled) -> Any:
-        """Record the ops of a composite op; ``NotImplemented`` where it refuses 16 bits as a whole."""
-        try:
-            kernel = called.op.decompose if is_composite(called.op) else composite_kernel(called.op)
-            assert kernel is not None
-            with self._mode:
-                return kernel(*called.args, **called.kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            if not _NO_KERNEL.search(str(error)):
-                raise
-            return NotImplemented
-
-    def _without_kernel(
-        self, record: OpRecord, called: OpCalled, dtype: torch.dtype
-    ) -> tuple[OpRecord, OpCalled, Any]:
-        """Record an op without a 16-bit kernel here as CUDA computes it, or in float32."""
-        if is_fourier(called.op):
-            half = replace(record, decision=HALF_FOURIER)
-            result = self._record(half, called, by=record_half_fourier)
-            if result is not NotImplemented:
-                return record, called, result
-        record = replace(record, decision=NO_KERNEL)
-        called = self._caster.apply(NO_KERNEL, dtype, called, self._cast, self._tracer_id)
-        return record, called, self._record_result(record, called)
-
-    def _clamped(self, record: OpRecord, result: Any) -> Any:
-        limit = record.decision.clamp
-        if limit is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
-            return result
-        unclamped: dict[int | str, Any] = {1: -math.inf, 2: math.inf}
-        clamp = replace(record, site=SiteId(f"{record.site}/clamp"), facts=None, original_args=unclamped)
-        return self._record(clamp, OpCalled(aten.clamp.default, (result, -limit, limit), {}))
-
-    def _cast(self, value: torch.Tensor, target: torch.dtype) -> Any:
-        record = OpRecord(IMPLICIT_CAST, inserted=True, replayed=replayed_meta())
-        if isinstance(self._mode, _BelowTransforms):
-            return self._record(record, OpCalled(aten._to_copy.default, (value,), {"dtype": target}))
-        return self._record(record, OpCalled(aten.to.dtype, (value, target), {}))
-
-    def _insert(self, op: OpOverload, *args: Any) -> Any:
-        return self._record(OpRecord(IMPLICIT_CAST, inserted=True), OpCalled(op, args, {}))
-
-    def _record_result(self, record: OpRecord, called: OpCalled) -> Any:
-        """Record an op; one with ``out=`` becomes the functional op and a copy."""
-        op = returning(called.op)
-        if op is None:
-            return self._record(record, called)
-        rest, outs, resized = written_into(called)
-        result = self._record(record, OpCalled(op, called.args, rest))
-        results = result if isinstance(result, list | tuple) else (result,)
-        write = OpRecord(record.decision, replayed=record.replayed)
-        for out, value, moved in zip(outs, results, resized, strict=True):
-            if moved:
-                self._record(write, OpCalled(aten.resize_.default, (out, value.shape), {}))
-            self._record(write, OpCalled(aten.copy_.default, (out, value), {}))
-        return tuple(outs) if isinstance(result, list | tuple) else outs[0]
-
-    def _record(self, record: OpRecord, called: OpCalled, by: Call | None = None) -> Any:
-        """Record one op with torch's own method, or ``by`` another, and attach the record to its nodes."""
-        record = replace(record, no_grad=not _gradients_enabled())
-        graph = self._mode.tracer.graph
-        last = next(iter(reversed(graph.nodes)), None)
-        try:
-            # the flags that the author's code reads must not make autocast act below the tracer
-            with without_autocast():
-                if by is not None:
-                    result = by(self._mode, called.op, called.args, called.kwargs)
-                else:
-                    result = self._hook.record(self._mode, called.op, self._types, called.args, called.kwargs)
-        except (RuntimeError, NotImplementedError):
-            for node in list(itertools.takewhile(lambda n: n is not last, reversed(graph.nodes))):
-                graph.erase_node(node)
-            raise
-        # an op with several results is followed by one node for each
-        for node in itertools.takewhile(lambda n: n is not last, reversed(graph.nodes)):
-            if isinstance(node.target, OpOverload):
-                node.meta[META_KEY] = record
-        return result
 
 
 def _index(value: torch.Tensor, indices: list[torch.Tensor]) -> Any:
@@ -251,19 +122,6 @@ def _frames_of_the_model(tracer: TracerBase, frames: StackSummary) -> StackSumma
     start = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
     kept = [f for f in frames[start:] if f.name == "forward" or not is_tool_file(f.filename)]
     return StackSummary.from_list(kept)
-
-
-def _gradients_enabled() -> bool:
-    """Return whether gradients are enabled; a replayed op keeps its original mode."""
-    replayed = replayed_record()
-    return torch.is_grad_enabled() and not (replayed is not None and replayed.no_grad)
-
-
-def _layer(mode: ProxyTorchDispatchMode) -> tuple[str, str]:
-    """Return path and class name of the module whose forward is running."""
-    return layer_of(
-        (replayed_meta() or {}).get("nn_module_stack") or getattr(mode.tracer, "module_stack", {})
-    )
 
 
 @contextmanager
@@ -282,4 +140,4 @@ def same_module() -> Iterator[None]:
 def current_layer() -> str:
     """Return the path of the module whose forward is being traced."""
     mode = recording_mode()
-    return "" if mode is None else _layer(mode)[0]
+    return "" if mode is None else running_layer(mode)[0]

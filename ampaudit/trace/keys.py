@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import types
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -101,10 +102,11 @@ class TraceCache(Generic[Traced]):
         self._kept: dict[Any, list[tuple[PythonState, Traced]]] = {}
         self._fixed = False
 
-    def find(self, key: tuple[Any, ...]) -> Traced | None:
-        """Return the trace that is currently valid for such a call."""
+    def find(self, key: tuple[Any, ...], suits: Callable[[Traced], bool] = lambda _: True) -> Traced | None:
+        """Return the trace that is currently valid for such a call, among those that suit it."""
         found = self._kept.get(key, ())
-        return next((traced for state, traced in found if self._fixed or state.unchanged()), None)
+        valid = (traced for state, traced in found if self._fixed or state.unchanged())
+        return next((traced for traced in valid if suits(traced)), None)
 
     def fixed(self) -> TraceCache[Traced]:
         """Share traces with a copy of the model that a tool has hooked, without comparing states."""

@@ -20,6 +20,7 @@ from ampaudit.trace.edits import Edit
 from ampaudit.trace.entry import layer_path, tensor_leaves
 from ampaudit.trace.fake_model import named_tensors
 from ampaudit.trace.graph import Slot, TracedModel
+from ampaudit.trace.path.recorder import PathTracing
 from ampaudit.trace.replay import REPLAYED, Replayer
 from ampaudit.trace.unsupported import refuse_unsupported
 from ampaudit.trace.values import float_value
@@ -41,6 +42,7 @@ def trace(
     trace_backward: bool = False,
     planned: Mapping[SiteId, Decision] | None = None,
     dynamic: Dimensions | None = None,
+    path: PathTracing = PathTracing.OFF,
 ) -> TracedModel:
     """Trace a model on inputs like these, with the policy's casts in the graph.
 
@@ -63,6 +65,7 @@ def trace(
         trace_backward: also trace custom backwards; the model must return its loss.
         planned: decisions of another trace of the model, by site, which hold here as well.
         dynamic: axes of each input tensor that may vary.
+        path: whether to follow the path that these inputs take; the values of inputs and weights matter then.
 
     Raises:
         TraceFailed: torch.export refuses the model; the message names the line.
@@ -78,6 +81,7 @@ def trace(
         follow_backward=True if trace_backward else None,
         planned=planned or {},
         dynamic=dynamic,
+        path=path,
     )
     if rules.file.level == "calls":
         return separate_backwards(capture(model, args, kwargs, config))
@@ -90,7 +94,12 @@ def trace(
     replay.training = model.training
     inputs = tuple(tensor_leaves(args, kwargs))
     config = replace(
-        config, author_rules=uncast, planned={**own, **config.planned}, edits={}, follow_backward=None
+        config,
+        author_rules=uncast,
+        planned={**own, **config.planned},
+        edits={},
+        follow_backward=None,
+        path=PathTracing.OFF if fp32_trace.path is None else PathTracing.ON,
     )
     traced = capture(replay, inputs, {}, config)
     return separate_backwards(
@@ -104,6 +113,7 @@ def trace(
             random_constants=fp32_trace.random_constants,
             custom_backwards=fp32_trace.custom_backwards,
             backward_notes=fp32_trace.backward_notes,
+            path=fp32_trace.path,
         )
     )
 

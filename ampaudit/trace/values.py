@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ampaudit.core.formats import NumberFormat
 
@@ -22,6 +23,7 @@ __all__ = [
     "sizes_vary",
     "storage_id",
     "torch_dtype",
+    "widened",
 ]
 
 # the 16-bit dtypes (per component), and the dtype that holds each of their values exactly
@@ -43,6 +45,11 @@ def torch_dtype(form: NumberFormat) -> torch.dtype:
     """Return the dtype of a number format."""
     dtype: torch.dtype = getattr(torch, form.name)
     return dtype
+
+
+def widened(value: Any) -> Any:
+    """Return arguments with float32 for 16-bit dtype constants; tensors and nodes pass unchanged."""
+    return pytree.tree_map_only(torch.dtype, lambda dtype: WIDE.get(dtype, dtype), value)
 
 
 def float_value(value: Any) -> torch.Tensor | None:

@@ -10,11 +10,10 @@ import torch
 from torch import fx, nn
 
 from ampaudit.run.backends import rounded
-from ampaudit.run.program import widened
 from ampaudit.run.step import differentiable
 from ampaudit.trace.functional import OnCopy, functionalized
 from ampaudit.trace.graph import Slot, TracedModel
-from ampaudit.trace.values import LOW_PRECISION_DTYPES
+from ampaudit.trace.values import LOW_PRECISION_DTYPES, widened
 
 __all__ = ["Executable", "emulated", "native"]
 

@@ -17,7 +17,9 @@ from ampaudit.run.backward.tape import Tape, TapeEntry
 from ampaudit.run.lockstep import LockStep, Observer, Pair, StepCall
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
-from ampaudit.trace.backward.marks import (
+from ampaudit.trace.converted import attach_weights
+from ampaudit.trace.graph import CustomBackward, FunctionCall, Site
+from ampaudit.trace.marks import (
     FUNCTION_INPUTS,
     FUNCTION_OUTPUTS,
     TENSOR_HOOK,
@@ -25,8 +27,6 @@ from ampaudit.trace.backward.marks import (
     marked_values,
     saved_values,
 )
-from ampaudit.trace.converted import attach_weights
-from ampaudit.trace.graph import CustomBackward, FunctionCall, Site
 
 __all__ = ["CustomBackwardRun", "CustomBackwards", "FaultSource", "GradientPair", "GradientShare"]
 

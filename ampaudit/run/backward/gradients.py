@@ -19,8 +19,8 @@ from ampaudit.run.backward.tape import Tape, needs_gradient
 from ampaudit.run.config import RunConfig
 from ampaudit.run.lockstep import LockStep, Observer
 from ampaudit.run.program import Program
-from ampaudit.trace.backward.marks import FUNCTION_OUTPUTS, TENSOR_HOOK, mark_number, marked_values
 from ampaudit.trace.graph import Placeholder, Slot
+from ampaudit.trace.marks import FUNCTION_OUTPUTS, TENSOR_HOOK, mark_number, marked_values
 
 __all__ = ["GradientAudit"]
 

@@ -13,8 +13,8 @@ from ampaudit.run.backward.custom_backward import FaultSource
 from ampaudit.run.backward.meter import GradientMeter
 from ampaudit.run.backward.record import GradientOrigin
 from ampaudit.run.step import Step
-from ampaudit.trace.backward.marks import is_mark, marked_values
 from ampaudit.trace.graph import Placeholder, Role, Site
+from ampaudit.trace.marks import is_mark, marked_values
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["GradientNames", "MeasuringObserver", "RepairingObserver"]

@@ -12,15 +12,15 @@ from ampaudit.run.lockstep import Observer, Pair, StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
-from ampaudit.trace.backward.marks import (
+from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough
+from ampaudit.trace.graph import Slot
+from ampaudit.trace.marks import (
     FUNCTION_INPUTS,
     FUNCTION_OUTPUTS,
     is_mark,
     mark_number,
     marked_values,
 )
-from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough
-from ampaudit.trace.graph import Slot
 
 __all__ = ["Tape", "TapeEntry", "needs_gradient", "unseen_write"]
 

@@ -1,7 +1,7 @@
-"""Marks custom backwards in a graph while it is traced.
+"""Marks places in a graph while it is traced: custom backwards, and values that Python code reads.
 
 A mark is an op without a result, which every pass of ``torch.export`` keeps. Its ``number`` identifies the
-function call or the hook that it belongs to.
+function call, the hook or the read that it belongs to.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = [
     "FUNCTION_OUTPUTS",
     "OUTPUT_GRADIENT",
     "TENSOR_HOOK",
+    "VALUE_READ",
     "is_mark",
     "mark_number",
     "marked_values",
@@ -33,6 +34,7 @@ _SCHEMAS = (
     "backward_start(Tensor[] near, int number) -> ()",  # the ops of the backward follow
     "output_gradient(Tensor like, int number, int index) -> Tensor",  # stands for the gradient of an output
     "backward_end(Tensor?[] gradients, Tensor[] leaves, int number) -> ()",  # what the backward returns
+    "value_read(Tensor[] value, int number) -> ()",  # Python code reads this value
 )
 
 
@@ -55,7 +57,8 @@ TENSOR_HOOK: OpOverload = _OPS.tensor_hook.default
 BACKWARD_START: OpOverload = _OPS.backward_start.default
 OUTPUT_GRADIENT: OpOverload = _OPS.output_gradient.default
 BACKWARD_END: OpOverload = _OPS.backward_end.default
-_EFFECTS = (FUNCTION_INPUTS, FUNCTION_OUTPUTS, TENSOR_HOOK, BACKWARD_START, BACKWARD_END)
+VALUE_READ: OpOverload = _OPS.value_read.default
+_EFFECTS = (FUNCTION_INPUTS, FUNCTION_OUTPUTS, TENSOR_HOOK, BACKWARD_START, BACKWARD_END, VALUE_READ)
 _MARKS = frozenset({*_EFFECTS, OUTPUT_GRADIENT})
 for _mark in _EFFECTS:
     fx.node.has_side_effect(_mark)  # nothing that lacks users is dropped
@@ -76,7 +79,7 @@ def marked_values(node: fx.Node) -> list[fx.Node]:
 
 
 def mark_number(node: fx.Node) -> int:
-    """Return the number of the function call or hook that a mark belongs to."""
+    """Return the number of the function call, hook or read that a mark belongs to."""
     number = node.args[1] if node.target is not BACKWARD_END else node.args[2]
     assert isinstance(number, int)
     return number

@@ -1,0 +1,204 @@
+"""Records what the model's code reads along a path, and whether it decides the same way in 16 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ampaudit.core.errors import RunFailed
+from ampaudit.core.sites import SiteId, SourceLine
+from ampaudit.run.guards import guarded
+from ampaudit.run.lockstep import LockStep, Observer, StepCall
+from ampaudit.run.path import shape_of
+from ampaudit.run.step import Step
+from ampaudit.trace.graph import TracedModel
+from ampaudit.trace.marks import VALUE_READ, mark_number
+from ampaudit.trace.path.reads import ReadKind, ValueRead, python_value
+
+__all__ = ["PathRecord", "PathValues", "ReadStats", "takes_path"]
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """The reads of values by one line of the model's code, over all batches.
+
+    Attributes:
+        name: how the code reads them (``bool``, ``item``, ``numpy`` ...), or the op whose size they decide.
+        kind: what Python makes of them.
+        layer: path of the module whose forward reads them.
+        source: the innermost line of the model's code.
+        caller: the user's own line, if that is another one.
+        site: the op whose result has another size in 16 bits, if it is one.
+        reads: how often they were read.
+        differing: how often Python goes another way with the values of the 16-bit run.
+        batch: number of the first batch in which it does.
+        fp32: what was read in FP32 the first time that it differs, as text; otherwise the first time.
+        low: the same in 16 bits.
+        error_sq: of arrays of floats, the sum of squared differences.
+        signal_sq: of the same, the sum of squares in FP32.
+    """
+
+    name: str
+    kind: ReadKind
+    layer: str
+    source: SourceLine | None
+    caller: SourceLine | None
+    site: SiteId | None = None
+    reads: int = 0
+    differing: int = 0
+    batch: int | None = None
+    fp32: str = ""
+    low: str = ""
+    error_sq: float = 0.0
+    signal_sq: float = 0.0
+
+    def add(self, batch: int, differs: bool, fp32: str, low: str) -> None:
+        """Add one read."""
+        if not self.reads or (differs and not self.differing):
+            self.fp32, self.low = fp32, low
+        if differs and self.batch is None:
+            self.batch = batch
+        self.reads += 1
+        self.differing += differs
+
+
+@dataclass(slots=True)
+class PathRecord:
+    """What was read along the paths of all batches.
+
+    Attributes:
+        reads: by file, line and name.
+        paths: the different sequences of sites that batches ran.
+    """
+
+    reads: dict[tuple[Any, ...], ReadStats] = field(default_factory=dict)
+    paths: set[int] = field(default_factory=set)
+
+    def stats(self, read: ValueRead | ReadStats, site: SiteId | None = None) -> ReadStats:
+        """Return the statistics of a read's line, creating them if necessary."""
+        key = (read.source, read.caller, read.layer, read.name, site)
+        if key not in self.reads:
+            self.reads[key] = ReadStats(read.name, read.kind, read.layer, read.source, read.caller, site)
+        return self.reads[key]
+
+    def add(self, values: PathValues, traced: TracedModel, batch: int) -> None:
+        """Add what one batch has read."""
+        if traced.path is None:
+            return
+        self.paths.add(hash(tuple(site.id for site in traced.sites)))
+        found = values.results()
+        numbers = {number: low for number, (_, low) in found.items() if low.numel() == 1}
+        plain = {number: low.item() for number, low in numbers.items()}
+        for read in traced.path:
+            fp32, low = found.get(read.number, (read.value, read.value))
+            self._add(read, fp32, low, plain, batch)
+        sites = {site.id: site for site in traced.sites}
+        for id_, size, low_size in values.resized:
+            site = sites[id_]
+            name = site.op.removeprefix("aten.").split(".")[0]
+            sized = ReadStats(name, ReadKind.CHOICE, site.layer, site.source, site.caller)
+            self.stats(sized, id_).add(batch, True, size, low_size)
+
+    def _add(
+        self, read: ValueRead, fp32: torch.Tensor, low: torch.Tensor, plain: dict[int, Any], batch: int
+    ) -> None:
+        stats = self.stats(read)
+        if read.kind is ReadKind.ARRAY and fp32.is_floating_point() and fp32.shape == low.shape:
+            difference = (low.double() - fp32.double()).nan_to_num(math.inf, math.inf, math.inf)
+            stats.error_sq += float(difference.square().sum())
+            stats.signal_sq += float(fp32.double().square().sum())
+        if read.kind is ReadKind.NUMBER:
+            flipped = next((decided for decided in read.decided if decided.differs(plain)), None)
+            differs = flipped is not None
+        else:
+            differs = read.kind is ReadKind.CHOICE and not torch.equal(fp32, low)
+        stats.add(batch, differs, _shown(read, fp32), _shown(read, low))
+
+
+def _shown(read: ValueRead, value: torch.Tensor) -> str:
+    if value.numel() != 1:
+        return shape_of(value)
+    name = "item" if read.name in ("numpy", "tolist") else read.name
+    found = python_value(name, value)
+    return f"{found:.6g}" if isinstance(found, float) else str(found)
+
+
+class PathValues:
+    """Collects what the model's code reads during one run; values stay on their device until the end.
+
+    Attributes:
+        resized: sites whose result has another size in 16 bits, with both sizes.
+    """
+
+    def __init__(self) -> None:
+        self._read: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self.resized: list[tuple[SiteId, str, str]] = []
+
+    def observe(self, step: Step, reference: Any, call: StepCall) -> None:
+        """Keep the values of a read, and the sizes that choices decide."""
+        if call.resized is not None and step.site is not None:
+            self.resized.append((step.site.id, shape_of(reference), call.resized))
+        if step.target is VALUE_READ:
+            ((reference, value),) = call.inputs.values()
+            copied = reference.detach().clone()
+            low = copied if value is reference else value.detach().clone()
+            self._read.append((mark_number(step.node), copied, low))
+
+    def results(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return both values of each read, fetched from their device together."""
+        numbers = [number for number, _, _ in self._read]
+        fp32 = fetched([reference for _, reference, _ in self._read])
+        low = fetched([value for _, _, value in self._read])
+        return dict(zip(numbers, zip(fp32, low, strict=True), strict=True))
+
+
+def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors to the CPU, those of one dtype at once."""
+    found: dict[int, torch.Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        group = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in group]).cpu()
+        parts = flat.split([tensor.numel() for _, tensor in group])
+        found |= {i: part.reshape(tensor.shape) for (i, tensor), part in zip(group, parts, strict=True)}
+    return [found[i] for i in range(len(tensors))]
+
+
+class _LeftPath(Exception):
+    """Raised where a batch takes another path than the graph."""
+
+
+class _PathChecker(Observer):
+    """Compares what a run reads with what the trace has read."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self._reads = {read.number: read.value for read in traced.path or ()}
+
+    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
+        """Stop at the first difference."""
+        if step.target is VALUE_READ:
+            ((given, _),) = call.inputs.values()
+            known = self._reads[mark_number(step.node)]
+            if given.shape != known.shape or not torch.equal(given.cpu(), known):
+                raise _LeftPath
+        else:
+            made = step.node.meta.get("val")
+            if isinstance(made, torch.Tensor) and reference.shape != made.shape:
+                raise _LeftPath
+        return value
+
+
+def takes_path(executor: LockStep, tensors: list[torch.Tensor], seed: int) -> bool:
+    """Return whether a batch takes the path that a graph is valid for, by a run of the reference."""
+    device = executor.device
+    checked = LockStep(executor.program, executor.converted, executor.backend, device, reference_only=True)
+    with guarded(device):
+        torch.manual_seed(seed)
+        try:
+            checked.run(tensors, _PathChecker(executor.program.traced))
+        except (_LeftPath, RunFailed):
+            return False
+    return True

@@ -1,0 +1,206 @@
+"""Records the values that a model's Python code reads from tensors, and what it decides on them."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from ampaudit.core.sites import SourceLine
+from ampaudit.trace.stack import code_line, is_library, is_tool_file
+
+__all__ = ["Decided", "ReadKind", "ReadNumber", "ReadValues", "ValueRead", "model_lines", "python_value"]
+
+Values = Mapping[int, Any]
+_UNKNOWN = object()
+
+
+class ReadKind(StrEnum):
+    """What Python makes of a tensor's values."""
+
+    CHOICE = "choice"  # a boolean or an integer: Python may branch on it
+    NUMBER = "number"  # a float
+    ARRAY = "array"  # a NumPy array or a list, which Python may compute with
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What Python decided on a float that it read, such as a comparison.
+
+    Attributes:
+        taken: the result for the FP32 values.
+        source: the line of the decision.
+        evaluate: the same decision on other values, by the numbers of the reads.
+    """
+
+    taken: Any
+    source: SourceLine | None
+    evaluate: Callable[[Values], Any]
+
+    def differs(self, values: Values) -> bool:
+        """Return whether the decision differs for other values."""
+        try:
+            return bool(self.evaluate(values) != self.taken)
+        except (ArithmeticError, ValueError):
+            return True  # int(inf)
+        except RecursionError:
+            return False  # too long a computation to repeat
+
+
+@dataclass(slots=True)
+class ValueRead:
+    """One read of a tensor's values by the model's code.
+
+    Attributes:
+        number: of its mark in the graph.
+        name: how the code reads them, such as ``item`` or ``numpy``.
+        kind: what Python makes of them.
+        layer: path of the module whose forward reads them.
+        source: the innermost line of the model's code.
+        caller: the user's own line, if that is another one.
+        value: the value that the trace was made with, on the CPU.
+        decided: decisions on a float.
+    """
+
+    number: int
+    name: str
+    kind: ReadKind
+    layer: str
+    source: SourceLine | None
+    caller: SourceLine | None
+    value: torch.Tensor
+    decided: list[Decided] = field(default_factory=list)
+
+
+def python_value(name: str, value: torch.Tensor) -> Any:
+    """Return what a read gives to Python: ``numpy`` and ``tolist`` all values, others the only one."""
+    if name == "numpy":
+        return value.numpy()
+    if name == "tolist":
+        return value.tolist()
+    return value.item() if name == "item" else bool(value)
+
+
+def model_lines() -> tuple[SourceLine | None, SourceLine | None]:
+    """Return the innermost line of the model's code that is running, and the user's own if it differs."""
+    frame, model, own = sys._getframe(1), None, None
+    while frame is not None and own is None:
+        file = frame.f_code.co_filename
+        if not is_tool_file(file) and not file.startswith("<"):
+            line = (file, frame.f_lineno)
+            model = model or line
+            own = None if is_library(file) else line
+        frame = frame.f_back  # type: ignore[assignment]
+    if model is None:
+        return None, None
+    return code_line(*model), code_line(*own) if own is not None and own != model else None
+
+
+class ReadValues:
+    """Collects the reads of one trace.
+
+    Attributes:
+        reads: in the order of the run.
+    """
+
+    def __init__(self) -> None:
+        self.reads: list[ValueRead] = []
+
+    def add(self, name: str, layer: str, value: torch.Tensor) -> ValueRead:
+        """Record a read."""
+        exact = not (value.is_floating_point() or value.is_complex())
+        kind = ReadKind.CHOICE if exact else ReadKind.NUMBER
+        kind = ReadKind.ARRAY if name in ("numpy", "tolist") and not (exact and name == "tolist") else kind
+        source, caller = model_lines()
+        read = ValueRead(len(self.reads), name, kind, layer, source, caller, value)
+        self.reads.append(read)
+        return read
+
+    def tracked(self, read: ValueRead, value: Any) -> Any:
+        """Return what Python gets: a float records what is decided on it."""
+        if not isinstance(value, float):
+            return value
+        return ReadNumber.made(value, self, (read.number,), operator.itemgetter(read.number))
+
+    def decide(self, numbers: Sequence[int], taken: Any, evaluate: Callable[[Values], Any]) -> None:
+        """Record a decision on floats that were read."""
+        source, _ = model_lines()
+        self.reads[numbers[-1]].decided.append(Decided(taken, source, evaluate))
+
+
+class ReadNumber(float):
+    """A float that was read from a tensor: arithmetic with numbers keeps track of it.
+
+    What Python decides on it (comparisons, truth, rounding to an integer) is recorded, to be repeated with
+    the values of the 16-bit run.
+    """
+
+    reads: ReadValues
+    numbers: tuple[int, ...]
+    evaluate: Callable[[Values], Any]
+
+    @classmethod
+    def made(
+        cls, value: float, reads: ReadValues, numbers: tuple[int, ...], evaluate: Callable[[Values], Any]
+    ) -> ReadNumber:
+        """Make a number from its value and how it follows from the reads."""
+        number = cls(value)
+        number.reads, number.numbers, number.evaluate = reads, numbers, evaluate
+        return number
+
+    def __reduce__(self) -> Any:
+        """Copy as a plain float."""
+        return float, (float(self),)
+
+    def __hash__(self) -> int:
+        """Hash like the float."""
+        return float.__hash__(self)
+
+
+def _combined(first: Any, second: Any, function: Callable[..., Any]) -> Callable[[Values], Any]:
+    def evaluate(values: Values) -> Any:
+        left = first.evaluate(values) if isinstance(first, ReadNumber) else first
+        right = second.evaluate(values) if isinstance(second, ReadNumber) else second
+        return function(left) if right is _UNKNOWN else function(left, right)
+
+    return evaluate
+
+
+def _method(name: str, function: Callable[..., Any], *, decides: bool, swapped: bool = False) -> None:
+    """Define a method of ``ReadNumber`` that keeps track of the number, or records a decision."""
+    plain = getattr(float, name)
+
+    def method(self: ReadNumber, *others: Any) -> Any:
+        result = plain(self, *others)
+        if result is NotImplemented or len(others) > 1:
+            return result
+        other = others[0] if others and others[0] is not None else _UNKNOWN
+        evaluate = _combined(other, self, function) if swapped else _combined(self, other, function)
+        numbers = self.numbers + (other.numbers if isinstance(other, ReadNumber) else ())
+        if decides:
+            self.reads.decide(numbers, result, evaluate)
+            return result
+        return ReadNumber.made(result, self.reads, numbers, evaluate) if isinstance(result, float) else result
+
+    setattr(ReadNumber, name, method)
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _method(f"__{_name}__", getattr(operator, _name), decides=True)
+_ROUNDING: dict[str, Callable[..., Any]] = {
+    **{"bool": bool, "int": int, "round": round},
+    **{"trunc": math.trunc, "floor": math.floor, "ceil": math.ceil},
+}
+for _name, _function in _ROUNDING.items():
+    _method(f"__{_name}__", _function, decides=True)
+for _name in ("add", "sub", "mul", "truediv", "mod", "pow", "floordiv"):
+    _method(f"__{_name}__", getattr(operator, _name), decides=False)
+    _method(f"__r{_name}__", getattr(operator, _name), decides=False, swapped=True)
+for _name in ("neg", "abs", "pos"):
+    _method(f"__{_name}__", getattr(operator, _name), decides=False)

@@ -1,0 +1,150 @@
+"""Answers what a trace without values cannot: numbers that Python asks for, and sizes that values decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from ampaudit.trace.fake_model import fake_like
+from ampaudit.trace.internals import (
+    FakeTensor,
+    ProxyTorchDispatchMode,
+    Replacement,
+    patched,
+    proxy_of,
+    recording_mode,
+    track_tensor_tree,
+    without_symbols,
+)
+from ampaudit.trace.marks import VALUE_READ
+from ampaudit.trace.op_calls import OpCalled
+from ampaudit.trace.opnames import base_name
+from ampaudit.trace.path.reads import ReadValues, python_value
+from ampaudit.trace.path.values import Fp32Values, computing
+from ampaudit.trace.values import CASTABLE_DTYPES
+
+__all__ = ["READING", "PathRecorder", "PathTracing"]
+
+aten = torch.ops.aten
+# ops that return numbers to Python, by what Python calls them
+READING = {
+    aten.item.default: "item",
+    aten._local_scalar_dense.default: "item",
+    aten.is_nonzero.default: "bool",
+    aten.equal.default: "equal",
+}
+
+
+class PathTracing(StrEnum):
+    """Whether a trace follows the path that its inputs take; it is valid for inputs that take the same."""
+
+    OFF = "off"
+    FALLBACK = "fallback"  # where there is no trace for all inputs
+    ON = "on"
+
+
+class PathRecorder:
+    """Follows one trace with the FP32 values of its tensors.
+
+    Attributes:
+        values: the FP32 values.
+        reads: what the model's code has read of them.
+    """
+
+    def __init__(self) -> None:
+        self.values = Fp32Values()
+        self.reads = ReadValues()
+        self._layer: Any = lambda: ""
+
+    def begin(
+        self,
+        model: nn.Module,
+        fake_model: nn.Module,
+        given: Sequence[torch.Tensor],
+        fakes: Sequence[torch.Tensor],
+    ) -> None:
+        """Give the weights and inputs of a trace their values."""
+        with computing():
+            self.values.give_model(model, fake_model)
+            for fake, tensor in zip(fakes, given, strict=True):
+                self.values.give_input(fake, tensor)
+        for fake in (*fakes, *fake_model.parameters()):
+            if isinstance(fake, FakeTensor):
+                without_symbols(fake.fake_mode)
+
+    @contextmanager
+    def answering(self, layer: Any) -> Iterator[None]:
+        """Answer reads of fake tensors while active; ``layer`` gives the layer whose code is running."""
+        self._layer = layer
+
+        def replacement(name: str) -> Replacement:
+            return Replacement(FakeTensor, name, lambda tensor, *args, **kwargs: self.read(name, tensor))
+
+        with patched([replacement(name) for name in ("item", "tolist", "numpy")]):
+            yield
+
+    def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
+        """Return what an op gives to Python code."""
+        with mode:
+            if op is not aten.equal.default:
+                return self.read(READING[op], args[0])
+            first, second = args
+            return first.shape == second.shape and self.read("equal", first.eq(second).all())
+
+    def read(self, name: str, tensor: torch.Tensor) -> Any:
+        """Return the FP32 value of a tensor to Python code, and mark where it was read."""
+        with computing():
+            value = self.values.of(tensor).detach().to("cpu", copy=True)  # the code may write to an array
+            found = python_value(name, value)  # raises as torch does, for several values
+        if recording_mode() is None or getattr(tensor, "constant", None) is not None:
+            return found
+        read = self.reads.add(name, self._layer(), value)
+        VALUE_READ([tensor], read.number)
+        return self.reads.tracked(read, found)
+
+    def record(
+        self, mode: ProxyTorchDispatchMode, called: OpCalled, original_args: Mapping[int | str, Any]
+    ) -> Any:
+        """Record an op whose result torch cannot describe without values."""
+        values = self.values.call(called, original_args)
+        leaves, structure = pytree.tree_flatten((called.args, called.kwargs))
+        fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        described = values if called.op.namespace == "aten" else self._in_own_dtypes(called, values)
+        dtypes = {fake.dtype for fake in fakes} & set(CASTABLE_DTYPES)
+        low = dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+        def fake_of(value: torch.Tensor) -> torch.Tensor:
+            dtype = low if described is values and value.dtype is torch.float32 else value.dtype
+            return fake_like(value, fakes[0].fake_mode, dtype)
+
+        result = pytree.tree_map_only(torch.Tensor, fake_of, described)
+        proxies = [proxy_of(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(proxies, structure)
+        made = mode.tracer.create_proxy("call_function", called.op, args, kwargs, name=base_name(called.op))
+        result = track_tensor_tree(result, made, constant=None, tracer=mode.tracer)
+        self.values.give_result(result, values)
+        return result
+
+    def _in_own_dtypes(self, called: OpCalled, values: Any) -> Any:
+        """Call an op in the dtypes of the trace, which says what dtypes it returns."""
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            return self.values.of(tensor).to(tensor.dtype)
+
+        with computing():
+            args, kwargs = pytree.tree_map_only(torch.Tensor, real, (called.args, called.kwargs))
+            made = called.op(*args, **kwargs)
+        shapes = [getattr(leaf, "shape", None) for leaf in pytree.tree_leaves(made)]
+        if shapes == [getattr(leaf, "shape", None) for leaf in pytree.tree_leaves(values)]:
+            return made
+        dtypes = [getattr(leaf, "dtype", None) for leaf in pytree.tree_leaves(made)]
+        leaves, structure = pytree.tree_flatten(values)
+        placed = [v if d is None else v.to(d) for v, d in zip(leaves, dtypes, strict=True)]
+        return pytree.tree_unflatten(placed, structure)

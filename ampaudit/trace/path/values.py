@@ -1,0 +1,98 @@
+"""Computes the FP32 value of each fake tensor of a trace, op by op, for code that reads values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ampaudit.trace.eager_call import without_low_precision, writable
+from ampaudit.trace.fake_model import named_tensors
+from ampaudit.trace.internals import FakeTensor, without_autocast, without_modes, without_torch_function
+from ampaudit.trace.op_calls import OpCalled
+from ampaudit.trace.opnames import converts, written_values
+from ampaudit.trace.values import storage_id, widened
+
+__all__ = ["Fp32Values", "computing"]
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Compute with real tensors while a trace is being made."""
+    with without_modes(), without_torch_function(), without_autocast(), torch.no_grad():
+        yield
+
+
+class Fp32Values:
+    """The FP32 values of fake tensors, each for as long as its fake tensor exists.
+
+    They are those of the reference: 16-bit dtypes are widened to float32, and arguments that the policy
+    changed are taken as the FP32 model has them. The user's own tensors are never written to.
+    """
+
+    def __init__(self) -> None:
+        self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._shared: set[int] = set()  # storages of the user's own weights
+
+    def give_model(self, model: nn.Module, fake_model: nn.Module) -> None:
+        """Give the fake parameters and buffers of a model the values of the real ones."""
+        real = named_tensors(model)
+        for name, fake in named_tensors(fake_model).items():
+            if name not in real or fake in self._values:
+                continue
+            if isinstance(real[name], nn.Parameter):
+                self._values[fake] = without_low_precision(real[name], None)
+                self._shared.add(storage_id(self._values[fake]))
+            else:
+                self._values[fake] = writable(real[name], None)
+
+    def give_input(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Give a fake input the value of a real one."""
+        self._values[fake] = writable(tensor, None)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the FP32 value of a tensor of the trace; a real one is a constant."""
+        found: torch.Tensor | None = self._values.get(tensor)
+        if found is None:
+            if isinstance(tensor, FakeTensor):
+                raise RuntimeError("a tensor of the trace has no value")
+            found = writable(tensor, None)
+            self._values[tensor] = found
+        return found
+
+    def call(self, called: OpCalled, original_args: Mapping[int | str, Any]) -> Any:
+        """Return the result of an op on FP32 values."""
+        with computing():
+            self._keep_own_weights(called)
+            args = tuple(original_args.get(i, value) for i, value in enumerate(called.args))
+            kwargs = {name: original_args.get(name, value) for name, value in called.kwargs.items()}
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self.of, (widened(args), widened(kwargs)))
+            result = called.op(*args, **kwargs)
+            if converts(called.op) and result is args[0] and storage_id(result) not in self._shared:
+                return result.clone()  # in 16 bits, a cast is a copy
+            return result
+
+    def follow(self, called: OpCalled, original_args: Mapping[int | str, Any], result: Any) -> None:
+        """Compute an op that was recorded on fake tensors."""
+        self.give_result(result, self.call(called, original_args))
+
+    def give_result(self, result: Any, values: Any) -> None:
+        """Give the fake tensors among an op's results their values."""
+        fakes, found = pytree.tree_leaves(result), pytree.tree_leaves(values)
+        for fake, value in zip(fakes, found, strict=True):
+            if isinstance(fake, torch.Tensor):
+                self._values[fake] = value
+
+    def _keep_own_weights(self, called: OpCalled) -> None:
+        """Copy a weight of the user before an op writes to it."""
+        for written in written_values(called.op, called.args, called.kwargs):
+            if not isinstance(written, torch.Tensor) or not isinstance(written, FakeTensor):
+                continue
+            value = self.of(written)
+            if storage_id(value) in self._shared:
+                self._values[written] = value.clone()
