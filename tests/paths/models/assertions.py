@@ -18,7 +18,7 @@ class Checked(nn.Module):
         assert torch.isfinite(x).all()
         assert torch.allclose(x.sum(-1), torch.ones(len(x), dtype=x.dtype), atol=1e-2)
         odds = self.gain / (x * (1 - x))  # OVERFLOW
-        return self.linear(odds.clamp(max=40.0) / 40)
+        return self.linear(odds / self.gain / 40)
 
 
 def get_model(gain: float = 0.01) -> nn.Module:

@@ -17,7 +17,7 @@ class Graph(nn.Module):
     def forward(self, edges: torch.Tensor) -> torch.Tensor:
         nodes, position = torch.unique(edges, return_inverse=True)
         states = self.embedding(nodes)
-        messages = self.message(states[position[0]]) * self.gain
+        messages = self.message(states[position[0]]).to(states.dtype) * self.gain
         gathered = torch.zeros_like(states)
         gathered = gathered.index_add(0, position[1], messages * self.gain)  # OVERFLOW
         degrees = torch.bincount(position[1], minlength=len(nodes)).clamp(min=1)

@@ -16,7 +16,7 @@ class Merged(nn.Module):
 
     def forward(self, ids: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
         words = self.words(ids)
-        patches = self.tower(image).flatten(2).transpose(1, 2).reshape(-1, 8)
+        patches = self.tower(image).to(words.dtype).flatten(2).transpose(1, 2).reshape(-1, 8)
         is_image = ids == 19
         if is_image.sum() != len(patches):
             raise ValueError(f"{is_image.sum().item()} image tokens, {len(patches)} patches")

@@ -24,7 +24,7 @@ class Speech(nn.Module):
         for row, states_of_row, many in zip(frames, states, durations, strict=True):
             row[: int(many.sum())] = torch.repeat_interleave(states_of_row, many, dim=0)
         energies = torch.exp(self.gain * self.spectrum(frames))  # OVERFLOW
-        energies = energies.clamp(0.01, 50).log()
+        energies = (energies + 0.01).log()
         return self.wave(self.vocoder(energies.transpose(1, 2))).tanh()
 
 

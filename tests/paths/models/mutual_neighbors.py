@@ -22,7 +22,7 @@ class Neighbors(nn.Module):
             return states
         left, right = states[edges[0]], states[edges[1]]
         force = (left - right).abs().mul(self.gain).pow(3)  # OVERFLOW
-        return states.index_add(0, edges[0], (force / self.gain**3).clamp(max=1))
+        return states.index_add(0, edges[0], (force / self.gain**3).to(states.dtype))
 
 
 def get_model(gain: float = 1.0) -> nn.Module:

@@ -31,6 +31,6 @@ def planted() -> nn.Module:
     return get_model(2000.0)
 
 
-def example_inputs() -> torch.Tensor:
+def batches() -> list[torch.Tensor]:
     torch.manual_seed(1)
-    return torch.randn(4, 8)
+    return [torch.randn(4, 8), torch.randn(4, 8)]

@@ -28,13 +28,12 @@ class Speculative(nn.Module):
             for token, likely in zip(drafted, chance, strict=True):
                 logits = self.target(state)
                 unnormalized = (logits * self.gain).exp()  # OVERFLOW
-                unnormalized = unnormalized.clamp(max=100.0)
-                ratio = unnormalized[token] / unnormalized.sum() / likely
+                ratio = unnormalized[token].log() / unnormalized.log().logsumexp(-1) / likely
                 state = (state + self.embedding.weight[token]) / 2
                 accepted.append(token)
                 if ratio < 0.5:
                     break
-        return self.target(state)
+        return self.target(state) * ratio
 
 
 def get_model(gain: float = 1.0) -> nn.Module:
