@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch._export.utils as export_utils
+import torch.export._trace as export_trace
 import torch.utils.checkpoint
 from torch._C import DispatchKey
 from torch._dynamo import _trace_wrapped_higher_order_op as indexing
@@ -40,6 +41,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "READS_MEMORY",
     "SHAPE_UNKNOWN",
     "BackwardHookFunction",
     "DispatchKey",
@@ -51,6 +53,7 @@ __all__ = [
     "TorchDispatchMode",
     "custom_function_call",
     "disable_proxy_modes_tracing",
+    "export_trace",
     "export_utils",
     "function_apply",
     "function_base",
@@ -81,6 +84,8 @@ function_apply: Any = torch._C._FunctionBase.__dict__["apply"]
 recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 # raised for an op of which fake tensors cannot say what it returns
 SHAPE_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+# what an op says that reads memory of its inputs, which fake tensors lack
+READS_MEMORY = "data is not allocated yet"
 # hooks that every module calls
 global_hooks = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 # nodes of an exported graph that enter and leave regions

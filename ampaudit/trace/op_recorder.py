@@ -16,7 +16,7 @@ from ampaudit.core.sites import SiteId
 from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, NO_KERNEL, Caster
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
-from ampaudit.trace.internals import SHAPE_UNKNOWN, ProxyTorchDispatchMode, without_autocast
+from ampaudit.trace.internals import READS_MEMORY, SHAPE_UNKNOWN, ProxyTorchDispatchMode, without_autocast
 from ampaudit.trace.op_calls import OpCalled, returning, written_into
 from ampaudit.trace.opnames import composite_kernel, is_composite
 from ampaudit.trace.path.recorder import PathRecorder
@@ -95,16 +95,19 @@ class OpRecorder:
         return self._clamped(record, result)
 
     def _parts(self, called: OpCalled) -> Any:
-        """Record the ops of a composite op; ``NotImplemented`` where it refuses 16 bits as a whole."""
+        """Record the ops of a composite op; ``NotImplemented`` where it has to stay whole.
+
+        It refuses 16 bits as a whole, or reads the memory of its inputs.
+        """
         try:
             kernel = called.op.decompose if is_composite(called.op) else composite_kernel(called.op)
             assert kernel is not None
             with self._mode:
                 return kernel(*called.args, **called.kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if not _NO_KERNEL.search(str(error)):
-                raise
-            return NotImplemented
+            if _NO_KERNEL.search(str(error)) or (self._path is not None and READS_MEMORY in str(error)):
+                return NotImplemented
+            raise
 
     def _without_kernel(
         self, record: OpRecord, called: OpCalled, dtype: torch.dtype
@@ -178,8 +181,8 @@ class OpRecorder:
                 result = by(mode, called.op, called.args, called.kwargs)
             else:
                 result = self._by_torch(mode, called.op, self._types, called.args, called.kwargs)
-        except SHAPE_UNKNOWN:
-            if path is None:
+        except (*SHAPE_UNKNOWN, RuntimeError) as error:
+            if path is None or not (isinstance(error, SHAPE_UNKNOWN) or READS_MEMORY in str(error)):
                 raise
             return path.record(mode, called, record.original_args)
         if path is not None and result is not NotImplemented:
