@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Literal
 
 from ampaudit.audit.checks import ALL_CHECKS, Finding, Severity, run_checks
-from ampaudit.audit.checks.interface import CheckContext, finding_source
+from ampaudit.audit.checks.interface import CheckContext, finding_source, source_of
 from ampaudit.audit.checks.output_error import accuracy_text
 from ampaudit.audit.gradient_report import backward_report, gradient_of
 from ampaudit.core.formats import WHAT_IF_FORMATS, NumberFormat
@@ -18,6 +18,7 @@ from ampaudit.core.version import __version__
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.extrapolation import Proofs, Tail, VerdictChange
 from ampaudit.report.finding import FailOn, threshold
+from ampaudit.report.input_path import InputPath, ReadLine
 from ampaudit.report.model import (
     SCHEMA,
     Coverage,
@@ -75,6 +76,7 @@ def build_report(
         raised=promoted,
         proofs=_proofs(context),
         tails=_tails(context),
+        path=_path(context),
         backward=backward_report(context),
         environment=this_environment(),
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
@@ -155,6 +157,27 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         inside=seen.inside_peak if seen is not None and seen.inside_peak > 0 else None,
         what_if=what_if,
     )
+
+
+def _path(context: CheckContext) -> InputPath | None:
+    record = context.record.path
+    if not record.paths:
+        return None
+    lines = [
+        ReadLine(
+            name=stats.name,
+            kind=stats.kind.value,
+            layer=stats.layer,
+            source=source_of(stats.source, stats.caller),
+            reads=stats.reads,
+            differing=stats.differing,
+            batch=stats.batch,
+            fp32=stats.fp32,
+            low=stats.low,
+        )
+        for stats in record.reads.values()
+    ]
+    return InputPath(len(record.paths), tuple(lines))
 
 
 def _bound(context: CheckContext, site: Site) -> float | None:

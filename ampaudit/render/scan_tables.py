@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 
 from ampaudit.core.formats import format_named
 from ampaudit.core.text import escape_control, format_number, plural
@@ -22,6 +23,7 @@ def level_sections(report: Report, count: int) -> Iterator[Section]:
     elif report.run.level == "static":
         yield from _unproved(report, 2 * count)
     else:
+        yield from _path(report, 2 * count)
         yield from _promoted(report, count)
         yield from _changed(report, 2 * count)
         yield from _nearest(report, count)
@@ -100,6 +102,26 @@ def _promoted(report: Report, count: int) -> Iterator[Section]:
         blocks.append(line(more, style="dim"))
     title = f"Promoted to float32 because of their values: {plural(len(sites), 'site')}{beyond}"
     yield Section(tuple(blocks), title)
+
+
+def _path(report: Report, count: int) -> Iterator[Section]:
+    """Return the lines whose decisions on values chose the code that was audited, those that flip first."""
+    if report.path is None or not report.path.lines:
+        return
+    dtype, lines = report.run.dtype, sorted(report.path.lines, key=lambda read: not read.differing)
+    rows = []
+    for read in lines[:count]:
+        place = read.source.evident if read.source is not None else None
+        where = f"{PurePath(place.file).name}:{place.line}" if place is not None else read.layer or "(top)"
+        decides = "the same way" if not read.differing else f"differently, {read.differing} of {read.reads}"
+        decides = "values leave torch" if read.kind == "array" else decides
+        rows.append((escape_control(where), read.name, f"{read.reads:,}", read.fp32, read.low, decides))
+    heads = ("line", "reads by", "times", "FP32", dtype, "decides in 16 bits")
+    blocks: list[Block] = [tabulate(heads, rows, left=("reads by", "decides in 16 bits"))]
+    if len(lines) > count:
+        blocks.append(line(f"and {len(lines) - count} more lines", style="dim"))
+    paths = "" if report.path.count == 1 else f", which take {report.path.count} paths"
+    yield Section(tuple(blocks), f"Decided by values: the audit follows FP32 on these inputs{paths}")
 
 
 def _what_if(report: Report, count: int) -> Iterator[Section]:

@@ -33,7 +33,8 @@ def verdict_words(report: Report) -> tuple[str, str]:
     else:
         what = "; ".join((*_sound(report), *_gaps(report)))
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
-    return word, f"{what}{extra}{_ignored(report)}{made_up}"
+    path = "; along the path that these inputs take" if report.path is not None else ""
+    return word, f"{what}{extra}{_ignored(report)}{path}{made_up}"
 
 
 def _ignored(report: Report) -> str:

@@ -22,6 +22,7 @@ from ampaudit.report.card import CardRows, Shown, counted
 from ampaudit.report.extrapolation import Proofs, Stressed, Tail, VerdictChange
 from ampaudit.report.finding import CRASHED, CombinedPolicy, Finding, Severity
 from ampaudit.report.gradients import BackwardReport
+from ampaudit.report.input_path import InputPath
 from ampaudit.report.inputs import InputsInfo, of_made_up
 from ampaudit.report.site import SiteReport
 
@@ -144,7 +145,7 @@ class Environment:
 class Report(Shown):
     """The report of an audit.
 
-    ``raised`` is schema 1's name for ``promoted``.
+    ``raised`` is schema 1's name for ``promoted``; ``path`` is given where its code depends on values.
     """
 
     schema: Literal[1]
@@ -168,6 +169,7 @@ class Report(Shown):
     tails: tuple[Tail, ...] = ()
     backward: BackwardReport | None = None
     combined: CombinedPolicy | None = None
+    path: InputPath | None = None
     kind: Literal["scan"] = "scan"
 
     @property

@@ -13,7 +13,8 @@ from ampaudit.core.sites import SiteId
 from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.backends import Backend
 from ampaudit.run.backward.record import GradientRecord
-from ampaudit.run.lockstep import LockStep, Observer, Pair
+from ampaudit.run.lockstep import LockStep
+from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.program import Program
 from ampaudit.trace.converted import Release
 from ampaudit.trace.edits import Edit

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ampaudit.run.lockstep import StepCall
+from ampaudit.run.observer import StepCall
 from ampaudit.run.step import Step
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name, named_arguments

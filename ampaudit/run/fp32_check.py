@@ -14,7 +14,7 @@ from ampaudit.policy import plain_fp32
 from ampaudit.run.code_record import CodeRecord, OutputDifference
 from ampaudit.run.config import RunConfig
 from ampaudit.run.eager import EagerModel
-from ampaudit.run.lockstep import Pair
+from ampaudit.run.observer import Pair
 from ampaudit.run.outputs import output_kind
 from ampaudit.run.program import Program
 from ampaudit.source.interface import Batch

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ampaudit.run.backends import Backend
-from ampaudit.run.lockstep import StepCall
+from ampaudit.run.observer import StepCall
 from ampaudit.run.step import Step
 from ampaudit.run.views import components
 from ampaudit.trace.graph import Role

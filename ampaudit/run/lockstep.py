@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch import fx
 
 from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.device import random_state, restore_random_state
-from ampaudit.run.measure import BlockMeasure
-from ampaudit.run.path import represented, same_shapes, shape_of, with_fp32_choices_in
+from ampaudit.run.observer import Observer, Pair, StepCall, resolved
+from ampaudit.run.path import call_on_path
 from ampaudit.run.program import Program
 from ampaudit.run.sharing import MISSING, SharedReference
 from ampaudit.run.step import Step, noting_line
@@ -20,58 +19,7 @@ from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["LockStep", "Observer", "Pair", "StepCall"]
-
-Pair = tuple[Any, Any]
-
-
-class Observer:
-    """Observes the values of each step; the base class ignores them."""
-
-    __slots__ = ()
-
-    def block_measure(self, step: Step, reference: Any) -> BlockMeasure | None:
-        """Return an object that measures the converted run's step block by block, if any."""
-        del step, reference
-        return None
-
-    def observe(self, step: Step, reference: Any, value: Any, call: StepCall) -> Any:
-        """Observe a pair; the returned value continues in the converted run (normally ``value`` itself)."""
-        del step, reference, call
-        return value
-
-
-class StepCall:
-    """The resolved arguments of one step, with which observers can call it again."""
-
-    __slots__ = ("_template", "args", "inputs", "kwargs", "measure", "resized", "shared", "state")
-
-    def __init__(
-        self,
-        inputs: dict[fx.Node, Pair],
-        step: Step,
-        reference: Float32Backend,
-        backend: Backend,
-        shared: bool,
-    ) -> None:
-        self.inputs = inputs
-        self.shared = shared
-        self.measure: BlockMeasure | None = None
-        self.state: torch.Tensor | None = None  # of the random numbers, before a step that draws some
-        self.resized: str | None = None  # the sizes that the 16-bit run's own choices would have given
-        self._template = reference.arguments(step)[0]
-        args, kwargs = (reference if shared else backend).arguments(step)
-        self.args, self.kwargs = _resolved(args, inputs, 1), _resolved(kwargs, inputs, 1)
-
-    def updates(self, step: Step) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return written arguments besides the result: their position, and their value in both runs."""
-        return [(position, self.ref_args[position], self.args[position]) for position, _ in step.updates]
-
-    @property
-    def ref_args(self) -> tuple[Any, ...]:
-        """The reference's positional arguments."""
-        resolved: tuple[Any, ...] = _resolved(self._template, self.inputs, 0)
-        return resolved
+__all__ = ["LockStep"]
 
 
 class LockStep:
@@ -165,7 +113,7 @@ class LockStep:
                     sides[node] = (self._reference_weight(node), None)
             args, kwargs = self._reference.arguments(step)
             found[step.node] = self._reference_call(
-                step, _resolved(args, sides, 0), _resolved(kwargs, sides, 0), shared
+                step, resolved(args, sides, 0), resolved(kwargs, sides, 0), shared
             )
         return [found[step.node] for step in group]
 
@@ -213,22 +161,10 @@ class LockStep:
         return reference, observer.observe(step, reference, value, call)
 
     def _call(self, step: Step, call: StepCall, reference: Any) -> tuple[StepCall, Any]:
-        """Call a step in 16 bits; where the graph is of one path, on FP32's choices if its sizes differ."""
+        """Call a step in 16 bits."""
         if self.program.traced.path is None:
             return call, self.backend.call(step, call.args, call.kwargs, call.measure)
-        own = "sizes that do not fit"
-        with contextlib.suppress(RuntimeError, IndexError):
-            result = self.backend.call(step, call.args, call.kwargs, call.measure)
-            if same_shapes(reference, result):
-                return call, result
-            own = shape_of(result)
-        inputs = with_fp32_choices_in(call.inputs)
-        call = StepCall(inputs, step, self._reference, self.backend, shared=False)
-        call.resized = own
-        result = self.backend.call(step, call.args, call.kwargs)
-        if not same_shapes(reference, result):
-            result = represented(self.backend, step, reference)
-        return call, result
+        return call_on_path(step, call, reference, self._reference, self.backend)
 
     def _rounds(self, step: Step) -> bool:
         """Return whether the converted run may differ from the reference on equal inputs."""
@@ -308,7 +244,3 @@ def _last(steps: Generator[tuple[Step, ...], None, list[Pair]]) -> list[Pair]:
         except StopIteration as end:
             outputs: list[Pair] = end.value
             return outputs
-
-
-def _resolved(template: Any, inputs: dict[fx.Node, Pair], side: int) -> Any:
-    return fx.node.map_arg(template, lambda node: inputs[node][side])

@@ -16,9 +16,9 @@ from ampaudit.run.accumulation import multiplies
 from ampaudit.run.backends import Backend
 from ampaudit.run.decisions import differing_choices
 from ampaudit.run.local import local_error
-from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import FIELDS, BlockMeasure, measure_any, measure_cpu
 from ampaudit.run.norm_internals import inside_peak
+from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.path_record import PathValues
 from ampaudit.run.samples import Samples
 from ampaudit.run.step import Step

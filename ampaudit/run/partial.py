@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from ampaudit.run.backends import Emulated, Float32Backend
-from ampaudit.run.lockstep import LockStep, Pair
+from ampaudit.run.lockstep import LockStep
 from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.observer import Pair
 from ampaudit.run.step import Step
 from ampaudit.trace.graph import Placeholder
 

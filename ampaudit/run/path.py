@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ampaudit.run.backends import Backend
+from ampaudit.run.backends import Backend, Float32Backend
+from ampaudit.run.observer import Pair, StepCall
 from ampaudit.run.step import Step
 
-__all__ = ["represented", "same_shapes", "shape_of", "with_fp32_choices_in"]
+__all__ = ["call_on_path", "shape_of"]
 
 
-def same_shapes(reference: Any, value: Any) -> bool:
-    """Return whether two results of an op have the same shapes."""
-    sides = [pytree.tree_leaves(reference), pytree.tree_leaves(value)]
-    first, second = ([getattr(leaf, "shape", None) for leaf in leaves] for leaves in sides)
-    return first == second
+def call_on_path(
+    step: Step, call: StepCall, reference: Any, float32: Float32Backend, backend: Backend
+) -> tuple[StepCall, Any]:
+    """Call a step in 16 bits, on FP32's choices where its own give other sizes than the graph's."""
+    own = "sizes that do not fit"
+    with contextlib.suppress(RuntimeError, IndexError):
+        result = backend.call(step, call.args, call.kwargs, call.measure)
+        if _shapes(reference) == _shapes(result):
+            return call, result
+        own = shape_of(result)
+    call = StepCall(_with_fp32_choices(call.inputs), step, float32, backend, shared=False)
+    call.resized = own
+    result = backend.call(step, call.args, call.kwargs)
+    if _shapes(reference) != _shapes(result):
+        result = _represented(backend, step, reference)
+    return call, result
+
+
+def _shapes(result: Any) -> list[Any]:
+    return [getattr(leaf, "shape", None) for leaf in pytree.tree_leaves(result)]
 
 
 def shape_of(result: Any) -> str:
@@ -27,10 +44,10 @@ def shape_of(result: Any) -> str:
     return "x".join(map(str, shape)) or "one value"
 
 
-def with_fp32_choices_in(inputs: dict[fx.Node, tuple[Any, Any]]) -> dict[fx.Node, tuple[Any, Any]]:
+def _with_fp32_choices(inputs: dict[fx.Node, Pair]) -> dict[fx.Node, Pair]:
     """Give the 16-bit run the choices of FP32: the booleans and integers among an op's inputs."""
 
-    def chosen(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    def chosen(pair: Pair) -> Pair:
         reference, value = pair
         exact = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
         return (reference, reference) if exact else pair
@@ -38,7 +55,7 @@ def with_fp32_choices_in(inputs: dict[fx.Node, tuple[Any, Any]]) -> dict[fx.Node
     return {node: chosen(pair) for node, pair in inputs.items()}
 
 
-def represented(backend: Backend, step: Step, reference: Any) -> Any:
+def _represented(backend: Backend, step: Step, reference: Any) -> Any:
     """Return the reference's result of a step as the 16-bit run holds it."""
     if isinstance(reference, torch.Tensor):
         return backend.represent(reference, step.dtypes[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from ampaudit.core.errors import RunFailed
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.run.guards import guarded
-from ampaudit.run.lockstep import LockStep, Observer, StepCall
+from ampaudit.run.lockstep import LockStep
+from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.path import shape_of
 from ampaudit.run.step import Step
 from ampaudit.trace.graph import TracedModel
-from ampaudit.trace.marks import VALUE_READ, mark_number
+from ampaudit.trace.marks import VALUE_READ, mark_number, marked_values
 from ampaudit.trace.path.reads import ReadKind, ValueRead, python_value
+from ampaudit.trace.replay import META_KEY
 
 __all__ = ["PathRecord", "PathValues", "ReadStats", "takes_path"]
 
@@ -32,7 +34,8 @@ class ReadStats:
         layer: path of the module whose forward reads them.
         source: the innermost line of the model's code.
         caller: the user's own line, if that is another one.
-        site: the op whose result has another size in 16 bits, if it is one.
+        sizes: whether an op's sizes depend on values, rather than Python code.
+        producer: the op that computed the values.
         reads: how often they were read.
         differing: how often Python goes another way with the values of the 16-bit run.
         batch: number of the first batch in which it does.
@@ -47,7 +50,8 @@ class ReadStats:
     layer: str
     source: SourceLine | None
     caller: SourceLine | None
-    site: SiteId | None = None
+    sizes: bool = False
+    producer: SiteId | None = None
     reads: int = 0
     differing: int = 0
     batch: int | None = None
@@ -78,12 +82,10 @@ class PathRecord:
     reads: dict[tuple[Any, ...], ReadStats] = field(default_factory=dict)
     paths: set[int] = field(default_factory=set)
 
-    def stats(self, read: ValueRead | ReadStats, site: SiteId | None = None) -> ReadStats:
-        """Return the statistics of a read's line, creating them if necessary."""
-        key = (read.source, read.caller, read.layer, read.name, site)
-        if key not in self.reads:
-            self.reads[key] = ReadStats(read.name, read.kind, read.layer, read.source, read.caller, site)
-        return self.reads[key]
+    def stats(self, made: ReadStats) -> ReadStats:
+        """Return the statistics of a line, which begin with the given ones."""
+        key = (made.source, made.caller, made.layer, made.name)
+        return self.reads.setdefault(key, made)
 
     def add(self, values: PathValues, traced: TracedModel, batch: int) -> None:
         """Add what one batch has read."""
@@ -93,20 +95,39 @@ class PathRecord:
         found = values.results()
         numbers = {number: low for number, (_, low) in found.items() if low.numel() == 1}
         plain = {number: low.item() for number, low in numbers.items()}
+        producers = dict(_producers(traced))
         for read in traced.path:
             fp32, low = found.get(read.number, (read.value, read.value))
-            self._add(read, fp32, low, plain, batch)
-        sites = {site.id: site for site in traced.sites}
-        for id_, size, low_size in values.resized:
-            site = sites[id_]
+            self._add(read, producers.get(read.number), (fp32, low), plain, batch)
+        self._add_sizes(values, traced, batch)
+
+    def _add_sizes(self, values: PathValues, traced: TracedModel, batch: int) -> None:
+        """Add the ops whose sizes depend on values."""
+        resized, sites = dict(values.resized), traced.site_of_node
+        for node in traced.graph.nodes:
+            site, record = sites.get(node.name), node.meta.get(META_KEY)
+            if site is None or not (site.id in resized or (record is not None and record.by_values)):
+                continue
             name = site.op.removeprefix("aten.").split(".")[0]
-            sized = ReadStats(name, ReadKind.CHOICE, site.layer, site.source, site.caller)
-            self.stats(sized, id_).add(batch, True, size, low_size)
+            about = (name, ReadKind.CHOICE, site.layer, site.source, site.caller)
+            size = shape_of(node.meta.get("val"))
+            own = resized.get(site.id, size)
+            stats = self.stats(ReadStats(*about, sizes=True, producer=site.id))
+            if site.id in resized and not stats.differing:
+                stats.producer = site.id
+            stats.add(batch, site.id in resized, size, own)
 
     def _add(
-        self, read: ValueRead, fp32: torch.Tensor, low: torch.Tensor, plain: dict[int, Any], batch: int
+        self,
+        read: ValueRead,
+        producer: SiteId | None,
+        values: tuple[torch.Tensor, torch.Tensor],
+        plain: Mapping[int, Any],
+        batch: int,
     ) -> None:
-        stats = self.stats(read)
+        fp32, low = values
+        about = (read.name, read.kind, read.layer, read.source, read.caller)
+        stats = self.stats(ReadStats(*about, producer=producer))
         if read.kind is ReadKind.ARRAY and fp32.is_floating_point() and fp32.shape == low.shape:
             difference = (low.double() - fp32.double()).nan_to_num(math.inf, math.inf, math.inf)
             stats.error_sq += float(difference.square().sum())
@@ -119,9 +140,17 @@ class PathRecord:
         stats.add(batch, differs, _shown(read, fp32), _shown(read, low))
 
 
+def _producers(traced: TracedModel) -> Iterator[tuple[int, SiteId]]:
+    """Return the site that computes the values of each read."""
+    sites = traced.site_of_node
+    for node in traced.graph.nodes:
+        if node.target is VALUE_READ and (site := sites.get(marked_values(node)[0].name)) is not None:
+            yield mark_number(node), site.id
+
+
 def _shown(read: ValueRead, value: torch.Tensor) -> str:
     if value.numel() != 1:
-        return shape_of(value)
+        return f"{shape_of(value)} values"
     name = "item" if read.name in ("numpy", "tolist") else read.name
     found = python_value(name, value)
     return f"{found:.6g}" if isinstance(found, float) else str(found)
@@ -131,17 +160,17 @@ class PathValues:
     """Collects what the model's code reads during one run; values stay on their device until the end.
 
     Attributes:
-        resized: sites whose result has another size in 16 bits, with both sizes.
+        resized: sites whose result has another size in 16 bits, with that size.
     """
 
     def __init__(self) -> None:
         self._read: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self.resized: list[tuple[SiteId, str, str]] = []
+        self.resized: list[tuple[SiteId, str]] = []
 
     def observe(self, step: Step, reference: Any, call: StepCall) -> None:
         """Keep the values of a read, and the sizes that choices decide."""
         if call.resized is not None and step.site is not None:
-            self.resized.append((step.site.id, shape_of(reference), call.resized))
+            self.resized.append((step.site.id, call.resized))
         if step.target is VALUE_READ:
             ((reference, value),) = call.inputs.values()
             copied = reference.detach().clone()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ampaudit.run.decisions import DecisionDetail, differing_choices, with_fp32_choices
-from ampaudit.run.lockstep import Observer, StepCall
+from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.step import Step
 from ampaudit.trace.functional import overload_of
 from ampaudit.trace.opnames import base_name, named_arguments

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from ampaudit.core.sites import SiteId
-from ampaudit.run.lockstep import Observer, StepCall
 from ampaudit.run.measure import BlockMeasure
 from ampaudit.run.meter import Meter, float_outputs
+from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.step import Step
 from ampaudit.run.views import as_complex, components
 from ampaudit.trace.values import LOW_PRECISION_DTYPES

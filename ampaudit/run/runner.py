@@ -20,9 +20,10 @@ from ampaudit.run.eager import EagerModel
 from ampaudit.run.executors import ExecutorCache
 from ampaudit.run.fp32_check import Fp32Check, is_broken
 from ampaudit.run.guards import guarded, refuse_broken_inputs
-from ampaudit.run.lockstep import LockStep, Pair
+from ampaudit.run.lockstep import LockStep
 from ampaudit.run.measurements import measurements, weight_peaks
 from ampaudit.run.meter import MeasuredValue, Meter
+from ampaudit.run.observer import Pair
 from ampaudit.run.outputs import compare_outputs, merge_outputs, paired_with_fp32
 from ampaudit.run.propagation import FaultPropagation
 from ampaudit.run.record import RunRecord

@@ -41,8 +41,6 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "READS_MEMORY",
-    "SHAPE_UNKNOWN",
     "BackwardHookFunction",
     "DispatchKey",
     "FakeTensor",
@@ -61,6 +59,7 @@ __all__ = [
     "has_kernel",
     "indexing",
     "inside_transform",
+    "needs_values",
     "patched",
     "proxy_of",
     "recompute",
@@ -82,10 +81,9 @@ without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
 function_base: Any = _SingleLevelFunction
 function_apply: Any = torch._C._FunctionBase.__dict__["apply"]
 recompute: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-# raised for an op of which fake tensors cannot say what it returns
-SHAPE_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-# what an op says that reads memory of its inputs, which fake tensors lack
-READS_MEMORY = "data is not allocated yet"
+# raised for an op of which fake tensors cannot say what it returns, and said by one that reads their memory
+_SHAPE_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_NO_MEMORY = ("data is not allocated yet", "Cannot access data pointer")
 # hooks that every module calls
 global_hooks = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 # nodes of an exported graph that enter and leave regions
@@ -140,6 +138,11 @@ def without_symbols(mode: FakeTensorMode) -> None:
         environment.settings = dataclasses.replace(
             environment.settings, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
         )
+
+
+def needs_values(error: Exception) -> bool:
+    """Return whether an op fails on fake tensors because they have no values."""
+    return isinstance(error, _SHAPE_UNKNOWN) or any(text in str(error) for text in _NO_MEMORY)
 
 
 def proxy_of(mode: ProxyTorchDispatchMode, tensor: torch.Tensor) -> Any:

@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import OpOverload
 
 from ampaudit.core.sites import SiteId
 from ampaudit.trace.caster import HALF_FOURIER, IMPLICIT_CAST, NO_KERNEL, Caster
 from ampaudit.trace.entry import layer_of
 from ampaudit.trace.fourier import is_fourier, record_half_fourier
-from ampaudit.trace.internals import READS_MEMORY, SHAPE_UNKNOWN, ProxyTorchDispatchMode, without_autocast
+from ampaudit.trace.internals import ProxyTorchDispatchMode, needs_values, without_autocast
 from ampaudit.trace.op_calls import OpCalled, returning, written_into
 from ampaudit.trace.opnames import composite_kernel, is_composite
 from ampaudit.trace.path.recorder import PathRecorder
@@ -68,6 +69,7 @@ class OpRecorder:
         self._mode = mode
         self._types = types
         self._tracer_id = id(mode.tracer)
+        self._by_values = False  # whether the last op was recorded by its values
 
     def trace(self, called: OpCalled) -> Any:
         """Record the op under the policy's decision, and return its result."""
@@ -95,19 +97,16 @@ class OpRecorder:
         return self._clamped(record, result)
 
     def _parts(self, called: OpCalled) -> Any:
-        """Record the ops of a composite op; ``NotImplemented`` where it has to stay whole.
-
-        It refuses 16 bits as a whole, or reads the memory of its inputs.
-        """
+        """Record the ops of a composite op; ``NotImplemented`` where it refuses 16 bits as a whole."""
         try:
             kernel = called.op.decompose if is_composite(called.op) else composite_kernel(called.op)
             assert kernel is not None
             with self._mode:
                 return kernel(*called.args, **called.kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if _NO_KERNEL.search(str(error)) or (self._path is not None and READS_MEMORY in str(error)):
-                return NotImplemented
-            raise
+            if not _NO_KERNEL.search(str(error)) and (self._path is None or not needs_values(error)):
+                raise
+            return NotImplemented
 
     def _without_kernel(
         self, record: OpRecord, called: OpCalled, dtype: torch.dtype
@@ -157,23 +156,30 @@ class OpRecorder:
     def _record(self, record: OpRecord, called: OpCalled, by: Call | None = None) -> Any:
         """Record one op with torch's own method, or ``by`` another, and attach the record to its nodes."""
         record = replace(record, no_grad=not _gradients_enabled())
-        graph = self._mode.tracer.graph
-        last = next(iter(reversed(graph.nodes)), None)
+        last = next(iter(reversed(self._mode.tracer.graph.nodes)), None)
+        self._by_values = False
         try:
             # the flags that the author's code reads must not make autocast act below the tracer
             with without_autocast():
-                result = self._call(record, called, by)
+                result = self._call(record, called, by, last)
         except (RuntimeError, NotImplementedError):
-            for node in list(itertools.takewhile(lambda n: n is not last, reversed(graph.nodes))):
-                graph.erase_node(node)
+            self._drop_after(last)
             raise
         # an op with several results is followed by one node for each
-        for node in itertools.takewhile(lambda n: n is not last, reversed(graph.nodes)):
+        record = replace(record, by_values=self._by_values)
+        for node in self._nodes_after(last):
             if isinstance(node.target, OpOverload):
                 node.meta[META_KEY] = record
         return result
 
-    def _call(self, record: OpRecord, called: OpCalled, by: Call | None) -> Any:
+    def _nodes_after(self, last: fx.Node | None) -> list[fx.Node]:
+        return list(itertools.takewhile(lambda n: n is not last, reversed(self._mode.tracer.graph.nodes)))
+
+    def _drop_after(self, last: fx.Node | None) -> None:
+        for node in self._nodes_after(last):
+            self._mode.tracer.graph.erase_node(node)
+
+    def _call(self, record: OpRecord, called: OpCalled, by: Call | None, last: fx.Node | None) -> Any:
         """Record one op, and compute its FP32 values where the trace needs values."""
         mode, path = self._mode, self._path
         try:
@@ -181,9 +187,11 @@ class OpRecorder:
                 result = by(mode, called.op, called.args, called.kwargs)
             else:
                 result = self._by_torch(mode, called.op, self._types, called.args, called.kwargs)
-        except (*SHAPE_UNKNOWN, RuntimeError) as error:
-            if path is None or not (isinstance(error, SHAPE_UNKNOWN) or READS_MEMORY in str(error)):
+        except (RuntimeError, NotImplementedError) as error:
+            if path is None or not needs_values(error):
                 raise
+            self._drop_after(last)
+            self._by_values = True
             return path.record(mode, called, record.original_args)
         if path is not None and result is not NotImplemented:
             path.values.follow(called, record.original_args, result)

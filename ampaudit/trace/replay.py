@@ -53,6 +53,7 @@ class OpRecord:
         replayed: metadata of the exported node that it replays, if the model is an exported program.
         no_grad: whether the model's code switches gradients off here.
         in_backward: whether it is an op of a custom backward.
+        by_values: whether its sizes depend on values, which the trace took from given inputs.
     """
 
     decision: Decision
@@ -63,6 +64,7 @@ class OpRecord:
     replayed: Mapping[str, Any] | None = None
     no_grad: bool = False
     in_backward: bool = False
+    by_values: bool = False
 
 
 def replayed_meta() -> Mapping[str, Any] | None:

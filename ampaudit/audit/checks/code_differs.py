@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at
+from ampaudit.audit.checks.interface import Check, CheckContext, finding_about, finding_at, source_of
 from ampaudit.core.sites import SiteId, SourceLine
-from ampaudit.report.finding import Finding, Severity, Source
+from ampaudit.report.finding import Finding, Severity
 from ampaudit.run.code_record import OutputDifference
 from ampaudit.trace.compare import CodeDifference
 
@@ -34,7 +34,7 @@ def find(context: CheckContext) -> Iterator[Finding]:
         what = f"{_name(code.reads[0])} reads a precision{others}, and the FP32 model returns other values"
     found = code_finding(context, code.place, "AMP212", f"{what}: {effect}", _ADVICE, severity, worst.name)
     if code.place is None and code.reads:
-        found = replace(found, source=_source(code.reads[0]))
+        found = replace(found, source=source_of(code.reads[0]))
     yield found
 
 
@@ -91,13 +91,9 @@ def code_finding(
         return finding_about(code, SiteId("(top)/output"), "", cause, advice, severity=severity)
     if place.low is not None and place.site in context.site:
         return finding_at(context, context.site[place.site], code, cause, advice, severity=severity)
-    source = _source(place.source, place.caller) if place.source is not None else None
+    source = source_of(place.source, place.caller)
     about = finding_about(code, place.site, place.layer, cause, advice, severity=severity)
     return replace(about, phase="forward", source=source)
-
-
-def _source(line: SourceLine, caller: SourceLine | None = None) -> Source:
-    return Source(line.file, line.line, line.code, caller)
 
 
 def _name(line: SourceLine) -> str:

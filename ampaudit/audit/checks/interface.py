@@ -9,7 +9,7 @@ from typing import Literal
 
 from ampaudit.bounds import BoundTable
 from ampaudit.core.formats import NumberFormat
-from ampaudit.core.sites import SiteId
+from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.finding import Evidence, Finding, Severity, Source
 from ampaudit.report.pages import page_of
 from ampaudit.report.scales import ScaleAdvice
@@ -29,6 +29,7 @@ __all__ = [
     "finding_at",
     "finding_source",
     "some_sites",
+    "source_of",
 ]
 
 _HANDS_ON = (Role.VIEW, Role.SELECT)
@@ -258,9 +259,12 @@ def evidence_of(seen: Observation, form: NumberFormat) -> Evidence:
 
 def finding_source(site: Site) -> Source | None:
     """Return the site's source line in the form used by findings."""
-    if site.source is None:
-        return None
-    return Source(site.source.file, site.source.line, site.source.code, site.caller)
+    return source_of(site.source, site.caller)
+
+
+def source_of(line: SourceLine | None, caller: SourceLine | None = None) -> Source | None:
+    """Return a line in the form used by findings."""
+    return None if line is None else Source(line.file, line.line, line.code, caller)
 
 
 def some_sites(sites: Sequence[Site | SiteId | str], shown: int = 3) -> str:

@@ -14,7 +14,8 @@ from ampaudit.core.errors import first_line
 from ampaudit.core.sites import SourceLine
 from ampaudit.run.backends import Backend, Float32Backend
 from ampaudit.run.backward.tape import Tape, TapeEntry
-from ampaudit.run.lockstep import LockStep, Observer, Pair, StepCall
+from ampaudit.run.lockstep import LockStep
+from ampaudit.run.observer import Observer, Pair, StepCall
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace.converted import attach_weights

@@ -17,7 +17,8 @@ from ampaudit.run.backward.observers import GradientNames, MeasuringObserver, Re
 from ampaudit.run.backward.record import GradientRecord, UntracedBackward
 from ampaudit.run.backward.tape import Tape, needs_gradient
 from ampaudit.run.config import RunConfig
-from ampaudit.run.lockstep import LockStep, Observer
+from ampaudit.run.lockstep import LockStep
+from ampaudit.run.observer import Observer
 from ampaudit.run.program import Program
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.marks import FUNCTION_OUTPUTS, TENSOR_HOOK, mark_number, marked_values

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampaudit.run.lockstep import Observer, Pair, StepCall
 from ampaudit.run.measure import BlockMeasure
+from ampaudit.run.observer import Observer, Pair, StepCall
 from ampaudit.run.program import Program
 from ampaudit.run.step import Step
 from ampaudit.trace.functional import DETACH_OPS, OnCopy, WriteThrough

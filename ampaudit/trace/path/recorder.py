@@ -91,11 +91,8 @@ class PathRecorder:
 
         # torch.export's own max() and min() take no tensor of several values
         builtins = Replacement(export_trace, "_override_builtin_ops", nullcontext)
-        makers = (
-            Replacement(torch, name, _stacking(getattr(torch, name))) for name in ("tensor", "as_tensor")
-        )
-        reading = (replacement(name) for name in ("item", "tolist", "numpy"))
-        with patched([*reading, builtins, *makers]):
+        makers = [Replacement(torch, f.__name__, _stacking(f)) for f in (torch.tensor, torch.as_tensor)]
+        with patched([*map(replacement, ("item", "tolist", "numpy")), builtins, *makers]):
             yield
 
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
@@ -110,7 +107,8 @@ class PathRecorder:
         """Return the FP32 value of a tensor to Python code, and mark where it was read."""
         with computing():
             value = self.values.of(tensor).detach().to("cpu", copy=True)  # the code may write to an array
-            found = python_value(name, value)  # raises as torch does, for several values
+            own = _in_half(value) if name == "numpy" and tensor.dtype is torch.float16 else value
+            found = python_value(name, own)  # raises as torch does, for several values
         if recording_mode() is None or getattr(tensor, "constant", None) is not None:
             return found
         read = self.reads.add(name, self._layer(), value)
@@ -181,3 +179,9 @@ def _stacked(data: Any, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(data, list | tuple):
         return torch.stack([_stacked(item, dtype) for item in data])
     return data.detach().to(dtype) if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype)
+
+
+def _in_half(value: torch.Tensor) -> torch.Tensor:
+    """Return an array's dtype in 16 bits, which what comes back will have; overflow is reported elsewhere."""
+    limit = torch.finfo(torch.float16).max
+    return value.clamp(-limit, limit).to(torch.float16)

@@ -12,7 +12,8 @@ from torch import fx
 
 from ampaudit.bounds import BoundTable, Interval
 from ampaudit.run.backends import Emulated, Native
-from ampaudit.run.lockstep import LockStep, Observer, StepCall
+from ampaudit.run.lockstep import LockStep
+from ampaudit.run.observer import Observer, StepCall
 from ampaudit.run.program import compile_program
 from ampaudit.run.step import Step
 from ampaudit.trace import TracedModel
