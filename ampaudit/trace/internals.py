@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch._export.utils as export_utils
+import torch.export._trace as export_trace
 import torch.utils.checkpoint
 from torch._C import DispatchKey
 from torch._dynamo import _trace_wrapped_higher_order_op as indexing
@@ -50,6 +51,7 @@ __all__ = [
     "TorchDispatchMode",
     "custom_function_call",
     "disable_proxy_modes_tracing",
+    "export_trace",
     "export_utils",
     "function_apply",
     "function_base",

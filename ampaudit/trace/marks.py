@@ -20,6 +20,7 @@ __all__ = [
     "OUTPUT_GRADIENT",
     "TENSOR_HOOK",
     "VALUE_READ",
+    "VALUE_SIZED",
     "is_mark",
     "mark_number",
     "marked_values",
@@ -35,6 +36,7 @@ _SCHEMAS = (
     "output_gradient(Tensor like, int number, int index) -> Tensor",  # stands for the gradient of an output
     "backward_end(Tensor?[] gradients, Tensor[] leaves, int number) -> ()",  # what the backward returns
     "value_read(Tensor[] value, int number) -> ()",  # Python code reads this value
+    "value_sized(Tensor[] value, int number) -> ()",  # values decide the size of this result
 )
 
 
@@ -58,7 +60,9 @@ BACKWARD_START: OpOverload = _OPS.backward_start.default
 OUTPUT_GRADIENT: OpOverload = _OPS.output_gradient.default
 BACKWARD_END: OpOverload = _OPS.backward_end.default
 VALUE_READ: OpOverload = _OPS.value_read.default
-_EFFECTS = (FUNCTION_INPUTS, FUNCTION_OUTPUTS, TENSOR_HOOK, BACKWARD_START, BACKWARD_END, VALUE_READ)
+VALUE_SIZED: OpOverload = _OPS.value_sized.default
+_BACKWARD = (FUNCTION_INPUTS, FUNCTION_OUTPUTS, TENSOR_HOOK, BACKWARD_START, BACKWARD_END)
+_EFFECTS = (*_BACKWARD, VALUE_READ, VALUE_SIZED)
 _MARKS = frozenset({*_EFFECTS, OUTPUT_GRADIENT})
 for _mark in _EFFECTS:
     fx.node.has_side_effect(_mark)  # nothing that lacks users is dropped

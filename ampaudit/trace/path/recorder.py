@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from ampaudit.trace.internals import (
     FakeTensor,
     ProxyTorchDispatchMode,
     Replacement,
+    export_trace,
     patched,
     proxy_of,
     recording_mode,
     track_tensor_tree,
     without_symbols,
 )
-from ampaudit.trace.marks import VALUE_READ
+from ampaudit.trace.marks import VALUE_READ, VALUE_SIZED
 from ampaudit.trace.op_calls import OpCalled
 from ampaudit.trace.opnames import base_name
 from ampaudit.trace.path.reads import ReadValues, python_value
@@ -87,7 +89,10 @@ class PathRecorder:
         def replacement(name: str) -> Replacement:
             return Replacement(FakeTensor, name, lambda tensor, *args, **kwargs: self.read(name, tensor))
 
-        with patched([replacement(name) for name in ("item", "tolist", "numpy")]):
+        # torch.export's own max() and min() take no tensor of several values
+        builtins = Replacement(export_trace, "_override_builtin_ops", nullcontext)
+        makers = [Replacement(torch, f.__name__, _stacking(f)) for f in (torch.tensor, torch.as_tensor)]
+        with patched([*map(replacement, ("item", "tolist", "numpy")), builtins, *makers]):
             yield
 
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
@@ -131,6 +136,8 @@ class PathRecorder:
         made = mode.tracer.create_proxy("call_function", called.op, args, kwargs, name=base_name(called.op))
         result = track_tensor_tree(result, made, constant=None, tracer=mode.tracer)
         self.values.give_result(result, values)
+        with mode:  # Python may branch on the size, so the op stays even if nothing uses its result
+            VALUE_SIZED([leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)], 0)
         return result
 
     def _in_own_dtypes(self, called: OpCalled, values: Any) -> Any:
@@ -149,6 +156,29 @@ class PathRecorder:
         leaves, structure = pytree.tree_flatten(values)
         placed = [v if d is None else v.to(d) for v, d in zip(leaves, dtypes, strict=True)]
         return pytree.tree_unflatten(placed, structure)
+
+
+def _stacking(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a function that makes a tensor of a list: tensors of the trace in it are stacked.
+
+    Torch would read their memory, which they lack.
+    """
+
+    def make(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        leaves = pytree.tree_leaves(data) if isinstance(data, list | tuple) else []
+        if not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            return function(data, *args, **kwargs)
+        dtypes = [leaf.dtype if isinstance(leaf, torch.Tensor) else function(leaf).dtype for leaf in leaves]
+        dtype = kwargs.get("dtype") or (args[0] if args else None) or reduce(torch.promote_types, dtypes)
+        return _stacked(data, dtype)
+
+    return make
+
+
+def _stacked(data: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(data, list | tuple):
+        return torch.stack([_stacked(item, dtype) for item in data])
+    return data.detach().to(dtype) if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype)
 
 
 def _in_half(value: torch.Tensor) -> torch.Tensor:

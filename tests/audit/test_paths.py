@@ -1,0 +1,96 @@
+"""Models that the general trace refuses are audited along the path that their inputs take."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import ampaudit
+from ampaudit.report.finding import Finding
+from ampaudit.report.model import Report
+from tests.paths.cases import NAMES, PLANTED, TWO_PATHS, batches_of, load, marked_lines
+from tests.paths.flips import DECISIONS
+from tests.paths.oracle import Line, follow
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("ampaudit.trace.path") is None, reason="values are not followed yet"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the models' own code
+]
+FLIPPED = "AMP214"
+
+
+def errors(report: Report) -> list[Finding]:
+    return [finding for finding in report.findings if finding.severity == "error"]
+
+
+def overflows(report: Report) -> list[Finding]:
+    """Errors about values too large for the format, AMP301 where they are made of weights alone."""
+    return [f for f in errors(report) if f.origin and (f.code.startswith("AMP1") or f.code == "AMP301")]
+
+
+def line_of(finding: Finding) -> Line | None:
+    return None if finding.source is None else (finding.source.file, finding.source.line)
+
+
+@pytest.mark.parametrize("policy", ["ampaudit", "half"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_healthy_model_is_quiet_and_its_reference_is_its_own(name: str, policy: str) -> None:
+    module = load(name)
+    kept: dict[int, list[Any]] = {}
+    report = ampaudit.scan(
+        module.get_model(),
+        batches=batches_of(module),
+        policy=policy,
+        keep_outputs=lambda number, found: kept.__setitem__(number, [pair[0] for pair in found.values()]),
+    )
+    assert [(f.code, f.site, f.cause) for f in errors(report)] == []
+    for found, batch in zip((kept[number] for number in sorted(kept)), batches_of(module), strict=True):
+        output = follow(module.get_model(), batch).output
+        expected = [value for value in pytree.tree_leaves(output) if isinstance(value, torch.Tensor)]
+        assert len(found) == len(expected)
+        for reference, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(reference, whole, rtol=1e-6, atol=1e-6, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_an_overflow_is_found_at_its_line(name: str) -> None:
+    module = load(name)
+    trails = [follow(module.planted(), batch, torch.float16) for batch in batches_of(module)]
+    expected = set[Line]().union(*(trail.overflows for trail in trails))
+    assert expected
+    assert marked_lines(module) in (set(), expected)  # none are marked in a library's code
+    report = ampaudit.scan(module.planted(), batches=batches_of(module), policy="half")
+    assert {line_of(finding) for finding in overflows(report)} == expected
+
+
+@pytest.mark.parametrize("name", TWO_PATHS)
+def test_each_path_has_its_own_findings(name: str) -> None:
+    module = load(name)
+    for batch in batches_of(module):
+        expected = follow(module.planted(), batch, torch.float16).overflows
+        report = ampaudit.scan(module.planted(), batches=[batch], policy="half")
+        assert {line_of(finding) for finding in overflows(report)} == expected
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_decision_that_flips_is_a_finding(name: str) -> None:
+    decision = DECISIONS[name]
+    inputs = decision.inputs(decision.flips)
+    whole, low = (follow(decision.model(), inputs, dtype) for dtype in (None, torch.float16))
+    assert not whole.agrees(low)
+    report = ampaudit.scan(decision.model(), inputs, policy="half")
+    assert [line_of(f) for f in report.findings if f.code == FLIPPED] == [decision.line]
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_decision_with_room_to_spare_is_none(name: str) -> None:
+    decision = DECISIONS[name]
+    inputs = decision.inputs(decision.holds)
+    whole, low = (follow(decision.model(), inputs, dtype) for dtype in (None, torch.float16))
+    assert whole.agrees(low)
+    report = ampaudit.scan(decision.model(), inputs, policy="half")
+    assert [f for f in report.findings if f.code == FLIPPED or f.severity == "error"] == []
