@@ -86,13 +86,16 @@ class PathRecorder:
         """Answer reads of fake tensors while active; ``layer`` gives the layer whose code is running."""
         self._layer = layer
 
-        def replacement(name: str) -> Replacement:
-            return Replacement(FakeTensor, name, lambda tensor, *args, **kwargs: self.read(name, tensor))
-
+        reads = [Replacement(FakeTensor, name, _reading(self, name)) for name in ("item", "tolist", "numpy")]
+        # Python's own functions ask these methods, of which torch's have no values
+        numbers = [
+            Replacement(FakeTensor, "__int__", lambda tensor: int(tensor.item())),
+            Replacement(FakeTensor, "__format__", _format),
+        ]
         # torch.export's own max() and min() take no tensor of several values
         builtins = Replacement(export_trace, "_override_builtin_ops", nullcontext)
         makers = [Replacement(torch, f.__name__, _stacking(f)) for f in (torch.tensor, torch.as_tensor)]
-        with patched([*map(replacement, ("item", "tolist", "numpy")), builtins, *makers]):
+        with patched([*reads, *numbers, builtins, *makers]):
             yield
 
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
@@ -156,6 +159,19 @@ class PathRecorder:
         leaves, structure = pytree.tree_flatten(values)
         placed = [v if d is None else v.to(d) for v, d in zip(leaves, dtypes, strict=True)]
         return pytree.tree_unflatten(placed, structure)
+
+
+def _reading(recorder: PathRecorder, name: str) -> Callable[..., Any]:
+    return lambda tensor, *args, **kwargs: recorder.read(name, tensor)
+
+
+def _format(tensor: FakeTensor, specification: str) -> str:
+    """Format the number in a tensor, as ``f"{tensor}"`` does."""
+    return (
+        format(tensor.item(), specification)
+        if tensor.dim() == 0
+        else object.__format__(tensor, specification)
+    )
 
 
 def _stacking(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
