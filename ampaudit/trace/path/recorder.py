@@ -167,11 +167,8 @@ def _reading(recorder: PathRecorder, name: str) -> Callable[..., Any]:
 
 def _format(tensor: FakeTensor, specification: str) -> str:
     """Format the number in a tensor, as ``f"{tensor}"`` does."""
-    return (
-        format(tensor.item(), specification)
-        if tensor.dim() == 0
-        else object.__format__(tensor, specification)
-    )
+    value = tensor.item() if tensor.dim() == 0 else object.__repr__(tensor)
+    return format(value, specification)
 
 
 def _stacking(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
