@@ -15,6 +15,7 @@ from ampaudit.render.strip import Strip, strips_of
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_words
 from ampaudit.render.view import Cell, Row, View, ViewPage
 from ampaudit.report.finding import Severity, threshold
+from ampaudit.report.gap import gaps_in_words
 from ampaudit.report.model import Report
 from ampaudit.report.site import SiteReport
 
@@ -91,6 +92,7 @@ class ScanView(View[Report]):
             inputs=report.run.made_up,
             seconds={"": sum(report.timings.values())} if report.timings else {},
             combined=report.combined,
+            gaps=gaps_in_words(report.gaps),
         )
         return (suite,)
 
