@@ -80,6 +80,7 @@ class ScanView(View[Report]):
         """Return the layers as one suite."""
         report = self.document
         rank = threshold(report.fail_on)
+        failing = {(gap.kind.code, gap.site) for gap in report.gaps if report.fail_on == "gap"}
         layers = [site.layer for site in report.sites if site.forward is not None]
         layers += [finding.layer for finding in report.findings]
         suite = Suite(
@@ -87,7 +88,10 @@ class ScanView(View[Report]):
             label=f"{escape_control(report.run.policy)}, {report.run.dtype}",
             passed=report.exit_code == 0,
             cases=tuple(escape_control(layer or TOP) for layer in dict.fromkeys(layers)),
-            alerts=tuple(alert_of(f, escape_control(f.layer or TOP), rank) for f in report.findings),
+            alerts=tuple(
+                alert_of(f, escape_control(f.layer or TOP), 0 if (f.code, f.site) in failing else rank)
+                for f in report.findings
+            ),
             tool_version=report.tool.version,
             inputs=report.run.made_up,
             seconds={"": sum(report.timings.values())} if report.timings else {},
