@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ampaudit.core.errors import UsageError, did_you_mean
-from ampaudit.core.text import short_op
 from ampaudit.report.budgets import Breach, Budgets, Measurements
 from ampaudit.report.finding import Finding, threshold
 from ampaudit.report.model import Report
@@ -76,9 +75,7 @@ def breaches(
         open_before = {(gap.kind, gap.op) for gap in baseline.gaps} if baseline else set()
         for gap in report.gaps:
             if gap.kind.code not in budgets.allow and (gap.kind, gap.op) not in open_before:
-                yield Breach(
-                    gap.kind.code, gap.site, f"{short_op(gap.op)} is {gap.kind.in_words}: {gap.reason}"
-                )
+                yield Breach(gap.kind.code, gap.site, gap.in_words)
     before = measured_in(baseline) if baseline else None
     yield from _numbers(seen, budgets, before)
 

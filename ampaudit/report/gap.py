@@ -53,6 +53,11 @@ class Gap:
     reason: str
     sites: int = 1
 
+    @property
+    def in_words(self) -> str:
+        """What is not known about which op."""
+        return f"{short_op(self.op)} is {self.kind.in_words}: {self.reason}"
+
 
 def gaps_in_words(gaps: Sequence[Gap]) -> str:
     """Return ``2 gaps (not audited inside: mylib.softmax; not audited: cond)``; empty without gaps."""

@@ -56,18 +56,22 @@ class StepCall:
         self.shared = shared
         self.measure: BlockMeasure | None = None
         self.state: torch.Tensor | None = None  # of the random numbers, before a step that draws some
-        self._template = reference.arguments(step)[0]
+        self._template = reference.arguments(step)
         args, kwargs = (reference if shared else backend).arguments(step)
         self.args, self.kwargs = _resolved(args, inputs, 1), _resolved(kwargs, inputs, 1)
 
     def updates(self, step: Step) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """Return written arguments besides the result: their position, and their value in both runs."""
-        return [(position, self.ref_args[position], self.args[position]) for position, _ in step.updates]
+        if not step.updates:
+            return []
+        args, kwargs = _resolved(self._template, self.inputs, 0)
+        at = step.written_at
+        return [(p, at(p, args, kwargs), at(p, self.args, self.kwargs)) for p, _ in step.updates]
 
     @property
     def ref_args(self) -> tuple[Any, ...]:
         """The reference's positional arguments."""
-        resolved: tuple[Any, ...] = _resolved(self._template, self.inputs, 0)
+        resolved: tuple[Any, ...] = _resolved(self._template[0], self.inputs, 0)
         return resolved
 
 

@@ -39,8 +39,9 @@ from ampaudit.trace.internals import (
     without_autocast,
     without_pre_dispatch,
 )
+from ampaudit.trace.kernels import KernelTrials, takes_low_precision
 from ampaudit.trace.op_calls import OpCalled, returning, written_into
-from ampaudit.trace.opnames import composite_kernel, is_composite
+from ampaudit.trace.opnames import composite_kernel, is_composite, is_foreign
 from ampaudit.trace.replay import INSERTED, META_KEY, OpRecord, replayed_meta, replayed_record
 from ampaudit.trace.stack import is_tool_file
 
@@ -72,6 +73,7 @@ class DispatchHook:
 
     def __init__(self, caster: Caster) -> None:
         self.caster = caster
+        self.kernels = KernelTrials()
         self.record = ProxyTorchDispatchMode.__torch_dispatch__  # torch's own
 
     @contextmanager
@@ -152,9 +154,11 @@ class _OpRecorder:
         record = replace(record, original_args=original_args, replayed=replayed_meta())
         changed = caster.apply(record.decision, dtype, changed, self._cast, self._tracer_id)
         try:
+            if self._hook.kernels.refuses(changed):
+                raise NotImplementedError
             result = self._record_result(record, changed)
-        except (RuntimeError, NotImplementedError) as error:
-            if not _NO_KERNEL.search(str(error)):
+        except Exception as error:
+            if not _lacks_kernel(changed, error):
                 raise
             record, changed, result = self._without_kernel(record, changed, dtype)
         caster.note(result, changed, called)
@@ -229,7 +233,7 @@ class _OpRecorder:
                     result = by(self._mode, called.op, called.args, called.kwargs)
                 else:
                     result = self._hook.record(self._mode, called.op, self._types, called.args, called.kwargs)
-        except (RuntimeError, NotImplementedError):
+        except Exception:
             for node in list(itertools.takewhile(lambda n: n is not last, reversed(graph.nodes))):
                 graph.erase_node(node)
             raise
@@ -238,6 +242,13 @@ class _OpRecorder:
             if isinstance(node.target, OpOverload):
                 node.meta[META_KEY] = record
         return result
+
+
+def _lacks_kernel(called: OpCalled, error: Exception) -> bool:
+    """Return whether an op raises for lack of a 16-bit kernel; ops from elsewhere have words of their own."""
+    if isinstance(error, RuntimeError) and _NO_KERNEL.search(str(error)):
+        return True
+    return is_foreign(called.op) and takes_low_precision(called)
 
 
 def _index(value: torch.Tensor, indices: list[torch.Tensor]) -> Any:

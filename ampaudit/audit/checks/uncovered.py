@@ -6,25 +6,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at
-from ampaudit.core.text import short_op
 from ampaudit.report.finding import Finding
 from ampaudit.report.gap import Gap, GapKind
 from ampaudit.trace import Role, Site
 
-__all__ = ["CHECK", "findings_on_gaps", "gaps_of", "is_foreign"]
+__all__ = ["CHECK", "findings_on_gaps", "foreign_sites", "gaps_of"]
 
 _INSIDE = "it is run as one op, and only its results are measured"
 
 
-def is_foreign(site: Site) -> bool:
-    """Return whether a site computes with an op from outside ATen."""
-    return site.role is Role.COMPUTE and "." in site.op and not site.op.startswith("aten.")
+def foreign_sites(context: CheckContext) -> Iterator[Site]:
+    """Return the sites that compute with an op from outside ATen."""
+    for site in context.graph_sites:
+        if site.role is Role.COMPUTE and "." in site.op and not site.op.startswith(("aten.", "prims.")):
+            yield site
 
 
 def gaps_of(context: CheckContext) -> tuple[Gap, ...]:
     """Collect what the audit did not look at: one gap per op and kind, at its first site in graph order."""
     found = [*context.record.gaps]
-    found += [Gap(s.id, GapKind.OPAQUE, s.op, _INSIDE) for s in context.graph_sites if is_foreign(s)]
+    found += [Gap(site.id, GapKind.OPAQUE, site.op, _INSIDE) for site in foreign_sites(context)]
     gradients = context.record.gradients
     for custom in gradients.untraced if gradients is not None else ():
         if not custom.instead:
@@ -43,8 +44,7 @@ def findings_on_gaps(context: CheckContext, code: str, advice: str) -> Iterator[
     for gap in gaps_of(context):
         if gap.kind.code == code:
             more = f", at {gap.sites} sites" if gap.sites > 1 else ""
-            cause = f"{short_op(gap.op)} is {gap.kind.in_words}: {gap.reason}{more}"
-            yield finding_at(context, context.site[gap.site], code, cause, advice)
+            yield finding_at(context, context.site[gap.site], code, f"{gap.in_words}{more}", advice)
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
