@@ -26,7 +26,7 @@ from ampaudit.core.errors import UsageError
 from ampaudit.core.formats import Dtype
 from ampaudit.core.pyproject import read_options
 from ampaudit.core.source_config import AudioDirectory, BatchCount, ImageDirectory, TextFile
-from ampaudit.report.finding import FailOn
+from ampaudit.report.finding import FailOnGaps
 
 __all__ = ["CheckConfig", "CheckOptions", "parse_size", "read_config"]
 
@@ -44,7 +44,9 @@ class CheckConfig(Config):
     )
     dtype: DtypeName = "float16"
     device: DeviceName = "auto"
-    fail_on: Annotated[FailOn, Option("Lowest severity that counts.")] = "error"
+    fail_on: Annotated[
+        FailOnGaps, Option("Lowest severity that counts; 'gap': errors, and what was not audited.")
+    ] = "error"
     allow: Annotated[Texts, Option("Findings that do not count (repeatable).", metavar="CODE")] = ()
     ignore: Ignored = ()
     min_headroom: Annotated[
@@ -92,7 +94,7 @@ class CheckOptions(TypedDict, total=False):
     policy: str | Path
     dtype: Dtype
     device: DeviceName
-    fail_on: FailOn
+    fail_on: FailOnGaps
     allow: Sequence[str]
     ignore: Sequence[str]
     min_headroom: float | None

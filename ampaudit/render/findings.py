@@ -124,6 +124,7 @@ class Suite:
         seconds: of the audit; per case where that is known.
         inputs: what inputs are called that nobody chose.
         combined: one policy for all errors, if it was asked for.
+        gaps: what was not looked at, in words; empty without gaps.
     """
 
     name: str
@@ -136,10 +137,11 @@ class Suite:
     seconds: Mapping[str, float] = field(default_factory=dict)
     inputs: str = ""
     combined: CombinedPolicy | None = None
+    gaps: str = ""
 
     def __post_init__(self) -> None:
         """Escape what is not safe to print."""
-        for name in ("name", "label", "tool_version"):
+        for name in ("name", "label", "tool_version", "gaps"):
             object.__setattr__(self, name, escape_control(getattr(self, name)))
         object.__setattr__(self, "cases", tuple(map(escape_control, self.cases)))
         errors = {escape_control(case): escape_lines(text) for case, text in self.errors.items()}

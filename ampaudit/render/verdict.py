@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampaudit.core.text import escape_control, format_scale, plural, short_op
+from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.report.accuracy import OutputAccuracy
 from ampaudit.report.finding import Severity
+from ampaudit.report.gap import gaps_in_words
 from ampaudit.report.model import Report
 
 __all__ = ["VERDICT_STYLES", "verdict_words"]
 
 VERDICT_STYLES = {"PASS": "bold green", "FAIL": "bold red", "WARN": "bold yellow"}
-_OPS = 3  # names of ops that were not audited
 
 
 def verdict_words(report: Report) -> tuple[str, str]:
@@ -22,16 +22,18 @@ def verdict_words(report: Report) -> tuple[str, str]:
     if word == "PASS" and report.run.level == "ranges" and warnings:
         word = "WARN"
     extra = f" ({plural(warnings, 'warning')})" if warnings and (errors or word == "FAIL") else ""
+    gaps = f"; {escape_control(gaps_in_words(report.gaps))}" if report.gaps else ""
     if errors:
-        what = "; ".join((*_broken(report), *_gaps(report)))
+        what = "; ".join(_broken(report)) + gaps
     elif report.run.level == "static" and report.proofs is not None:
         left = report.proofs.sites - report.proofs.proved
         what = f"{report.proofs.proved} of {report.proofs.sites} sites are proved safe in {report.run.dtype}"
-        what += f"; a scan must observe the other {left}" if left else ""
+        what += (f"; a scan must observe the other {left}" if left else "") + gaps
     elif report.run.level == "ranges" and warnings:
-        what = f"{plural(warnings, 'site')} would overflow in {report.run.dtype}"
+        what = f"{plural(warnings, 'site')} would overflow in {report.run.dtype}{gaps}"
     else:
-        what = "; ".join((*_sound(report), *_gaps(report)))
+        first, *others = _sound(report)
+        what = "; ".join((f"{first}{gaps}", *others))
     made_up = f"; inputs: {report.run.made_up}" if report.run.made_up else ""
     path = "; along the path that these inputs take" if report.path is not None else ""
     return word, f"{what}{extra}{_ignored(report)}{path}{made_up}"
@@ -101,11 +103,3 @@ def _accuracy(report: Report) -> Iterator[str]:
 
 def _has(output: OutputAccuracy) -> str:
     return "has elements of which " if output.kind == "integer" else "has "
-
-
-def _gaps(report: Report) -> Iterator[str]:
-    """Return what was not audited."""
-    ops = [escape_control(short_op(op)) for op in report.coverage.uncovered_ops]
-    if ops:
-        more = f" and {len(ops) - _OPS} more" if len(ops) > _OPS else ""
-        yield f"not audited: {', '.join(ops[:_OPS])}{more}"

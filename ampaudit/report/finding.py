@@ -21,6 +21,7 @@ __all__ = [
     "CombinedPolicy",
     "Evidence",
     "FailOn",
+    "FailOnGaps",
     "Finding",
     "Outcome",
     "Severity",
@@ -47,11 +48,14 @@ class Severity(StrEnum):
 
 
 FailOn = Literal["error", "warning", "note", "never"]
+FailOnGaps = Literal["error", "gap", "warning", "note", "never"]
 
 
-def threshold(fail_on: FailOn) -> float:
-    """The rank from which a finding fails a report."""
-    return Severity(fail_on).rank if fail_on != "never" else math.inf
+def threshold(fail_on: FailOnGaps) -> float:
+    """The rank from which a finding fails a report; ``gap`` fails on errors and gaps."""
+    if fail_on == "never":
+        return math.inf
+    return Severity("error" if fail_on == "gap" else fail_on).rank
 
 
 @dataclass(frozen=True, slots=True)

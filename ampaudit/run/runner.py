@@ -224,7 +224,7 @@ class Runner:
             self.record.decisions.setdefault(site, DecisionStats()).add(elements, differing)
         for name, statistics in meter.samples.results.items():
             self.record.observation(self.executors.sites[name].id).samples.add(statistics)
-        self.record.uncovered.update(meter.uncovered)
+        self.record.gaps |= meter.gaps
         self.record.batches += 1
 
     def _refuse_broken_reference(
