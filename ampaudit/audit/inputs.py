@@ -15,9 +15,9 @@ from ampaudit.core.errors import InputError, UsageError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.inputs import GIVEN
 from ampaudit.source import Batch, ModelSource
-from ampaudit.source.interface import unwrapped
 from ampaudit.source.open import open_source
 from ampaudit.source.training_step import runnable
+from ampaudit.source.unwrapping import unwrapped
 from ampaudit.trace.isolation import preserved
 
 __all__ = ["Inputs", "ModelLike", "as_source", "check_trained"]

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ampaudit.core.unchanged import FileState
 from ampaudit.report.inputs import GIVEN, InputsInfo
 
-__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource", "unwrapped"]
+__all__ = ["INPUT_SEED_OFFSET", "Batch", "ModelSource"]
 
 # inputs must differ from the random numbers of the weights
 INPUT_SEED_OFFSET = 1_000_003
@@ -66,6 +66,7 @@ class ModelSource:
         files: its files as they were before they were read.
         inputs: where the batches come from.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
+        notes: what was changed of the model before it is audited.
     """
 
     location: str
@@ -80,16 +81,9 @@ class ModelSource:
     dtype: str | None = None
     files: tuple[FileState, ...] = ()
     inputs: InputsInfo = GIVEN
+    notes: tuple[str, ...] = ()
 
     @property
     def names_files(self) -> bool:
         """Whether its file says which source files its ops come from; these must not be opened."""
         return self.kind in ("pt2", "converted")
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile and the data-parallel wrappers, which compute the same."""
-    inner = getattr(model, "_orig_mod", None)
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        inner = model.module
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model

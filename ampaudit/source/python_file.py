@@ -14,8 +14,9 @@ from ampaudit.core.errors import SourceError
 from ampaudit.core.source_config import SourceConfig
 from ampaudit.report.inputs import InputsInfo
 from ampaudit.source.inputs import batches_of, functions_of, has_inputs
-from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource, unwrapped
+from ampaudit.source.interface import INPUT_SEED_OFFSET, Batch, ModelSource
 from ampaudit.source.training_step import runnable, training_batches
+from ampaudit.source.unwrapping import unwrapped
 from ampaudit.source.user_code import calling_user_code, import_module_named, module_from_file
 
 __all__ = ["from_import_path", "from_python_file"]
