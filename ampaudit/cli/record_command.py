@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,16 +70,27 @@ def record_command(
 
     from ampaudit.recording.calls import record_named
 
-    with record_named(modules, output, config) as watcher:
+    with _telling(record_named(modules, output, config)) as watcher:
         ended = _run(script, arguments)
-    for recording in watcher.recordings.values():
-        if recording.calls:
-            click.echo(f"ampaudit: {escape_control(recording.summary)}", err=True)
     if ended:
         raise SourceError(
             f"{describe_path(script)} ended with {ended}", hint="what it did until then is recorded"
         )
     _check_found(watcher)
+
+
+@contextmanager
+def _telling(recording: AbstractContextManager[Watcher]) -> Iterator[Watcher]:
+    """Say at the end what was recorded, also if the script fails."""
+    with ExitStack() as stack, recording as watcher:
+        stack.callback(_tell, watcher)
+        yield watcher
+
+
+def _tell(watcher: Watcher) -> None:
+    for recording in watcher.recordings.values():
+        if recording.calls:
+            click.echo(f"ampaudit: {escape_control(recording.summary)}", err=True)
 
 
 def _run(script: Path, arguments: tuple[str, ...]) -> str:

@@ -160,7 +160,7 @@ def _read(path: Path, classes: KnownClasses, *, widen: bool) -> _StoredCall:
     except WeightsError as error:
         raise InputError(str(error.args[0]), hint=_HINT) from error
     rebuilder = Rebuilder(path, tensors, classes, widened=widen and not call.autocast)
-    args = tuple(rebuilder.rebuild(value, f"args[{index}]") for index, value in enumerate(call.positional))
+    args = tuple(rebuilder.rebuild(value, f"input[{index}]") for index, value in enumerate(call.positional))
     kwargs = {name: rebuilder.rebuild(value, name) for name, value in call.named.items()}
     return _StoredCall(call.call, args, kwargs, call.training, bool(call.autocast), rebuilder.needs)
 
