@@ -65,7 +65,9 @@ class CheckConfig(Config):
     ] = None
     inputs: Annotated[
         FilePath | None,
-        Option("Python file with example_inputs(), batches() or metric().", metavar="FILE"),
+        Option(
+            "Python file with example_inputs(), batches() or metric(); or recorded calls.", metavar="PATH"
+        ),
     ] = None
     text: TextFile = None
     images: ImageDirectory = None
