@@ -133,7 +133,9 @@ def _coverage(context: CheckContext, gaps: Sequence[Gap]) -> Coverage:
 
 def _site(context: CheckContext, site: Site) -> SiteReport:
     seen = context.record.observations.get(site.id)
-    what_if = None
+    what_if, forward = None, None
+    if seen is not None:
+        forward = _forward(seen, context.number_format, context.record.names.get(seen.peak_batch))
     if context.ranges_only and seen is not None:
         what_if = {form.name: _what_if(seen, form) for form in WHAT_IF_FORMATS}
     return SiteReport(
@@ -150,7 +152,7 @@ def _site(context: CheckContext, site: Site) -> SiteReport:
         source=finding_source(site),
         verdict=_verdict(context, site, seen),
         by_design=site.id in context.record.by_design or site.id in context.parameter_free,
-        forward=_forward(seen, context.number_format) if seen is not None else None,
+        forward=forward,
         gradient=gradient_of(context, site),
         bound=_bound(context, site),
         bound_inside=_bound_inside(context, site),
@@ -227,7 +229,7 @@ def _verdict(
     return "observed" if seen is not None or site.role in _HANDS_ON else "not observed"
 
 
-def _forward(seen: Observation, form: NumberFormat) -> Forward:
+def _forward(seen: Observation, form: NumberFormat, batch: str | None) -> Forward:
     samples = seen.samples
     count = max(samples.sampled, 1)
     return Forward(
@@ -246,6 +248,7 @@ def _forward(seen: Observation, form: NumberFormat) -> Forward:
         max_error=samples.max_error,
         max_relative_error=samples.max_relative,
         exponents=dict(sorted(samples.exponents.items())),
+        batch=batch,
     )
 
 
@@ -277,6 +280,7 @@ def _output(context: CheckContext, name: str, made: SiteId | None, sqnr: float |
         variation_db=_rounded(seen.variation_db),
         constant=seen.constant if seen.kind != "integer" else None,
         empty=not seen.elements and not seen.mismatch,
+        batch=context.record.names.get(seen.batch),
     )
 
 

@@ -178,7 +178,7 @@ def alert_of(finding: Finding, case: str, rank: float, unnamed: str = TOP) -> Al
         can_try=finding.severity is Severity.ERROR and finding.phase != "backward",
         layer=finding.layer or unnamed,
         op=short_op(finding.op),
-        evidence=finding.evidence.in_words,
+        evidence=finding.numbers,
         measure=finding.key_number,
         path=finding.poisons,
         trials=tuple(replace(trial, change=trial.in_words) for trial in finding.tried),

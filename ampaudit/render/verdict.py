@@ -49,7 +49,11 @@ def _broken(report: Report) -> Iterator[str]:
     errors = [f for f in report.active if f.severity is Severity.ERROR]
     places = sum(not f.finite for f in errors)
     if places:
-        yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}"
+        batches = {f.batch for f in errors if not f.finite}
+        where = (
+            f", first in {escape_control(batch)}" if len(batches) == 1 and (batch := batches.pop()) else ""
+        )
+        yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}{where}"
     if places == len(errors):
         return
     worst = report.worst_output
@@ -62,7 +66,8 @@ def _broken(report: Report) -> Iterator[str]:
         wrong = f"differs from FP32 in {worst.differing:,} elements"
     else:
         wrong = f"has {worst.in_words} against FP32"
-    yield f"finite but wrong in {report.run.dtype}: {escape_control(worst.name)} {escape_control(wrong)}"
+    wrong = escape_control(f"{worst.name} {wrong}{worst.where}")
+    yield f"finite but wrong in {report.run.dtype}: {wrong}"
 
 
 def _sound(report: Report) -> Iterator[str]:
@@ -77,7 +82,9 @@ def _sound(report: Report) -> Iterator[str]:
     nearest = report.least_headroom
     if nearest is not None:
         bits = f"{nearest.headroom_bits:.1f} bits"
-        yield f"the least headroom is {bits}, at {escape_control(nearest.site)}"
+        batch = nearest.forward.batch if nearest.forward is not None else None
+        where = escape_control(f"{nearest.site} in {batch}" if batch else nearest.site)
+        yield f"the least headroom is {bits}, at {where}"
     if report.promoted:
         yield f"{plural(len(report.promoted), 'site')} promoted to float32"
     if report.proofs is not None:
@@ -93,7 +100,8 @@ def _accuracy(report: Report) -> Iterator[str]:
     elif worst is not None and worst not in blank:
         among = f", the least of {len(report.outputs)}" if len(report.outputs) > 1 else ""
         against = "" if worst.kind == "integer" else " against FP32"
-        yield f"{escape_control(worst.name)} {_has(worst)}{worst.in_words}{against}{among}"
+        where = escape_control(worst.where)
+        yield f"{escape_control(worst.name)} {_has(worst)}{worst.in_words}{against}{where}{among}"
     elif len(blank) < len(report.outputs):
         yield "outputs are exact"
     for output in blank[:1]:

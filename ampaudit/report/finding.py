@@ -228,6 +228,8 @@ class Finding:
         hidden_at: sites that hide it, by turning inf or NaN into finite values.
         suppressed: the option or comment that suppresses it; null if it counts.
         tried: changes that were tried and cure or fix it, the smallest first.
+        batch: name of the batch in which an origin appears first, or another finding is worst, such as ``call
+            14`` of a recording; null if that has none.
     """
 
     code: str
@@ -248,6 +250,7 @@ class Finding:
     hidden_at: tuple[SiteId, ...] = ()
     suppressed: str | None = None
     tried: tuple[Trial, ...] = ()
+    batch: str | None = None
 
     def __repr__(self) -> str:
         number = f": {self.key_number}" if self.key_number else ""
@@ -255,6 +258,12 @@ class Finding:
         return (
             f"<{type(self).__name__} {self.severity} {self.code} {escape_control(self.site)}{number}{hidden}>"
         )
+
+    @property
+    def numbers(self) -> str:
+        """Its evidence in words, and the batch that shows it if that has a name."""
+        where = f"{'first' if self.origin else 'worst'} in {self.batch}" if self.batch else ""
+        return "; ".join(part for part in (self.evidence.in_words, where) if part)
 
     @property
     def finite(self) -> bool:

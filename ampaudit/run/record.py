@@ -59,6 +59,7 @@ class RunRecord:
         device: ``cpu`` or ``cuda``.
         backend: ``emulated`` or ``native``.
         batches: batches run.
+        names: of the batches that have one, by number.
         observations: by site id; views share their source's values and have none of their own.
         origins: independent origins, in graph order.
         masks: sites whose -inf is a saturated attention mask that a later softmax turns into zeros.
@@ -78,6 +79,7 @@ class RunRecord:
     device: str
     backend: str
     batches: int = 0
+    names: dict[int, str] = field(default_factory=dict)
     observations: dict[SiteId, Observation] = field(default_factory=dict)
     origins: list[Origin] = field(default_factory=list)
     masks: set[SiteId] = field(default_factory=set)

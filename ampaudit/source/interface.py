@@ -21,11 +21,19 @@ INPUT_SEED_OFFSET = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The arguments of one call; ``item`` is the user's batch, if that differs from the arguments."""
+    """The arguments of one call; ``item`` is the user's batch, if that differs from the arguments.
+
+    ``name`` is what reports call it, such as ``call 14`` of a recording.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     item: Any = None
+    name: str = ""
+
+    def title(self, number: int) -> str:
+        """Return its name, or what a batch of that number is called."""
+        return self.name or f"batch {number}"
 
     @property
     def whole(self) -> Any:
@@ -48,7 +56,7 @@ class Batch:
         def over(value: Any) -> Any:
             return pytree.tree_map_only(torch.Tensor, once, value)
 
-        return Batch(over(self.args), over(self.kwargs), over(self.item))
+        return Batch(over(self.args), over(self.kwargs), over(self.item), self.name)
 
 
 @dataclass(frozen=True, slots=True)
