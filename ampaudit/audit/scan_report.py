@@ -76,6 +76,7 @@ def build_report(
         proofs=_proofs(context),
         tails=_tails(context),
         backward=backward_report(context),
+        steps=context.steps,
         environment=this_environment(),
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
     )
@@ -170,7 +171,7 @@ def _bound_inside(context: CheckContext, site: Site) -> float | None:
 
 def _tails(context: CheckContext) -> tuple[Tail, ...]:
     """Estimate the tail risk of the 16-bit sites nearest the limit, if there are enough batches."""
-    if context.record.batches < MIN_BATCHES or context.record.origins:
+    if context.record.batches < MIN_BATCHES or context.record.origins or context.step_count is not None:
         return ()
     shapes = [shape for shape, _ in context.flow.traced.signature]
     samples = shapes[0][0] if shapes and shapes[0] else 1

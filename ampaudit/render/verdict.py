@@ -46,7 +46,9 @@ def _broken(report: Report) -> Iterator[str]:
     errors = [f for f in report.active if f.severity is Severity.ERROR]
     places = sum(not f.finite for f in errors)
     if places:
-        yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}"
+        first = report.steps.first_broken if report.steps is not None else None
+        when = f", first at step {first.step}" if first is not None else ""
+        yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}{when}"
     if places == len(errors):
         return
     worst = report.worst_output

@@ -24,6 +24,7 @@ from ampaudit.report.finding import CRASHED, CombinedPolicy, Finding, Severity
 from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.inputs import InputsInfo, of_made_up
 from ampaudit.report.site import SiteReport
+from ampaudit.report.steps import StepsReport
 
 __all__ = [
     "Coverage",
@@ -69,6 +70,7 @@ class RunInfo:
         level: ``scan``, ``ranges`` or ``static``.
         contract: what was taken for granted about kernels, where 16 bits are emulated.
         inputs: where the batches come from; ``None`` in reports that do not say.
+        steps: how often each batch is run, on its own outputs; ``None`` for once.
     """
 
     device: str
@@ -81,6 +83,7 @@ class RunInfo:
     mode: Literal["eval", "train"]
     contract: str = ""
     inputs: InputsInfo | None = None
+    steps: int | None = None
 
     @property
     def made_up(self) -> str:
@@ -92,7 +95,9 @@ class RunInfo:
         """The number of batches and the device, or that nothing was run."""
         if self.level == "static":
             return "nothing was run"
-        return f"{plural(self.batches, 'batch')}{of_made_up(self.inputs)} on {self.device} ({self.backend})"
+        extent = f"{plural(self.batches, 'batch')}{of_made_up(self.inputs)}"
+        extent += f", {plural(self.steps, 'step')}" if self.steps is not None else ""
+        return f"{extent} on {self.device} ({self.backend})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +173,7 @@ class Report(Shown):
     tails: tuple[Tail, ...] = ()
     backward: BackwardReport | None = None
     combined: CombinedPolicy | None = None
+    steps: StepsReport | None = None
     kind: Literal["scan"] = "scan"
 
     @property

@@ -99,7 +99,8 @@ class Fp32Check:
             raise RunFailed(f"the FP32 model cannot be called: {first_line(error)}") from error
         broken = next((name for name, output in found.items() if is_broken(output)), None)
         if broken is not None:
-            raise ReferenceBroken(f"the FP32 model itself gives NaN or infinity in batch {number}: {broken}")
+            call = self._config.call_name(number)
+            raise ReferenceBroken(f"the FP32 model itself gives NaN or infinity in {call}: {broken}")
         return dict(found)
 
     def _note_failure(self, error: Exception, traced: TracedModel) -> None:
@@ -131,7 +132,8 @@ class Fp32Check:
         broken = [name for name, tensor in fp32.items() if is_broken(tensor)]
         if any(name in named and not is_broken(named[name][0]) for name in broken):
             raise ReferenceBroken(
-                f"the FP32 model itself gives NaN or infinity in batch {number}: {broken[0]}, run eagerly"
+                f"the FP32 model itself gives NaN or infinity in {self._config.call_name(number)}: "
+                f"{broken[0]}, run eagerly"
             )
 
 

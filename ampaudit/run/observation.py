@@ -18,7 +18,8 @@ class Observation:
     """The measurements of one site, merged over batches (maxima, minima, sums).
 
     Peaks, counts and errors are over all elements; what ``samples`` holds is over the sampled ones.
-    ``inside_peak`` is the largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch.
+    ``inside_peak`` is the largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch, and
+    ``peak_call`` the number of the call with the largest.
     """
 
     elements: int = 0
@@ -36,11 +37,14 @@ class Observation:
     local_ref_sq: float = 0.0
     local_elements: int = 0
     inside_peak: float = 0.0
+    peak_call: int = 0
     batch_peaks: list[float] = field(default_factory=list)
     samples: SampleStatistics = field(default_factory=SampleStatistics)
 
-    def merge(self, fields: dict[str, float], elements: int) -> None:
-        """Add one batch's measured fields."""
+    def merge(self, fields: dict[str, float], elements: int, call: int = 0) -> None:
+        """Add the measured fields of one call."""
+        if fields["ref_peak"] > self.ref_peak:
+            self.peak_call = call
         self.elements += elements
         self.batches += 1
         self.batch_peaks.append(fields["ref_peak"])

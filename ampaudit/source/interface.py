@@ -66,6 +66,7 @@ class ModelSource:
         files: its files as they were before they were read.
         inputs: where the batches come from.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
+        next_inputs: the file's next_inputs(outputs, inputs), or its scheduler, for audits of several steps.
     """
 
     location: str
@@ -80,6 +81,7 @@ class ModelSource:
     dtype: str | None = None
     files: tuple[FileState, ...] = ()
     inputs: InputsInfo = GIVEN
+    next_inputs: Any = None
 
     @property
     def names_files(self) -> bool:
