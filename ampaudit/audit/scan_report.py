@@ -179,7 +179,10 @@ def _tails(context: CheckContext) -> tuple[Tail, ...]:
     sites = [s for s in sites if s.id not in context.record.by_design | context.flow.constants]
     sites.sort(key=lambda s: -context.observed(s.id).ref_peak)
     limit = context.number_format.overflow_at
-    found = ((s.id, tail_risk(context.observed(s.id).batch_peaks, limit, samples)) for s in sites[:_TAILS])
+    found = (
+        (s.id, tail_risk(list(context.observed(s.id).batch_peaks.values()), limit, samples))
+        for s in sites[:_TAILS]
+    )
     return tuple(
         Tail(site, r.per_million, r.low, r.high, r.batches, r.samples) for site, r in found if r is not None
     )

@@ -90,13 +90,13 @@ def _value_growth(
     """Return the growth of the values that leave the range first, or else grow fastest."""
     found: list[Growth] = []
     for site, seen in record.observations.items():
-        batches = max(record.batches // count, 1)
-        if site not in low_precision or len(seen.batch_peaks) % batches:
+        if site not in low_precision:
             continue
-        steps = len(seen.batch_peaks) // batches  # the last ones: the first step may be another graph
-        rows = [seen.batch_peaks[start : start + steps] for start in range(0, len(seen.batch_peaks), steps)]
-        peaks = [max(column) for column in zip(*rows, strict=True)]
-        points = [(count - steps + place + 1, peak) for place, peak in enumerate(peaks) if peak > 0.0]
+        peaks: defaultdict[int, float] = defaultdict(float)
+        for call, peak in sorted(seen.batch_peaks.items()):
+            step = call % count + 1
+            peaks[step] = max(peaks[step], peak)
+        points = [(step, peak) for step, peak in sorted(peaks.items()) if peak > 0.0]
         fitted = doubling_time(points)
         if fitted is not None:
             every, last = fitted

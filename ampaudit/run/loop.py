@@ -160,9 +160,12 @@ class _Loop:
         spare = replace(
             self._own, function=copy.deepcopy(self._own.function), buffers=dict(self._own.buffers)
         )
+        again = _Side(self._fp32.inputs, copy.deepcopy(self._fp32.function))
         fp32, watch = self._call(self._fp32, ready, outputs, 0)
         own, own_watch = self._call(self._own, ready, outputs, 1)
         call = self._config.call_name(ready.number)
+        if record.step == 1:
+            _refuse_hidden_state(fp32, self._call(again, ready, outputs, 0)[0])
         self._fp32.inputs, self._own.inputs = fp32, _carried(fp32, own, call, record)
         if record.faults:
             op, line = first_fault(watch.ops, own_watch.ops)
@@ -215,6 +218,21 @@ def _as_placed(batch: Batch, ready: PreparedBatch) -> Batch:
     return batch.mapped(
         lambda tensor: tensor.to(placed[id(tensor)]) if tensor.is_floating_point() else tensor
     )
+
+
+def _refuse_hidden_state(first: Batch, second: Batch) -> None:
+    """Raise for a function that returns something else if it is called again, as it is for each run.
+
+    Raises:
+        InputError: it does.
+    """
+    for one, two in zip(*(tensor_leaves(made.args, made.kwargs) for made in (first, second)), strict=False):
+        if one.shape != two.shape or not torch.allclose(one.double(), two.double(), 1e-3, equal_nan=True):
+            raise InputError(
+                f"{NEXT_INPUTS} returns something else when it is called again with the same arguments",
+                hint="it is called for each run: keep its state in an object with __call__, of which each "
+                "run has a copy, or pass the scheduler itself as next_inputs",
+            )
 
 
 def _broken(outputs: list[Pair]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,8 +39,7 @@ def decoding(
         UsageError: the model has another kind of cache.
         InputError: a batch is no prompt.
     """
-    supports = getattr(model, "_supports_default_dynamic_cache", None)
-    if supports is not None and not supports():
+    if getattr(model, "_is_stateful", False):
         raise UsageError(f"--steps: {type(model).__name__} has a cache of its own kind", hint=_NEXT_INPUTS)
     first, function = (
         (_first_of_decoder, _next_of_decoder)
@@ -60,16 +60,31 @@ def _named(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None and name not in _DECODER_ONLY}
 
 
-def _static_cache(model: Any, length: int) -> Any:
-    """Return an empty cache of fixed size; its tensors are made by the first step, in their dtype."""
-    from transformers.cache_utils import StaticCache, StaticLayer
+@cache
+def _layer_class() -> Any:
+    """Return the class of a cache's layers, whose tensors are of one size from the first step on."""
+    from transformers.cache_utils import StaticLayer
 
-    cache = StaticCache(config=model.config, max_cache_len=length)
-    for index, layer in enumerate(cache.layers):
-        window = getattr(layer, "max_cache_len", 0) if getattr(layer, "is_sliding", False) else 0
-        if window >= length:  # it would count its tokens in Python
-            cache.layers[index] = StaticLayer(max_cache_len=length)
-    return cache
+    class FixedLayer(StaticLayer):
+        """Holds keys and values in their own dtypes each, as a cache that grows does."""
+
+        def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+            super().lazy_initialization(key_states, value_states)
+            if self.values is not None:
+                self.values = self.values.to(value_states.dtype)
+
+    return FixedLayer
+
+
+def _static_cache(model: Any, length: int) -> Any:
+    """Return an empty cache with room for all tokens; its tensors are made by the first step."""
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    made = StaticCache(config=model.config, max_cache_len=length)
+    for index, layer in enumerate(made.layers):
+        if type(layer) in (StaticLayer, StaticSlidingWindowLayer):  # the latter counts tokens in Python
+            made.layers[index] = _layer_class()(max_cache_len=length)
+    return made
 
 
 def _first_of_causal(model: Any, given: dict[str, Any], steps: int) -> Batch:
@@ -114,8 +129,8 @@ def _first_of_decoder(model: Any, given: dict[str, Any], steps: int) -> Batch:
             )
         rows = next(value.shape[0] for value in given.values() if isinstance(value, torch.Tensor))
         ids = torch.full((rows, 1), start)
-    cache = EncoderDecoderCache(_static_cache(model, ids.shape[1] + steps), DynamicCache())
-    return Batch((), {**given, "decoder_input_ids": ids, "past_key_values": cache, "use_cache": True})
+    room = EncoderDecoderCache(_static_cache(model, ids.shape[1] + steps), DynamicCache())
+    return Batch((), {**given, "decoder_input_ids": ids, "past_key_values": room, "use_cache": True})
 
 
 def _next_of_decoder(outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:

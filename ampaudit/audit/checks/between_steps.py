@@ -15,13 +15,12 @@ __all__ = ["CHECK"]
 
 
 def find(context: CheckContext) -> Iterator[Finding]:
-    """Yield one finding per line and input, for the first step in which it happens."""
-    seen: set[tuple[object, ...]] = set()
+    """Yield one finding per input, for the first step in which it breaks: FP32's own stays out of range."""
+    seen: set[str] = set()
     for row in context.record.steps:
         for fault in row.faults:
-            place = (fault.name, fault.op, fault.line)
-            if place not in seen:
-                seen.add(place)
+            if fault.name not in seen:
+                seen.add(fault.name)
                 yield _finding(context, fault, row.step)
 
 

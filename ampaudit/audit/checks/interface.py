@@ -226,7 +226,7 @@ def finding_at(
     """Return a finding at a site, with its measurements; kind and severity come from the page."""
     made = finding_about(code, site.id, site.layer, cause, advice, severity=severity, confidence=confidence)
     seen = context.observed(site.id)
-    evidence = replace(evidence_of(seen, context.number_format), step=context.step_of(seen.peak_call))
+    evidence = replace(evidence_of(seen, context.number_format), step=context.step_of(seen.peak_batch))
     return replace(made, phase="forward", op=site.op, source=finding_source(site), evidence=evidence)
 
 
