@@ -84,6 +84,7 @@ _EXCLUDES = {
     "ranges": ("static", "prove", "contract", "stress", "advise", "diff"),
     "static": ("stress", "advise", "diff"),
     "backward": ("ranges", "static", "contract", "stress", "advise", "diff"),
+    "steps": ("ranges", "static", "prove", "assume", "stress", "backward"),
 }
 
 
@@ -174,6 +175,12 @@ class ScanConfig(PlanConfig):
         int, Ge(0), Option("Search for inputs that overflow: N evaluations per site.", metavar="N")
     ] = 0
     stress_dir: Annotated[FilePath, python_only("Directory for the inputs found by --stress.")] = Path()
+    steps: Annotated[
+        int | None, Ge(1), Option("Run N steps, each on the outputs of the last one.", metavar="N")
+    ] = None
+    next_inputs: Annotated[Any, python_only("next_inputs(outputs, inputs), or a scheduler, for steps.")] = (
+        None
+    )
     static: Annotated[bool, Option("Proofs only: nothing is run.")] = False
     assume: Annotated[
         Texts, Option("An input's range, for proofs; 'input' is all (repeatable).", metavar="INPUT=LOW:HIGH")
@@ -194,6 +201,9 @@ class ScanConfig(PlanConfig):
                     raise UsageError(
                         f"--{option} cannot be combined with --{other}", hint=f"leave out --{other}"
                     )
+        if self.next_inputs is not None and self.steps is None:
+            hint = "add steps=N, or leave it out"
+            raise UsageError("next_inputs makes the inputs of further steps", hint=hint)
         if self.loss_scale is not None and not self.backward:
             raise UsageError("--loss-scale scales gradients", hint="add --backward, or leave it out")
         super().check()
@@ -218,6 +228,8 @@ class ScanKeywords(_RunOptions, total=False):
     prove: bool
     stress: int
     stress_dir: str | Path
+    steps: int | None
+    next_inputs: Any
     static: bool
     assume: Sequence[str]
     ignore: Sequence[str]

@@ -34,6 +34,7 @@ def context_of(
         bounds=bounds,
         fused=contract.fused,
         saturating="saturate" in contract.words,
+        step_count=settings.steps,
     )
 
 

@@ -24,9 +24,11 @@ from ampaudit.policy import RuleSet, load_policy
 from ampaudit.report.comparison import Comparison
 from ampaudit.report.model import ModelInfo, Report, RunInfo
 from ampaudit.run.audit import Audit, RunConfig, run_audits
+from ampaudit.run.config import Steps
 from ampaudit.run.contract import ContractBackend, parse_contract
 from ampaudit.run.device import environment_of, pick_device
 from ampaudit.source import ModelSource
+from ampaudit.source.next_inputs import stepping
 from ampaudit.source.stored_weights import with_plain_weights
 from ampaudit.trace.isolation import preserved
 
@@ -154,6 +156,11 @@ def audit_policies(source: ModelSource, policies: Sequence[Rules], config: ScanC
         )
         for rules in subjects
     ]
+    if config.steps is not None:
+        declared = source.next_inputs if config.next_inputs is None else config.next_inputs
+        batches, function = stepping(source.model, source.batches, declared, config.steps)
+        source = replace(source, batches=batches)
+        plans = [replace(plan, steps=Steps(config.steps, function)) for plan in plans]
     if config.backward:
         source, plans = differentiated(source, plans, config)
     contract = parse_contract(config.contract)
@@ -208,7 +215,8 @@ def _report(
         backend="float32" if config.ranges else audit.record.backend,
         dtype=context.number_format.name,
         policy="fp32" if config.ranges else rules.name,
-        batches=audit.record.batches,
+        batches=audit.record.batches // (config.steps or 1),
+        steps=config.steps,
         seed=config.seed,
         level=level,
         contract=_contract(audit, config),

@@ -84,6 +84,7 @@ def build_report(
         tails=_tails(context),
         path=_path(context),
         backward=backward_report(context),
+        steps=context.steps,
         environment=this_environment(),
         gaps=gaps,
         timings={name: round(seconds, 4) for name, seconds in context.record.seconds.items()},
@@ -195,7 +196,7 @@ def _bound_inside(context: CheckContext, site: Site) -> float | None:
 
 def _tails(context: CheckContext) -> tuple[Tail, ...]:
     """Estimate the tail risk of the 16-bit sites nearest the limit, if there are enough batches."""
-    if context.record.batches < MIN_BATCHES or context.record.origins:
+    if context.record.batches < MIN_BATCHES or context.record.origins or context.step_count is not None:
         return ()
     shapes = [shape for shape, _ in context.flow.traced.signature]
     samples = shapes[0][0] if shapes and shapes[0] else 1
@@ -203,7 +204,10 @@ def _tails(context: CheckContext) -> tuple[Tail, ...]:
     sites = [s for s in sites if s.id not in context.record.by_design | context.flow.constants]
     sites.sort(key=lambda s: -context.observed(s.id).ref_peak)
     limit = context.number_format.overflow_at
-    found = ((s.id, tail_risk(context.observed(s.id).batch_peaks, limit, samples)) for s in sites[:_TAILS])
+    found = (
+        (s.id, tail_risk(list(context.observed(s.id).batch_peaks.values()), limit, samples))
+        for s in sites[:_TAILS]
+    )
     return tuple(
         Tail(site, r.per_million, r.low, r.high, r.batches, r.samples) for site, r in found if r is not None
     )

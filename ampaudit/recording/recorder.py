@@ -29,7 +29,7 @@ from ampaudit.recording.config import RecordConfig
 from ampaudit.recording.encode import Unstorable, class_name, encode_call
 from ampaudit.recording.pack import pack_tensors
 from ampaudit.source.calls import structure_of
-from ampaudit.source.interface import unwrapped
+from ampaudit.source.unwrapping import unwrapped
 
 __all__ = ["Recording"]
 

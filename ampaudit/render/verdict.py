@@ -49,11 +49,12 @@ def _broken(report: Report) -> Iterator[str]:
     errors = [f for f in report.active if f.severity is Severity.ERROR]
     places = sum(not f.finite for f in errors)
     if places:
+        first = report.steps.first_broken if report.steps is not None else None
         batches = {f.batch for f in errors if not f.finite}
-        where = (
-            f", first in {escape_control(batch)}" if len(batches) == 1 and (batch := batches.pop()) else ""
-        )
-        yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}{where}"
+        named = batches.pop() if len(batches) == 1 else None
+        when = f", first in {escape_control(named)}" if named else ""
+        when = f", first at step {first.step}" if first is not None else when
+        yield f"{plural(places, 'place')} break{'s' if places == 1 else ''} in {report.run.dtype}{when}"
     if places == len(errors):
         return
     worst = report.worst_output

@@ -92,6 +92,7 @@ class Evidence:
         flushed: share of the sampled elements that is zero in 16 bits only.
         subnormal: elements, or their share, that are subnormal in 16 bits.
         about: what was measured: ``gradient of head.weight``; empty for the values of the finding's site.
+        step: of several (``--steps``), the first that breaks, or else the one with the peak.
     """
 
     peak: float | None = None
@@ -106,6 +107,7 @@ class Evidence:
     flushed: float | None = None
     subnormal: float | None = None
     about: str = ""
+    step: int | None = None
 
     @property
     def in_words(self) -> str:
@@ -118,6 +120,8 @@ class Evidence:
         for count, name in ((self.inf, "inf"), (self.nan, "NaN")):
             if count:
                 parts.append(f"{count} of {self.elements} elements became {name}")
+        if self.step is not None and parts:
+            parts.insert(0, f"{'first ' if self.inf or self.nan else ''}at step {self.step}")
         about = f"{self.about}: " if self.about and parts else ""
         return f"{about}{'; '.join(parts)}"
 

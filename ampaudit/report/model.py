@@ -26,6 +26,7 @@ from ampaudit.report.gradients import BackwardReport
 from ampaudit.report.input_path import InputPath
 from ampaudit.report.inputs import InputsInfo, of_made_up
 from ampaudit.report.site import SiteReport
+from ampaudit.report.steps import StepsReport
 
 __all__ = [
     "Coverage",
@@ -71,6 +72,7 @@ class RunInfo:
         level: ``scan``, ``ranges`` or ``static``.
         contract: what was taken for granted about kernels, where 16 bits are emulated.
         inputs: where the batches come from; ``None`` in reports that do not say.
+        steps: how often each batch is run, on its own outputs; ``None`` for once.
     """
 
     device: str
@@ -83,6 +85,7 @@ class RunInfo:
     mode: Literal["eval", "train"]
     contract: str = ""
     inputs: InputsInfo | None = None
+    steps: int | None = None
 
     @property
     def made_up(self) -> str:
@@ -94,7 +97,9 @@ class RunInfo:
         """The number of batches and the device, or that nothing was run."""
         if self.level == "static":
             return "nothing was run"
-        return f"{plural(self.batches, 'batch')}{of_made_up(self.inputs)} on {self.device} ({self.backend})"
+        extent = f"{plural(self.batches, 'batch')}{of_made_up(self.inputs)}"
+        extent += f", {plural(self.steps, 'step')}" if self.steps is not None else ""
+        return f"{extent} on {self.device} ({self.backend})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +178,7 @@ class Report(Shown):
     combined: CombinedPolicy | None = None
     path: InputPath | None = None
     gaps: tuple[Gap, ...] = ()
+    steps: StepsReport | None = None
     kind: Literal["scan"] = "scan"
 
     @property

@@ -16,6 +16,7 @@ from ampaudit.policy import Measurement, RuleSet
 from ampaudit.run.config import RunConfig
 from ampaudit.run.eager import EagerModel, telling_own_failures
 from ampaudit.run.guards import guarded
+from ampaudit.run.loop import run_steps
 from ampaudit.run.record import RunRecord
 from ampaudit.run.runner import Runner
 from ampaudit.run.sharing import SharedReference, interleave
@@ -100,7 +101,10 @@ def _run_all(
     for number, batch in enumerate(batches):
         progress(phase, number, len(batches))
         with telling_own_failures(model, batch):
-            if len(runners) == 1:
+            if configs[0].steps is not None:
+                for runner in runners:
+                    run_steps(runner, configs[0].steps, batch, number)
+            elif len(runners) == 1:
                 runners[0].run(batch, number)
             else:
                 _run_together(runners, configs[0], batch, number)

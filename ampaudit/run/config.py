@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,9 +19,10 @@ from ampaudit.run.program import Program
 from ampaudit.trace.converted import Release
 from ampaudit.trace.edits import Edit
 
-__all__ = ["Differentiator", "KeepOutputs", "RunConfig"]
+__all__ = ["Differentiator", "KeepOutputs", "NextInputs", "RunConfig", "Steps"]
 
 KeepOutputs = Callable[[int, dict[str, Pair]], None]
+NextInputs = Callable[[Any, Any], Any]
 
 
 class Differentiator(Protocol):
@@ -34,6 +35,14 @@ class Differentiator(Protocol):
 
     def run(self, executor: LockStep, outputs: list[Pair], number: int, title: str) -> None:
         """Run the backward pass of the run followed last; the last output is the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The number of steps of each batch, and the function that makes inputs from the outputs before."""
+
+    count: int
+    next_inputs: NextInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ class RunConfig:
         differentiator: makes what audits the gradients of a run; the model's last output is then the loss.
         min_sqnr: accuracy in dB below which it is found out where an output's error enters; ``None`` for
             runs of which only the verdict counts.
+        steps: what is done with each batch; calls are then numbered over all steps of all batches.
     """
 
     rules: RuleSet | None
@@ -72,6 +82,14 @@ class RunConfig:
     release: Release | None = None
     differentiator: Callable[[RunConfig], Differentiator] | None = None
     min_sqnr: float | None = None
+    steps: Steps | None = None
+
+    def call_name(self, number: int) -> str:
+        """Name a call: its batch, or its step and, after the first batch, both."""
+        if self.steps is None:
+            return f"batch {number}"
+        batch, step = divmod(number, self.steps.count)
+        return f"step {step + 1}" + (f" of batch {batch}" if batch else "")
 
     @property
     def fp32_only(self) -> bool:

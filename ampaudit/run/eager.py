@@ -18,6 +18,7 @@ from ampaudit.trace.eager_call import attempt_in_fp32, fp32_copy, writable
 from ampaudit.trace.entry import flatten_outputs
 from ampaudit.trace.failure import model_failure
 from ampaudit.trace.fake_model import named_tensors
+from ampaudit.trace.holders import restored
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
@@ -75,7 +76,7 @@ class EagerModel:
             )
             copied = fp32_copy(model, self._device)
             with quiet(), guarded(self._device, batch), seeded(self._seed + number):
-                found = flatten_outputs(copied(*args, **kwargs))
+                found = flatten_outputs(copied(*restored(args), **restored(kwargs)))
             self._last = number, dict(found)
             if self._release is not None:
                 for tensor in named_tensors(model).values():

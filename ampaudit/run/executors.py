@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampaudit.core.errors import InputError
-from ampaudit.policy import plain_fp32
+from ampaudit.policy import RuleSet, plain_fp32
 from ampaudit.run.backends import choose_backend
 from ampaudit.run.config import RunConfig
 from ampaudit.run.guards import refuse_larger_than_memory
@@ -17,6 +17,7 @@ from ampaudit.run.lockstep import LockStep
 from ampaudit.run.path_record import takes_path
 from ampaudit.run.program import Program, compile_program
 from ampaudit.run.record import RunRecord
+from ampaudit.run.step import widened_tensor
 from ampaudit.source.interface import Batch
 from ampaudit.trace import Site, trace
 from ampaudit.trace.converted import ConvertedModel, attach_weights
@@ -66,14 +67,18 @@ class ExecutorCache:
         self._path = PathTracing.FALLBACK
         self._executors: TraceCache[LockStep] = TraceCache()
 
-    def get(self, batch: Batch, number: int) -> LockStep:
-        """The executor for such a batch, traced on first use."""
-        key = call_key(batch.args, batch.kwargs)
+    def get(self, batch: Batch, number: int, *, carried: bool = False) -> LockStep:
+        """The executor for such a batch, traced on first use; carried inputs are in the dtypes of 16 bits."""
+        rules = usual = self._config.rules or plain_fp32()
+        if carried:
+            rules, batch = _for_carried_inputs(rules, batch)
+        key = (rules is usual, *call_key(batch.args, batch.kwargs))
         tensors = tensor_leaves(batch.args, batch.kwargs)
         executor = self._executors.find(key, lambda known: self._suits(known, tensors, number))
         if executor is None:
             state = PythonState(self.model)
-            executor = self._traced(batch, number)
+            executor = self._traced(batch, number, rules)
+            self._record.traces += 1
             if not executor.program.traced.random_constants:
                 self._executors.keep(key, state, executor)
         self._follow(executor.program.traced)
@@ -84,10 +89,9 @@ class ExecutorCache:
         on_path = executor.program.traced.path is not None
         return not on_path or takes_path(executor, tensors, self._config.seed + number)
 
-    def _traced(self, batch: Batch, number: int) -> LockStep:
+    def _traced(self, batch: Batch, number: int, rules: RuleSet) -> LockStep:
         started = time.perf_counter()
         config = self._config
-        rules = config.rules or plain_fp32()
         author_rules = config.author_rules if config.rules else plain_fp32()
         differentiated, seed = config.differentiator is not None, config.seed + number
         setting = (
@@ -134,3 +138,20 @@ class ExecutorCache:
             self.model = structural_copy(self.model, {id(t): t for t in tensors})
             self._executors, self._is_copy = TraceCache(), True
         apply_changes(traced.changes, PythonState(self.model))
+
+
+def _for_carried_inputs(rules: RuleSet, batch: Batch) -> tuple[RuleSet, Batch]:
+    """Return the rules and inputs of a call whose inputs an earlier call has made.
+
+    Where nothing but the user's own cast makes the inputs 16 bits, as under ``model.half()``, a carried one
+    keeps its dtype; a policy that places outputs as well casts at each call. Policies that act on the FP32
+    graph trace the model with FP32 inputs.
+    """
+    weights = rules.file.weights
+    if rules.file.level == "graph":
+        return rules, batch.mapped(widened_tensor)
+    if weights.inputs == "lower" and weights.outputs == "unchanged":
+        weights = weights.model_copy(update={"inputs": "unchanged"})
+        file = rules.file.model_copy(update={"weights": weights})
+        rules = RuleSet(file, rules.ops, rules.environment, rules.location)
+    return rules, batch

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from ampaudit.trace.converted import ConvertedModel
 from ampaudit.trace.graph import Placeholder, Slot
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
-__all__ = ["LockStep"]
+__all__ = ["Carried", "LockStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The 16-bit run's own inputs, and what earlier calls left in the buffers of both runs, by name."""
+
+    inputs: Sequence[torch.Tensor]
+    buffers: Mapping[str, Pair] = field(default_factory=dict)
 
 
 class LockStep:
@@ -46,13 +55,13 @@ class LockStep:
         self._masters = {n: t if streamed else t.to(device) for n, t in converted.masters.items()}
 
     @torch.no_grad()
-    def run(self, inputs: list[torch.Tensor], observer: Observer) -> list[Pair]:
+    def run(self, inputs: list[torch.Tensor], observer: Observer, own: Carried | None = None) -> list[Pair]:
         """Run one batch; return the pairs of outputs in graph order.
 
-        A value is dropped after its last use. Where both runs would do the same thing to the same
-        tensors in float32, it is done once.
+        A value is dropped after its last use. Where both runs would do the same to the same tensors in
+        float32, it is done once.
         """
-        return _last(self.steps(inputs, observer))
+        return _last(self._steps(self._start(inputs, own), observer, None))
 
     def steps(
         self, inputs: list[torch.Tensor], observer: Observer, shared: SharedReference | None = None
@@ -198,15 +207,21 @@ class LockStep:
             return 0.0
         return float(tensor.detach().float().abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax())
 
-    def _start(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Pair]:
+    def _start(self, inputs: list[torch.Tensor], carried: Carried | None = None) -> dict[fx.Node, Pair]:
         values: dict[fx.Node, Pair] = {}
-        remaining = iter(inputs)
+        carried = carried or Carried(inputs)
+        remaining = zip(inputs, carried.inputs, strict=True)
         for node in self.program.inputs:
             place = self._places[node.name]
+            kept = carried.buffers.get(place.name)
             if place.slot is Slot.INPUT:
-                values[node] = self._input(node, next(remaining).to(self.device), place)
-            elif node in self.program.written:
-                reference, value = self._weight(node, place)
+                given, own = next(remaining)
+                values[node] = self._input(node, given.to(self.device), place)
+                if own is not given:
+                    value = self.backend.represent(own.to(self.device), place.dtype)
+                    values[node] = values[node][0], value.clone() if node in self.program.written else value
+            elif node in self.program.written or kept is not None:
+                reference, value = kept or self._weight(node, place)
                 values[node] = (reference.clone(), value.clone())
         return values
 

@@ -60,7 +60,7 @@ class Meter(Observer):
         self._near = number_format.max / 2
         self.gaps: set[Gap] = set()
         self._backend = backend
-        self._local = local
+        self.local = local
         self._updated: dict[int, int] = {}  # positions of written arguments, by the number of a row
         self._rows: list[tuple[SiteId, list[float] | torch.Tensor, int]] = []
         self._local_rows: list[tuple[SiteId, torch.Tensor, int]] = []
@@ -91,7 +91,7 @@ class Meter(Observer):
                 self._updated[len(self._rows)] = position
                 bad |= self._measure_pair(step, first, second, None)
         self._measure_inside(step, call)
-        if self._local and step.low_precision and not call.shared and not bad:
+        if self.local and step.low_precision and not call.shared and not bad:
             error = local_error(step, self._backend, call, reference)
             if error is not None:
                 self._local_rows.append((step.site.id, *error))
@@ -99,7 +99,7 @@ class Meter(Observer):
 
     def _measure_inside(self, step: Step, call: StepCall) -> None:
         assert step.site is not None
-        if self._local and (peak := inside_peak(step, call.ref_args, self._near * 2)) is not None:
+        if self.local and (peak := inside_peak(step, call.ref_args, self._near * 2)) is not None:
             self._inside_rows.append((step.site.id, peak))
 
     def _measure_pair(

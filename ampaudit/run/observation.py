@@ -18,8 +18,8 @@ class Observation:
     """The measurements of one site, merged over batches (maxima, minima, sums).
 
     Peaks, counts and errors are over all elements; what ``samples`` holds is over the sampled ones.
-    ``inside_peak`` is the largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch,
-    ``peak_batch`` the number of the batch with the largest.
+    ``inside_peak`` is the largest square inside a norm, ``batch_peaks`` the FP32 peak of each batch, by its
+    number (of several steps, that of the call).
     """
 
     elements: int = 0
@@ -37,20 +37,22 @@ class Observation:
     local_ref_sq: float = 0.0
     local_elements: int = 0
     inside_peak: float = 0.0
-    batch_peaks: list[float] = field(default_factory=list)
-    peak_batch: int = 0
+    batch_peaks: dict[int, float] = field(default_factory=dict)
     samples: SampleStatistics = field(default_factory=SampleStatistics)
 
-    def merge(self, fields: dict[str, float], elements: int, batch: int = 0) -> None:
-        """Add the measured fields of the batch of a number."""
-        if not self.batches or fields["ref_peak"] > self.ref_peak:
-            self.peak_batch = batch
+    @property
+    def peak_batch(self) -> int:
+        """The number of the batch with the largest peak."""
+        return max(self.batch_peaks, key=lambda number: self.batch_peaks[number], default=0)
+
+    def merge(self, fields: dict[str, float], elements: int, number: int = 0) -> None:
+        """Add one batch's measured fields."""
         self.elements += elements
         self.batches += 1
-        self.batch_peaks.append(fields["ref_peak"])
-        for name, number in fields.items():
+        self.batch_peaks[number] = max(self.batch_peaks.get(number, 0.0), fields["ref_peak"])
+        for name, value in fields.items():
             old = getattr(self, name)
-            setattr(self, name, max(old, number) if name in _MAXIMA else old + number)
+            setattr(self, name, max(old, value) if name in _MAXIMA else old + value)
 
     @property
     def bad(self) -> int:

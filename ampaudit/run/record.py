@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampaudit.core.sites import SiteId
+from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.gap import Gap
 from ampaudit.run.attribution import Culprit
 from ampaudit.run.backward.record import GradientRecord
@@ -16,7 +16,7 @@ from ampaudit.run.observation import Observation
 from ampaudit.run.outputs import OutputComparison
 from ampaudit.run.path_record import PathRecord
 
-__all__ = ["Fate", "Origin", "RunRecord"]
+__all__ = ["Fate", "Origin", "RunRecord", "StateFault", "StepObservation"]
 
 RIGHT_DB = 20.0  # a value that was inf on its way and comes out this accurate was not harmed
 Fate = Literal["reaches the output", "recovered"]
@@ -51,6 +51,54 @@ class Origin:
         return not (self.fate == "recovered" and right)
 
 
+@dataclass(frozen=True, slots=True)
+class StateFault:
+    """A fault of the function that makes a step's inputs from the last one's outputs.
+
+    Attributes:
+        name: the input that is not finite in 16 bits only.
+        op: the op that breaks, of which no other input was broken; empty if that is not known.
+        line: of the function's code.
+        peak: the largest FP32 value among the broken elements.
+        broken: how many there are.
+        elements: of the input.
+    """
+
+    name: str
+    op: str
+    line: SourceLine | None
+    peak: float
+    broken: int
+    elements: int
+
+
+@dataclass(slots=True)
+class StepObservation:
+    """One step of one batch.
+
+    Attributes:
+        batch: number of the batch, from 0.
+        step: number of the step, from 1.
+        errors: by output, the sums of squared errors and of squares in FP32, after repairs.
+        headroom_bits: least headroom of the step's 16-bit values; negative where one overflows.
+        headroom_at: the site, or input, that has it.
+        origins: sites that break by their own fault.
+        faults: of the function that makes the next inputs.
+        flipped: next inputs, such as the chosen token, that would be others in the 16-bit run.
+        poisoned: whether an earlier step's fault leaves inf or NaN in an output, if nothing is repaired.
+    """
+
+    batch: int
+    step: int
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    headroom_bits: float | None = None
+    headroom_at: str = ""
+    origins: tuple[SiteId, ...] = ()
+    faults: list[StateFault] = field(default_factory=list)
+    flipped: list[str] = field(default_factory=list)
+    poisoned: bool = False
+
+
 @dataclass(slots=True)
 class RunRecord:
     """The record of one audit run.
@@ -74,6 +122,8 @@ class RunRecord:
         culprits: where the errors of outputs that are too inaccurate enter.
         code: where the model's code does something else than in FP32.
         path: what the model's code reads, where it was traced along the path of its inputs.
+        steps: what each step showed; empty without ``--steps``.
+        traces: how often the model was traced.
     """
 
     device: str
@@ -94,6 +144,8 @@ class RunRecord:
     culprits: list[Culprit] = field(default_factory=list)
     code: CodeRecord = field(default_factory=CodeRecord)
     path: PathRecord = field(default_factory=PathRecord)
+    steps: list[StepObservation] = field(default_factory=list)
+    traces: int = 0
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add wall-clock time to a phase."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,10 @@ from ampaudit.run.eager import EagerModel
 from ampaudit.run.executors import ExecutorCache
 from ampaudit.run.fp32_check import Fp32Check, is_broken
 from ampaudit.run.guards import guarded, refuse_broken_inputs
-from ampaudit.run.lockstep import LockStep
+from ampaudit.run.lockstep import Carried, LockStep
 from ampaudit.run.measurements import measurements, weight_peaks
 from ampaudit.run.meter import MeasuredValue, Meter
-from ampaudit.run.observer import Pair
+from ampaudit.run.observer import Observer, Pair
 from ampaudit.run.outputs import compare_outputs, merge_outputs, paired_with_fp32
 from ampaudit.run.propagation import FaultPropagation
 from ampaudit.run.record import RunRecord
@@ -31,12 +31,12 @@ from ampaudit.run.repair import RepairingMeter
 from ampaudit.source.interface import Batch
 from ampaudit.trace.entry import tensor_leaves
 
-__all__ = ["PreparedBatch", "Runner"]
+__all__ = ["CallResult", "PreparedBatch", "Runner"]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch that is ready to run, and the model's state before it."""
+    """A batch that is ready to run, the model's state before it, and what the 16-bit run carries."""
 
     executor: LockStep
     tensors: list[torch.Tensor]
@@ -44,6 +44,16 @@ class PreparedBatch:
     batch: Batch
     number: int
     model: nn.Module
+    own: Carried | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """The results of one call, after repairs if something broke; ``origins`` are the sites that did."""
+
+    outputs: list[Pair]
+    measured: list[MeasuredValue]
+    origins: tuple[SiteId, ...] = ()
 
 
 class Runner:
@@ -78,22 +88,43 @@ class Runner:
         """Trace if necessary, run, and run again with repairs if something broke."""
         self.execute(self.prepare(batch, number))
 
-    def execute(self, ready: PreparedBatch) -> None:
-        """Run a prepared batch, and again with repairs if something broke."""
-        started = time.perf_counter()
-        outputs = self._pass(ready, ready.meter)
-        self._add_seconds("run", started)
-        self.finish(ready, outputs)
+    def execute(self, ready: PreparedBatch) -> tuple[list[Pair], CallResult]:
+        """Run a prepared batch, and again with repairs if something broke.
 
-    def prepare(self, batch: Batch, number: int) -> PreparedBatch:
-        """Trace if necessary, and check the inputs."""
+        Returns:
+            The outputs of the first run, and the results of the last.
+        """
+        started = time.perf_counter()
+        outputs = self.outputs(ready, ready.meter)
+        self._add_seconds("run", started)
+        return outputs, self.finish(ready, outputs)
+
+    def prepare(
+        self, batch: Batch, number: int, own: Batch | None = None, buffers: Mapping[str, Pair] | None = None
+    ) -> PreparedBatch:
+        """Trace if necessary, and check the inputs.
+
+        Args:
+            batch: the inputs.
+            number: of the call.
+            own: the inputs of the 16-bit run in a later step, in the dtypes in which it has them.
+            buffers: what earlier steps left in the buffers.
+        """
         model = self.executors.model
-        executor = self.executors.get(batch, number)
+        executor = self.executors.get(own or batch, number, carried=own is not None)
         tensors = tensor_leaves(batch.args, batch.kwargs)
         refuse_broken_inputs(tensors, batch.title(number))
-        return PreparedBatch(executor, tensors, self._meter(), batch, number, model)
+        carried = None if own is None else Carried(tensor_leaves(own.args, own.kwargs), buffers or {})
+        beyond = carried is not None and self._beyond(tensors, carried)
+        return PreparedBatch(executor, tensors, self._meter(local=not beyond), batch, number, model, carried)
 
-    def finish(self, ready: PreparedBatch, outputs: list[Pair]) -> None:
+    def _beyond(self, tensors: list[torch.Tensor], own: Carried) -> bool:
+        """Return whether FP32's inputs cannot be held in 16 bits: on those, no op shows its own error."""
+        pairs = zip(tensors, own.inputs, strict=True)
+        floats = (first for first, second in pairs if first is not second and first.numel())
+        return any(float(tensor.abs().amax()) > self.config.number_format.max for tensor in floats)
+
+    def finish(self, ready: PreparedBatch, outputs: list[Pair]) -> CallResult:
         """Read the measurements of a run, run again with repairs if something broke, and merge."""
         started = time.perf_counter()
         executor, tensors, meter, number = ready.executor, ready.tensors, ready.meter, ready.number
@@ -115,14 +146,16 @@ class Runner:
         )
         self.record.masks |= faults.masks
         self.record.by_design |= faults.by_design
+        origins: tuple[SiteId, ...] = ()
         if faults.need_repair:
-            repairing = RepairingMeter(self._meter(), faults.masks)
-            outputs = self._pass(ready, repairing)
+            repairing = RepairingMeter(self._meter(local=meter.local), faults.masks)
+            outputs = self.outputs(ready, repairing)
             meter, measured = repairing.meter, list(repairing.meter.results())
-            self._note_origins(repairing.origins, faults, number)
+            origins = tuple(repairing.origins)
+            self._note_origins(origins, faults, number)
         self.record.path.add(meter.path, executor.program.traced, number)
         self._merge(meter, measured, number)
-        if ready.batch.name:
+        if ready.batch.name and self.config.steps is None:
             self.record.names[number] = ready.batch.name
         self._add_seconds("run", started)
         if self._gradients is not None:
@@ -130,6 +163,7 @@ class Runner:
             with guarded(self.config.device):
                 self._gradients.run(executor, outputs, number, ready.batch.title(number))
             self._add_seconds("backward", started)
+        return CallResult(outputs, measured, origins)
 
     def _compare(
         self, ready: PreparedBatch, named: dict[str, Pair], fp32: dict[str, torch.Tensor] | None
@@ -163,11 +197,12 @@ class Runner:
         Outputs that have no counterpart in FP32 are left out.
         """
         reads, edited = ready.executor.program.traced.reads, bool(self.config.edits)
-        if ready.executor.program.traced.path is not None and not (reads or edited):
+        stateful = ready.own is not None and bool(ready.own.buffers)  # which a copy of the model has not
+        if ready.executor.program.traced.path is not None and not (reads or edited or stateful):
             self._fp32.refuse_other_path(
                 ready.model, ready.executor.program, ready.batch, ready.number, outputs
             )
-        if self.config.fp32_only or not (reads or edited):
+        if self.config.fp32_only or stateful or not (reads or edited):
             return None
         started = time.perf_counter()
         model, program, call = ready.model, ready.executor.program, (ready.batch, ready.number)
@@ -177,15 +212,17 @@ class Runner:
         self._add_seconds("fp32", started)
         return found
 
-    def _meter(self) -> Meter:
-        return Meter(self.config.number_format, self.executors.backend, local=not self.config.fp32_only)
+    def _meter(self, *, local: bool = True) -> Meter:
+        local = local and not self.config.fp32_only
+        return Meter(self.config.number_format, self.executors.backend, local=local)
 
-    def _pass(self, ready: PreparedBatch, observer: Meter | RepairingMeter) -> list[Pair]:
+    def outputs(self, ready: PreparedBatch, observer: Observer) -> list[Pair]:
+        """Run a prepared batch under an observer."""
         program = ready.executor.program
         followed = observer if self._gradients is None else self._gradients.following(observer, program)
         with guarded(self.config.device, ready.batch):
             torch.manual_seed(self.config.seed + ready.number)
-            return ready.executor.run(ready.tensors, followed)
+            return ready.executor.run(ready.tensors, followed, ready.own)
 
     def _note_inputs(self, executor: LockStep, tensors: list[torch.Tensor]) -> None:
         if self.config.rules is None or not self.config.rules.measured:

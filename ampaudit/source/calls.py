@@ -19,8 +19,9 @@ from ampaudit.core.errors import InputError, WeightsError
 from ampaudit.core.text import format_bytes, plural
 from ampaudit.core.untrusted import MAX_TABLE, describe, describe_path, read_json, validate
 from ampaudit.report.inputs import InputsInfo
-from ampaudit.source.interface import Batch, unwrapped
+from ampaudit.source.interface import Batch
 from ampaudit.source.rebuild import KnownClasses, Rebuilder
+from ampaudit.source.unwrapping import unwrapped
 from ampaudit.trace.values import LOW_PRECISION_DTYPES
 
 __all__ = ["recorded_calls", "structure_of"]

@@ -80,6 +80,7 @@ class Functions(TypedDict):
     loss: Callable[..., Any] | None
     metric: Callable[..., Any] | None
     optimizer: Callable[..., Any] | None
+    next_inputs: Any
 
 
 def functions_of(*modules: ModuleType) -> Functions:
@@ -89,7 +90,13 @@ def functions_of(*modules: ModuleType) -> Functions:
         found = (getattr(module, name, None) for module in modules)
         return next((function for function in found if callable(function)), None)
 
-    return Functions(loss=first("loss"), metric=first("metric"), optimizer=first("optimizer"))
+    declared = (getattr(module, "next_inputs", None) for module in modules)
+    return Functions(
+        loss=first("loss"),
+        metric=first("metric"),
+        optimizer=first("optimizer"),
+        next_inputs=next((value for value in declared if value is not None), None),
+    )
 
 
 def inputs_from(

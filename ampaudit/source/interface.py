@@ -75,6 +75,7 @@ class ModelSource:
         inputs: where the batches come from.
         metric: the file's metric(output, batch), larger is better, for ``ampaudit check``.
         notes: what was changed of the model before it is audited.
+        next_inputs: the file's next_inputs(outputs, inputs), or its scheduler, for audits of several steps.
     """
 
     location: str
@@ -90,6 +91,7 @@ class ModelSource:
     files: tuple[FileState, ...] = ()
     inputs: InputsInfo = GIVEN
     notes: tuple[str, ...] = ()
+    next_inputs: Any = None
 
     @property
     def names_files(self) -> bool:

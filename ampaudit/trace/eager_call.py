@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.trace.entry import tensor_leaves
 from ampaudit.trace.fake_model import named_tensors, without_cache
+from ampaudit.trace.holders import restored
 from ampaudit.trace.internals import FakeTensor
 from ampaudit.trace.isolation import seeded
 from ampaudit.trace.structure import structural_copy
@@ -52,7 +53,7 @@ def attempt_in_fp32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             return EagerCall(ran=False)  # what cannot be copied says nothing about the model
         try:
             with seeded(0), torch.set_grad_enabled(grad), _silent():
-                copied(*given, **named)
+                copied(*restored(given), **restored(named))
         except (Exception, SystemExit) as error:
             first = first or error
         else:

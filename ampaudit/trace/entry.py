@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from ampaudit.trace.holders import holds_objects, opened, restored
 from ampaudit.trace.isolation import host_state
 from ampaudit.trace.replay import INSERTED, REPLAYED, replaying
 from ampaudit.trace.state import PythonState, StateChange
@@ -30,6 +31,7 @@ __all__ = [
     "named_inputs",
     "placed",
     "tensor_leaves",
+    "with_objects_open",
 ]
 
 ENTRY_NAME = "audited_model"
@@ -72,10 +74,15 @@ class OutputStructure:
     spec: pytree.TreeSpec
     leaves: tuple[tuple[int | None, Any], ...]
 
+    @property
+    def has_objects(self) -> bool:
+        """Whether tensors are in an object that torch cannot take apart."""
+        return holds_objects(self.spec)
+
     def filled(self, tensors: Sequence[Any]) -> Any:
         """Fill the structure with other tensors."""
         leaves = [value if index is None else tensors[index] for index, value in self.leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return restored(pytree.tree_unflatten(leaves, self.spec))
 
 
 class Entry(nn.Module):
@@ -128,7 +135,7 @@ class Entry(nn.Module):
         ]
         state, drawn = PythonState(model), host_state()
         with self._around():
-            output = model(*args, **kwargs)
+            output = model(*restored(args), **restored(kwargs))
         self.outputs.random_constants = host_state() != drawn
         lost = [name for path, now, then in buffers for name in _write_assigned(path, now, then)]
         self.outputs.changes = (
@@ -175,14 +182,22 @@ def placed(output: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _structure(output: Any, tensors: Sequence[torch.Tensor]) -> OutputStructure | None:
-    """Return the structure; ``None`` if a tensor is in a container that torch does not know."""
-    leaves, spec = pytree.tree_flatten(output)
+    """Return the structure; ``None`` if an object with tensors cannot be copied."""
+    try:
+        leaves, spec = pytree.tree_flatten(with_objects_open(output))
+    except Exception:  # a copy runs the code of the object's class
+        return None
     numbers = {id(tensor): index for index, tensor in enumerate(tensors)}
     if {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)} != set(numbers):
         return None
     return OutputStructure(
         spec, tuple((numbers.get(id(leaf)), None if id(leaf) in numbers else leaf) for leaf in leaves)
     )
+
+
+def with_objects_open(value: Any) -> Any:
+    """Open objects that hold tensors, so that their tensors are inputs as well."""
+    return opened(value, lambda leaf: _named_tensors(leaf, ""))
 
 
 def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -229,9 +244,13 @@ def flatten_outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
             (name, tensor) for name, tensor in flatten_outputs(output.output) if tensor is not output.loss
         ]
         return [*others, ("loss", output.loss)]
+    return _named_tensors(output, "output")
+
+
+def _named_tensors(value: Any, name: str) -> list[tuple[str, torch.Tensor]]:
     found: list[tuple[str, torch.Tensor]] = []
     seen: set[int] = set()
-    _collect(output, "output", found, seen, 0)
+    _collect(value, name, found, seen, 0)
     return found
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ampaudit.trace.state import PythonState
 
-__all__ = ["TraceCache", "call_key"]
+__all__ = ["TraceCache", "call_key", "value_key"]
 
 Traced = TypeVar("Traced")
 
@@ -56,8 +56,13 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
             same = first.setdefault(id(leaf), number)
             found.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, same))
         else:
-            found.append(_value_key(leaf, {}))
+            found.append(value_key(leaf))
     return (spec, *found)
+
+
+def value_key(value: Any) -> Any:
+    """Return a key that is equal for values with which code does the same."""
+    return _value_key(value, {})
 
 
 def _value_key(value: Any, seen: dict[int, int]) -> Any:

@@ -146,7 +146,7 @@ class MixedModule(ModelProxy):
                 f"the model defines its own backward ({', '.join(own)}), which a graph cannot contain",
                 hint="use ampaudit.prepare(..., how='autocast')",
             )
-        if traced.structure is None:
+        if traced.structure is None or traced.structure.has_objects:
             raise UsageError(
                 "the model returns tensors in an object that torch cannot take apart",
                 hint="return tensors, tuples, dicts, or a class registered with torch.utils._pytree",

@@ -55,6 +55,7 @@ def scanned(example: Example, place: Path, monkeypatch: pytest.MonkeyPatch) -> R
         dtype=options.pop("dtype", "float16"),
         ranges=options.pop("ranges", "") == "true",
         contract=options.pop("contract", ""),
+        steps=int(given) if (given := options.pop("steps", "")) else None,
         backward=options.pop("backward", "") == "true",
         loss_scale=float(given) if (given := options.pop("loss_scale", "")) else None,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ampaudit.audit.checks import (
     alignment,
+    between_steps,
     cancellation,
     code_differs,
     code_unknown,
@@ -21,6 +22,7 @@ from ampaudit.audit.checks import (
     gradient_error,
     gradient_overflow,
     gradient_vanishes,
+    growth,
     hard_cast,
     headroom,
     hidden_clamp,
@@ -60,10 +62,21 @@ from ampaudit.report.finding import Evidence, Finding, Severity, Source
 __all__ = ["ALL_CHECKS", "Check", "CheckContext", "Evidence", "Finding", "Severity", "Source", "run_checks"]
 
 _MODULES = (
-    *(origins, weights, forbidden, headroom, what_if, mask, hidden_clamp, inside_norm, saturated),
+    *(
+        origins,
+        between_steps,
+        weights,
+        forbidden,
+        headroom,
+        what_if,
+        mask,
+        hidden_clamp,
+        inside_norm,
+        saturated,
+    ),
     *(epsilon, log_softmax, log_sigmoid, cancellation, positions, local_error),
     *(output_error, flipped_decision, stalled_sum, output_variation),
-    *(code_differs, code_unknown, flipped_branch, left_torch),
+    *(growth, code_differs, code_unknown, flipped_branch, left_torch),
     *(hard_cast, double, probabilities, in_place, no_kernel, mixed_dtypes),
     *(small_weights, tied_weights),
     *(alignment, ping_pong, costly_island, float32_spread),

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from ampaudit.audit.steps_report import steps_report
 from ampaudit.bounds import BoundTable
 from ampaudit.core.formats import NumberFormat
 from ampaudit.core.sites import SiteId, SourceLine
 from ampaudit.report.finding import Evidence, Finding, Severity, Source
 from ampaudit.report.pages import page_of
 from ampaudit.report.scales import ScaleAdvice
+from ampaudit.report.steps import StepsReport
 from ampaudit.run.backward.scale import NamedGradient, advice_on_scale
 from ampaudit.run.observation import Observation
 from ampaudit.run.record import Origin, RunRecord
@@ -53,6 +55,7 @@ class CheckContext:
         bounds: what is proved, if that was asked for.
         fused: whether norms are taken to be one kernel with FP32 inside.
         saturating: whether overflow gives the largest finite number.
+        step_count: how often each batch is run; ``None`` for once.
     """
 
     sites: tuple[Site, ...]
@@ -68,6 +71,20 @@ class CheckContext:
     fused: bool = True
     saturating: bool = False
     bounds: BoundTable | None = None
+    step_count: int | None = None
+
+    def step_of(self, call: int) -> int | None:
+        """Return the step that a call is; ``None`` for an audit of single calls."""
+        return None if self.step_count is None else call % self.step_count + 1
+
+    @cached_property
+    def steps(self) -> StepsReport | None:
+        """What the steps showed, if there were several."""
+        low = {
+            site.id for site in self.sites if self.low_precision(site) and site.role is not Role.WEIGHT_CAST
+        }
+        low -= self.record.by_design | self.parameter_free
+        return steps_report(self.record, self.min_sqnr, self.number_format.max, low)
 
     @cached_property
     def site(self) -> dict[SiteId, Site]:
@@ -133,6 +150,12 @@ class CheckContext:
     def origin_sites(self) -> frozenset[SiteId]:
         """Sites that went wrong by their own fault."""
         return frozenset(origin.site for origin in self.record.origins)
+
+    @cached_property
+    def harmed(self) -> bool:
+        """Whether values stay wrong because something left the range."""
+        faults = any(row.faults for row in self.record.steps)
+        return faults or any(origin.harms for origin in self.record.origins)
 
     @cached_property
     def broken_sites(self) -> frozenset[SiteId]:
@@ -204,8 +227,8 @@ def finding_at(
     """Return a finding at a site, with its measurements; kind and severity come from the page."""
     made = finding_about(code, site.id, site.layer, cause, advice, severity=severity, confidence=confidence)
     seen = context.observed(site.id)
-    evidence, batch = evidence_of(seen, context.number_format), context.record.names.get(seen.peak_batch)
-    source = finding_source(site)
+    evidence = replace(evidence_of(seen, context.number_format), step=context.step_of(seen.peak_batch))
+    source, batch = finding_source(site), context.record.names.get(seen.peak_batch)
     return replace(made, phase="forward", op=site.op, source=source, evidence=evidence, batch=batch)
 
 

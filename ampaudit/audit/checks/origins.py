@@ -85,6 +85,7 @@ def _finding(context: CheckContext, origin: Origin, site: Site) -> Finding:
     fate = _fate_text(origin)
     return replace(
         finding,
+        evidence=replace(finding.evidence, step=context.step_of(origin.batch)),
         origin=True,
         batch=context.record.names.get(origin.batch),
         poisons=origin.poisons,

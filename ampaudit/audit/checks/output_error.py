@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from ampaudit.audit.checks.amplification import amplified
+from ampaudit.audit.checks.growth import error_growth
 from ampaudit.audit.checks.interface import Check, CheckContext, finding_at, some_sites
 from ampaudit.core.text import format_number
 from ampaudit.report.finding import Finding
@@ -49,16 +50,15 @@ def accuracy_text(seen: OutputComparison, dtype: str) -> str:
 
 def findings_with(code: str, context: CheckContext) -> Iterator[Finding]:
     """Yield findings of one of the three codes: one per culprit, and one per output without any."""
-    harmed = any(origin.harms for origin in context.record.origins)
-    if harmed or context.broken_weights or context.ranges_only:
+    if context.harmed or context.broken_weights or context.ranges_only:
         return
     wrong = inaccurate(context)
     known = [culprit for culprit in context.record.culprits if wrong.keys() & set(culprit.outputs)]
     explained = {name for culprit in known for name in culprit.outputs}
     for culprit in (*known, *(Culprit((name,)) for name in wrong if name not in explained)):
         names = [name for name in culprit.outputs if name in wrong]
-        if not culprit.sites and _by_code(context, names[0]):
-            continue
+        if not culprit.sites and (_by_code(context, names[0]) or error_growth(context) is not None):
+            continue  # reported as AMP212, or AMP119
         finding = _finding(context, culprit, wrong[names[0]], names)
         if finding.code == code and not _saturated(context, culprit):
             yield finding
@@ -107,6 +107,9 @@ def _explained(
     context: CheckContext, culprit: Culprit, seen: OutputComparison, output: str
 ) -> tuple[str, str, str]:
     """Return code, cause and advice."""
+    if not culprit.sites and (context.step_of(seen.batch) or 1) > 1:
+        why = f"no op of step {context.step_of(seen.batch)} stands out: the error has built up over the steps"
+        return "AMP207", why, "keep in float32 what is carried from step to step"
     if not culprit.sites:
         why = "no op or line stands out: the error is spread over the model"
         return "AMP207", why, "use --dtype float16, or a policy that keeps more ops in float32"

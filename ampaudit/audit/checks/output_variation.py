@@ -15,7 +15,7 @@ __all__ = ["CHECK"]
 
 def find(context: CheckContext) -> Iterator[Finding]:
     """Find outputs that are accurate only because of their mean."""
-    if context.ranges_only or any(origin.harms for origin in context.record.origins):
+    if context.ranges_only or context.harmed:
         return
     wrong = inaccurate(context)
     for name, made, _ in context.outputs:

@@ -11,6 +11,7 @@ from ampaudit.render.findings import TOP, Suite, alert_of
 from ampaudit.render.gradients import gradient_sections, scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
 from ampaudit.render.scan_tables import all_sites, level_sections
+from ampaudit.render.steps import step_section
 from ampaudit.render.strip import Strip, strips_of
 from ampaudit.render.verdict import VERDICT_STYLES, verdict_words
 from ampaudit.render.view import Cell, Row, View, ViewPage
@@ -55,6 +56,8 @@ class ScanView(View[Report]):
             yield Section((line(more, style="bold"),))
         if suite.combined is not None:
             yield combined_section(suite.combined)
+        if report.steps is not None:
+            yield step_section(report.steps, full=full)
         yield from level_sections(report, _NEAREST)
         if report.backward is not None:
             yield from gradient_sections(report.backward, run.dtype, _NEAREST, full=full)
@@ -135,6 +138,8 @@ class ScanView(View[Report]):
             for site in report.nearest_sites[:_NEAREST]
             if (seen := site.forward)
         ]
+        if report.steps is not None:
+            yield step_section(report.steps)
         if nearest:
             yield Section((tabulate(("site", "peak", "headroom"), nearest),), "Nearest the limit")
         yield Section((facts(("", fact) for fact in _numbers(report)),))

@@ -10,6 +10,7 @@ from ampaudit.core.text import escape_control, format_scale, plural
 from ampaudit.render.findings import Alert, Suite
 from ampaudit.render.gradients import scales_that_suit
 from ampaudit.render.scan_summary import summary_rows
+from ampaudit.render.steps import step_sentences, steps_svg
 from ampaudit.render.verdict import verdict_words
 from ampaudit.report.finding import CombinedPolicy, Severity
 from ampaudit.report.model import Report
@@ -45,6 +46,7 @@ class ReportView:
         facts: label and text of everything else a reader may ask.
         scales: the loss scales in a sentence; empty without gradients.
         combined: one policy for all errors, if it was asked for.
+        steps: the chart of an audit's steps, and sentences about them; empty without several.
     """
 
     report: Report
@@ -58,6 +60,7 @@ class ReportView:
     facts: tuple[tuple[str, str], ...]
     scales: str
     combined: CombinedPolicy | None
+    steps: tuple[str, tuple[str, ...]] | None
 
 
 def page_values(reports: Sequence[tuple[Report, Suite, str]]) -> dict[str, Any]:
@@ -81,6 +84,9 @@ def _view(report: Report, suite: Suite, heading: str) -> ReportView:
         facts=tuple(summary_rows(report, 0)),
         scales=scales_that_suit(report.backward) if report.backward is not None else "",
         combined=suite.combined,
+        steps=None
+        if report.steps is None
+        else (steps_svg(report.steps), tuple(step_sentences(report.steps))),
     )
 
 

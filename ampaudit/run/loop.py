@@ -1,0 +1,298 @@
+"""Runs a batch for several steps: each run feeds its own outputs back as its next inputs."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ampaudit.core.errors import AuditError, InputError, ReferenceBroken
+from ampaudit.run.config import NextInputs, Steps
+from ampaudit.run.guards import guarded
+from ampaudit.run.lockstep import Carried
+from ampaudit.run.observer import Observer, Pair
+from ampaudit.run.op_faults import OpWatch, first_fault
+from ampaudit.run.outputs import compare_outputs
+from ampaudit.run.record import StateFault, StepObservation
+from ampaudit.run.runner import CallResult, PreparedBatch, Runner
+from ampaudit.source.interface import Batch
+from ampaudit.source.next_inputs import NEXT_INPUTS, call_next_inputs
+from ampaudit.trace import Role
+from ampaudit.trace.entry import named_inputs, tensor_leaves, with_objects_open
+from ampaudit.trace.graph import Slot
+from ampaudit.trace.values import LOW_PRECISION_DTYPES
+
+__all__ = ["run_steps"]
+
+_SEED_OFFSET = 2_000_003  # next inputs draw other random numbers than the model
+
+
+def run_steps(runner: Runner, steps: Steps, batch: Batch, number: int) -> None:
+    """Run a batch for a number of steps.
+
+    The 16-bit run carries its own floating-point state; integers and booleans, such as a chosen token, are
+    FP32's in both, so that the runs stay comparable. If a step breaks, its repaired state is carried on, so
+    that later steps are audited as if it had not happened. The unrepaired state is carried on as well, and
+    says which later steps it poisons.
+
+    Raises:
+        InputError: what the function returns cannot be the next inputs.
+        SourceError: the function fails.
+        ReferenceBroken: it gives NaN or infinity in FP32.
+    """
+    loop = _Loop(runner, steps, batch)
+    for step in range(1, steps.count + 1):
+        runner.record.steps.append(loop.advance(StepObservation(number, step)))
+
+
+@dataclass(slots=True)
+class _Side:
+    """One of the runs: its inputs and buffers, and its own copy of the function that makes the inputs."""
+
+    inputs: Batch
+    function: NextInputs
+    buffers: dict[str, Pair] = field(default_factory=dict)
+
+    def call(self, outputs: Any, lent: _Lent, call: str) -> tuple[Batch, OpWatch]:
+        """Return the next inputs, and the ops that made them."""
+        inputs = self.inputs.mapped(lent.lend)
+        with OpWatch() as watch:
+            made = call_next_inputs(self.function, outputs, inputs, call)
+        return made.mapped(lent.take_back), watch
+
+
+class _Lent:
+    """Lends a function copies of tensors that both runs share, since it may write to them."""
+
+    def __init__(self, shared: set[int]) -> None:
+        self._shared = shared
+        self._lent: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or a copy."""
+        if id(tensor) not in self._shared:
+            return tensor
+        copied = tensor.clone()
+        self._lent[id(copied)] = tensor, copied, copied._version
+        return copied
+
+    def take_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that a copy was made of, if nothing was written to it."""
+        original, copied, version = self._lent.get(id(tensor), (tensor, tensor, tensor._version))
+        return original if copied._version == version else tensor
+
+
+class _Loop:
+    """The state of the FP32 run, of the 16-bit run with repairs, and of that without once they differ."""
+
+    def __init__(self, runner: Runner, steps: Steps, batch: Batch) -> None:
+        self._runner = runner
+        self._config = runner.config
+        self._count = steps.count
+        opened = Batch(*with_objects_open((batch.args, batch.kwargs)))
+        given = opened.mapped(lambda tensor: tensor.to(self._config.device, copy=True))
+        self._fp32 = _Side(given, copy.deepcopy(steps.next_inputs))
+        self._own = _Side(given, copy.deepcopy(steps.next_inputs))
+        self._unrepaired: _Side | None = None
+        self._lost = False  # the unrepaired run cannot go on: its values are too broken
+
+    def advance(self, record: StepObservation) -> StepObservation:
+        """Run one step and, but for the last, make the inputs of the next."""
+        number, first = record.batch * self._count + record.step - 1, record.step == 1
+        own = None if first else self._own.inputs
+        inputs = replace(self._fp32.inputs, name=self._config.call_name(number))
+        ready = self._runner.prepare(inputs, number, own, self._own.buffers)
+        outputs, result = self._runner.execute(ready)
+        if first:
+            self._own.inputs = _as_placed(self._own.inputs, ready)
+        self._measure(record, ready, result)
+        self._own.buffers |= _buffers(ready)
+        unrepaired = self._run_unrepaired(ready, outputs) if result.origins or self._unrepaired else None
+        record.poisoned = self._lost or (self._unrepaired is not None and _broken(unrepaired or []))
+        if record.step < self._count:
+            self._step_on(record, ready, result.outputs, unrepaired)
+        return record
+
+    def _measure(self, record: StepObservation, ready: PreparedBatch, result: CallResult) -> None:
+        """Note errors, peaks and the least headroom of a step."""
+        traced, form = ready.executor.program.traced, self._config.number_format
+        named = dict(zip(traced.outputs, result.outputs, strict=True))
+        for name, seen in compare_outputs(named, ready.number).items():
+            if seen.kind != "integer" and seen.elements:
+                record.errors[name] = seen.err_sq, seen.ref_sq
+        record.origins = result.origins
+        sites = {site.id: site for site in traced.sites}
+        exempt = self._runner.record.by_design | self._runner.executors.parameter_free
+        peaks = [
+            (max(row.fields["ref_peak"], row.fields["peak"]), str(row.site))
+            for row in result.measured
+            if (site := sites.get(row.site)) is not None
+            and site.dtype in LOW_PRECISION_DTYPES
+            and site.role is not Role.WEIGHT_CAST
+            and row.site not in exempt
+        ]
+        peak, record.headroom_at = max(peaks, default=(0.0, ""))
+        record.headroom_bits = form.headroom_bits(peak) if peak > 0.0 else None
+
+    def _run_unrepaired(self, ready: PreparedBatch, outputs: list[Pair]) -> list[Pair]:
+        """Return the outputs of the unrepaired run, which is the main one until something breaks."""
+        side = self._unrepaired
+        if side is None:
+            return outputs
+        ready = replace(ready, own=Carried(tensor_leaves(side.inputs.args, side.inputs.kwargs), side.buffers))
+        try:
+            found = self._runner.outputs(ready, Observer())
+        except (AuditError, ValueError):
+            self._unrepaired, self._lost = None, True
+            return []
+        side.buffers |= _buffers(ready)
+        return found
+
+    def _step_on(
+        self,
+        record: StepObservation,
+        ready: PreparedBatch,
+        outputs: list[Pair],
+        unrepaired: list[Pair] | None,
+    ) -> None:
+        """Make the inputs of the next step in each run."""
+        spare = replace(
+            self._own, function=copy.deepcopy(self._own.function), buffers=dict(self._own.buffers)
+        )
+        again = _Side(self._fp32.inputs, copy.deepcopy(self._fp32.function))
+        fp32, watch = self._call(self._fp32, ready, outputs, 0)
+        own, own_watch = self._call(self._own, ready, outputs, 1)
+        call = self._config.call_name(ready.number)
+        if record.step == 1:
+            _refuse_hidden_state(fp32, self._call(again, ready, outputs, 0)[0])
+        self._fp32.inputs, self._own.inputs = fp32, _carried(fp32, own, call, record)
+        if record.faults:
+            op, line = first_fault(watch.ops, own_watch.ops)
+            record.faults = [replace(fault, op=op, line=line) for fault in record.faults]
+        if unrepaired is None and not record.faults:
+            return
+        side = self._unrepaired or spare
+        try:
+            if unrepaired is not None:
+                own, _ = self._call(side, ready, unrepaired, 1)
+            side.inputs = _carried(fp32, own, call, None)
+            self._unrepaired = side
+        except AuditError:
+            self._unrepaired, self._lost = None, True
+
+    def _call(
+        self, side: _Side, ready: PreparedBatch, outputs: list[Pair], index: int
+    ) -> tuple[Batch, OpWatch]:
+        """Call the function for one run, with the same random numbers for all."""
+        program, call = ready.executor.program, self._config.call_name(ready.number)
+        if program.traced.structure is None:
+            raise InputError(
+                f"the outputs of {call} are in an object that cannot be copied for {NEXT_INPUTS}",
+                hint="return tensors, tuples, dicts, or a class registered with torch.utils._pytree",
+            )
+        tensors = []
+        for node, pair in zip(program.outputs, outputs, strict=True):
+            value = pair[index] if index == 0 else pair[1].to(node.meta["val"].dtype)
+            tensors.append(value.clone() if index and value is pair[0] else value)
+        pairs = zip(
+            *(tensor_leaves(s.inputs.args, s.inputs.kwargs) for s in (self._fp32, side)), strict=False
+        )
+        shared = {id(first) for first, second in pairs if first is second}
+        with guarded(self._config.device, self._fp32.inputs), torch.no_grad():
+            torch.manual_seed(self._config.seed + ready.number + _SEED_OFFSET)
+            return side.call(program.traced.structure.filled(tensors), _Lent(shared), call)
+
+
+def _buffers(ready: PreparedBatch) -> dict[str, Pair]:
+    """Return what the last run left in buffers, by name."""
+    names = {place.node: place.name for place in ready.executor.program.traced.placeholders}
+    return {names[node.name]: pair for node, pair in ready.executor.buffers.items()}
+
+
+def _as_placed(batch: Batch, ready: PreparedBatch) -> Batch:
+    """Cast the inputs of the first step as the policy does."""
+    places = ready.executor.program.traced.placeholders
+    dtypes = [place.dtype for place in places if place.slot is Slot.INPUT]
+    placed = dict(zip(map(id, tensor_leaves(batch.args, batch.kwargs)), dtypes, strict=True))
+    return batch.mapped(
+        lambda tensor: tensor.to(placed[id(tensor)]) if tensor.is_floating_point() else tensor
+    )
+
+
+def _refuse_hidden_state(first: Batch, second: Batch) -> None:
+    """Raise for a function that returns something else if it is called again, as it is for each run.
+
+    Raises:
+        InputError: it does.
+    """
+    for one, two in zip(*(tensor_leaves(made.args, made.kwargs) for made in (first, second)), strict=False):
+        if one.shape != two.shape or not torch.allclose(one.double(), two.double(), 1e-3, equal_nan=True):
+            raise InputError(
+                f"{NEXT_INPUTS} returns something else when it is called again with the same arguments",
+                hint="it is called for each run: keep its state in an object with __call__, of which each "
+                "run has a copy, or pass the scheduler itself as next_inputs",
+            )
+
+
+def _broken(outputs: list[Pair]) -> bool:
+    """Return whether an output is not finite in 16 bits only."""
+    return any(
+        value.is_floating_point() and bool((~value.isfinite() & reference.isfinite()).any())
+        for reference, value in outputs
+    )
+
+
+def _carried(fp32: Batch, own: Batch, call: str, record: StepObservation | None) -> Batch:
+    """Return the 16-bit run's next inputs: its own floats, and FP32's integers and other values.
+
+    With a record, broken elements are noted and replaced by FP32's, within the range of the format.
+
+    Raises:
+        InputError: the two are not alike.
+        ReferenceBroken: FP32's hold NaN or infinity.
+    """
+    named, others = (named_inputs(side.args, side.kwargs) for side in (fp32, own))
+    if [name for name, _ in named] != [name for name, _ in others]:
+        raise InputError(f"{NEXT_INPUTS} returned another structure in 16 bits than in FP32 after {call}")
+    made = [
+        _carried_leaf(name, first, second, call, record)
+        for (name, first), (_, second) in zip(named, others, strict=True)
+    ]
+    return Batch(*pytree.tree_unflatten(made, pytree.tree_structure((own.args, own.kwargs))))
+
+
+def _carried_leaf(name: str, first: Any, second: Any, call: str, record: StepObservation | None) -> Any:
+    """Return the 16-bit run's value of one input."""
+    if first is second:
+        return first
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        _note_choice(record, name, type(first) is not type(second) or first != second)
+        return first
+    if first.shape != second.shape:
+        here, there = (tuple(tensor.shape) for tensor in (second, first))
+        raise InputError(
+            f"{NEXT_INPUTS} made {name} of shape {here} in 16 bits and {there} in FP32 after {call}",
+            hint="a shape that depends on values cannot be followed in both runs",
+        )
+    if not (first.is_floating_point() and second.is_floating_point()):
+        _note_choice(record, name, not torch.equal(first, second))
+        return first
+    if bool((first.isnan() | (first == torch.inf)).any()):
+        raise ReferenceBroken(f"{NEXT_INPUTS} gives NaN or infinity in FP32 after {call}: {name}")
+    if first.dtype == second.dtype and torch.equal(first, second):
+        return first
+    wrong = first.isfinite() & ~second.isfinite()
+    if record is None or not bool(wrong.any()):
+        return second
+    peak = float(first[wrong].abs().amax())
+    record.faults.append(StateFault(name, "", None, peak, int(wrong.sum()), second.numel()))
+    limit = torch.finfo(second.dtype).max
+    return torch.where(wrong, first.clamp(-limit, limit).to(second.dtype), second)
+
+
+def _note_choice(record: StepObservation | None, name: str, differs: bool) -> None:
+    if record is not None and differs:
+        record.flipped.append(name)
