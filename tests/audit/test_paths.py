@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,14 +11,11 @@ from torch.utils import _pytree as pytree
 import ampaudit
 from ampaudit.report.finding import Finding
 from ampaudit.report.model import Report
-from tests.paths.cases import NAMES, PLANTED, TWO_PATHS, batches_of, load, marked_lines
+from tests.paths.cases import AUDITED, PLANTED, TWO_PATHS, batches_of, load, marked_lines
 from tests.paths.flips import DECISIONS
 from tests.paths.oracle import Line, follow
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("ampaudit.trace.path") is None, reason="values are not followed yet"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the models' own code
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the models' own code
 FLIPPED = "AMP214"
 
 
@@ -36,8 +32,7 @@ def line_of(finding: Finding) -> Line | None:
     return None if finding.source is None else (finding.source.file, finding.source.line)
 
 
-@pytest.mark.parametrize("policy", ["ampaudit", "half"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "policy"), AUDITED)
 def test_a_healthy_model_is_quiet_and_its_reference_is_its_own(name: str, policy: str) -> None:
     module = load(name)
     kept: dict[int, list[Any]] = {}

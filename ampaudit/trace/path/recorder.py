@@ -92,12 +92,18 @@ class PathRecorder:
         # torch.export's own max() and min() take no tensor of several values
         builtins = Replacement(export_trace, "_override_builtin_ops", nullcontext)
         makers = [Replacement(torch, f.__name__, _stacking(f)) for f in (torch.tensor, torch.as_tensor)]
-        with patched([*map(replacement, ("item", "tolist", "numpy")), builtins, *makers]):
+        converting = (
+            Replacement(FakeTensor, "__int__", lambda tensor: self._read_whole(tensor)),
+            Replacement(FakeTensor, "__float__", lambda tensor: float(self.read("float", tensor))),
+        )
+        with patched([*map(replacement, ("item", "tolist", "numpy")), *converting, builtins, *makers]):
             yield
 
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
         """Return what an op gives to Python code."""
         with mode:
+            if op is aten.is_nonzero.default and args[0].dtype is not torch.bool:
+                return self.read("bool", args[0].ne(0))  # which other numbers they are decides nothing
             if op is not aten.equal.default:
                 return self.read(READING[op], args[0])
             first, second = args
@@ -114,6 +120,10 @@ class PathRecorder:
         read = self.reads.add(name, self._layer(), value)
         VALUE_READ([tensor], read.number)
         return self.reads.tracked(read, found)
+
+    def _read_whole(self, tensor: torch.Tensor) -> int:
+        """Return ``int(tensor)``, which decides on the whole part."""
+        return int(self.read("item", tensor.to(torch.int64)))
 
     def record(
         self, mode: ProxyTorchDispatchMode, called: OpCalled, original_args: Mapping[int | str, Any]
