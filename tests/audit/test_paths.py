@@ -75,7 +75,9 @@ def test_each_path_has_its_own_findings(name: str) -> None:
 def test_a_decision_that_flips_is_a_finding(name: str) -> None:
     decision = DECISIONS[name]
     inputs = decision.inputs(decision.flips)
-    whole, low = (follow(decision.model(), inputs, dtype) for dtype in (None, torch.float16))
+    whole, low = (
+        follow(decision.model(), inputs, dtype, line_by_line=True) for dtype in (None, torch.float16)
+    )
     assert not whole.agrees(low)
     report = ampaudit.scan(decision.model(), inputs, policy="half")
     assert [line_of(f) for f in report.findings if f.code == FLIPPED] == [decision.line]
@@ -85,7 +87,9 @@ def test_a_decision_that_flips_is_a_finding(name: str) -> None:
 def test_a_decision_with_room_to_spare_is_none(name: str) -> None:
     decision = DECISIONS[name]
     inputs = decision.inputs(decision.holds)
-    whole, low = (follow(decision.model(), inputs, dtype) for dtype in (None, torch.float16))
+    whole, low = (
+        follow(decision.model(), inputs, dtype, line_by_line=True) for dtype in (None, torch.float16)
+    )
     assert whole.agrees(low)
     report = ampaudit.scan(decision.model(), inputs, policy="half")
     assert [f for f in report.findings if f.code == FLIPPED or f.severity == "error"] == []
