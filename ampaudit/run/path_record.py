@@ -125,19 +125,22 @@ class PathRecord:
         plain: Mapping[int, Any],
         batch: int,
     ) -> None:
-        fp32, low = values
-        about = (read.name, read.kind, read.layer, read.source, read.caller)
-        stats = self.stats(ReadStats(*about, producer=producer))
-        if read.kind is ReadKind.ARRAY and fp32.is_floating_point() and fp32.shape == low.shape:
+        shown = [_shown(read, value) for value in values]
+        for decided in read.decided:  # the line that decides may be another one than that which reads
+            about = (read.name, ReadKind.CHOICE, read.layer, decided.source, decided.caller)
+            stats = self.stats(ReadStats(*about, producer=producer))
+            stats.add(batch, decided.differs(plain), *shown)
+        if read.kind is ReadKind.NUMBER and read.decided:
+            return
+        stats = self.stats(
+            ReadStats(read.name, read.kind, read.layer, read.source, read.caller, producer=producer)
+        )
+        fp32, low = (value.bool() if read.name == "bool" else value for value in values)
+        if read.kind is ReadKind.ARRAY and fp32.is_floating_point():
             difference = (low.double() - fp32.double()).nan_to_num(math.inf, math.inf, math.inf)
             stats.error_sq += float(difference.square().sum())
             stats.signal_sq += float(fp32.double().square().sum())
-        if read.kind is ReadKind.NUMBER:
-            flipped = next((decided for decided in read.decided if decided.differs(plain)), None)
-            differs = flipped is not None
-        else:
-            differs = read.kind is ReadKind.CHOICE and not torch.equal(fp32, low)
-        stats.add(batch, differs, _shown(read, fp32), _shown(read, low))
+        stats.add(batch, read.kind is ReadKind.CHOICE and not torch.equal(fp32, low), *shown)
 
 
 def _producers(traced: TracedModel) -> Iterator[tuple[int, SiteId]]:

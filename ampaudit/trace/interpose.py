@@ -7,12 +7,13 @@ code sees the dtypes that the policy makes. Nothing else in torch offers that pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from traceback import StackSummary
 from typing import Any
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
 from torch.autograd import function as autograd_function
 from torch.fx.proxy import TracerBase
@@ -74,6 +75,7 @@ class DispatchHook:
             # no mode records the steps in and out of vmap
             Replacement(export_utils, "_maybe_find_pre_dispatch_tf_mode_for_export", lambda: None),
             Replacement(indexing, "mod_index", _index),
+            Replacement(nn.Module, "_apply", _apply),
         )
         answering = nullcontext() if self.path is None else self.path.answering(current_layer)
         with patched(replacements), answering:
@@ -122,6 +124,21 @@ def _frames_of_the_model(tracer: TracerBase, frames: StackSummary) -> StackSumma
     start = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
     kept = [f for f in frames[start:] if f.name == "forward" or not is_tool_file(f.filename)]
     return StackSummary.from_list(kept)
+
+
+def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """Convert a module of the trace, as ``module.to(dtype)`` in the model's code does.
+
+    Torch would swap its parameters, which it refuses for tensors that the tracer refers to.
+    """
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and (made := function(parameter)) is not parameter:
+            module._parameters[name] = nn.Parameter(made, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else function(buffer)
+    return module
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from tests.paths.oracle import Line, follow
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the models' own code
 FLIPPED = "AMP214"
+FAILS_IN_HALF = {("fastspeech_hifigan", "half")}  # an embedding of FP32 meets a convolution in 16 bits
+ARRAYS = {"numpy_round_trip"}
 
 
 def errors(report: Report) -> list[Finding]:
@@ -35,6 +37,12 @@ def line_of(finding: Finding) -> Line | None:
 @pytest.mark.parametrize(("name", "policy"), AUDITED)
 def test_a_healthy_model_is_quiet_and_its_reference_is_its_own(name: str, policy: str) -> None:
     module = load(name)
+    if (name, policy) in FAILS_IN_HALF:
+        with pytest.raises(RuntimeError, match="should be the same"):
+            follow(module.get_model().half(), batches_of(module)[0])
+        with pytest.raises(ampaudit.AuditError, match="should be the same"):
+            ampaudit.scan(module.get_model(), batches=batches_of(module), policy=policy)
+        return
     kept: dict[int, list[Any]] = {}
     report = ampaudit.scan(
         module.get_model(),
@@ -48,7 +56,9 @@ def test_a_healthy_model_is_quiet_and_its_reference_is_its_own(name: str, policy
         expected = [value for value in pytree.tree_leaves(output) if isinstance(value, torch.Tensor)]
         assert len(found) == len(expected)
         for reference, whole in zip(found, expected, strict=True):
-            torch.testing.assert_close(reference, whole, rtol=1e-6, atol=1e-6, check_dtype=False)
+            # an array has the dtype of its tensor: what comes back to torch is rounded in both runs
+            allowed = 2**-10 if name in ARRAYS else 1e-6
+            torch.testing.assert_close(reference, whole, rtol=allowed, atol=allowed, check_dtype=False)
 
 
 @pytest.mark.parametrize("name", PLANTED)

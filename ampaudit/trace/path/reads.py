@@ -35,12 +35,14 @@ class Decided:
 
     Attributes:
         taken: the result for the FP32 values.
-        source: the line of the decision.
+        source: the innermost line of the model's code that decides.
+        caller: the user's own line, if that is another one.
         evaluate: the same decision on other values, by the numbers of the reads.
     """
 
     taken: Any
     source: SourceLine | None
+    caller: SourceLine | None
     evaluate: Callable[[Values], Any]
 
     def differs(self, values: Values) -> bool:
@@ -114,7 +116,7 @@ class ReadValues:
 
     def add(self, name: str, layer: str, value: torch.Tensor) -> ValueRead:
         """Record a read."""
-        exact = not (value.is_floating_point() or value.is_complex())
+        exact = name == "bool" or not (value.is_floating_point() or value.is_complex())
         kind = ReadKind.CHOICE if exact else ReadKind.NUMBER
         leaves = name == "numpy" or (name in ("tolist", "float") and not exact)
         kind = ReadKind.ARRAY if leaves else kind
@@ -131,8 +133,7 @@ class ReadValues:
 
     def decide(self, numbers: Sequence[int], taken: Any, evaluate: Callable[[Values], Any]) -> None:
         """Record a decision on floats that were read."""
-        source, _ = model_lines()
-        self.reads[numbers[-1]].decided.append(Decided(taken, source, evaluate))
+        self.reads[numbers[-1]].decided.append(Decided(taken, *model_lines(), evaluate))
 
 
 class ReadNumber(float):

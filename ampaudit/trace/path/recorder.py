@@ -86,17 +86,17 @@ class PathRecorder:
         """Answer reads of fake tensors while active; ``layer`` gives the layer whose code is running."""
         self._layer = layer
 
-        def replacement(name: str) -> Replacement:
-            return Replacement(FakeTensor, name, lambda tensor, *args, **kwargs: self.read(name, tensor))
-
+        reads = [Replacement(FakeTensor, name, _reading(self, name)) for name in ("item", "tolist", "numpy")]
+        # Python's own functions ask these methods, of which torch's have no values
+        numbers = [
+            Replacement(FakeTensor, "__int__", lambda tensor: int(tensor.item())),
+            Replacement(FakeTensor, "__float__", lambda tensor: float(self.read("float", tensor))),
+            Replacement(FakeTensor, "__format__", _format),
+        ]
         # torch.export's own max() and min() take no tensor of several values
         builtins = Replacement(export_trace, "_override_builtin_ops", nullcontext)
         makers = [Replacement(torch, f.__name__, _stacking(f)) for f in (torch.tensor, torch.as_tensor)]
-        converting = (
-            Replacement(FakeTensor, "__int__", lambda tensor: self._read_whole(tensor)),
-            Replacement(FakeTensor, "__float__", lambda tensor: float(self.read("float", tensor))),
-        )
-        with patched([*map(replacement, ("item", "tolist", "numpy")), *converting, builtins, *makers]):
+        with patched([*reads, *numbers, builtins, *makers]):
             yield
 
     def read_by(self, mode: ProxyTorchDispatchMode, op: OpOverload, args: tuple[Any, ...]) -> Any:
@@ -120,10 +120,6 @@ class PathRecorder:
         read = self.reads.add(name, self._layer(), value)
         VALUE_READ([tensor], read.number)
         return self.reads.tracked(read, found)
-
-    def _read_whole(self, tensor: torch.Tensor) -> int:
-        """Return ``int(tensor)``, which decides on the whole part."""
-        return int(self.read("item", tensor.to(torch.int64)))
 
     def record(
         self, mode: ProxyTorchDispatchMode, called: OpCalled, original_args: Mapping[int | str, Any]
@@ -166,6 +162,16 @@ class PathRecorder:
         leaves, structure = pytree.tree_flatten(values)
         placed = [v if d is None else v.to(d) for v, d in zip(leaves, dtypes, strict=True)]
         return pytree.tree_unflatten(placed, structure)
+
+
+def _reading(recorder: PathRecorder, name: str) -> Callable[..., Any]:
+    return lambda tensor, *args, **kwargs: recorder.read(name, tensor)
+
+
+def _format(tensor: FakeTensor, specification: str) -> str:
+    """Format the number in a tensor, as ``f"{tensor}"`` does."""
+    value = tensor.item() if tensor.dim() == 0 else object.__repr__(tensor)
+    return format(value, specification)
 
 
 def _stacking(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampaudit.core.errors import TraceFailed
 from ampaudit.trace.eager_call import without_low_precision, writable
@@ -22,6 +21,8 @@ from ampaudit.trace.values import storage_id, widened
 
 __all__ = ["Fp32Values", "computing"]
 
+# the attribute of a fake tensor that holds its value: Module.to swaps no tensor that is weakly referenced
+_VALUE = "ampaudit_fp32_value"
 MAX_OPS = 200_000  # minutes of tracing
 
 
@@ -40,7 +41,7 @@ class Fp32Values:
     """
 
     def __init__(self) -> None:
-        self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # real tensors, kept alive
         self._shared: set[int] = set()  # storages of the user's own weights
         self._count = 0
 
@@ -48,27 +49,29 @@ class Fp32Values:
         """Give the fake parameters and buffers of a model the values of the real ones."""
         real = named_tensors(model)
         for name, fake in named_tensors(fake_model).items():
-            if name not in real or fake in self._values:
+            if name not in real or _VALUE in vars(fake):
                 continue
             if isinstance(real[name], nn.Parameter):
-                self._values[fake] = without_low_precision(real[name], None)
-                self._shared.add(storage_id(self._values[fake]))
+                value = without_low_precision(real[name], None)
+                self._shared.add(storage_id(value))
             else:
-                self._values[fake] = writable(real[name], None)
+                value = writable(real[name], None)
+            vars(fake)[_VALUE] = value
 
     def give_input(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
         """Give a fake input the value of a real one."""
-        self._values[fake] = writable(tensor, None)
+        vars(fake)[_VALUE] = writable(tensor, None)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the FP32 value of a tensor of the trace; a real one is a constant."""
-        found: torch.Tensor | None = self._values.get(tensor)
-        if found is None:
-            if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor):
+            if _VALUE not in vars(tensor):
                 raise RuntimeError("a tensor of the trace has no value")
-            found = writable(tensor, None)
-            self._values[tensor] = found
-        return found
+            found: torch.Tensor = vars(tensor)[_VALUE]
+            return found
+        if id(tensor) not in self._constants:
+            self._constants[id(tensor)] = tensor, writable(tensor, None)
+        return self._constants[id(tensor)][1]
 
     def call(self, called: OpCalled, original_args: Mapping[int | str, Any]) -> Any:
         """Return the result of an op on FP32 values."""
@@ -104,7 +107,7 @@ class Fp32Values:
         fakes, found = pytree.tree_leaves(result), pytree.tree_leaves(values)
         for fake, value in zip(fakes, found, strict=True):
             if isinstance(fake, torch.Tensor):
-                self._values[fake] = value
+                vars(fake)[_VALUE] = value
 
     def _keep_own_weights(self, called: OpCalled) -> None:
         """Copy a weight of the user before an op writes to it."""
@@ -113,4 +116,4 @@ class Fp32Values:
                 continue
             value = self.of(written)
             if storage_id(value) in self._shared:
-                self._values[written] = value.clone()
+                vars(written)[_VALUE] = value.clone()
